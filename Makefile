@@ -1,0 +1,55 @@
+# make demo | test | lint | bench | format | clean
+#
+# Every target sets itself up on a fresh machine: it installs into the active virtual environment, else into .venv.
+# torch is installed only where it is missing. On a generic Linux machine PyPI's torch brings CUDA along; for the
+# small CPU build:    make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.10; do \
+  $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+
+# An active environment serves if its Python is new enough.
+ENV := $(shell "$$VIRTUAL_ENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+  && echo "$$VIRTUAL_ENV" || echo "$(CURDIR)/.venv")
+PY := $(ENV)/bin/python
+# Per checkout, because an editable install points at one.
+STAMP := $(ENV)/.installed-$(shell echo '$(CURDIR)' | cksum | cut -d' ' -f1)
+
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint bench format clean setup
+.NOTPARALLEL:
+
+demo: setup
+	@$(ENV)/bin/autoshard demo
+
+test: lint
+	@$(PY) -m pytest -n 2 -m "not slow" -q
+
+lint: setup
+	@$(PY) -m ruff format --check --quiet .
+	@$(PY) -m ruff check --quiet .
+	@$(PY) -m mypy
+
+bench: setup
+	@for b in benchmarks/*.py; do echo "== $$b"; $(PY) $$b || exit 1; done
+
+format: setup
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -x $(PY) || test -n "$(PYTHON)" || { echo "No Python >= 3.10 with venv found; set PYTHON=..." >&2; exit 1; }
+	@echo "Setting up $(ENV) (once; some minutes)" >&2
+	@test -x $(PY) || $(PYTHON) -m venv $(ENV)
+	@$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -qq $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@$(PY) -m pip install -qq -e '.[test,dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

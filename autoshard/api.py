@@ -1,0 +1,99 @@
+"""The public functions: compile, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from autoshard.compiler import build
+from autoshard.errors import CaptureError, MeshError
+from autoshard.mesh import Mesh, MeshLike
+from autoshard.module import Settings, ShardedModule
+from autoshard.passes.capture import capture
+from autoshard.plans import Plan
+
+
+def compile(  # noqa: A001  the public name
+    model: nn.Module,
+    mesh: MeshLike,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    plan: Plan | None = None,
+    hints: Mapping[str, Any] | None = None,
+    memory_budget: float | None = None,
+    training: bool | None = None,
+    gather_outputs: bool | None = None,
+    strict: bool = False,
+) -> ShardedModule:
+    """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
+
+    Args:
+        model: a single-device module; it is not changed. On the meta device it takes no memory.
+        mesh: an :class:`autoshard.Mesh`, a ``{axis: size}`` dict or a torch ``DeviceMesh``. All ranks run in this
+            process, unless torch.distributed is initialised with that many ranks, or the mesh is a ``DeviceMesh``.
+        example_args, example_kwargs: example inputs (global shapes). Without them the first call compiles.
+        plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``.
+        hints: ``{fnmatch pattern: Shard(d) | "colwise" | "rowwise" | "replicate" | {axis: placement}}``.
+        memory_budget: bytes per rank for parameters, gradients and optimizer state; default: the hardware's memory.
+        training: whether gradients are wanted; default: ``model.training``.
+        gather_outputs: whether outputs come back as full tensors; default: in inference yes, in training they keep
+            their layout (a DTensor under torch.distributed). Scalars are always plain tensors.
+        strict: raise for an op without a sharding rule instead of running it on full tensors.
+
+    Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
+    """
+    resolved = Mesh.of(mesh)
+    settings = Settings(plan, hints, memory_budget, training, gather_outputs, strict)
+    sharded = _module(model, mesh, resolved, settings)
+    if example_args or example_kwargs:
+        sharded.specialise(example_args, example_kwargs or {})
+    return sharded
+
+
+def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings) -> ShardedModule:
+    """This rank's module where torch.distributed runs with as many ranks, else all ranks in this process."""
+    import torch.distributed as dist
+
+    running = dist.is_available() and dist.is_initialized()
+    if hasattr(mesh, "mesh_dim_names") or (running and dist.get_world_size() > 1):
+        ranks = dist.get_world_size() if running else 1
+        if resolved.size != ranks:
+            raise MeshError(
+                f"the mesh ({resolved}) has {resolved.size} ranks, but torch.distributed runs {ranks}. "
+                f"Start {resolved.size} processes (torchrun --nproc-per-node {resolved.size}) or use a mesh of {ranks}."
+            )
+        from autoshard.distributed import DistributedModule
+
+        return DistributedModule(model, resolved, settings, mesh if hasattr(mesh, "mesh_dim_names") else None)
+    from autoshard.in_process import InProcessModule
+
+    return InProcessModule(model, resolved, settings)
+
+
+def plan(
+    model: nn.Module,
+    mesh: MeshLike,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    hints: Mapping[str, Any] | None = None,
+    memory_budget: float | None = None,
+    training: bool | None = None,
+) -> Plan:
+    """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
+
+    Arguments as of :func:`compile`; example inputs are needed. Raises as :func:`compile` does.
+    """
+    if not example_args and not example_kwargs:
+        raise CaptureError(
+            "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
+        )
+    graph = capture(model, tuple(example_args), dict(example_kwargs or {}), training=training)
+    return build(
+        graph, Mesh.of(mesh), hints=hints, memory_budget=memory_budget, title=type(model).__name__
+    ).plan
+
+

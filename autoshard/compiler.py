@@ -1,0 +1,233 @@
+"""The pipeline from a captured graph to a plan, a program and source. Reads top to bottom as the recipe."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.errors import PlanError, RuleError
+from autoshard.layout import Layout, Shard
+from autoshard.mesh import Mesh
+from autoshard.passes import cost as costs
+from autoshard.passes.codegen import Source, codegen
+from autoshard.passes.hints import Constraint, resolve
+from autoshard.passes.ir import Graph, Node
+from autoshard.passes.lower import Program, Statement, lower
+from autoshard.passes.propagate import Assignment, axis_strategies, canonical, propagate, state_bytes
+from autoshard.passes.rules import rule_for
+from autoshard.passes.search import Solution
+from autoshard.plans import Choice, Collective, Cost, Plan
+
+log = logging.getLogger("autoshard.plans")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """All stages of one compilation; each prints itself."""
+
+    graph: Graph
+    program: Program
+    plan: Plan
+    source: Source
+
+
+def build(
+    graph: Graph,
+    mesh: Mesh,
+    *,
+    hints: Mapping[str, Any] | None = None,
+    memory_budget: float | None = None,
+    strict: bool = False,
+    plan: Plan | None = None,
+    parameters: Mapping[str, Layout] | None = None,
+    title: str = "model",
+) -> Compiled:
+    """Plan, lower and emit ``graph``. ``plan``: use its choices; ``parameters``: layouts that are already fixed."""
+    if strict:
+        check_rules(graph)
+    if plan is None:
+        constraints = resolve(hints, graph, mesh) | _fixed(parameters or {}, graph)
+        assignment = propagate(graph, mesh, constraints, _budget(graph, mesh, memory_budget))
+    else:
+        assignment = assignment_of(plan, graph, mesh)
+    program = lower(graph, assignment)
+    return Compiled(graph, program, describe(program), codegen(program, title))
+
+
+def check_rules(graph: Graph) -> None:
+    """``strict=True``: raise :class:`RuleError` for the first op without a sharding rule."""
+    for node in graph.nodes:
+        if rule_for(node.op) is None:
+            shapes = ", ".join(str(graph.types[n]) for n in node.inputs)
+            raise RuleError(
+                f"no sharding rule for {node.op}({shapes}) in module {node.fqn or '(root)'!r} at {node.source}. "
+                f'Add one: autoshard.register_rule(torch.ops.{node.op}, "...") with one letter per dim, '
+                "or compile with strict=False to run it on full tensors."
+            )
+
+
+def _fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constraint]:
+    """Layouts that an earlier compilation gave the parameters."""
+    values = {i.fqn: i.name for i in graph.inputs if i.kind == "parameter"}
+    return {
+        values[fqn]: Constraint(fqn, fqn, tuple(zip(layout.mesh.axes, layout.placements, strict=True)))
+        for fqn, layout in parameters.items()
+        if fqn in values
+    }
+
+
+def _budget(graph: Graph, mesh: Mesh, memory_budget: float | None) -> float | None:
+    """Bytes per rank for parameters and optimizer state; None where even whole copies fit."""
+    budget = memory_budget if memory_budget is not None else 0.8 * mesh.hardware.memory_bytes
+    whole = (canonical(Layout(mesh).placements[0], True),) * mesh.ndim
+    needed = sum(state_bytes(graph.types[i.name], whole, mesh) for i in graph.inputs if i.kind == "parameter")
+    return budget if needed > budget else None
+
+
+def describe(program: Program) -> Plan:
+    """The plan of a program: what a user sees, and what another compilation can reuse."""
+    graph, mesh, assignment = program.graph, program.mesh, program.assignment
+    found = tuple(_collectives(program))
+    choices = {}
+    flops = share = compute = 0.0
+    for node in graph.nodes:
+        choice = assignment.choices[node.name]
+        work = costs.node_flops(node, graph, rule_for(node.op))
+        seconds = _node_seconds(node, program, work)
+        flops, share, compute = flops + work, share + work * costs.divided(choice, mesh), compute + seconds
+        labels = tuple(s.label for s in choice)
+        known = rule_for(node.op) is not None
+        choices[node.name] = Choice(str(node.op), node.fqn, node.source, labels, work, seconds, known)
+    public = {i.name: i.fqn for i in graph.inputs}
+    kinds = {i.fqn: i.kind for i in graph.inputs}
+    layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
+    communication = sum(c.seconds for c in found)
+    memory = sum(
+        state_bytes(graph.types[i.name], assignment.layouts[i.name].placements, mesh)
+        for i in graph.inputs
+        if i.kind == "parameter"
+    ) + _activation_bytes(program)
+    total = compute + communication
+    return Plan(
+        mesh=mesh,
+        layouts=layouts,
+        collectives=found,
+        cost=Cost(compute, communication, total, memory, flops, share),
+        lower_bound=min(assignment.solution.lower_bound, total),
+        choices=choices,
+        shared={public.get(n, n): layout for n, layout in assignment.shared.items()},
+        outputs=assignment.outputs,
+        shapes={public.get(n, n): t.shape for n, t in graph.types.items()},
+        kinds={n: kinds.get(n, "value") for n in layouts},
+        notes=tuple(_notes(program)),
+        training=graph.training,
+    )
+
+
+def _node_seconds(node: Node, program: Program, flops: float) -> float:
+    choice = program.assignment.choices[node.name]
+    types = program.graph.types
+    placements = [
+        tuple(canonical(s.inputs[i], types[n].grad) for s in choice) for i, n in enumerate(node.inputs)
+    ] + [program.assignment.layouts[n].placements for n in node.outputs]
+    return costs.node_seconds(node, program.graph, program.mesh, choice, flops, placements)
+
+
+def _activation_bytes(program: Program) -> float:
+    """What a training step keeps for the backward: every op's results that carry a gradient, views not counted."""
+    if not program.graph.training:
+        return 0.0
+    kept = 0.0
+    for node in program.graph.nodes:
+        if costs.is_view(node.op):
+            continue
+        for name in node.outputs:
+            type_ = program.types[name]
+            if type_.grad:
+                numel = costs.local_numel(type_, program.layouts[name].placements, program.mesh)
+                kept += numel * type_.dtype.itemsize
+    return kept
+
+
+def _collectives(program: Program) -> Iterator[Collective]:
+    """Forward collectives in program order, then backward ones in reverse."""
+    backward: list[Collective] = []
+    for s in program.statements:
+        if s.step is not None:
+            yield from _of_step(program, s, backward)
+        elif s.node is not None:
+            yield from _of_node(program, s.node)
+    yield from reversed(backward)
+
+
+def _of_step(program: Program, s: Statement, backward: list[Collective]) -> Iterator[Collective]:
+    step, mesh = s.step, program.mesh
+    if step is None:
+        return
+    public = next((i.fqn for i in program.graph.inputs if i.name == s.value), s.value)
+    fqn = s.node.fqn if s.node is not None else ""
+    reason = f"{public}: {step.src} → {step.dst}"
+    link, ranks = mesh.link(step.axes), mesh.size_of(step.axes)
+    if step.is_collective:
+        seconds = link.seconds(step.forward_bytes, ranks)
+        yield Collective(step.kind, step.axes, "forward", step.forward_bytes, fqn, reason, public, seconds)
+    if step.backward and program.types[s.value].grad:
+        seconds = link.seconds(step.backward_bytes, ranks)
+        backward.append(
+            Collective(step.backward, step.axes, "backward", step.backward_bytes, fqn, reason, public, seconds)
+        )
+    if s.parameter and step.is_collective and program.types[s.value].grad:
+        seconds = link.seconds(step.forward_bytes, ranks)
+        again = f"{reason} (gathered again)"
+        backward.append(
+            Collective(step.kind, step.axes, "backward", step.forward_bytes, fqn, again, public, seconds)
+        )
+
+
+def _of_node(program: Program, node: Node) -> Iterator[Collective]:
+    """All-reduces inside an op's local form."""
+    mesh = program.mesh
+    for axis, strategy in zip(mesh.axes, program.assignment.choices[node.name], strict=True):
+        ranks = mesh.size_of(axis)
+        if strategy.communication and ranks > 1:
+            moved = 2 * (ranks - 1) / ranks * strategy.communication
+            seconds = mesh.link(axis).seconds(moved, ranks)
+            reason = f"{node.op} along {strategy.label}"
+            yield Collective("all_reduce", (axis,), "forward", moved, node.fqn, reason, node.name, seconds)
+
+
+def _notes(program: Program) -> Iterator[str]:
+    """What a user should know before he wonders."""
+    mesh = program.mesh
+    for axis in mesh.axes:
+        if mesh.size_of(axis) > 1 and not any(isinstance(x[axis], Shard) for x in program.layouts.values()):
+            yield f"axis {axis} is not used: every tensor is replicated along it, because splitting would take longer"
+    for node in program.graph.nodes:
+        if rule_for(node.op) is None:
+            yield f"replicated: no rule for {node.op} in {node.fqn or '(root)'} at {node.source}"
+
+
+def assignment_of(plan: Plan, graph: Graph, mesh: Mesh) -> Assignment:
+    """The choices of ``plan`` for ``graph``. Raises :class:`PlanError` if it was made for another model or mesh."""
+    if (plan.mesh.axes, plan.mesh.shape) != (mesh.axes, mesh.shape):
+        raise PlanError(f"the plan was made for the mesh {plan.mesh}, not {mesh}")
+    missing = [n.name for n in graph.nodes if n.name not in plan.choices or plan.choices[n.name].op != str(n.op)]
+    if missing or len(graph.nodes) != len(plan.choices):
+        raise PlanError(
+            f"the plan was made for another model or other input shapes: it has {len(plan.choices)} operations, the "
+            f"model {len(graph.nodes)}" + (f", and {missing[0]!r} differs" if missing else "")
+        )
+    public = {i.name: i.fqn for i in graph.inputs}
+    choices = {}
+    for node in graph.nodes:
+        by_label = {s.label: s for s in axis_strategies(node, graph)}
+        choices[node.name] = tuple(by_label[label] for label in plan.choices[node.name].labels)
+    layouts = {n: Layout(mesh, plan.layouts[public.get(n, n)].placements) for n in graph.types}
+    fqns = {fqn: n for n, fqn in public.items()}
+    shared = {fqns.get(n, n): Layout(mesh, layout.placements) for n, layout in plan.shared.items()}
+    outputs = tuple(None if x is None else Layout(mesh, x.placements) for x in plan.outputs)
+    solution = Solution((), plan.cost.total_s, plan.lower_bound, False, {})
+    return Assignment(mesh, layouts, shared, choices, outputs, solution)
+

@@ -1,0 +1,100 @@
+"""All ranks inside this process: parameters are full tensors, cut for the ranks inside forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.layout import I, Layout, R
+from autoshard.mesh import Mesh
+from autoshard.module import Executable, Settings, ShardedModule
+from autoshard.passes.ir import Ref
+from autoshard.runtime.communicator import Executed
+from autoshard.runtime.in_process import World
+from autoshard.simulate import Cut, Join, join
+
+
+class InProcessModule(ShardedModule):
+    """A sharded module whose ranks are threads of this process; for debugging, tests and one-process training."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
+        super().__init__(model, mesh, settings)
+        object.__setattr__(self, "_world", World(dict(zip(mesh.axes, mesh.shape, strict=True))))
+        object.__setattr__(self, "_rank_modules", {})
+
+    def record(self, log: list[Executed] | None) -> None:
+        """Append every collective that is really executed to ``log`` (None: stop)."""
+        self._world.log = log  # type: ignore[union-attr]
+
+    def _parameter(self, p: nn.Parameter, layout: Layout, name: str) -> nn.Parameter:
+        return nn.Parameter(_real(p, name).clone(), requires_grad=p.requires_grad)
+
+    def _buffer(self, b: torch.Tensor, name: str) -> torch.Tensor:
+        return _real(b, name).clone()
+
+    def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        program = executable.compiled.program
+        world: World = self._world  # type: ignore[assignment]
+        key = id(executable)
+        if key not in self._rank_modules:  # type: ignore[operator]
+            self._rank_modules[key] = [executable.rank_module() for _ in range(world.size)]  # type: ignore[operator, index]
+        modules = self._rank_modules[key]  # type: ignore[index]
+        tensors = self._tensors(executable)
+        arguments = [self._spread(x) for x in inputs]
+        for rank, module in enumerate(modules):
+            module.bind_tensors({name: parts[rank] for name, parts in tensors.items()})
+        try:
+            results = world.run(
+                lambda module, args: module(*args),
+                [(module, [a[rank] for a in arguments]) for rank, module in enumerate(modules)],
+            )
+        finally:
+            for module in modules:
+                module.release_tensors()
+        leaves: list[Any] = []
+        for i, out in enumerate(program.outputs):
+            if not isinstance(out, Ref):
+                leaves.append(out)
+                continue
+            type_ = program.types[out.name]
+            leaves.append(
+                Join.apply(program.layouts[out.name], type_.shape, f"output {i}", *(r[i] for r in results))
+            )
+        first = len(program.outputs)
+        mutated = {
+            fqn: join([r[first + i].detach() for r in results], program.layouts[name], program.types[name].shape, fqn)
+            for i, (fqn, name) in enumerate(program.mutations.items())
+        }
+        return leaves, mutated
+
+    def _tensors(self, executable: Executable) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Original name → the local tensor of every rank."""
+        found: dict[str, tuple[torch.Tensor, ...]] = {}
+        for value in executable.graph.inputs:
+            if value.kind == "input":
+                continue
+            if value.kind == "constant":
+                full = executable.graph.constants[value.name]
+            elif value.kind == "parameter":
+                full = self.get_parameter(value.fqn)
+            else:
+                full = self.get_buffer(value.fqn)
+            found[value.fqn] = Cut.apply(full, executable.compiled.plan.layouts[value.fqn], value.fqn)
+        return found
+
+    def _spread(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """A global input for every rank; its gradient is whole on each of them."""
+        whole = Layout(self.mesh, [I if x.requires_grad else R] * self.mesh.ndim)  # type: ignore[arg-type]
+        if x.requires_grad and torch.is_grad_enabled():
+            spread: tuple[torch.Tensor, ...] = Cut.apply(x, whole, "an input")
+            return spread
+        return (x,) * self.mesh.size  # type: ignore[operator]
+
+
+def _real(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The tensor's data; a meta tensor becomes uninitialised memory to be loaded or initialised."""
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach()

@@ -1,0 +1,258 @@
+"""The layout algebra: four placements, one per mesh axis.
+
+A placement says what a rank holds of a value *and* of its gradient, so the backward pass follows from the
+forward pass (after JAX's sharding-in-types and the reduced/unreduced types):
+
+    placement    value on rank r    gradient on rank r       the gradient's placement
+    Shard(d)     chunk r along d    chunk r of dL/dT         Shard(d)
+    Replicate    T                  a summand of dL/dT       Partial
+    Invariant    T                  dL/dT on every rank      Invariant
+    Partial      a summand of T     dL/dT                    Replicate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Union
+
+from autoshard.errors import LayoutError
+from autoshard.mesh import Mesh, MeshLike
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank r holds chunk r along tensor dim ``dim`` (chunks as :func:`torch.chunk` cuts them)."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank holds the whole value; gradients are summands."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    """Every rank holds the whole value and, in the backward, the whole gradient."""
+
+    def __str__(self) -> str:
+        return "I"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank holds a summand. ``op`` "max" and "min" exist for forward-only reductions."""
+
+    op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in ("sum", "max", "min"):
+            raise LayoutError(f"Partial op {self.op!r} is not one of 'sum', 'max', 'min'")
+
+    def __str__(self) -> str:
+        return "P" if self.op == "sum" else f"P({self.op})"
+
+
+Placement = Union[Shard, Replicate, Invariant, Partial]
+R, I, P = Replicate(), Invariant(), Partial()  # noqa: E741  the algebra's own letters
+
+
+def chunk(size: int, ranks: int, index: int) -> tuple[int, int]:
+    """``(start, length)`` of chunk ``index`` when ``size`` elements are cut into ``ranks`` as torch.chunk does."""
+    step = -(-size // ranks)
+    start = min(index * step, size)
+    return start, min(step, size - start)
+
+
+def gradient_placement(placement: Placement) -> Placement:
+    """The placement of the gradient of a value with ``placement``."""
+    if isinstance(placement, Replicate):
+        return P
+    if isinstance(placement, Partial):
+        return R
+    return placement
+
+
+@dataclass(frozen=True, init=False)
+class Layout:
+    """How one tensor lies on a mesh: a placement per axis, and the order of axes that cut the same dim.
+
+    ``Layout(mesh, {"tp": Shard(1)})`` or ``Layout(mesh, [Replicate(), Shard(1)])``; axes left out: Replicate.
+    Axes on one tensor dim nest outer to inner in mesh order unless ``order`` (axis names, outer to inner) says
+    otherwise. Raises :class:`LayoutError` for unknown axes, negative dims, or an order that is no permutation.
+    """
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    order: tuple[str, ...]
+    """all axes; the relative order of axes on one tensor dim is what counts, the rest is mesh order"""
+
+    def __init__(
+        self,
+        mesh: MeshLike,
+        placements: Mapping[str, Placement] | Sequence[Placement] = (),
+        order: Sequence[str] | None = None,
+    ) -> None:
+        mesh = Mesh.of(mesh)
+        if isinstance(placements, Mapping):
+            for axis in placements:
+                mesh.index(axis)
+            per_axis = tuple(placements.get(a, R) for a in mesh.axes)
+        else:
+            per_axis = tuple(placements) or (R,) * mesh.ndim
+            if len(per_axis) != mesh.ndim:
+                raise LayoutError(f"{len(per_axis)} placements for a mesh of {mesh.ndim} axes ({mesh})")
+        for axis, p in zip(mesh.axes, per_axis, strict=True):
+            if not isinstance(p, Shard | Replicate | Invariant | Partial):
+                raise LayoutError(f"axis {axis!r}: {p!r} is not Shard(d), Replicate(), Invariant() or Partial()")
+            if isinstance(p, Shard) and p.dim < 0:
+                raise LayoutError(f"axis {axis!r}: {p} counts from the end; give the dim as 0 or more")
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "placements", per_axis)
+        object.__setattr__(self, "order", _canonical_order(mesh, per_axis, order))
+
+    def __getitem__(self, axis: str) -> Placement:
+        return self.placements[self.mesh.index(axis)]
+
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """Axes that cut tensor dim ``dim``, outer to inner."""
+        return tuple(a for a in self.order if self[a] == Shard(dim))
+
+    def axes_with(self, kind: type) -> tuple[str, ...]:
+        """Axes whose placement is of ``kind`` (Shard, Replicate, …), in mesh order."""
+        return tuple(a for a, p in zip(self.mesh.axes, self.placements, strict=True) if isinstance(p, kind))
+
+    def replace(self, changes: Mapping[str, Placement], order: Sequence[str] | None = None) -> Layout:
+        """This layout with some axes' placements changed; the order is kept unless given."""
+        new = {a: changes.get(a, p) for a, p in zip(self.mesh.axes, self.placements, strict=True)}
+        return Layout(self.mesh, new, self.order if order is None else order)
+
+    def chunk_of(self, dim: int, size: int, rank: int) -> tuple[int, int]:
+        """``(start, length)`` of the rank's part of tensor dim ``dim`` of global length ``size``."""
+        start, length = 0, size
+        for axis in self.axes_of(dim):
+            s, length = chunk(length, self.mesh.size_of(axis), self.mesh.index_along(rank, axis))
+            start += s
+        return start, length
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """The shape of the rank's part of a tensor of global ``shape``."""
+        self.check(shape)
+        return tuple(self.chunk_of(d, n, rank)[1] for d, n in enumerate(shape))
+
+    def local_offset(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Where the rank's part starts in the global tensor, per dim."""
+        self.check(shape)
+        return tuple(self.chunk_of(d, n, rank)[0] for d, n in enumerate(shape))
+
+    def max_local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The largest local shape over all ranks: that of rank 0."""
+        return self.local_shape(shape, 0)
+
+    def is_even(self, shape: Sequence[int]) -> bool:
+        """Whether every rank holds the same local shape."""
+        return all(n % self.mesh.size_of(self.axes_of(d)) == 0 for d, n in enumerate(shape))
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise :class:`LayoutError` if a sharded dim does not exist in ``shape``."""
+        for axis, p in zip(self.mesh.axes, self.placements, strict=True):
+            if isinstance(p, Shard) and p.dim >= len(shape):
+                raise LayoutError(f"{p}@{axis} on a tensor of {len(shape)} dims, shape {list(shape)}")
+
+    def without_gradient(self) -> Layout:
+        """The same value layout where no gradient flows: Invariant and Replicate are one."""
+        return Layout(self.mesh, [R if isinstance(p, Invariant) else p for p in self.placements], self.order)
+
+    def gradient(self) -> Layout:
+        """The layout of the gradient."""
+        return Layout(self.mesh, [gradient_placement(p) for p in self.placements], self.order)
+
+    def to_torch(self) -> list[Any]:
+        """torch.distributed placements, one per mesh axis. Invariant becomes Replicate.
+
+        An order of nested axes that differs from mesh order has no plain ``Shard``; raises :class:`LayoutError`.
+        """
+        from torch.distributed.tensor import Partial as TorchPartial
+        from torch.distributed.tensor import Replicate as TorchReplicate
+        from torch.distributed.tensor import Shard as TorchShard
+
+        if self.order != Layout(self.mesh, self.placements).order:
+            raise LayoutError(f"{self}: torch placements nest in mesh order only; redistribute to mesh order first")
+        out: list[Any] = []
+        for p in self.placements:
+            if isinstance(p, Shard):
+                out.append(TorchShard(p.dim))
+            else:
+                out.append(TorchPartial(p.op) if isinstance(p, Partial) else TorchReplicate())
+        return out
+
+    @staticmethod
+    def from_torch(mesh: MeshLike, placements: Iterable[Any]) -> Layout:
+        """A layout from torch.distributed placements, one per mesh axis."""
+        out: list[Placement] = []
+        for p in placements:
+            if p.is_partial():
+                out.append(Partial(getattr(p, "reduce_op", "sum")))
+            else:
+                out.append(Shard(p.dim) if p.is_shard() else R)
+        return Layout(mesh, out)
+
+    def to_tensor_map(self, ndim: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """MindSpore's ``(device_matrix, tensor_map)``: per tensor dim the device axes that cut it.
+
+        Axes count from the right (the last mesh axis is 0), outer to inner; ``(-1,)`` is a whole dim.
+        MindSpore has no partial state: raises :class:`LayoutError` for Partial.
+        """
+        if self.axes_with(Partial):
+            raise LayoutError(f"{self}: a tensor map cannot express Partial; reduce first")
+        last = self.mesh.ndim - 1
+        rows = (tuple(last - self.mesh.index(a) for a in self.axes_of(d)) for d in range(ndim))
+        return self.mesh.shape, tuple(row or (-1,) for row in rows)
+
+    @staticmethod
+    def from_tensor_map(mesh: MeshLike, tensor_map: Sequence[int | Sequence[int]]) -> Layout:
+        """The layout of MindSpore's ``tensor_map`` on ``mesh``; an entry is an axis (-1: none) or a tuple of axes."""
+        mesh = Mesh.of(mesh)
+        placements: dict[str, Placement] = {}
+        order: list[str] = []
+        for dim, entry in enumerate(tensor_map):
+            for axis in (entry,) if isinstance(entry, int) else entry:
+                if axis == -1:
+                    continue
+                if not 0 <= axis < mesh.ndim:
+                    raise LayoutError(f"tensor map {tensor_map}: axis {axis} is not in a mesh of {mesh.ndim} axes")
+                name = mesh.axes[mesh.ndim - 1 - axis]
+                if name in placements:
+                    raise LayoutError(f"tensor map {tensor_map}: axis {axis} ({name}) cuts two dims")
+                placements[name] = Shard(dim)
+                order.append(name)
+        return Layout(mesh, placements, order)
+
+    def __str__(self) -> str:
+        sharded = [f"{self[a]}@{a}" for a in self.order if isinstance(self[a], Shard)]
+        return " ".join(sharded + [f"{self[a]}@{a}" for a in self.mesh.axes if not isinstance(self[a], Shard)])
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+
+def _canonical_order(mesh: Mesh, placements: tuple[Placement, ...], order: Sequence[str] | None) -> tuple[str, ...]:
+    """All axes in mesh order, except that axes cutting one dim are in the asked order among their own slots."""
+    if order is None:
+        return mesh.axes
+    if len(set(order)) != len(order) or not set(order) <= set(mesh.axes):
+        raise LayoutError(f"order {list(order)} must name axes of the mesh ({mesh}), each at most once")
+    rank = {a: i for i, a in enumerate([*order, *(a for a in mesh.axes if a not in order)])}
+    result = list(mesh.axes)
+    for dim in {p.dim for p in placements if isinstance(p, Shard)}:
+        slots = [i for i, p in enumerate(placements) if p == Shard(dim)]
+        for slot, axis in zip(slots, sorted((mesh.axes[i] for i in slots), key=rank.__getitem__), strict=True):
+            result[slot] = axis
+    return tuple(result)

@@ -1,0 +1,129 @@
+"""The device mesh: named axes, their sizes, and the links between devices along each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Union
+
+from autoshard.errors import MeshError
+from autoshard.hardware import Hardware, Link
+from autoshard.hardware import hardware as resolve_hardware
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MeshLike = Union["Mesh", "DeviceMesh", Mapping[str, int]]
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """A named N-D grid of ranks, row-major: the last axis varies fastest.
+
+    ``Mesh({"dp": 2, "tp": 4}, hardware="h100")``. ``hardware`` is a preset's name or a :class:`Hardware`.
+    Raises :class:`MeshError` for an empty mesh, a bad name or a size below 1.
+    """
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    hardware: Hardware
+
+    def __init__(self, axes: Mapping[str, int], hardware: str | Hardware = "h100") -> None:
+        if not axes:
+            raise MeshError('a mesh needs at least one axis, for example {"tp": 2}')
+        for name, size in axes.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise MeshError(f"mesh axis name {name!r} is not an identifier such as 'dp' or 'tp'")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise MeshError(f"mesh axis {name!r} has size {size!r}; a size is an int of at least 1")
+        object.__setattr__(self, "axes", tuple(axes))
+        object.__setattr__(self, "shape", tuple(axes.values()))
+        object.__setattr__(self, "hardware", resolve_hardware(hardware))
+
+    @staticmethod
+    def of(mesh: MeshLike) -> Mesh:
+        """A ``Mesh`` from a ``Mesh``, a torch ``DeviceMesh`` (unnamed dims become ``axis0``…) or a dict."""
+        if isinstance(mesh, Mesh):
+            return mesh
+        if isinstance(mesh, Mapping):
+            return Mesh(mesh)
+        if hasattr(mesh, "mesh_dim_names"):
+            sizes = tuple(mesh.mesh.shape)
+            names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(sizes)))
+            return Mesh(dict(zip(names, sizes, strict=True)))
+        raise MeshError(f"expected autoshard.Mesh, DeviceMesh or a dict of axis sizes, got {type(mesh).__name__}")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.axes)
+
+    def index(self, axis: str) -> int:
+        """Position of ``axis``. Raises :class:`MeshError` for an unknown axis."""
+        try:
+            return self.axes.index(axis)
+        except ValueError:
+            raise MeshError(f"mesh has no axis {axis!r}; its axes are {', '.join(self.axes)}") from None
+
+    def size_of(self, axes: str | Sequence[str]) -> int:
+        """Ranks along one axis, or along several flattened."""
+        if isinstance(axes, str):
+            return self.shape[self.index(axes)]
+        return math.prod(self.shape[self.index(a)] for a in axes)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """The rank's index along every axis."""
+        coordinates = []
+        for size in reversed(self.shape):
+            rank, i = divmod(rank, size)
+            coordinates.append(i)
+        return tuple(reversed(coordinates))
+
+    def rank(self, coordinates: Sequence[int]) -> int:
+        """The rank at ``coordinates``."""
+        rank = 0
+        for size, i in zip(self.shape, coordinates, strict=True):
+            rank = rank * size + i
+        return rank
+
+    def index_along(self, rank: int, axes: str | Sequence[str]) -> int:
+        """The rank's index in its group along ``axes`` (several: flattened, first axis outermost)."""
+        index, coordinates = 0, self.coordinates(rank)
+        for axis in (axes,) if isinstance(axes, str) else axes:
+            index = index * self.size_of(axis) + coordinates[self.index(axis)]
+        return index
+
+    def group(self, rank: int, axes: str | Sequence[str]) -> tuple[int, ...]:
+        """Ranks that differ from ``rank`` only along ``axes``, in the order of :meth:`index_along`."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        base = list(self.coordinates(rank))
+        ranks = []
+        for combination in itertools.product(*(range(self.size_of(a)) for a in names)):
+            for axis, i in zip(names, combination, strict=True):
+                base[self.index(axis)] = i
+            ranks.append(self.rank(base))
+        return tuple(ranks)
+
+    def groups(self, axes: str | Sequence[str]) -> Iterator[tuple[int, ...]]:
+        """All groups along ``axes``, each once."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        for rank in range(self.size):
+            if self.index_along(rank, names) == 0:
+                yield self.group(rank, names)
+
+    def link(self, axes: str | Sequence[str]) -> Link:
+        """The slowest link among ``axes``."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        return min((self.hardware.link(self.shape, self.index(a)) for a in names), key=lambda link: link.bandwidth)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
+
+

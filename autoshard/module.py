@@ -1,0 +1,261 @@
+"""The module a user gets back: global inputs, global outputs, parameters under their original names."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autoshard.compiler import Compiled, build
+from autoshard.errors import CaptureError, PlanError
+from autoshard.layout import Layout
+from autoshard.mesh import Mesh
+from autoshard.passes.capture import capture
+from autoshard.passes.ir import Graph
+from autoshard.plans import Collective, Plan
+
+log = logging.getLogger("autoshard")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked of :func:`autoshard.compile`."""
+
+    plan: Plan | None = None
+    hints: Mapping[str, Any] | None = None
+    memory_budget: float | None = None
+    training: bool | None = None
+    gather_outputs: bool | None = None
+    strict: bool = False
+
+
+@dataclass
+class Executable:
+    """One compiled input signature: the compiler's stages and the class of the rank module."""
+
+    compiled: Compiled
+    rank_module: type[Any]
+
+    @property
+    def graph(self) -> Graph:
+        return self.compiled.graph
+
+
+def load_source(text: str) -> type[Any]:
+    """The ``RankModule`` class of generated source."""
+    module = types.ModuleType("autoshard_rank_module")
+    exec(compile(text, "<autoshard rank_module.py>", "exec"), module.__dict__)
+    return module.RankModule  # type: ignore[no-any-return]
+
+
+class ShardedModule(nn.Module):
+    """A model compiled for a mesh; made by :func:`autoshard.compile`.
+
+    Takes the model's own arguments (global tensors, the same on every rank) and returns its own output type.
+    ``named_parameters()`` bear the original names. ``plan``, ``source`` and ``collectives`` say what was decided.
+    """
+
+    _executables: dict[Any, Executable]
+
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
+        super().__init__()
+        set_ = object.__setattr__
+        set_(self, "mesh", mesh)
+        set_(self, "_settings", settings)
+        set_(self, "_model", model)
+        set_(self, "_title", type(model).__name__)
+        set_(self, "_executables", {})
+        set_(self, "_latest", None)
+        set_(self, "_parameter_layouts", None)
+        self.training = model.training if settings.training is None else settings.training
+
+    # --- what was decided ---
+
+    def _decided(self) -> Executable:
+        latest: Executable | None = self._latest  # type: ignore[assignment]
+        if latest is None:
+            raise PlanError("nothing is compiled yet: call the module once, or give example_args to autoshard.compile")
+        return latest
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the latest compiled input shapes."""
+        return self._decided().compiled.plan
+
+    @property
+    def source(self) -> str:
+        """The generated Python source that every rank runs."""
+        return self._decided().compiled.source.text
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Every collective of one step: forward in program order, then backward."""
+        return list(self.plan.collectives)
+
+    def __str__(self) -> str:
+        return str(self.plan) if self._latest is not None else f"ShardedModule({self._title}, not compiled yet)"
+
+    __repr__ = __str__
+
+    # --- compiling ---
+
+    def specialise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Executable:
+        """Compile for the shapes, dtypes and non-tensor values of these arguments; cached."""
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        training = self.training if self._settings.training is None else self._settings.training
+        key = (tuple(_key(leaf) for leaf in leaves), spec, training, self.training)
+        if key not in self._executables:
+            self._executables[key] = self._build(args, kwargs, training)
+        object.__setattr__(self, "_latest", self._executables[key])
+        return self._executables[key]
+
+    def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool) -> Executable:
+        settings: Settings = self._settings
+        graph = capture(self._model, tuple(args), dict(kwargs), training=training)
+        first = self._parameter_layouts is None
+        compiled = build(
+            graph,
+            self.mesh,
+            hints=settings.hints,
+            memory_budget=settings.memory_budget,
+            strict=settings.strict,
+            plan=settings.plan if first else None,
+            parameters=self._parameter_layouts,
+            title=self._title,
+        )
+        if first:
+            parameters = {i.fqn: compiled.plan.layouts[i.fqn] for i in graph.inputs if i.kind == "parameter"}
+            object.__setattr__(self, "_parameter_layouts", parameters)
+            self._adopt(self._model, graph, parameters)
+        return Executable(compiled, load_source(compiled.source.text))
+
+    def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
+        """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
+        taken: dict[int, torch.Tensor] = {}
+        layouts = dict(layouts)
+        names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if id(p) not in taken:
+                taken[id(p)] = self._parameter(p, layouts[names.get(name, name)], name)
+            self._register(name, taken[id(p)], parameter=True)
+        transient = {
+            f"{prefix}.{n}" if prefix else n
+            for prefix, module in model.named_modules()
+            for n in module._non_persistent_buffers_set
+        }
+        for name, b in model.named_buffers(remove_duplicate=False):
+            if id(b) not in taken:
+                taken[id(b)] = self._buffer(b, name)
+            self._register(name, taken[id(b)], parameter=False, persistent=name not in transient)
+        object.__setattr__(self, "_model", _skeleton(model))
+
+    def _register(self, name: str, tensor: torch.Tensor, parameter: bool, persistent: bool = True) -> None:
+        *path, leaf = name.split(".")
+        scope: nn.Module = self
+        for part in path:
+            if part not in scope._modules:
+                scope._modules[part] = nn.Module()
+                scope._modules[part].train(self.training)  # type: ignore[union-attr]
+            scope = scope._modules[part]  # type: ignore[assignment]
+        if parameter:
+            scope._parameters[leaf] = tensor  # type: ignore[assignment]
+            return
+        scope._buffers[leaf] = tensor
+        if not persistent:
+            scope._non_persistent_buffers_set.add(leaf)
+
+    def train(self, mode: bool = True) -> ShardedModule:
+        """As :meth:`torch.nn.Module.train`; the model is captured anew in the other mode on its next call."""
+        super().train(mode)
+        self._model.train(mode)
+        return self
+
+    # --- running ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on the mesh."""
+        executable = self.specialise(args, kwargs)
+        inputs = self._flat_inputs(executable, args, kwargs)
+        leaves, mutated = self._run(executable, inputs)
+        with torch.no_grad():
+            for fqn, new in mutated.items():
+                self.get_buffer(fqn).copy_(new)
+        return pytree.tree_unflatten(leaves, executable.graph.out_spec)
+
+    def _flat_inputs(self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Tensors in the order the rank module takes them."""
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        by_name = {n: leaf for n, leaf in zip(executable.graph.flat_inputs, leaves, strict=True) if n is not None}
+        return [by_name[name] for name in executable.compiled.source.inputs]
+
+    def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        raise NotImplementedError
+
+    def _parameter(self, p: nn.Parameter, layout: Layout, name: str) -> nn.Parameter:
+        raise NotImplementedError
+
+    def _buffer(self, b: torch.Tensor, name: str) -> torch.Tensor:
+        raise NotImplementedError
+
+    # --- state ---
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Original name → full tensor (a copy), for every entry of the original state dict. Collective."""
+        return {n: self._full(t.detach()) for n, t in self.state_dict(keep_vars=True).items()}
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load full tensors by original name. Raises :class:`PlanError` for missing, unknown or misshapen entries."""
+        own = self.state_dict(keep_vars=True)
+        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        if missing or unknown:
+            raise PlanError(f"state dict does not fit: missing {missing[:5]}, unknown {unknown[:5]}")
+        for name, tensor in own.items():
+            if tuple(state[name].shape) != tuple(tensor.shape):
+                raise PlanError(
+                    f"state dict entry {name!r} has shape {list(state[name].shape)}, the model {list(tensor.shape)}"
+                )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                self._load(tensor, state[name])
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Original parameter name → full gradient (parameters without one are left out). Collective."""
+        return {n: self._full(p.grad) for n, p in self.named_parameters() if p.grad is not None}
+
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
+        tensor.copy_(full)
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    try:
+        hash(leaf)
+    except TypeError:
+        raise CaptureError(
+            f"argument of type {type(leaf).__name__} is neither a tensor nor a hashable constant; "
+            "pass tensors in tuples, lists or dicts"
+        ) from None
+    return (type(leaf), leaf)
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` with every tensor on the meta device; ties are kept, no memory is taken."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = b.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+

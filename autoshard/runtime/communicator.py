@@ -1,0 +1,158 @@
+"""What the collectives run on: the mesh as one rank sees it, and which communicator this thread uses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from autoshard.errors import MeshError, RuntimeMismatchError
+from autoshard.runtime.move import Move
+
+Axes = str | Sequence[str]
+Chunks = tuple[tuple[int, int], ...]
+
+
+class Executed(NamedTuple):
+    """One executed collective. ``bytes``: ring bytes per rank."""
+
+    kind: str
+    axes: tuple[str, ...]
+    phase: str
+    bytes: float
+
+
+class Communicator:
+    """One rank of a named mesh, row-major (the last axis varies fastest).
+
+    ``log``: set it to a list to have every executed collective appended as :class:`Executed`.
+    Subclasses say how tensors move: :meth:`apply`, :meth:`apply_all` and :meth:`shared`.
+    """
+
+    log: list[Executed] | None = None
+
+    def __init__(self, axes: Mapping[str, int], rank: int) -> None:
+        self.mesh = dict(axes)
+        self.rank = rank
+        self.world_size = math.prod(self.mesh.values())
+        if not 0 <= rank < self.world_size:
+            raise MeshError(f"rank {rank} is not on a mesh of {self.world_size} ranks ({self.mesh})")
+        self._active: dict[Axes, tuple[str, ...]] = {}
+        self._chunks: dict[tuple[tuple[str, ...], int], Chunks] = {}
+        self._index: dict[tuple[str, ...], int] = {}
+
+    def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+        """Carry out ``move`` on this rank's ``x``, differentiably."""
+        raise NotImplementedError
+
+    def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``fn(*args, **kwargs)`` with one draw from the random generators for all ranks together."""
+        raise NotImplementedError
+
+    def active(self, axes: Axes) -> tuple[str, ...]:
+        """``axes`` as a tuple, without the axes of size 1. Raises :class:`MeshError` for an unknown axis."""
+        axes = axes if isinstance(axes, str) else tuple(axes)
+        try:
+            return self._active[axes]
+        except KeyError:
+            names = (axes,) if isinstance(axes, str) else axes
+            if unknown := [a for a in names if a not in self.mesh]:
+                raise MeshError(f"mesh has no axis {unknown[0]!r}; its axes are {', '.join(self.mesh)}") from None
+            if len(set(names)) != len(names):
+                raise MeshError(f"axes {names} name an axis twice") from None
+            result = self._active[axes] = tuple(a for a in names if self.mesh[a] > 1)
+            return result
+
+    def size_of(self, axes: tuple[str, ...]) -> int:
+        """Ranks in the flattened group ``axes``."""
+        return math.prod(self.mesh[a] for a in axes)
+
+    def index(self, axes: tuple[str, ...]) -> int:
+        """This rank's number in its flattened group ``axes``."""
+        if axes not in self._index:
+            self._index[axes] = self.group(axes).index(self.rank)
+        return self._index[axes]
+
+    def group(self, axes: tuple[str, ...], rank: int | None = None) -> tuple[int, ...]:
+        """Ranks that differ from ``rank`` (default: this one) only along ``axes``, the first axis outermost."""
+        stride, strides = 1, {}
+        for name in reversed(self.mesh):
+            strides[name] = stride
+            stride *= self.mesh[name]
+        base = self.rank if rank is None else rank
+        base -= sum((base // strides[a]) % self.mesh[a] * strides[a] for a in axes)
+        steps = itertools.product(*(range(0, strides[a] * self.mesh[a], strides[a]) for a in axes))
+        return tuple(base + sum(s) for s in steps)
+
+    def chunks(self, size: int, axes: tuple[str, ...]) -> Chunks:
+        """``(start, length)`` for every rank of the group: ``size`` cut by ``axes`` as nested torch.chunk, outer first."""
+        key = (axes, size)
+        if key not in self._chunks:
+            parts: list[tuple[int, int]] = [(0, size)]
+            for axis in axes:
+                parts = [piece for start, length in parts for piece in _cut(start, length, self.mesh[axis])]
+            self._chunks[key] = tuple(parts)
+        return self._chunks[key]
+
+    def chunk(self, size: int, axes: tuple[str, ...]) -> tuple[int, int]:
+        """This rank's ``(start, length)``."""
+        return self.chunks(size, axes)[self.index(axes)]
+
+    def local(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+        """The moves that need no communication."""
+        match move.verb:
+            case "keep":
+                return x
+            case "first":
+                return x if self.index(move.axes) == 0 else torch.zeros_like(x)
+            case "slice":
+                # A copy: a view would keep the whole tensor alive.
+                start, length = self.chunk(move.size, move.axes)
+                return x.narrow(move.dim, start, length).clone(memory_format=torch.contiguous_format)
+            case "pad":
+                start, length = self.chunk(move.size, move.axes)
+                out = x.new_zeros([*x.shape[: move.dim], move.size, *x.shape[move.dim + 1 :]])
+                out.narrow(move.dim, start, length).copy_(x)
+                return out
+        raise RuntimeMismatchError(f"{move} is not a local move")
+
+    def record(self, kind: str, axes: tuple[str, ...], phase: str, ring_bytes: float) -> None:
+        """Append to :attr:`log`, if there is one."""
+        if self.log is not None:
+            self.log.append(Executed(kind, axes, phase, ring_bytes))
+
+
+def _cut(start: int, length: int, ranks: int) -> list[tuple[int, int]]:
+    """``length`` elements from ``start`` in ``ranks`` pieces, as torch.chunk cuts them; the last ones may be empty."""
+    step = -(-length // ranks)
+    ends = [min(i * step, length) for i in range(ranks + 1)]
+    return [(start + a, b - a) for a, b in itertools.pairwise(ends)]
+
+
+_bound = threading.local()
+
+
+def current() -> Communicator:
+    """The communicator bound in this thread."""
+    comm: Communicator | None = getattr(_bound, "comm", None)
+    if comm is None:
+        raise RuntimeMismatchError(
+            "no communicator is bound in this thread: run the rank module inside `with runtime.bind(comm):`"
+        )
+    return comm
+
+
+@contextmanager
+def bind(comm: Communicator) -> Iterator[Communicator]:
+    """Let the collectives called in this thread run on ``comm``."""
+    previous = getattr(_bound, "comm", None)
+    _bound.comm = comm
+    try:
+        yield comm
+    finally:
+        _bound.comm = previous

@@ -1,0 +1,202 @@
+"""All ranks in one process: each is a thread, one of which runs at a time.
+
+A rank runs until it needs the others, leaves its tensor and lets the next rank run. The last to arrive carries out
+the collective for all of them. Ranks therefore never race, random draws come in rank order, and a rank that does not
+come is noticed at once instead of waited for. Where a gradient flows, the collective is one autograd node over all
+ranks' tensors: one graph spans the mesh, and a plain ``loss.backward()`` in the caller runs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.communicator import Communicator, Executed, bind
+from autoshard.runtime.move import LOCAL, Move
+from autoshard.runtime.schedule import Joint, Schedule, Threads, ThreadState
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class World:
+    """A simulated mesh, for example ``World({"dp": 2, "tp": 2})``.
+
+    ``log``: a list that receives every executed collective once (bytes per rank, of rank 0's group), or None.
+    """
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        self.log: list[Executed] | None = None
+        first = InProcessCommunicator(self, axes, 0)
+        self.ranks = [first, *(InProcessCommunicator(self, axes, r) for r in range(1, first.world_size))]
+        self._threads: Threads | None = None
+        self._process = os.getpid()
+        self._schedule: Schedule | None = None
+
+    def __reduce__(self) -> Any:
+        return World, (self.ranks[0].mesh,)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+        """``fn(*args[rank])`` on every rank; returns the results by rank. Rank 0 runs in the calling thread.
+
+        Grad and inference mode, autocast and the default device of the caller hold in every rank. The first exception
+        of any rank is raised here. Raises :class:`RuntimeMismatchError` where ranks call different collectives.
+        """
+        if self._schedule is not None:
+            raise RuntimeMismatchError("this in-process mesh is already running; a nested run needs a World of its own")
+        if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
+            self._threads, self._process = Threads(self.size), os.getpid()
+        schedule = self._schedule = Schedule(self._threads)
+        results: list[Any] = [None] * self.size
+        state = ThreadState()
+
+        def rank_fn(rank: int) -> None:
+            with state.restored() if rank else contextlib.nullcontext(), bind(self.ranks[rank]):
+                results[rank] = fn(*(args[rank] if args is not None else ()))
+
+        def rank_main(rank: int) -> None:
+            schedule.rank_main(rank, lambda: rank_fn(rank))
+
+        self._threads.job[0] = rank_main
+        try:
+            rank_main(0)
+            schedule.wait()
+        except BaseException:
+            self._threads = None  # an interrupt may have left a rank behind; the next run starts afresh
+            raise
+        finally:
+            self._schedule = None
+        self._threads.job[0] = None
+        return results
+
+    def meet(self, rank: int, what: Any, value: Any, joint: Joint) -> Any:
+        """Wait for all ranks; ``joint(values by rank)`` runs once and gives each rank its result.
+
+        ``what``: what this rank has come for, printable; ranks that come for different things raise
+        :class:`RuntimeMismatchError`.
+        """
+        if self._schedule is None:
+            raise RuntimeMismatchError(f"{what}: a collective of the in-process mesh outside World.run")
+        return self._schedule.meet(rank, what, value, joint)
+
+    def execute(self, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+        """One move of all ranks, without autograd."""
+        out: list[Any] = [None] * self.size
+        verb = moves[0].verb
+        if verb in LOCAL:
+            return [comm.local(move, x) for comm, move, x in zip(self.ranks, moves, xs, strict=True)]
+        if self.log is not None:
+            ring = moves[0].ring_bytes(xs[0], self.ranks[0].size_of(moves[0].axes))
+            self.log.append(Executed(verb, moves[0].axes, phase, ring))
+        for first, comm in enumerate(self.ranks):
+            if out[first] is not None:
+                continue
+            group = comm.group(moves[first].axes)
+            parts = _GROUP_OPS[verb](comm, moves[first], [xs[r] for r in group])
+            target = comm.group(moves[first].order) if verb == "permute" else group
+            for r, part in zip(target, parts, strict=True):
+                out[r] = part
+        return out
+
+
+class InProcessCommunicator(Communicator):
+    """One rank of a :class:`World`."""
+
+    def __init__(self, world: World, axes: Mapping[str, int], rank: int) -> None:
+        super().__init__(axes, rank)
+        self.world = world
+
+    def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Communicator.apply`. Local moves that no gradient passes need no meeting."""
+        if move.verb in LOCAL and not (x.requires_grad and torch.is_grad_enabled()):
+            return self.local(move, x)
+        result: torch.Tensor = self.world.meet(self.rank, move.key, (move, x), self._joint)
+        return result
+
+    def _joint(self, values: list[tuple[Move, torch.Tensor]]) -> Sequence[torch.Tensor]:
+        moves, xs = zip(*values, strict=True)
+        return _joint(self.world, moves, xs, "forward")
+
+    def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :meth:`Communicator.shared`: the last rank to arrive draws. The result belongs to all: do not write it."""
+        what = ("shared", getattr(fn, "__name__", str(fn)))
+        return self.world.meet(self.rank, what, None, lambda _: [fn(*args, **kwargs)] * self.world.size)
+
+
+def _joint(world: World, moves: tuple[Move, ...], xs: Tensors, phase: str) -> Sequence[torch.Tensor]:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        out: Tensors = _Joint.apply(world, moves, phase, *xs)
+        return out
+    return world.execute(moves, xs, phase)
+
+
+class _Joint(torch.autograd.Function):
+    """One move of all ranks as one node of the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, world: World, moves: tuple[Move, ...], phase: str, *xs: torch.Tensor) -> Tensors:
+        ctx.world, ctx.moves = world, moves
+        return tuple(world.execute(moves, xs, phase))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        moves = tuple(move.backward() for move in ctx.moves)
+        return None, None, None, *_joint(ctx.world, moves, gradients, "backward")
+
+
+def _all_reduce(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    total = _reduced(move, xs)
+    return [total, *(total.clone() for _ in xs[1:])]
+
+
+def _reduce_scatter(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    total = _reduced(move, xs)
+    return [total.narrow(move.dim, *c).contiguous() for c in comm.chunks(move.size, move.axes)]
+
+
+def _all_gather(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    total = torch.cat(xs, move.dim)
+    return [total, *(total.clone() for _ in xs[1:])]
+
+
+def _all_to_all(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    cuts = comm.chunks(move.to_size, move.axes)
+    return [torch.cat([x.narrow(move.to_dim, *c) for x in xs], move.dim) for c in cuts]
+
+
+def _permute(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.clone() for x in xs]
+
+
+_GROUP_OPS = {
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "permute": _permute,
+}
+
+
+def _reduced(move: Move, xs: list[torch.Tensor]) -> torch.Tensor:
+    combine = {"sum": torch.Tensor.add_, "max": _max_, "min": _min_}[move.op]
+    total = xs[0].clone(memory_format=torch.contiguous_format)
+    for x in xs[1:]:
+        total = combine(total, x)
+    return total
+
+
+def _max_(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(a, b)
+
+
+def _min_(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.minimum(a, b)

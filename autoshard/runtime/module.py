@@ -1,0 +1,84 @@
+"""Base classes of generated code: a tree of scopes whose tensors are bound by name, and running a saved directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+
+class Scope(nn.Module):
+    """A node of the module tree; numbered children are items: ``self.layers[0]``."""
+
+    def __getitem__(self, number: int) -> Any:
+        return self._modules[str(number)]
+
+    def place(self, path: str, child: nn.Module) -> None:
+        """Put ``child`` at dotted ``path``, with scopes on the way."""
+        *parents, last = path.split(".")
+        self.scope(".".join(parents))._modules[last] = child
+
+    def scope(self, path: str) -> nn.Module:
+        """The scope at dotted ``path`` ("" is this one), made where it does not exist."""
+        scope: nn.Module = self
+        for part in path.split(".") if path else ():
+            if part not in scope._modules:
+                scope._modules[part] = Scope()
+            scope = scope._modules[part]  # type: ignore[assignment]
+        return scope
+
+
+class Block(Scope):
+    """A module of the original model. ``TENSORS``: its parameters and buffers: local/global shape and layout."""
+
+    TENSORS: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.TENSORS:
+            path, _, leaf = name.rpartition(".")
+            self.scope(path)._parameters[leaf] = None
+
+
+class RankModule(Block):
+    """What one rank runs. ``BLOCKS``: path → class of the blocks with their own forward."""
+
+    MESH: ClassVar[Mapping[str, int]] = {}
+    BLOCKS: ClassVar[Mapping[str, type[Block]]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        for path, block in self.BLOCKS.items():
+            self.place(path, block())
+        self._slots = dict(self._find_slots())
+
+    def _find_slots(self) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+        holders = [("", type(self)), *((f"{path}.", block) for path, block in self.BLOCKS.items())]
+        for prefix, block in holders:
+            for name in block.TENSORS:
+                path, _, leaf = f"{prefix}{name}".rpartition(".")
+                yield f"{prefix}{name}", (self.scope(path), leaf)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Original names of all parameters and buffers it reads."""
+        return tuple(self._slots)
+
+    def bind_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Use these local tensors (by original name) from now on; they need not be leaves."""
+        for name, (scope, leaf) in self._slots.items():
+            scope._parameters[leaf] = tensors[name]  # type: ignore[assignment]
+
+    def release_tensors(self) -> None:
+        """Forget the bound tensors."""
+        for scope, leaf in self._slots.values():
+            scope._parameters[leaf] = None
+
+
+def device() -> torch.device:
+    """Where new tensors of this rank go: the device of the bound communicator."""
+    from autoshard.runtime.communicator import current
+
+    return getattr(current(), "device", None) or torch.get_default_device()

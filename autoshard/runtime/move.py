@@ -1,0 +1,95 @@
+"""A move: the conversion of one tensor from one placement to another along one group of mesh axes.
+
+The table of the layout algebra in code. Where a gradient flows, the gradient of ``X → Y`` is ``dual(Y) → dual(X)``,
+with ``dual``: S ↔ S, I ↔ I, R ↔ P. So the backward of every move is a move again, and nothing else has to be known.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+DUAL = {"S": "S", "I": "I", "R": "P", "P": "R"}
+
+VERB = {
+    "IR": "keep",
+    "RI": "keep",
+    "PI": "all_reduce",
+    "PR": "all_reduce",
+    "PS": "reduce_scatter",
+    "SI": "all_gather",
+    "SR": "all_gather",
+    "IS": "slice",
+    "RS": "slice",
+    "SP": "pad",
+    "IP": "first",
+    "RP": "first",
+    "SS": "all_to_all",
+}
+"""What the forward of ``source + target`` does to the values."""
+
+LOCAL = frozenset({"keep", "slice", "pad", "first"})
+"""Verbs that look at this rank's tensor only."""
+
+
+class Move(NamedTuple):
+    """``source → target`` over the flattened group ``axes`` (first axis outermost).
+
+    ``dim`` is the sharded tensor dim and ``size`` its length before the cut. An all-to-all goes from a cut of ``dim``
+    to a cut of ``to_dim`` (length ``to_size``). ``order`` makes it a permute: the same chunks, numbered along
+    ``order`` afterwards.
+    """
+
+    source: str
+    target: str
+    axes: tuple[str, ...]
+    dim: int = -1
+    size: int = -1
+    to_dim: int = -1
+    to_size: int = -1
+    order: tuple[str, ...] = ()
+    op: str = "sum"
+
+    @property
+    def verb(self) -> str:
+        """What happens to the values: a collective's kind, or one of :data:`LOCAL`."""
+        return "permute" if self.order else VERB[self.source + self.target]
+
+    @property
+    def key(self) -> Move:
+        """What every rank must agree on. Lengths may differ between groups, where other axes cut unevenly."""
+        return Move(self.source, self.target, self.axes, self.dim, -1, self.to_dim, -1, self.order, self.op)
+
+    def backward(self) -> Move:
+        """The move of the gradient."""
+        source, target = DUAL[self.target], DUAL[self.source]
+        if self.order:
+            return self._replace(axes=self.order, order=self.axes)
+        if self.to_dim >= 0:
+            return Move(source, target, self.axes, self.to_dim, self.to_size, self.dim, self.size)
+        return Move(source, target, self.axes, self.dim, self.size)
+
+    def ring_bytes(self, x: torch.Tensor, ranks: int) -> float:
+        """Bytes on the wire per rank, ring algorithm, for this rank's input ``x`` in a group of ``ranks``."""
+        shape = list(x.shape)
+        if self.source == "S" and self.dim >= 0:
+            shape[self.dim] = self.size
+        whole = math.prod(shape) * x.element_size()
+        match self.verb:
+            case "all_reduce":
+                return 2 * (ranks - 1) * whole / ranks
+            case "all_gather" | "reduce_scatter":
+                return (ranks - 1) * whole / ranks
+            case "all_to_all":
+                return (ranks - 1) * whole / ranks / ranks
+            case "permute":
+                return whole / ranks if self.dim >= 0 else whole
+        return 0.0
+
+    def __str__(self) -> str:
+        detail = f" of dim {self.dim}" if self.dim >= 0 else ""
+        detail += f" to dim {self.to_dim}" if self.to_dim >= 0 else ""
+        detail += f" ({self.op})" if self.op != "sum" else ""
+        return f"{self.verb} {self.source} → {self.target}{detail} over {', '.join(self.axes)}"

@@ -1,0 +1,251 @@
+"""Ranks as processes: the collectives on torch.distributed (NCCL on GPUs, gloo on CPUs)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from autoshard.errors import MeshError
+from autoshard.runtime.communicator import Communicator
+from autoshard.runtime.move import LOCAL, Move
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class _Group(NamedTuple):
+    handle: Any
+    size: int
+    index: int
+    """this rank's number along the axes"""
+    members: tuple[int, ...]
+    """global ranks, in the order of the axes"""
+    order: tuple[int, ...] | None
+    """number along the axes of each member in the process group's own order; None: the same"""
+
+
+class TorchCommunicator(Communicator):
+    """This process's rank. Process groups are made when axes are first used, on all their members at once.
+
+    ``ranks``: the global rank of every mesh rank (default: 0, 1, …). Raises :class:`MeshError` where torch.distributed
+    is not initialised or has too few ranks.
+    """
+
+    def __init__(self, axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> None:
+        if not dist.is_initialized():
+            raise MeshError("torch.distributed is not initialised: call torch.distributed.init_process_group() first")
+        self.ranks = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
+        me = dist.get_rank()
+        super().__init__(axes, self.ranks.index(me) if me in self.ranks else -1)
+        if self.world_size != len(self.ranks):
+            raise MeshError(f"mesh {self.mesh} has {self.world_size} ranks, but {len(self.ranks)} processes run")
+        self._groups: dict[tuple[str, ...], _Group] = {}
+        self._handles: dict[tuple[int, ...], Any] = {}
+
+    @classmethod
+    def of(cls, mesh: Any) -> TorchCommunicator:
+        """The communicator of a torch ``DeviceMesh``, on the process groups that the mesh has already."""
+        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.mesh.ndim))
+        comm = cls(dict(zip(names, mesh.mesh.shape, strict=True)), mesh.mesh.flatten().tolist())
+        for i, name in enumerate(names):
+            comm._handles[tuple(sorted(comm.ranks[r] for r in comm.group((name,))))] = mesh.get_group(i)
+        return comm
+
+    def process_group(self, axes: tuple[str, ...]) -> _Group:
+        """The process group of the flattened ``axes``. Every member has to ask for the first time together."""
+        if axes not in self._groups:
+            members = tuple(self.ranks[r] for r in self.group(axes))
+            ordered = tuple(sorted(members))
+            if ordered not in self._handles:
+                everyone = ordered == tuple(range(dist.get_world_size()))
+                self._handles[ordered] = (
+                    dist.group.WORLD if everyone else dist.new_group(list(ordered), use_local_synchronization=True)
+                )
+            order = None if ordered == members else tuple(members.index(r) for r in ordered)
+            self._groups[axes] = _Group(self._handles[ordered], len(members), self.index(axes), members, order)
+        return self._groups[axes]
+
+    def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Communicator.apply`."""
+        if x.requires_grad and torch.is_grad_enabled():
+            result: torch.Tensor = _Differentiable.apply(self, move, "forward", x)
+            return result
+        return self.execute(move, x, "forward")
+
+    def execute(self, move: Move, x: torch.Tensor, phase: str) -> torch.Tensor:
+        """``move`` on this rank's ``x``, without autograd."""
+        verb = move.verb
+        if verb in LOCAL:
+            return self.local(move, x)
+        group = self.process_group(move.axes)
+        if self.log is not None:
+            self.record(verb, move.axes, phase, move.ring_bytes(x, group.size))
+        if not torch.autograd._profiler_enabled():
+            return _COLLECTIVES[verb](self, move, group, x)
+        with torch.profiler.record_function(f"autoshard {move} {phase}"):
+            return _COLLECTIVES[verb](self, move, group, x)
+
+    def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :meth:`Communicator.shared`: every rank draws; the generators agree (synchronised_rng)."""
+        return fn(*args, **kwargs)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A move of this rank as a node of the autograd graph; its backward is the dual move."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: TorchCommunicator, move: Move, phase: str, x: torch.Tensor) -> torch.Tensor:
+        ctx.comm, ctx.move = comm, move
+        return comm.execute(move, x, phase)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        move = ctx.move.backward()
+        if torch.is_grad_enabled():
+            return None, None, None, _Differentiable.apply(ctx.comm, move, "backward", gradient)
+        return None, None, None, ctx.comm.execute(move, gradient, "backward")
+
+
+def _all_reduce(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    if out.numel():
+        dist.all_reduce(out, _REDUCE[move.op], group.handle)
+    return out
+
+
+def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    chunks = comm.chunks(move.size, move.axes)
+    out_shape = _with(x.shape, move.dim, move.size)
+    if not _numel(out_shape):
+        return x.new_empty(out_shape)
+    lengths = [length for _, length in chunks]
+    even = lengths[0] == lengths[-1]
+    x = x.contiguous() if even else _padded(x, move.dim, lengths[0])
+    if even and move.dim == 0 and group.order is None:
+        out = x.new_empty(out_shape)
+        dist.all_gather_into_tensor(_raw(out), _raw(x), group.handle)
+        return out
+    parts = x.new_empty([group.size, *x.shape])
+    dist.all_gather_into_tensor(_raw(parts), _raw(x).unsqueeze(0), group.handle)
+    pieces = _by_index(parts.unbind(0), group)
+    return torch.cat([p.narrow(move.dim, 0, n) for p, n in zip(pieces, lengths, strict=True)], move.dim)
+
+
+def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    chunks = comm.chunks(move.size, move.axes)
+    longest, mine = chunks[0][1], chunks[group.index][1]
+    if not x.numel():
+        return x.new_empty(_with(x.shape, move.dim, mine))
+    if move.dim == 0 and longest == chunks[-1][1] and group.order is None:
+        parts = x.contiguous()
+    else:
+        pieces = [_padded(x.narrow(move.dim, *c), move.dim, longest) for c in chunks]
+        parts = torch.cat(pieces if group.order is None else [pieces[k] for k in group.order])
+    out = x.new_empty(_with(x.shape, move.dim, longest))
+    dist.reduce_scatter_tensor(out, parts, _REDUCE[move.op], group.handle)
+    return out.narrow(move.dim, 0, mine).contiguous()
+
+
+def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    sent, gathered = comm.chunks(move.to_size, move.axes), comm.chunks(move.size, move.axes)
+    members = range(group.size) if group.order is None else group.order
+    buffer = torch.cat([x.narrow(move.to_dim, *sent[k]).reshape(-1) for k in members])
+    shape = _with(x.shape, move.to_dim, sent[group.index][1])
+    shapes = [_with(shape, move.dim, gathered[k][1]) for k in members]
+    counts = [_numel(s) for s in shapes]
+    out = x.new_empty(sum(counts))
+    sends = [_numel(_with(x.shape, move.to_dim, sent[k][1])) for k in members]
+    scale = 1 if _raw(x) is x else x.element_size()
+    dist.all_to_all_single(
+        _raw(out), _raw(buffer), [c * scale for c in counts], [s * scale for s in sends], group.handle
+    )
+    parts = [p.view(s) for p, s in zip(out.split(counts), shapes, strict=True)]
+    return torch.cat(_by_index(parts, group), move.dim)
+
+
+def _permute(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    after = comm.process_group(move.order)
+    receiver, sender = after.members[group.index], group.members[after.index]
+    shape = x.shape if move.dim < 0 else _with(x.shape, move.dim, comm.chunks(move.size, move.axes)[after.index][1])
+    if sender == group.members[group.index]:
+        return x.clone()
+    x, out = x.contiguous(), x.new_empty(shape)
+    ops = []
+    if x.numel():
+        ops.append(dist.P2POp(dist.isend, _raw(x), receiver, group.handle))
+    if out.numel():
+        ops.append(dist.P2POp(dist.irecv, _raw(out), sender, group.handle))
+    for work in dist.batch_isend_irecv(ops) if ops else ():
+        work.wait()
+    return out
+
+
+_COLLECTIVES = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "permute": _permute,
+}
+
+
+def _raw(x: torch.Tensor) -> torch.Tensor:
+    """Bytes, for the 1-byte floats and bools that backends cannot send as they are; other tensors unchanged."""
+    if x.dtype == torch.bool or (x.dtype.is_floating_point and x.element_size() == 1):
+        return x.view(torch.uint8)
+    return x
+
+
+def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
+    return [*shape[:dim], length, *shape[dim + 1 :]]
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """``x`` contiguous, with zeros at the end of ``dim`` up to ``length``."""
+    if x.shape[dim] == length:
+        return x.contiguous()
+    out = x.new_zeros(_with(x.shape, dim, length))
+    out.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return out
+
+
+def _by_index(parts: Sequence[torch.Tensor], group: _Group) -> list[torch.Tensor]:
+    """Parts that lie in the process group's order, in the order of the axes."""
+    if group.order is None:
+        return list(parts)
+    out = list(parts)
+    for position, k in enumerate(group.order):
+        out[k] = parts[position]
+    return out
+
+
+@contextlib.contextmanager
+def synchronised_generators(comm: TorchCommunicator) -> Any:
+    """See :func:`autoshard.runtime.synchronised_rng`."""
+    source, rank = comm.ranks[0], comm.rank
+    world = comm.process_group(comm.active(tuple(comm.mesh)))
+    cuda = torch.cuda.is_available() and dist.get_backend(world.handle) == "nccl"
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
+    own = [s.clone() for s in states]
+    for state in states:
+        on_wire = state.cuda() if cuda else state
+        dist.broadcast(on_wire, source, world.handle)
+        state.copy_(on_wire)
+    if rank:
+        torch.set_rng_state(states[0])
+        if cuda:
+            torch.cuda.set_rng_state(states[1])
+    try:
+        yield
+    finally:
+        if rank:
+            torch.set_rng_state(own[0])
+            if cuda:
+                torch.cuda.set_rng_state(own[1])

@@ -1,0 +1,68 @@
+"""Random ops that agree with one device: the same seed gives the values that the unsharded model draws."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.errors import LayoutError
+from autoshard.runtime.communicator import Axes, Communicator, current
+from autoshard.runtime.process_group import TorchCommunicator, synchronised_generators
+
+
+def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``fn(*args, **kwargs)``, a random draw of global shape, the same on every rank.
+
+    In-process one rank draws for all, from torch's default generator. Under torch.distributed every rank draws, from
+    generators that :func:`synchronised_rng` has made equal. Every rank gets a tensor of its own.
+    """
+    return current().shared(fn, args, kwargs)
+
+
+@contextlib.contextmanager
+def synchronised_rng(comm: Communicator) -> Iterator[None]:
+    """Inside, every rank draws what rank 0 would draw; put it around a forward that calls :func:`shared`.
+
+    Under torch.distributed rank 0's generator states are broadcast first; afterwards rank 0 keeps the advanced state
+    and the other ranks get their own back. In-process there is one generator and nothing to do.
+    """
+    if isinstance(comm, TorchCommunicator) and comm.world_size > 1:
+        with synchronised_generators(comm):
+            yield
+    else:
+        yield
+
+
+def dropout(x: torch.Tensor, p: float, shape: Sequence[int], dims: Mapping[int, Axes]) -> torch.Tensor:
+    """``F.dropout(training=True)`` of the global tensor, on this rank's part ``x``.
+
+    ``shape``: the global shape; ``dims``: the axes that cut each sharded tensor dim. Every element is dropped exactly
+    when the unsharded model drops it, from the same seed, for contiguous inputs.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise LayoutError(f"dropout probability {p} is not between 0 and 1")
+    if p == 0.0 or 0 in shape:
+        return x
+    if p == 1.0:
+        return x * 0.0
+    noise = current().shared(_noise, (tuple(shape), p, x.dtype, x.device), {})
+    return x * _part(noise, dims)
+
+
+def _noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What eager dropout multiplies with; every step as ATen does it, so that it takes the same draws."""
+    if device.type == "cpu":
+        return torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p).div_(1 - p)
+    ones = torch.ones(shape, dtype=dtype, device=device)
+    return torch.native_dropout(ones, p, True)[0]
+
+
+def _part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
+    """This rank's part of the global tensor ``x``."""
+    comm = current()
+    for dim, axes in dims.items():
+        x = x.narrow(dim, *comm.chunk(x.shape[dim], comm.active(axes)))
+    return x

@@ -1,0 +1,94 @@
+"""Full tensors ↔ the shards of all simulated ranks, differentiably, with a check that replicas agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoshard.errors import RuntimeMismatchError
+from autoshard.layout import Layout, Partial, Shard
+
+
+def shard_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """The rank's part of ``full``. Of a Partial value the first rank along the axis holds all, the others zeros."""
+    local = full
+    for dim, size in enumerate(full.shape):
+        start, length = layout.chunk_of(dim, size, rank)
+        if length != size:
+            local = local.narrow(dim, start, length)
+    coordinates = layout.mesh.coordinates(rank)
+    partial = (i for i, p in enumerate(layout.placements) if isinstance(p, Partial))
+    return torch.zeros_like(local) if any(coordinates[i] for i in partial) else local
+
+
+def join(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int], what: str) -> torch.Tensor:
+    """The full tensor of which ``shards`` (by rank) are the parts. ``what`` names it in an error.
+
+    Raises :class:`RuntimeMismatchError` where ranks that should hold the same data do not.
+    """
+    full = shards[0].new_zeros(tuple(shape))
+    whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Partial | Shard)]
+    summed = layout.axes_with(Partial)
+    for rank, shard in enumerate(shards):
+        coordinates = list(layout.mesh.coordinates(rank))
+        if any(coordinates[i] for i in whole):
+            for i in whole:
+                coordinates[i] = 0
+            _check_equal(shard, shards[layout.mesh.rank(coordinates)], what, rank, layout)
+            continue
+        block = full
+        for dim, size in enumerate(shape):
+            block = block.narrow(dim, *layout.chunk_of(dim, size, rank))
+        if summed and not full.dtype.is_floating_point and full.dtype == torch.bool:
+            block.logical_or_(shard)
+        elif summed:
+            block.add_(shard)
+        else:
+            block.copy_(shard)
+    return full
+
+
+def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout: Layout) -> None:
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        tolerance = torch.finfo(a.dtype).eps ** 0.5
+        same = torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()) if b.numel() else 0.0, equal_nan=True)
+    else:
+        same = torch.equal(a, b)
+    if not same:
+        raise RuntimeMismatchError(f"{what}: rank {rank} disagrees with the ranks that hold the same data ({layout})")
+
+
+class Cut(torch.autograd.Function):
+    """A full leaf → its part on every rank; the backward puts the ranks' gradients together."""
+
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
+        ctx.layout, ctx.shape, ctx.name = layout, full.shape, name
+        ctx.set_materialize_grads(False)
+        return tuple(shard_of(full, layout, rank).clone() for rank in range(layout.mesh.size))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        given = [g for g in gradients if g is not None]
+        if not given:
+            return None, None, None
+        if len(given) < len(gradients):  # a rank whose part is empty may be left out of the graph
+            shapes = [ctx.layout.local_shape(ctx.shape, r) for r in range(len(gradients))]
+            given = [given[0].new_zeros(s) if g is None else g for g, s in zip(gradients, shapes, strict=True)]
+        return join(given, ctx.layout.gradient(), ctx.shape, f"the gradient of {ctx.name}"), None, None
+
+
+class Join(torch.autograd.Function):
+    """The parts of all ranks → the full tensor; the backward cuts the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, shape: tuple[int, ...], name: str, *shards: torch.Tensor) -> torch.Tensor:
+        ctx.layout = layout
+        return join(shards, layout, shape, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        layout = ctx.layout.gradient()
+        return None, None, None, *(shard_of(gradient, layout, r).clone() for r in range(layout.mesh.size))

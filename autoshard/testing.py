@@ -1,0 +1,383 @@
+"""Checks of sharding rules by brute force: run the local form on every rank's shards and put the results together.
+
+``check_rule(op, samples)`` tries every strategy of the op's rule on small meshes, for values and for gradients.
+After DTensor's strategy validation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.errors import AutoshardError, RuleError
+from autoshard.layout import Layout, Partial, Shard
+from autoshard.mesh import Mesh
+from autoshard.passes.ir import Graph, Node, Ref, TensorType, map_refs
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.base import Call, Local, Offset, Rule, Site, Strategy
+
+Sample = tuple[Sequence[Any], Mapping[str, Any]]
+"""``(args, kwargs)`` of one concrete call, with float64 tensors where gradients are to be compared"""
+Tensors = list[torch.Tensor]
+
+MESHES: tuple[Mapping[str, int], ...] = ({"x": 2}, {"x": 3})
+SEED = 20
+
+
+@dataclass(frozen=True)
+class RuleCheck:
+    """What :func:`check_rule` has tried: the number of cases, and the labels of the strategies that ran."""
+
+    op: str
+    cases: int
+    strategies: frozenset[str]
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.cases} cases agree ({', '.join(sorted(self.strategies))})"
+
+
+@dataclass(frozen=True)
+class _Example:
+    """One sample as a graph of one node, with its operands and what the op makes of them."""
+
+    node: Node
+    graph: Graph
+    operands: Tensors
+    results: Tensors
+    cotangents: list[torch.Tensor | None]
+    gradients: list[torch.Tensor | None]
+
+
+def check_rule(
+    op: torch._ops.OpOverload | Rule,
+    samples: Iterable[Sample],
+    *,
+    meshes: Sequence[Mapping[str, int]] = MESHES,
+    tolerance: float = 1e-9,
+    values: bool = True,
+) -> RuleCheck:
+    """Compare every strategy of a rule with the unsharded op, value and gradients, on every sample and mesh.
+
+    ``op``: an op with a registered rule, or a rule. On a mesh of several axes every combination of strategies is
+    tried. ``tolerance``: relative error, of the largest element. ``values=False`` compares shapes only, for ops such as
+    ``empty``. Raises :class:`RuleError` that lists what differs, or says that nothing could be checked.
+    """
+    rule = op if isinstance(op, Rule) else rule_for(op)
+    if rule is None:
+        raise RuleError(f"{op} has no rule; write one with autoshard.register_rule")
+    cases, failures, labels = 0, [], set()
+    for number, sample in enumerate(samples):
+        example = _example(rule, sample)
+        for sizes in meshes:
+            mesh = Mesh(sizes)
+            for graph, choice in _choices(rule, example, mesh):
+                cases += 1
+                labels.update(s.label for s in choice)
+                difference = _differs(rule, example, graph, mesh, choice, tolerance if values else float("inf"))
+                if difference:
+                    failures.append(f"  {_describe(example, number, mesh, choice)}\n    {difference}")
+    if failures:
+        more = f"\n  … and {len(failures) - 5} more" if len(failures) > 5 else ""
+        raise RuleError(
+            f"the rule of {rule.op} ({rule.notation or 'hand-written'}) is wrong in {len(failures)} of {cases} cases:\n"
+            + "\n".join(failures[:5])
+            + more
+        )
+    if not cases:
+        raise RuleError(f"{rule.op}: no sample could be run on meshes {list(meshes)}; give samples with longer dims")
+    return RuleCheck(str(rule.op), cases, frozenset(labels))
+
+
+def _describe(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy, ...]) -> str:
+    parts = []
+    for axis, s in zip(mesh.axes, choice, strict=True):
+        ins, outs = ", ".join(map(str, s.inputs)), ", ".join(map(str, s.outputs))
+        parts.append(f"{s.label}@{axis}: ({ins}) → ({outs})")
+    types = ", ".join(str(example.graph.types[name]) for name in example.node.inputs)
+    return f"sample {number} ({types}), mesh {mesh}, strategy " + "; ".join(parts)
+
+
+def _example(rule: Rule, sample: Sample) -> _Example:
+    """Run the sample on whole tensors, forward and backward."""
+    operands: Tensors = []
+
+    def lift(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            operands.append(value.detach().clone().requires_grad_(value.is_floating_point() or value.is_complex()))
+            return Ref(f"x{len(operands) - 1}")
+        if isinstance(value, tuple | list):
+            return [lift(v) for v in value]
+        return value
+
+    args = tuple(lift(a) for a in sample[0])
+    kwargs = {k: lift(v) for k, v in sample[1].items()}
+    names = {f"x{i}": x for i, x in enumerate(operands)}
+    torch.manual_seed(SEED)
+    if torch.Tag.nondeterministic_seeded in rule.op.tags:
+        results = _alone(rule, args, kwargs, names)
+    else:
+        results = _flat(_evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
+    slots = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor)]
+    outputs = [results[i] for i in slots]
+    node, graph = _graph(rule.op, args, kwargs, operands, outputs, slots)
+    random = torch.Generator().manual_seed(SEED)
+    cotangents = [_noise(y, random) if y.requires_grad else None for y in outputs]
+    gradients = _backward(outputs, cotangents, operands)
+    return _Example(node, graph, operands, [y.detach() for y in outputs], cotangents, gradients)
+
+
+def _graph(
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    operands: Tensors,
+    outputs: Tensors,
+    slots: list[int],
+) -> tuple[Node, Graph]:
+    names = tuple(f"y{i}" for i in slots)
+    node = Node("node", op, args, kwargs, names, tuple(slots))
+    types = {f"x{i}": TensorType(tuple(x.shape), x.dtype, x.requires_grad) for i, x in enumerate(operands)}
+    types |= {n: TensorType(tuple(y.shape), y.dtype, y.requires_grad) for n, y in zip(names, outputs, strict=True)}
+    return node, Graph((), (node,), types, tuple(map(Ref, names)), None, None)
+
+
+def _alone(rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Mapping[str, torch.Tensor]) -> Tensors:
+    """A random op's reference: its own local form on one rank, so that draws are comparable."""
+    operands = list(names.values())
+    shapes = _flat(_evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
+    slots = [i for i, r in enumerate(shapes) if isinstance(r, torch.Tensor)]
+    node, graph = _graph(rule.op, args, kwargs, operands, [shapes[i] for i in slots], slots)
+    mesh = Mesh({"x": 1})
+    choice = (next(s for s in rule.strategies(node, graph) if s.label == "R"),)
+    torch.manual_seed(SEED)
+    (results,) = _run(rule, _site(node, graph, mesh, choice), [operands])
+    return results
+
+
+def _choices(rule: Rule, example: _Example, mesh: Mesh) -> Iterator[tuple[Graph, tuple[Strategy, ...]]]:
+    """Strategies for every axis; those that exist only without a gradient run on a graph without gradients."""
+    still = {n: TensorType(t.shape, t.dtype) for n, t in example.graph.types.items()}
+    without = Graph((), (example.node,), still, example.graph.outputs, None, None)
+    moving = rule.strategies(example.node, example.graph)
+    for graph, strategies in (example.graph, moving), (without, rule.strategies(example.node, without)):
+        for choice in itertools.product(strategies, repeat=mesh.ndim):
+            new = graph is example.graph or not all(s in moving for s in choice)
+            if new and _fits(choice, mesh):
+                yield graph, choice
+
+
+def _fits(choice: tuple[Strategy, ...], mesh: Mesh) -> bool:
+    """Whether every factor is long enough for the axes on it, and divides where it must."""
+    ranks: dict[str, int] = {}
+    for s, n in zip(choice, mesh.shape, strict=True):
+        ranks[s.label] = ranks.get(s.label, 1) * n
+    return all(
+        s.size is None or (ranks[s.label] <= s.size and not (s.even and s.size % ranks[s.label])) for s in choice
+    )
+
+
+def _site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...]) -> Site:
+    for s in choice:
+        if len(s.inputs) != len(node.inputs) or len(s.outputs) != len(node.outputs):
+            raise RuleError(
+                f"{node.op}: strategy {s.label!r} places {len(s.inputs)} operands and {len(s.outputs)} results; "
+                f"the call has {len(node.inputs)} and {len(node.outputs)}"
+            )
+    inputs = tuple(Layout(mesh, [s.inputs[i] for s in choice]) for i in range(len(node.inputs)))
+    outputs = tuple(Layout(mesh, [s.outputs[i] for s in choice]) for i in range(len(node.outputs)))
+    for name, layout in zip(node.inputs + node.outputs, inputs + outputs, strict=True):
+        layout.check(graph.types[name].shape)
+    return Site(node, graph, mesh, inputs, outputs, choice)
+
+
+def _differs(
+    rule: Rule, example: _Example, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], tolerance: float
+) -> str | None:
+    """What the strategies get wrong, in words."""
+    random = torch.Generator().manual_seed(SEED)
+    try:
+        site = _site(example.node, graph, mesh, choice)
+        parts = [scatter(x.detach(), at, random) for x, at in zip(example.operands, site.inputs, strict=True)]
+        held = [[part[r].requires_grad_(x.requires_grad) for part, x in zip(parts, example.operands, strict=True)]
+                for r in range(mesh.size)]  # fmt: skip
+        torch.manual_seed(SEED)
+        made = _run(rule, site, held)
+        for i, (result, at) in enumerate(zip(example.results, site.outputs, strict=True)):
+            wrong = differs([row[i].detach() for row in made], at, result, tolerance)
+            if wrong:
+                return f"result {i} ({at}): {wrong}"
+        if graph is not example.graph:
+            return None
+        return _gradients_differ(example, site, held, made, random, tolerance)
+    except (AutoshardError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _gradients_differ(
+    example: _Example, site: Site, held: list[Tensors], made: list[Tensors], random: torch.Generator, tolerance: float
+) -> str | None:
+    """The gradient of every operand, put together by the placement of the gradient."""
+    outputs: Tensors = []
+    cotangents: list[torch.Tensor | None] = []
+    for i, cotangent in enumerate(example.cotangents):
+        if cotangent is not None:
+            outputs += [row[i] for row in made]
+            cotangents += scatter(cotangent, site.outputs[i].gradient(), random)
+    if not outputs:
+        return None
+    leaves = [x for row in held for x in row]
+    found = _backward(outputs, cotangents, leaves)
+    for i, (gradient, at) in enumerate(zip(example.gradients, site.inputs, strict=True)):
+        if gradient is None:
+            continue
+        locals_ = [g if g is not None else torch.zeros_like(x) for g, x in zip(found, leaves, strict=True)]
+        wrong = differs(locals_[i :: len(example.operands)], at.gradient(), gradient, tolerance)
+        if wrong:
+            return f"gradient of operand {i} ({at}, so its gradient is {at.gradient()}): {wrong}"
+    return None
+
+
+def _backward(
+    outputs: Tensors, cotangents: Sequence[torch.Tensor | None], leaves: Tensors
+) -> list[torch.Tensor | None]:
+    """Gradients of the leaves (None where there is none)."""
+    pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None and y.requires_grad]
+    wanted = [i for i, x in enumerate(leaves) if x.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(leaves)
+    ys, gs = zip(*pairs, strict=True)
+    found = torch.autograd.grad(ys, [leaves[i] for i in wanted], gs, allow_unused=True)
+    by_leaf: list[torch.Tensor | None] = [None] * len(leaves)
+    for i, g in zip(wanted, found, strict=True):
+        by_leaf[i] = torch.zeros_like(leaves[i]) if g is None else g
+    return by_leaf
+
+
+# Running a local form.
+
+
+def _run(rule: Rule, site: Site, held: list[Tensors]) -> list[Tensors]:
+    """The results of the local form on every rank's operands."""
+    call = rule.local(site) if rule.local else Call(rule.op, site.node.args, site.node.kwargs)
+
+    def one(rank: int) -> Tensors:
+        names = dict(zip(site.node.inputs, held[rank], strict=True))
+        results = _flat(_evaluate(call, names, site.mesh, rank))
+        return [results[slot] for slot in site.node.output_slots]
+
+    if not _communicates(call):
+        return [one(rank) for rank in range(site.mesh.size)]
+    from autoshard.runtime.in_process import World
+
+    world = World(dict(zip(site.mesh.axes, site.mesh.shape, strict=True)))
+    return world.run(one, [(rank,) for rank in range(site.mesh.size)])
+
+
+def _communicates(value: Any) -> bool:
+    """Whether a call uses the runtime anywhere."""
+    if isinstance(value, Call):
+        return isinstance(value.fn, str) or _communicates((value.args, value.kwargs))
+    if isinstance(value, Mapping):
+        return any(map(_communicates, value.values()))
+    return isinstance(value, tuple | list) and any(map(_communicates, value))
+
+
+def _evaluate(value: Any, names: Mapping[str, torch.Tensor], mesh: Mesh, rank: int) -> Any:
+    """A call, a reference or a length as this rank sees it."""
+    if isinstance(value, Call):
+        args = _evaluate(tuple(value.args), names, mesh, rank)
+        kwargs = _evaluate(dict(value.kwargs), names, mesh, rank)
+        if isinstance(value.fn, str):
+            from autoshard import runtime
+
+            return getattr(runtime, value.fn)(*args, **kwargs)
+        return value.fn(*args, **kwargs)
+    if isinstance(value, Local | Offset):
+        start, length = Layout(mesh, {a: Shard(0) for a in value.axes}, value.axes).chunk_of(0, value.size, rank)
+        return length if isinstance(value, Local) else start
+    if isinstance(value, tuple | list):
+        return type(value)(_evaluate(v, names, mesh, rank) for v in value)
+    if isinstance(value, Mapping):
+        return {k: _evaluate(v, names, mesh, rank) for k, v in value.items()}
+    return map_refs(value, lambda ref: names[ref.name])
+
+
+def _flat(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+# Values on a mesh.
+
+
+def scatter(value: torch.Tensor, layout: Layout, random: torch.Generator) -> Tensors:
+    """What every rank holds of ``value`` under ``layout``; Partial axes hold random summands."""
+    summed = layout.axes_with(Partial)
+    count = layout.mesh.size_of(summed) if summed else 1
+    summands = [_noise(value, random) for _ in range(count - 1)]
+    rest = value.clone()
+    for s in summands:
+        rest = rest - s
+    summands.append(rest)
+    return [_cut(summands[layout.mesh.index_along(r, summed)], layout, r).clone() for r in range(layout.mesh.size)]
+
+
+def _cut(value: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    for d, n in enumerate(value.shape):
+        value = value.narrow(d, *layout.chunk_of(d, n, rank))
+    return value
+
+
+def _noise(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Random values of the same shape and dtype."""
+    if like.is_floating_point() or like.is_complex():
+        return torch.randn(like.shape, generator=random, dtype=like.dtype)
+    if like.dtype == torch.bool:
+        raise RuleError("a boolean tensor has no summands; leave Partial out of strategies for bool")
+    return torch.randint(-9, 10, like.shape, generator=random).to(like.dtype)
+
+
+def differs(parts: Tensors, layout: Layout, expected: torch.Tensor, tolerance: float) -> str | None:
+    """How the ranks' parts of a value under ``layout`` fail to make ``expected``, in words; None where they do.
+
+    ``tolerance``: relative to the largest element of ``expected``. Copies are each compared; summands are added.
+    """
+    mesh, summed = layout.mesh, layout.axes_with(Partial)
+    for r, part in enumerate(parts):
+        if tuple(part.shape) != layout.local_shape(expected.shape, r):
+            want = list(layout.local_shape(expected.shape, r))
+            return f"rank {r} holds shape {list(part.shape)}, should hold {want} of {list(expected.shape)}"
+        if part.dtype != expected.dtype:
+            return f"rank {r} holds {part.dtype}, should hold {expected.dtype}"
+    for r in range(mesh.size):
+        group = mesh.group(r, summed) if summed else (r,)
+        found = parts[group[0]]
+        for other in group[1:]:
+            found = _combine(found, parts[other], layout, summed)
+        wrong = _distance(found, _cut(expected, layout, r), tolerance)
+        if wrong:
+            what = f"combined over {', '.join(summed)}" if summed else "its part"
+            return f"rank {r}, {what}: {wrong}"
+    return None
+
+
+def _combine(a: torch.Tensor, b: torch.Tensor, layout: Layout, axes: Sequence[str]) -> torch.Tensor:
+    p = layout[axes[0]]
+    op = p.op if isinstance(p, Partial) else "sum"
+    return a + b if op == "sum" else torch.maximum(a, b) if op == "max" else torch.minimum(a, b)
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str | None:
+    if tolerance == float("inf") or not expected.numel():
+        return None
+    if not (expected.is_floating_point() or expected.is_complex()):
+        bad = int((found != expected).sum())
+        return f"{bad} of {expected.numel()} elements differ" if bad else None
+    scale = float(expected[expected.isfinite()].abs().max()) if bool(expected.isfinite().any()) else 0.0
+    if torch.allclose(found, expected, rtol=0, atol=tolerance * max(scale, 1.0), equal_nan=True):
+        return None
+    error = float((found - expected).abs().nan_to_num(float("inf")).max())
+    return f"largest error {error:.3g} (largest element {scale:.3g})"

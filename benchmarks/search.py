@@ -1,0 +1,219 @@
+"""How fast the search is: a synthetic Llama of any depth and mesh, and instances of the ASPLOS'25 contest (iopddl).
+
+    python benchmarks/search.py llama --layers 32 --mesh 4,8
+    python benchmarks/search.py iopddl path/to/B.json.gz --time-limit 60
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.passes.search import CostNetwork, Memory, Solution, solve
+
+Array = NDArray[np.float64]
+Placements = tuple[str, ...]  # one per mesh axis: "I", "R", "P" or the digit of the sharded tensor dim
+
+LATENCY, BANDWIDTH, FLOPS, MEMORY_BANDWIDTH = 1e-5, 5e10, 4e14, 2e12  # s, bytes/s, 1/s, bytes/s
+
+
+class Llama:
+    """Builds the cost network of a Llama: an op is a node, a use of a value is an edge, parameters are nodes of degree 1.
+
+    Strategies of an op along one mesh axis: all I, all R, P through its first operand where linear, and every factor
+    of its spec ("b s k, n k -> b s n"; upper-case factors stay whole). On the mesh they combine freely.
+    """
+
+    def __init__(self, mesh: tuple[int, ...], batch: int = 8, sequence: int = 4096) -> None:
+        self.mesh = mesh
+        self.sizes = {"b": batch, "s": sequence, "t": sequence, "d": 4096, "D": 4096, "n": 4096, "k": 4096, "m": 1024}
+        self.sizes |= {"h": 32, "g": 8, "E": 128, "f": 14336, "v": 128256, "T": sequence, "O": 1}
+        self.nodes: list[Array] = []
+        self.edges: list[tuple[int, int, Array]] = []
+        self.layouts: list[tuple[Placements, ...]] = []  # of every node's result, per strategy
+        self.bytes: list[float] = []
+        self._memo: dict[tuple[object, ...], Array] = {}
+
+    def numel(self, term: str) -> float:
+        return math.prod(self.sizes[factor] for factor in term.split())
+
+    def axis_strategies(self, spec: str, linear: bool) -> list[tuple[str, ...]]:
+        """Placements of (inputs…, output) along one axis."""
+        left, right = spec.split("->")
+        terms = [term.split() for term in (*left.split(","), right) if term.split()]
+        found = [("I",) * len(terms), ("R",) * len(terms)]
+        if linear:
+            found.append(("P", *("R",) * (len(terms) - 2), "P"))
+        for factor in dict.fromkeys(f for term in terms for f in term if f.islower()):
+            placements = [str(term.index(factor)) if factor in term else "R" for term in terms]
+            if factor not in terms[-1]:
+                placements[-1] = "P"
+            found.append(tuple(placements))
+        return found
+
+    def op(self, inputs: list[int], spec: str, *, linear: bool = False, matmul: bool = False) -> int:
+        """A node whose operands are ``inputs``; returns its number."""
+        key = ("op", spec, linear, matmul)
+        left, right = spec.split("->")
+        terms = [t for t in left.split(",") if t.strip()]
+        strategies = list(itertools.product(self.axis_strategies(spec, linear), repeat=len(self.mesh)))
+        if key not in self._memo:
+            factors = set(spec.replace(",", " ").replace("->", " ").split())
+            work = 6 * math.prod(self.sizes[f] for f in factors) / FLOPS if matmul else 0.0
+            work += 6 * sum(map(self.numel, (*terms, right))) / MEMORY_BANDWIDTH
+            ways = [
+                math.prod(n for n, s in zip(self.mesh, strategy, strict=True) if any(p.isdigit() for p in s))
+                for strategy in strategies
+            ]
+            self._memo[key] = np.array([work / way for way in ways])
+        node = self.add(self._memo[key], tuple(tuple(s[-1] for s in strategy) for strategy in strategies), right)
+        for i, source in enumerate(inputs):
+            wanted = tuple(tuple(s[i] for s in strategy) for strategy in strategies)
+            self.edges.append((source, node, self.edge(self.layouts[source], wanted, self.bytes[source])))
+        return node
+
+    def add(self, costs: Array, layouts: tuple[Placements, ...], term: str) -> int:
+        self.nodes.append(costs)
+        self.layouts.append(layouts)
+        self.bytes.append(2 * self.numel(term))
+        return len(self.nodes) - 1
+
+    def parameter(self, term: str) -> int:
+        """I, or cut along one of its dims, per axis; what is held costs the optimizer's reading and writing."""
+        options = ["I"] + [str(i) for i in range(len(term.split()))]
+        layouts = tuple(itertools.product(options, repeat=len(self.mesh)))
+        key = ("parameter", term)
+        if key not in self._memo:
+            ways = [math.prod(n for n, p in zip(self.mesh, x, strict=True) if p != "I") for x in layouts]
+            self._memo[key] = np.array([24 * self.numel(term) / way / MEMORY_BANDWIDTH for way in ways])
+        return self.add(self._memo[key], layouts, term)
+
+    def edge(self, have: tuple[Placements, ...], want: tuple[Placements, ...], size: float) -> Array:
+        """Seconds to redistribute, forward and backward, axis by axis."""
+        key = ("edge", have, want, size)
+        if key not in self._memo:
+            rows, columns = list(dict.fromkeys(have)), list(dict.fromkeys(want))
+            small = np.array([[self.redistribute(a, b, size) for b in columns] for a in rows])
+            self._memo[key] = small[np.ix_([rows.index(a) for a in have], [columns.index(b) for b in want])]
+        return self._memo[key]
+
+    def redistribute(self, have: Placements, want: Placements, size: float) -> float:
+        seconds = 0.0
+        for axis, n in enumerate(self.mesh):
+            local = size / math.prod(m for k, m in enumerate(self.mesh) if k != axis and have[k].isdigit())
+            a, b = ("S" if p.isdigit() else p for p in (have[axis], want[axis]))
+            rounds = {"IR": 2, "SI": 1, "SR": 2, "IS": 1, "PI": 2, "PR": 4, "PS": 2}.get(a + b, 0)
+            if a == b == "S" and have[axis] != want[axis]:
+                rounds = 2 / n
+            if rounds:
+                seconds += LATENCY + rounds * (n - 1) / n * local / BANDWIDTH
+        return seconds
+
+    def norm(self, x: int) -> int:
+        square = self.op([x], "b s D -> b s D")
+        mean = self.op([square], "b s D -> b s O")
+        root = self.op([self.op([mean], "b s O -> b s O")], "b s O -> b s O")
+        scaled = self.op([x, root], "b s d, b s O -> b s d", linear=True)
+        return self.op([scaled, self.parameter("d")], "b s d, d -> b s d", linear=True)
+
+    def rope(self, x: int, cos: int, sin: int, heads: str) -> int:
+        same = f"b {heads} s E -> b {heads} s E"
+        both = f"b {heads} s E, b {heads} s E -> b {heads} s E"
+        plain = self.op([x, cos], f"b {heads} s E, b s E -> b {heads} s E", linear=True)
+        first, second = self.op([x], same, linear=True), self.op([x], same, linear=True)
+        turned = self.op([self.op([second], same, linear=True), first], both)
+        return self.op([plain, self.op([turned, sin], f"b {heads} s E, b s E -> b {heads} s E", linear=True)], both)
+
+    def layer(self, x: int, cos: int, sin: int, mask: int) -> int:
+        h = self.norm(x)
+        heads = []
+        for width, letter in (("n", "h"), ("m", "g"), ("m", "g")):
+            flat = self.op([h, self.parameter(f"{width} d")], f"b s d, {width} d -> b s {width}", matmul=True)
+            split = self.op([flat], f"b s {letter} -> b s {letter} E", linear=True)
+            heads.append(self.op([split], f"b s {letter} E -> b {letter} s E", linear=True))
+        q, k = self.rope(heads[0], cos, sin, "h"), self.rope(heads[1], cos, sin, "g")
+        k, v = (self.op([y], "b g t E -> b g t E", linear=True) for y in (k, heads[2]))
+        k, v = (self.op([y], "b h t E -> b h t E", linear=True) for y in (k, v))
+        y = self.op([q, k, v, mask], "b h s E, b h T E, b h T E, b s T -> b h s E", matmul=True)
+        y = self.op([self.op([y], "b h s E -> b s h E", linear=True)], "b s h E -> b s h", linear=True)
+        y = self.op([y, self.parameter("d k")], "b s k, d k -> b s d", matmul=True)
+        x = self.op([x, y], "b s d, b s d -> b s d")
+        h = self.norm(x)
+        gate = self.op([h, self.parameter("f d")], "b s d, f d -> b s f", matmul=True)
+        up = self.op([h, self.parameter("f d")], "b s d, f d -> b s f", matmul=True)
+        y = self.op([self.op([gate], "b s f -> b s f"), up], "b s f, b s f -> b s f", linear=True)
+        y = self.op([y, self.parameter("d f")], "b s f, d f -> b s d", matmul=True)
+        return self.op([x, y], "b s d, b s d -> b s d")
+
+    def build(self, layers: int) -> CostNetwork:
+        tokens = self.parameter("b s")
+        cos, sin = (self.op([self.op([tokens], "b s -> b s E")], "b s E -> b s E") for _ in range(2))
+        mask = self.op([tokens], "b s -> b s T")
+        x = self.op([tokens, self.parameter("v d")], "b s, v d -> b s d")
+        for _ in range(layers):
+            x = self.layer(x, cos, sin, mask)
+        logits = self.op([self.norm(x), self.parameter("v d")], "b s d, v d -> b s v", matmul=True)
+        self.op([logits], "b s v -> O")
+        return CostNetwork(tuple(self.nodes), tuple(self.edges))
+
+
+def iopddl(path: Path) -> tuple[CostNetwork, Memory]:
+    """A contest instance: costs of 10^18 are forbidden choices."""
+    with gzip.open(path, "rt") as file:
+        problem = json.load(file)["problem"]
+
+    def costs(values: list[float]) -> Array:
+        array = np.array(values, dtype=np.float64)
+        return np.where(array >= 1e17, np.inf, array)
+
+    nodes = tuple(costs(vector) for vector in problem["nodes"]["costs"])
+    pairs, flat = problem["edges"]["nodes"], problem["edges"]["costs"]
+    edges = tuple((i, j, costs(m).reshape(nodes[i].size, -1)) for (i, j), m in zip(pairs, flat, strict=True))
+    usage = tuple(np.array(vector, dtype=np.float64) for vector in problem["nodes"]["usages"])
+    intervals = tuple((start, end) for start, end in problem["nodes"]["intervals"])
+    return CostNetwork(nodes, edges), Memory(usage, problem["usage_limit"], intervals)
+
+
+def report(name: str, network: CostNetwork, solution: Solution, seconds: float) -> None:
+    sizes = [vector.size for vector in network.nodes]
+    print(
+        f"{name}: {len(sizes)} nodes of up to {max(sizes)} strategies, {len(network.edges)} edges\n"
+        f"  cost {solution.cost:.9g}, lower bound {solution.lower_bound:.9g}, exact {solution.exact}, {seconds:.2f} s\n"
+        f"  {solution.stats}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    llama = commands.add_parser("llama", help="a synthetic Llama-3-8B")
+    llama.add_argument("--layers", type=int, default=32)
+    llama.add_argument("--mesh", default="4,8", help="sizes of the mesh axes")
+    contest = commands.add_parser("iopddl", help="a contest instance, with its memory limit")
+    contest.add_argument("path", type=Path)
+    contest.add_argument("--no-memory", action="store_true", help="ignore the memory limit")
+    contest.add_argument("--time-limit", type=float, default=60.0)
+    options = parser.parse_args()
+    if options.command == "llama":
+        mesh = tuple(map(int, options.mesh.split(",")))
+        network, memory, limit = Llama(mesh).build(options.layers), None, None
+        name = f"llama, {options.layers} layers, mesh {mesh}"
+    else:
+        network, memory = iopddl(options.path)
+        name, limit = options.path.name, options.time_limit
+        memory = None if options.no_memory else memory
+    start = time.perf_counter()
+    solution = solve(network, memory=memory, time_limit=limit)
+    report(name, network, solution, time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()

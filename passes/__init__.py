@@ -1,0 +1,1 @@
+"""The compiler's passes: capture → propagate → redistribute → lower → codegen, each a function of frozen data."""

@@ -1,0 +1,116 @@
+"""Cut a program into blocks: one per repeated module (``layers.3``), so that equal layers print as one class."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.passes.ir import Ref, refs
+from autoshard.passes.lower import Program, Statement
+
+_INDEXED = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive statements of one block (``path`` "" is the root), with what flows in and out."""
+
+    path: str
+    statements: tuple[Statement, ...]
+    inputs: tuple[str, ...] = ()
+    """local names it reads that are made outside, in order of first use; its own parameters are not listed"""
+    outputs: tuple[str, ...] = ()
+    """local names made inside that are read outside"""
+
+
+def block_path(fqn: str) -> str:
+    """The outermost numbered module of ``fqn``: ``model.layers.3`` of ``model.layers.3.mlp``; "" if there is none."""
+    found = _INDEXED.match(fqn)
+    return found.group() if found else ""
+
+
+def segments(program: Program) -> tuple[Segment, ...]:
+    """The program's statements, grouped. Conversions of values that come from outside stand before the block."""
+    runs = _hoisted(program, _runs(program))
+    kinds = {i.name: i for i in program.graph.inputs}
+    later = {r.name for r in refs(program.outputs)} | set(program.mutations.values())
+    result: list[Segment] = []
+    for path, statements in reversed(runs):
+        made = {o for s in statements for o in s.outputs}
+        read = dict.fromkeys(name for s in statements for name in reads(s) if name not in made)
+        own = {n for n in read if n in kinds and path and kinds[n].fqn.startswith(path + ".")}
+        inputs = tuple(n for n in read if n not in own)
+        outputs = tuple(dict.fromkeys(o for s in statements for o in s.outputs if o in later))
+        result.append(Segment(path, tuple(statements), inputs, outputs))
+        later |= set(read)
+    return tuple(reversed(result))
+
+
+def reads(statement: Statement) -> tuple[str, ...]:
+    """Local names a statement reads, in order."""
+    return tuple(ref.name for ref in call_refs(statement.call))
+
+
+def call_refs(call: object) -> list[Ref]:
+    """All references in a call, nested calls included."""
+    found: list[Ref] = []
+    args, kwargs = getattr(call, "args", ()), getattr(call, "kwargs", {})
+    stack: list[object] = [*args, *kwargs.values()]
+    for item in stack:
+        if isinstance(item, Ref):
+            found.append(item)
+        elif isinstance(item, tuple | list):
+            found += [r for part in item for r in _any_refs(part)]
+        elif isinstance(item, dict):
+            found += [r for part in item.values() for r in _any_refs(part)]
+        elif hasattr(item, "args"):
+            found += call_refs(item)
+    return found
+
+
+def _any_refs(item: object) -> list[Ref]:
+    if isinstance(item, Ref):
+        return [item]
+    if hasattr(item, "args"):
+        return call_refs(item)
+    if isinstance(item, tuple | list):
+        return [r for part in item for r in _any_refs(part)]
+    return []
+
+
+Run = tuple[str, list[Statement]]
+
+
+def _runs(program: Program) -> list[Run]:
+    runs: list[Run] = []
+    for statement in program.statements:
+        path = block_path(statement.node.fqn) if statement.node is not None else ""
+        if not runs or runs[-1][0] != path:
+            runs.append((path, []))
+        runs[-1][1].append(statement)
+    return runs
+
+
+def _hoisted(program: Program, runs: Sequence[Run]) -> list[Run]:
+    """Move conversions of outside values, other than a block's own parameters, in front of the block."""
+    fqn_of = {i.name: i.fqn for i in program.graph.inputs if i.kind in ("parameter", "buffer")}
+    result: list[Run] = []
+    for path, statements in runs:
+        inside: set[str] = set()
+        before: list[Statement] = []
+        kept: list[Statement] = []
+        for statement in statements:
+            foreign = not any(name in inside for name in reads(statement))
+            own = fqn_of.get(statement.value, "").startswith(path + ".")
+            if path and statement.step is not None and foreign and not own:
+                before.append(statement)
+            else:
+                kept.append(statement)
+                inside.update(statement.outputs)
+        for at, part in (("", before), (path, kept)):
+            if part and result and result[-1][0] == at:
+                result[-1][1].extend(part)
+            elif part:
+                result.append((at, part))
+    return result

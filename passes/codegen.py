@@ -1,0 +1,436 @@
+"""Emit a program as one readable SPMD Python file: a class per distinct block, the root module last."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.layout import Layout, Shard
+from autoshard.passes.blocks import Segment, reads, segments
+from autoshard.passes.ir import Input, Ref, TensorType
+from autoshard.passes.lower import Program, Statement
+from autoshard.passes.printing import WIDTH, expression, literal
+
+_BUILTIN = frozenset({"F", "torch", "aten", "runtime", "self", "MESH"}) | frozenset(keyword.kwlist)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The emitted file and what its root class takes and returns."""
+
+    text: str
+    inputs: tuple[str, ...]
+    """names of the graph inputs that forward takes, in order: global tensors"""
+    mutated: tuple[str, ...]
+    """buffer names whose new values forward returns after the outputs"""
+
+
+def codegen(program: Program, title: str = "model") -> Source:
+    """Python source of ``program``. ``title`` names the model in the file's docstring."""
+    return _Emitter(program, title).emit()
+
+
+@dataclass
+class _Method:
+    """One block call's text, and where it belongs."""
+
+    name: str
+    text: str
+
+
+@dataclass
+class _BlockClass:
+    name: str
+    tensors: str
+    methods: list[str]
+    paths: list[str] = field(default_factory=list)
+
+
+class _Names:
+    """Identifiers for local names within one function; a name whose value is dead may be taken again."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+        self.taken: set[str] = set()
+
+    def fresh(self, local: str, wanted: str) -> str:
+        base = re.sub(r"\W", "_", wanted).strip("_") or "x"
+        base = f"{base}_" if base in _BUILTIN else base if not base[0].isdigit() else f"x{base}"
+        name, n = base, 1
+        while name in self.taken:
+            name, n = f"{base}_{n}", n + 1
+        self.taken.add(name)
+        self.of[local] = name
+        return name
+
+    def reuse(self, local: str, old: str) -> str:
+        self.of[local] = self.of[old]
+        return self.of[local]
+
+
+class _Emitter:
+    def __init__(self, program: Program, title: str) -> None:
+        self.program, self.title = program, title
+        self.mesh = program.mesh
+        self.sizes = dict(zip(self.mesh.axes, self.mesh.shape, strict=True))
+        self.inputs = {i.name: i for i in program.graph.inputs}
+        self.arguments = [i for i in program.graph.inputs if i.kind == "input"]
+        self.segments = segments(program)
+        self.classes: list[_BlockClass] = []
+        self.method_of: dict[int, str] = {}
+        self.tensors = self._tensors()
+        operations = (s.node for s in program.statements if s.step is None and s.node is not None)
+        self.last_of = {node.fqn: node for node in operations}
+
+    def emit(self) -> Source:
+        self._blocks()
+        root = self._root()
+        header = [
+            f'"""{self.title} on mesh {self.mesh}: what every rank runs, on its own shards.',
+            "",
+            "Comments: local/global sizes and the layout; S(d)@axis: sharded along dim d, P@axis: a summand,",
+            "R@axis: whole (its gradient is a summand), I@axis (not shown): whole, and so is its gradient.",
+            '"""',
+            "",
+            "import torch",
+            "import torch.nn.functional as F",
+            "",
+            "from autoshard import runtime",
+            "",
+            "aten = torch.ops.aten",
+            f"MESH = {literal_mesh(self.sizes)}",
+        ]
+        body = "\n".join([*header, *(self._class_text(c) for c in self.classes), root])
+        body += '\n\n\nif __name__ == "__main__":\n    runtime.main(RankModule, __file__)\n'
+        if "F." not in body.split("aten = ", 1)[1]:
+            body = body.replace("import torch.nn.functional as F\n", "", 1)
+        if "aten." not in body.split("aten = torch.ops.aten\n", 1)[1]:
+            body = body.replace("aten = torch.ops.aten\n", "", 1)
+        return Source(body, tuple(i.name for i in self.arguments), tuple(self.program.mutations))
+
+    # --- blocks ---
+
+    def _tensors(self) -> dict[str, list[Input]]:
+        """Parameters and buffers by the block that holds them ("" for the root)."""
+        paths = dict.fromkeys(s.path for s in self.segments if s.path)
+        held: dict[str, list[Input]] = {path: [] for path in ("", *paths)}
+        for value in self.program.graph.inputs:
+            if value.kind == "input":
+                continue
+            owner = next((p for p in paths if value.fqn.startswith(p + ".")), "")
+            held[owner].append(value)
+        return held
+
+    def _blocks(self) -> None:
+        """One class per distinct (tensors, methods)."""
+        methods: dict[str, list[str]] = {}
+        for number, segment in enumerate(self.segments):
+            if not segment.path:
+                continue
+            texts = methods.setdefault(segment.path, [])
+            text = self._method(segment)
+            if text not in texts:
+                texts.append(text)
+            at = texts.index(text)
+            self.method_of[number] = "forward" if at == 0 else f"forward_{at}"
+        for path, texts in methods.items():
+            tensors = self._tensor_table(path)
+            same = next((c for c in self.classes if c.tensors == tensors and c.methods == texts), None)
+            if same is None:
+                same = _BlockClass(self._class_name(path), tensors, texts)
+                self.classes.append(same)
+            same.paths.append(path)
+
+    def _class_name(self, path: str) -> str:
+        stacks = (n.module_types for n in self.program.graph.nodes)
+        found = next((kind for stack in stacks for p, kind in stack if p == path), "Block")
+        base = re.sub(r"\W", "_", found.rpartition(".")[2])
+        taken = {c.name for c in self.classes}
+        name, n = base, 2
+        while name in taken or name == "RankModule":
+            name, n = f"{base}_{n}", n + 1
+        return name
+
+    def _class_text(self, block: _BlockClass) -> str:
+        lines = ["", "", f"class {block.name}(runtime.Block):", f'    """{_listed(block.paths)}"""', ""]
+        lines.append(block.tensors)
+        for i, method in enumerate(block.methods):
+            lines.append(method.replace("def forward(", f"def forward_{i}(", 1) if i else method)
+        return "\n".join(line for line in lines).rstrip("\n")
+
+    def _tensor_table(self, path: str) -> str:
+        """``TENSORS = {...}``: every parameter and buffer, its global shape, dtype and layout."""
+        lines = []
+        for value in self.tensors[path]:
+            type_ = self.program.types[value.name]
+            relative = value.fqn[len(path) + 1 :] if path else value.fqn
+            dtype = str(type_.dtype).removeprefix("torch.")
+            layout = self.program.layouts[value.name]
+            lines.append(f"        {literal(relative)}: {literal(f'{dtype}{shape_text(type_, layout, self)}')},")
+        if not lines:
+            return "    TENSORS = {}\n"
+        return "\n".join(["    TENSORS = {", *lines, "    }", ""])
+
+    def _method(self, segment: Segment) -> str:
+        names = _Names()
+        for name in segment.inputs:
+            names.fresh(name, self._argument_name(name))
+        signature = ["self", *(names.of[n] for n in segment.inputs)]
+        body = self._statements(segment, names, segment.path)
+        returned = ", ".join(names.of[o] for o in segment.outputs)
+        lines = [*_signature("forward", signature), *body, f"        return {returned}".rstrip()]
+        return "\n".join(lines) + "\n"
+
+    def _argument_name(self, local: str) -> str:
+        """A name that is the same in every equal block: what made the value, without its number."""
+        if local in self.inputs:
+            return self.inputs[local].fqn.replace(".", "_")
+        value = local.split("__")[0]
+        producer = self.program.graph.producers.get(value)
+        if producer is None:
+            return value
+        return "x" if block_like(producer.fqn) else op_name(producer.name)
+
+    # --- statements ---
+
+    def _statements(self, segment: Segment, names: _Names, path: str) -> list[str]:
+        last_use = {name: i for i, s in enumerate(segment.statements) for name in reads(s)}
+        kept = set(segment.outputs)
+        lines: list[str] = []
+        for i, statement in enumerate(segment.statements):
+            lines += self._statement(statement, names, path, i, last_use, kept)
+        return lines
+
+    def _statement(
+        self, s: Statement, names: _Names, path: str, i: int, last_use: Mapping[str, int], kept: set[str]
+    ) -> list[str]:
+        for name in reads(s):
+            if name not in names.of:
+                names.of[name] = self._own(name, path)
+        printed = expression(s.call, names.of, self.sizes)
+        targets = []
+        for out in s.outputs:
+            if out == "_":
+                targets.append("_")
+                continue
+            source = reads(s)[0] if s.step is not None else ""
+            dead = source and last_use.get(source) == i and source not in kept and "." not in names.of[source]
+            targets.append(names.reuse(out, source) if dead else names.fresh(out, self._wanted(s, out, path)))
+        comment = self._comment(s)
+        prefix = self._targets(s, targets)
+        lines = printed.lines(prefix, "        ")
+        if len(lines) == 1 and len(lines[0]) + len(comment) + 4 <= WIDTH:
+            return [f"{lines[0]}  # {comment}"]
+        return [f"        # {comment}", *lines]
+
+    def _targets(self, s: Statement, targets: Sequence[str]) -> str:
+        """The left side of an assignment; a result with more parts than are needed is taken apart."""
+        if not targets:
+            return ""
+        returns = s.node.op._schema.returns if s.node is not None and s.step is None else ()
+        is_list = len(returns) == 1 and "List" in str(returns[0].type)
+        if len(returns) <= 1 and not is_list:
+            return f"{targets[0]} = "
+        complete = len(returns) == len(targets) if not is_list else self._is_complete(s)
+        return ", ".join(targets) + (" = " if complete and len(targets) > 1 else ", *_ = ")
+
+    def _is_complete(self, s: Statement) -> bool:
+        """Whether the named results of a split make up all of its operand."""
+        types = self.program.types
+        named = [o for o in s.outputs if o != "_"]
+        return s.node is not None and len(named) == len(s.outputs) and (
+            sum(types[o].numel for o in named) == types[s.node.inputs[0]].numel
+        )
+
+    def _own(self, name: str, path: str) -> str:
+        fqn = self.inputs[name].fqn
+        return "self." + python_path(fqn[len(path) + 1 :] if path and fqn.startswith(path + ".") else fqn)
+
+    def _wanted(self, s: Statement, out: str, path: str) -> str:
+        node = s.node
+        if s.value in self.inputs:
+            return self.inputs[s.value].fqn.rpartition(".")[2] if s.value else out
+        if node is None or s.step is not None:
+            return op_name(s.value or out)
+        leaf = node.fqn.rpartition(".")[2]
+        deeper = node.fqn != path and not leaf.isdigit() and leaf
+        if deeper and node is self.last_of.get(node.fqn):
+            return leaf
+        return op_name(node.name)
+
+
+    def _comment(self, s: Statement) -> str:
+        if s.step is not None:
+            return step_comment(s)
+        made = [
+            shape_text(self.program.types[o], layout, self) + layout_text(layout)
+            for o, layout in zip(s.outputs, s.layouts, strict=True)
+            if layout is not None
+        ]
+        source = s.node.source if s.node is not None else ""
+        return "; ".join(made) + (f"  {source}" if source else "")
+
+    # --- the root ---
+
+    def _root(self) -> str:
+        names = _Names()
+        for value in self.arguments:
+            names.fresh(value.name, value.fqn)
+        signature = ["self", *(names.of[i.name] for i in self.arguments)]
+        body: list[str] = []
+        for number, segment in enumerate(self.segments):
+            if segment.path:
+                body += self._block_call(number, segment, names)
+            else:
+                body += self._statements(segment, names, "")
+        returned = []
+        for out in (*self.program.outputs, *(Ref(n) for n in self.program.mutations.values())):
+            if isinstance(out, Ref):
+                returned.append(names.of.get(out.name) or self._own(out.name, ""))
+            else:
+                returned.append(literal(out))
+        tuple_ = ", ".join(returned) + ("," if len(returned) == 1 else "")
+        last = f"        return ({tuple_})"
+        lines = ["", "", "class RankModule(runtime.RankModule):", f'    """{self.title}"""', "", "    MESH = MESH"]
+        lines += [self._block_table(), self._tensor_table("")]
+        lines += _signature("forward", signature)
+        lines += body
+        if len(last) <= WIDTH:
+            lines.append(last)
+        else:
+            lines += ["        return (", *(f"            {r}," for r in returned), "        )"]
+        return "\n".join(lines)
+
+    def _block_table(self) -> str:
+        parts = []
+        for block in self.classes:
+            for prefix, numbers in _ranges(block.paths):
+                if isinstance(numbers, range):
+                    parts.append(f'{{f"{prefix}.{{i}}": {block.name} for i in range({_range(numbers)})}}')
+                else:
+                    parts.append("{" + f"{literal(prefix)}: {block.name}" + "}")
+        if not parts:
+            return "    BLOCKS = {}"
+        one = f"    BLOCKS = {' | '.join(parts)}"
+        if len(one) <= WIDTH:
+            return one
+        if len(parts) == 1:
+            key, _, rest = parts[0][1:-1].partition(": ")
+            value, _, loop = rest.partition(" for ")
+            return "\n".join(["    BLOCKS = {", f"        {key}: {value} for {loop}", "    }"])
+        return "\n".join(["    BLOCKS = (", *(f"        {'| ' if i else ''}{p}" for i, p in enumerate(parts)), "    )"])
+
+    def _block_call(self, number: int, segment: Segment, names: _Names) -> list[str]:
+        for name in segment.inputs:
+            if name not in names.of:
+                names.of[name] = self._own(name, "")
+        method = self.method_of[number]
+        call = f"self.{python_path(segment.path)}" + ("" if method == "forward" else f".{method}")
+        arguments = ", ".join(names.of[n] for n in segment.inputs)
+        later = {n for s in self.segments[number + 1 :] for n in s.inputs} | {
+            r.name for r in self.program.outputs if isinstance(r, Ref)
+        }
+        targets = []
+        for out in segment.outputs:
+            again = next(
+                (n for n in segment.inputs if n not in later and n not in self.inputs and names.of[n] not in targets),
+                None,
+            )
+            same = len(segment.outputs) == 1 and again is not None
+            targets.append(names.reuse(out, again) if same and again else names.fresh(out, "x"))
+        line = f"        {', '.join(targets)} = {call}({arguments})" if targets else f"        {call}({arguments})"
+        if len(line) <= WIDTH:
+            return [line]
+        inner = f"            {arguments}"
+        head = line[: len(line) - len(arguments) - 1]
+        if len(inner) <= WIDTH:
+            return [head, inner, "        )"]
+        return [head, *(f"            {names.of[n]}," for n in segment.inputs), "        )"]
+
+
+# --- text ---
+
+
+def shape_text(type_: TensorType, layout: Layout, emitter: _Emitter) -> str:
+    """``[2, 16, 64/256]``: local/global lengths; rank 0's where they differ."""
+    local = layout.max_local_shape(type_.shape)
+    parts = [str(g) if g == n and not layout.axes_of(d) else f"{n}/{g}" for d, (n, g) in enumerate(zip(local, type_.shape, strict=True))]
+    return "[" + ", ".join(parts) + "]"
+
+
+def layout_text(layout: Layout) -> str:
+    """The axes that are not plainly whole."""
+    shown = [f"{layout[a]}@{a}" for a in layout.order if isinstance(layout[a], Shard) or str(layout[a])[0] == "P"]
+    return " " + " ".join(shown) if shown else ""
+
+
+def step_comment(s: Statement) -> str:
+    """What a redistribution does, and what its backward does."""
+    step = s.step
+    if step is None:
+        return ""
+    changed = [a for a in step.src.mesh.axes if step.src[a] != step.dst[a]]
+    changed = changed or list(step.axes)
+    arrow = f"{' '.join(f'{step.src[a]}@{a}' for a in changed)} → {' '.join(f'{step.dst[a]}@{a}' for a in changed)}"
+    backward = f"    backward: {step.backward.replace('_', '-')}" if step.backward else ""
+    return arrow + backward
+
+
+def op_name(name: str) -> str:
+    """A node's name without its number."""
+    return re.sub(r"(_\d+)+$", "", name.split("__")[0]).strip("_") or "x"
+
+
+def block_like(fqn: str) -> bool:
+    """Whether a module path lies in a numbered module."""
+    return bool(re.search(r"(^|\.)\d+(\.|$)", fqn))
+
+
+def python_path(fqn: str) -> str:
+    """``layers.0.mlp`` as ``layers[0].mlp``."""
+    return re.sub(r"\.?(?:(?<=\.)|^)(\d+)(?=\.|$)", r"[\1]", fqn) if re.search(r"(^|\.)\d+", fqn) else fqn
+
+
+def literal_mesh(sizes: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f'"{a}": {n}' for a, n in sizes.items()) + "}"
+
+
+def _signature(name: str, arguments: Sequence[str]) -> list[str]:
+    one = f"    def {name}({', '.join(arguments)}):"
+    if len(one) <= WIDTH:
+        return [one]
+    inner = f"        {', '.join(arguments)}"
+    if len(inner) <= WIDTH:
+        return [f"    def {name}(", inner, "    ):"]
+    return [f"    def {name}(", *(f"        {a}," for a in arguments), "    ):"]
+
+
+def _ranges(paths: Iterable[str]) -> list[tuple[str, range | None]]:
+    """Paths as (prefix, range of numbers), or (path, None)."""
+    groups: list[tuple[str, range | None]] = []
+    for path in paths:
+        prefix, _, number = path.rpartition(".")
+        last = groups[-1] if groups else None
+        if not prefix:
+            groups.append((path, None))
+        elif last and last[0] == prefix and last[1] is not None and last[1].stop == int(number):
+            groups[-1] = (prefix, range(last[1].start, int(number) + 1))
+        else:
+            groups.append((prefix, range(int(number), int(number) + 1)))
+    return [
+        (f"{prefix}.{numbers.start}", None) if numbers is not None and len(numbers) == 1 else (prefix, numbers)
+        for prefix, numbers in groups
+    ]
+
+
+def _range(numbers: range) -> str:
+    return str(numbers.stop) if numbers.start == 0 else f"{numbers.start}, {numbers.stop}"
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return ", ".join(
+        prefix if numbers is None else f"{prefix}.{numbers.start} … {prefix}.{numbers.stop - 1}"
+        for prefix, numbers in _ranges(paths)
+    )

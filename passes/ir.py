@@ -1,0 +1,160 @@
+"""The graph all passes share: values with types, operations in program order. Frozen; a pass builds a new one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A value's global shape and dtype, and whether a gradient flows through it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        short = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("bf", "bf").replace("int", "i")
+        return f"{short}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of a value, wherever it stands in a node's arguments."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation. Tensor operands are the :class:`Ref` in ``args``/``kwargs``, in order of appearance."""
+
+    name: str
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[str, ...]
+    """names of the values it defines; an output that is not a tensor or is never made is not listed"""
+    output_slots: tuple[int, ...]
+    """position of each of ``outputs`` in the op's result (all 0 for an op with one result)"""
+    fqn: str = ""
+    """module path"""
+    module_types: tuple[tuple[str, str], ...] = ()
+    """the module stack, outermost first: (path, class name)"""
+    source: str = ""
+    """the user's ``file:line``"""
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of tensor operands in order of appearance; a value used twice stands twice."""
+        return tuple(ref.name for ref in refs((self.args, dict(self.kwargs))))
+
+    def __str__(self) -> str:
+        args = [show(a) for a in self.args] + [f"{k}={show(v)}" for k, v in self.kwargs.items()]
+        return f"{', '.join(self.outputs) or '_'} = {self.op}({', '.join(args)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A value that exists before the first node. ``kind``: parameter, buffer, input or constant."""
+
+    name: str
+    kind: str
+    fqn: str
+    """the parameter's or buffer's original name; for an input its argument path, such as ``labels`` or ``args[0]``"""
+    aliases: tuple[str, ...] = ()
+    """further names of the same (tied) parameter or buffer"""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured program over full (global) tensors. Functional: no op writes to a value."""
+
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    types: Mapping[str, TensorType]
+    outputs: tuple[Any, ...]
+    """flat outputs: :class:`Ref` for tensors, anything else is returned as it is"""
+    out_spec: Any
+    """pytree spec that rebuilds the model's own output type from ``outputs``"""
+    in_spec: Any
+    """pytree spec of ``(args, kwargs)``"""
+    mutations: Mapping[str, str] = field(default_factory=dict)
+    """buffer fqn → value written back to it after the forward"""
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """lifted tensor constants by input name"""
+    flat_inputs: tuple[str | None, ...] = ()
+    """per leaf of ``in_spec``: the name of its Input, or None where the leaf is no tensor (baked in)"""
+    training: bool = True
+
+    @cached_property
+    def producers(self) -> dict[str, Node]:
+        """value name → the node that defines it (absent for inputs)."""
+        return {out: node for node in self.nodes for out in node.outputs}
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[Node, ...]]:
+        """value name → nodes that read it, in order, each once."""
+        uses: dict[str, list[Node]] = {name: [] for name in self.types}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                uses[name].append(node)
+        return {name: tuple(nodes) for name, nodes in uses.items()}
+
+    def __str__(self) -> str:
+        lines = ["graph(" + ", ".join(f"{i.name}: {self.types[i.name]}" for i in self.inputs) + "):"]
+        for node in self.nodes:
+            types = ", ".join(str(self.types[o]) for o in node.outputs)
+            lines.append(f"    {node}    # {types}  {node.fqn}  {node.source}".rstrip())
+        lines.append(f"    return {', '.join(show(o) for o in self.outputs)}")
+        lines += [f"    {fqn} ← {name}" for fqn, name in self.mutations.items()]
+        return "\n".join(lines)
+
+
+def refs(tree: Any) -> Iterator[Ref]:
+    """All :class:`Ref` in nested tuples, lists and dicts, in order."""
+    if isinstance(tree, Ref):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from refs(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from refs(item)
+
+
+def map_refs(tree: Any, f: Callable[[Ref], Any]) -> Any:
+    """``tree`` with every :class:`Ref` replaced by ``f(ref)``; ``f`` sees them in the order of :func:`refs`."""
+    if isinstance(tree, Ref):
+        return f(tree)
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_refs(item, f) for item in tree)
+    if isinstance(tree, Mapping):
+        return {k: map_refs(v, f) for k, v in tree.items()}
+    return tree
+
+
+def show(value: Any) -> str:
+    """An argument as text."""
+    if isinstance(value, Ref):
+        return value.name
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(show, value)) + "]"
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)

@@ -1,0 +1,189 @@
+"""The cheapest sequence of steps between two layouts: an exact shortest path in the graph of layouts."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoshard.errors import LayoutError
+from autoshard.layout import Layout, Partial, Placement
+from autoshard.mesh import Mesh, MeshLike
+from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price
+from autoshard.passes.redistribute.space import Floats, Ints, layout_of, state_of
+from autoshard.passes.redistribute.steps import Redistribution, Step
+
+LayoutLike = Layout | Mapping[str, Placement] | Sequence[Placement]
+
+
+def redistribution(
+    src: LayoutLike,
+    dst: LayoutLike,
+    shape: Sequence[int],
+    mesh: MeshLike,
+    dtype: torch.dtype = torch.float32,
+    grad: bool = False,
+    *,
+    peak_limit: int | None = None,
+    minimize: str = "bytes",
+) -> Redistribution:
+    """The cheapest way to bring a tensor of global ``shape`` from ``src`` to ``dst``.
+
+    ``src`` and ``dst`` are layouts, or what :class:`Layout` takes. With ``grad`` the backward is priced too, and only
+    conversions with a defined gradient are used; without it Invariant and Replicate are one. ``minimize="bytes"``:
+    fewest ring bytes per rank; among those a sequence without a local tensor larger than both ends, then least time,
+    then fewest steps. ``"seconds"``: least time on the mesh's links first, which may move more bytes over a faster
+    axis. ``peak_limit``: no local tensor of more elements on the way.
+
+    Raises :class:`LayoutError` where a layout does not fit the shape, for a conversion that does not exist (into
+    Partial max/min), and where no sequence keeps ``peak_limit``.
+    """
+    mesh = Mesh.of(mesh)
+    a = src if isinstance(src, Layout) else Layout(mesh, src)
+    b = dst if isinstance(dst, Layout) else Layout(mesh, dst)
+    return _plan(a, b, tuple(shape), mesh, dtype, bool(grad), peak_limit, minimize)
+
+
+@lru_cache(maxsize=65536)
+def _plan(
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    grad: bool,
+    peak_limit: int | None,
+    minimize: str,
+) -> Redistribution:
+    for layout in (src, dst):
+        layout.check(shape)
+        if layout.mesh != mesh:
+            raise LayoutError(f"{layout} lies on the mesh ({layout.mesh}), not on ({mesh})")
+    if minimize not in ("bytes", "seconds"):
+        raise LayoutError(f"minimize={minimize!r} is not 'bytes' or 'seconds'")
+    prices = price(mesh, shape, dtype.itemsize, kinds_of((src, dst), grad), grad)
+    start, goal = (prices.space.index[state_of(x, len(shape), grad=grad)] for x in (src, dst))
+    path = _path(prices, start, goal, peak_limit, minimize)
+    if path is None:
+        limit = f" with local tensors of at most {peak_limit} elements" if peak_limit is not None else ""
+        raise LayoutError(f"no sequence of steps leads from {src} to {dst}, shape {list(shape)}{limit}")
+    steps = tuple(_step(prices, move, mesh, shape, dtype, grad) for move in path)
+    visited = [start, *(int(prices.space.dst[m]) for m in path)]
+    return Redistribution(
+        src,
+        dst,
+        shape,
+        dtype,
+        grad,
+        steps,
+        sum(s.forward_bytes for s in steps),
+        sum(s.backward_bytes for s in steps),
+        sum(s.seconds for s in steps),
+        max(int(prices.numel[v]) for v in visited),
+    )
+
+
+def kinds_of(layouts: Sequence[Layout], grad: bool) -> tuple[str, ...]:
+    """The unsharded placements that can occur on the way between ``layouts``."""
+    ops = {p.op for x in layouts for p in x.placements if isinstance(p, Partial)}
+    extreme = tuple(op for op in ("max", "min") if op in ops)
+    if extreme and grad:
+        raise LayoutError(f"Partial({extreme[0]!r}) has no gradient; it exists in the forward only")
+    return ("R", "I", "P") if grad else ("R", "P", *extreme)
+
+
+def _step(prices: Prices, index: int, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, grad: bool) -> Step:
+    graph = prices.space
+    move, moved = graph.moves[index], int(prices.piece[index]) * dtype.itemsize
+    forward, backward = int(graph.forward[index]) * moved, int(graph.backward[index]) * moved * grad
+    return Step(
+        move.kind,
+        tuple(mesh.axes[a] for a in move.group),
+        layout_of(graph.states[move.src], mesh),
+        layout_of(graph.states[move.dst], mesh),
+        shape,
+        move.dims,
+        tuple(mesh.axes[a] for a in move.order),
+        _divide(forward, graph.ranks),
+        move.backward if grad else None,
+        _divide(backward, graph.ranks),
+        float(prices.seconds[index]),
+    )
+
+
+def _divide(a: int, b: int) -> float:
+    """a / b, an int where it is one."""
+    return a // b if a % b == 0 else a / b
+
+
+def _path(prices: Prices, start: int, goal: int, peak_limit: int | None, minimize: str) -> list[int] | None:
+    """The best sequence of moves, None where there is none."""
+    if start == goal:
+        return []
+    first: Ints | Floats = prices.bytes if minimize == "bytes" else prices.seconds
+    second: Ints | Floats = prices.seconds if minimize == "bytes" else prices.bytes
+    graph = prices.space
+    if peak_limit is not None:
+        over = (prices.numel > peak_limit)[graph.dst]
+        first = np.where(over, FORBIDDEN if minimize == "bytes" else np.inf, first)
+        if max(prices.numel[start], prices.numel[goal]) > peak_limit:
+            return None
+    distance = _distances(prices, first, goal)
+    if distance[start] >= FORBIDDEN:
+        return None
+    slack = 0 if minimize == "bytes" else 1e-12 * distance[start]
+    tight = first + distance[graph.dst] <= distance[graph.src] + slack
+    ends = max(int(prices.numel[start]), int(prices.numel[goal]))
+    # The smallest bound on local tensors, from that of the ends upwards, that some cheapest sequence keeps.
+    for bound in (ends, *np.unique(prices.numel[prices.numel > ends]).tolist()):
+        path = _tie_break(prices, start, goal, tight, second, bound)
+        if path is not None:
+            return path
+    return None
+
+
+def _distances(prices: Prices, cost: Any, goal: int) -> Any:
+    """The least cost from every state to ``goal``: Bellman-Ford, all moves at once; paths have few steps."""
+    graph = prices.space
+    distance = np.full(len(graph.states), FORBIDDEN, cost.dtype)
+    distance[goal] = 0
+    has_moves = graph.first[:-1] < graph.first[1:]
+    starts = graph.first[:-1][has_moves]
+    while True:
+        best = np.minimum.reduceat(cost + distance[graph.dst], starts)
+        closer = best < distance[has_moves]
+        if not closer.any():
+            return distance
+        distance[has_moves] = np.minimum(distance[has_moves], best)
+
+
+def _tie_break(prices: Prices, start: int, goal: int, tight: Any, cost: Any, bound: int) -> list[int] | None:
+    """Among the ``tight`` moves, within ``bound`` elements: least ``cost``, then fewest steps, then least peak."""
+    graph, numel = prices.space, prices.numel
+    queue: list[tuple[float, int, int, int, int | None]] = [(0, 0, int(numel[start]), start, None)]
+    parent: dict[int, int | None] = {}
+    while queue:
+        spent, steps, peak, state, via = heapq.heappop(queue)
+        if state in parent:
+            continue
+        parent[state] = via
+        if state == goal:
+            break
+        low, high = graph.first[state], graph.first[state + 1]
+        for move in (np.flatnonzero(tight[low:high]) + low).tolist():
+            end = int(graph.dst[move])
+            if end not in parent and numel[end] <= bound:
+                item = (spent + cost[move].item(), steps + 1, max(peak, int(numel[end])), end, move)
+                heapq.heappush(queue, item)
+    if goal not in parent:
+        return None
+    path: list[int] = []
+    via = parent[goal]
+    while via is not None:
+        path.append(via)
+        via = parent[int(graph.src[via])]
+    return path[::-1]

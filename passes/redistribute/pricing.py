@@ -1,0 +1,83 @@
+"""What every move costs for one mesh, shape and dtype, as arrays over the moves of a :class:`Space`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from autoshard.hardware import Hardware
+from autoshard.mesh import Mesh
+from autoshard.passes.redistribute.space import Floats, Ints, Move, Space, space
+
+FORBIDDEN = 1 << 60
+"""bytes of a move that the shape does not allow; more than any real one, and sums of a few stay below 2**63"""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """``bytes`` per move is exact: ring bytes per rank times the number of ranks. ``numel`` per state is local."""
+
+    bytes: Ints
+    seconds: Floats
+    numel: Ints
+    space: Space
+    piece: Ints
+    """per move: elements of the smaller chunk, the unit of volume"""
+
+
+@lru_cache(maxsize=256)
+def price(mesh: Mesh, shape: tuple[int, ...], itemsize: int, kinds: tuple[str, ...], grad: bool) -> Prices:
+    """Prices of all moves for a tensor of global ``shape``; forward plus, if ``grad``, backward.
+
+    Uneven dims count by their largest chunk, so that a finer cut is never dearer: all-gather and reduce-scatter put
+    (n-1)·C on the wire per rank, C the elements of the largest chunk (that is (n-1)/n·B where sizes divide),
+    all-reduce 2(n-1)/n·B, all-to-all (n-1) pieces, a permute one chunk.
+    """
+    graph = space(mesh.shape, len(shape), kinds)
+    sizes = np.array(shape, np.int64)
+    piece = (-(-sizes // graph.pieces)).prod(axis=1)[graph.piece]
+    volume = graph.forward + graph.backward if grad else graph.forward
+    latency, per_byte = _rates(mesh, len(shape), kinds, grad)
+    moved = piece * itemsize
+    total, seconds = volume * moved, latency + per_byte * moved
+    uneven = (sizes % graph.cuts != 0)[graph.src] & graph.swapped
+    if uneven.any():
+        forbidden = uneven.any(axis=1)
+        total[forbidden], seconds[forbidden] = FORBIDDEN, np.inf
+    return Prices(total, seconds, (-(-sizes // graph.cuts)).prod(axis=1), graph, piece)
+
+
+@lru_cache(maxsize=64)
+def _rates(mesh: Mesh, ndim: int, kinds: tuple[str, ...], grad: bool) -> tuple[Floats, Floats]:
+    """Per move: fixed seconds, and seconds per byte of the smaller chunk."""
+    graph = space(mesh.shape, ndim, kinds)
+    pairs = np.array([_rate(mesh, graph, m, grad) for m in graph.moves], np.float64).reshape(-1, 2)
+    return pairs[:, 0].copy(), pairs[:, 1].copy()
+
+
+def _rate(mesh: Mesh, graph: Space, move: Move, grad: bool) -> tuple[float, float]:
+    """(seconds, seconds per byte) of one move: α-β for each collective, memory traffic for a local copy."""
+    link = mesh.link([mesh.axes[a] for a in move.group])
+    # A permute is one message, however many ranks take part.
+    n = 2 if move.kind == "permute" else graph.count(move.group)
+    fixed, rate = local_step(mesh.hardware), 0.0
+    for kind in (move.kind, move.backward) if grad else (move.kind,):
+        volume = graph.volume(kind, move) / graph.ranks
+        if volume:
+            fixed += link.seconds(0.0, n)
+            rate += volume / link.bandwidth
+    written = {"slice": 1.0, "partial": 1.0, "pad": float(graph.count(move.group))}.get(move.kind, 0.0)
+    return fixed, rate + (1 + written) * (written > 0) / _copy_bandwidth(mesh.hardware)
+
+
+def local_step(hardware: Hardware) -> float:
+    """Seconds charged to any step, so that a useless one is never free: a thousandth of a kernel, or next to nothing."""
+    return 1e-3 * hardware.kernel_latency + 1e-24
+
+
+def _copy_bandwidth(hardware: Hardware) -> float:
+    """Bytes per second of a local copy; a network faster than memory is an ideal one, beside which copies are free."""
+    fastest = max(hardware.node.bandwidth, hardware.network.bandwidth)
+    return hardware.memory_bandwidth if hardware.memory_bandwidth > fastest else 1e9 * fastest

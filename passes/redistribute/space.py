@@ -1,0 +1,214 @@
+"""The graph of layouts: every state one tensor can be in on a mesh, and every step between two states.
+
+A state is a placement per mesh axis plus the nesting of the axes that cut one tensor dim. A step is one runtime call
+on one group of axes (several axes: the flattened group). Only the ends of a nest can be touched: a group is gathered,
+padded or moved from the inner end, and slicing or scattering adds at the inner end, so that every intermediate is
+again a nested ``torch.chunk`` layout, also where sizes do not divide. The graph depends on the axis sizes and the
+number of tensor dims only, not on the shape: it is built once and priced per shape with array arithmetic.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from autoshard.layout import I, Layout, P, Partial, Placement, R, Shard
+from autoshard.mesh import Mesh
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+UNSHARDED: dict[str, Placement] = {"R": R, "I": I, "P": P, "max": Partial("max"), "min": Partial("min")}
+_LETTER = {placement: letter for letter, placement in UNSHARDED.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """``kinds``: per axis "S" or a key of ``UNSHARDED``. ``nests``: per tensor dim the axes that cut it, outer first."""
+
+    kinds: tuple[str, ...]
+    nests: tuple[tuple[int, ...], ...]
+
+    def convert(self, group: tuple[int, ...], to: str, leave: int | None = None, join: int | None = None) -> State:
+        """The axes of ``group`` become ``to``, leaving the inner end of dim ``leave``, joining that of dim ``join``."""
+        kinds = tuple(to if a in group else k for a, k in enumerate(self.kinds))
+        nests = list(self.nests)
+        if leave is not None:
+            nests[leave] = nests[leave][: -len(group)]
+        if join is not None:
+            nests[join] = nests[join] + group
+        return State(kinds, tuple(nests))
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One step between two states. ``volumes``: ring volume forward and backward, in units of the smaller chunk."""
+
+    kind: str
+    group: tuple[int, ...]
+    src: int
+    dst: int
+    dims: tuple[int, ...] = ()
+    """the tensor dim, or (from, to) for an all-to-all"""
+    order: tuple[int, ...] = ()
+    """of a permute"""
+    backward: str | None = None
+
+
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+
+# (from, to) for unsharded placements → (runtime function, its backward); "S" stands for any dim.
+_TABLE: dict[tuple[str, str], tuple[str, str | None]] = {
+    ("I", "R"): ("enter", "all_reduce"),
+    ("R", "I"): ("leave", None),
+    ("P", "I"): ("all_reduce", None),
+    ("P", "R"): ("all_reduce", "all_reduce"),
+    ("max", "R"): ("all_reduce", None),
+    ("min", "R"): ("all_reduce", None),
+    ("I", "P"): ("partial", None),
+    ("R", "P"): ("partial", None),
+    ("I", "S"): ("slice", "all_gather"),
+    ("R", "S"): ("slice", None),
+    ("P", "S"): ("reduce_scatter", "all_gather"),
+    ("S", "I"): ("all_gather", None),
+    ("S", "R"): ("all_gather", "reduce_scatter"),
+    ("S", "P"): ("pad", None),
+    ("S", "S"): ("all_to_all", "all_to_all"),
+}
+
+
+def state_of(layout: Layout, ndim: int, *, grad: bool) -> State:
+    """The state of ``layout``; without a gradient Invariant is Replicate."""
+    kinds = tuple("S" if isinstance(p, Shard) else _LETTER[p] for p in layout.placements)
+    if not grad:
+        kinds = tuple("R" if k == "I" else k for k in kinds)
+    index = {a: i for i, a in enumerate(layout.mesh.axes)}
+    nests: list[list[int]] = [[] for _ in range(ndim)]
+    for axis in layout.order:
+        placement = layout.placements[index[axis]]
+        if isinstance(placement, Shard):
+            nests[placement.dim].append(index[axis])
+    return State(kinds, tuple(map(tuple, nests)))
+
+
+def layout_of(state: State, mesh: Mesh) -> Layout:
+    """The inverse of :func:`state_of`."""
+    dims = {a: d for d, nest in enumerate(state.nests) for a in nest}
+    placements = [Shard(dims[a]) if k == "S" else UNSHARDED[k] for a, k in enumerate(state.kinds)]
+    return Layout(mesh, placements, [mesh.axes[a] for nest in state.nests for a in nest])
+
+
+class Space:
+    """All states and moves for meshes of ``sizes`` and tensors of ``ndim`` dims, as arrays over moves.
+
+    ``kinds`` are the unsharded placements that may occur. Moves are sorted by source; those of state ``s`` are
+    ``first[s]:first[s+1]``.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], ndim: int, kinds: tuple[str, ...]) -> None:
+        self.sizes, self.ndim, self.kinds, self.ranks = sizes, ndim, kinds, math.prod(sizes)
+        self.states = tuple(_states(len(sizes), ndim, kinds))
+        self.index = {s: i for i, s in enumerate(self.states)}
+        permutable = self._permutable()
+        self.moves = tuple(
+            m for s in self.states for m in itertools.chain(self._conversions(s), self._permutes(s, permutable))
+        )
+        self.cuts = np.array([[self.count(nest) for nest in s.nests] for s in self.states], np.int64)
+        self.cuts = self.cuts.reshape(len(self.states), ndim)
+        self.src = np.array([m.src for m in self.moves], np.intp)
+        self.dst = np.array([m.dst for m in self.moves], np.intp)
+        self.first = np.searchsorted(self.src, np.arange(len(self.states) + 1))
+        # What one rank exchanges with another is the common part of both chunks: the finer cut of every dim.
+        finer = np.maximum(self.cuts[self.src], self.cuts[self.dst])
+        self.pieces, piece = np.unique(finer, axis=0, return_inverse=True)
+        self.piece = piece.reshape(-1)
+        self.forward = np.array([self.volume(m.kind, m) for m in self.moves], np.int64)
+        self.backward = np.array([self.volume(m.backward, m) for m in self.moves], np.int64)
+        self.swapped = self._swapped()
+
+    def count(self, group: tuple[int, ...]) -> int:
+        """Ranks of a flattened group."""
+        return math.prod(self.sizes[a] for a in group)
+
+    def volume(self, kind: str | None, move: Move) -> int:
+        """Ring volume per rank, in elements of the smaller of both chunks times the number of ranks (an integer)."""
+        n = self.count(move.group)
+        if kind == "all_reduce":
+            return 2 * (n - 1) * (self.ranks // n)
+        if kind == "permute":
+            moved = [[a for a in axes if self.sizes[a] > 1] for axes in (move.group, move.order)]
+            return self.ranks if moved[0] != moved[1] else 0
+        return (n - 1) * self.ranks if kind in _COLLECTIVES else 0
+
+    def _conversions(self, s: State) -> Iterator[Move]:
+        i = self.index[s]
+
+        def move(group: tuple[int, ...], frm: str, to: str, leave: int | None = None, join: int | None = None) -> Move:
+            kind, backward = _TABLE[frm, to]
+            dims = tuple(d for d in (leave, join) if d is not None)
+            return Move(kind, group, i, self.index[s.convert(group, to, leave, join)], dims, (), backward)
+
+        for frm in self.kinds:
+            axes = [a for a, k in enumerate(s.kinds) if k == frm]
+            for length in range(1, len(axes) + 1):
+                for group in itertools.combinations(axes, length):
+                    yield from (move(group, frm, to) for to in self.kinds if (frm, to) in _TABLE)
+                if (frm, "S") in _TABLE:
+                    for group in itertools.permutations(axes, length):
+                        yield from (move(group, frm, "S", join=d) for d in range(self.ndim))
+        for d, nest in enumerate(s.nests):
+            for start in range(len(nest)):
+                yield from (move(nest[start:], "S", to, leave=d) for to in self.kinds if ("S", to) in _TABLE)
+                yield from (move(nest[start:], "S", "S", leave=d, join=e) for e in range(self.ndim) if e != d)
+
+    def _slots(self, s: State) -> tuple[tuple[int, ...], ...]:
+        """Where each axis is: per tensor dim its nest, per unsharded kind its axes in mesh order."""
+        return s.nests + tuple(tuple(a for a, k in enumerate(s.kinds) if k == kind) for kind in self.kinds)
+
+    def _permutable(self) -> dict[tuple[int, ...], list[int]]:
+        """States by the number of ranks in every slot: a permutation of the ranks leads from one to another."""
+        classes: dict[tuple[int, ...], list[int]] = {}
+        for i, s in enumerate(self.states):
+            classes.setdefault(tuple(map(self.count, self._slots(s))), []).append(i)
+        return classes
+
+    def _permutes(self, s: State, classes: dict[tuple[int, ...], list[int]]) -> Iterator[Move]:
+        i, mine = self.index[s], self._slots(s)
+        for j in classes[tuple(map(self.count, mine))]:
+            pairs = [(m, t) for m, t in zip(mine, self._slots(self.states[j]), strict=True) if m != t]
+            group, order = (tuple(itertools.chain(*side)) for side in zip(*pairs, strict=True)) if pairs else ((), ())
+            if pairs:
+                yield Move("permute", group, i, j, (), order, "permute")
+
+    def _swapped(self) -> npt.NDArray[np.bool_]:
+        """[moves, dims]: dims whose cut a permute changes; their chunks must be equal."""
+        return np.array(
+            [
+                [
+                    m.kind == "permute" and a != b
+                    for a, b in zip(self.states[m.src].nests, self.states[m.dst].nests, strict=True)
+                ]
+                for m in self.moves
+            ],
+            np.bool_,
+        ).reshape(len(self.moves), self.ndim)
+
+
+def _states(axes: int, ndim: int, kinds: tuple[str, ...]) -> Iterator[State]:
+    """Every assignment of kinds and dims to axes, in every nesting order."""
+    for choice in itertools.product((*kinds, *range(ndim)), repeat=axes):
+        sharded = [[a for a in range(axes) if choice[a] == d] for d in range(ndim)]
+        for nests in itertools.product(*(itertools.permutations(nest) for nest in sharded)):
+            yield State(tuple(c if isinstance(c, str) else "S" for c in choice), tuple(nests))
+
+
+@lru_cache(maxsize=64)
+def space(sizes: tuple[int, ...], ndim: int, kinds: tuple[str, ...]) -> Space:
+    """The graph for these axis sizes, built once."""
+    return Space(sizes, ndim, kinds)

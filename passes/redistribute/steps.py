@@ -1,0 +1,133 @@
+"""What the planner answers: a redistribution and its steps, and the runtime call of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoshard.layout import Layout, Partial, Placement, R
+from autoshard.passes.rules.base import Local
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One runtime call on one group of mesh axes.
+
+    Bytes are ring bytes on the wire per rank; where sizes do not divide, every chunk counts as the largest one.
+    """
+
+    kind: str
+    """the function of ``autoshard.runtime``: all_gather, reduce_scatter, all_reduce, all_to_all, permute, slice, pad,
+    enter, leave or partial"""
+    axes: tuple[str, ...]
+    """the group, flattened, first axis outermost"""
+    src: Layout
+    dst: Layout
+    shape: tuple[int, ...]
+    """the global shape"""
+    dims: tuple[int, ...] = ()
+    """(dim,) of all_gather, reduce_scatter, slice and pad; (source dim, target dim) of all_to_all; else empty"""
+    order: tuple[str, ...] = ()
+    """of a permute: the chunk at coordinates along ``axes`` goes to the same coordinates along ``order``"""
+    forward_bytes: float = 0
+    backward: str | None = None
+    """the collective that the backward runs, None where it is local or there is no gradient"""
+    backward_bytes: float = 0
+    seconds: float = field(default=0.0, compare=False)
+    """forward, and backward where a gradient flows"""
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the forward communicates."""
+        return self.kind in COLLECTIVES
+
+    def __str__(self) -> str:
+        group = ", ".join(self.axes)
+        what = f"{self.kind}({group})" if not self.order else f"{self.kind}({group} to {', '.join(self.order)})"
+        text = f"{what}: {self.src} → {self.dst}"
+        text += f"    {_bytes(self.forward_bytes)}" if self.is_collective else "    local"
+        if self.backward:
+            text += f"; backward {self.backward} {_bytes(self.backward_bytes)}"
+        return text
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """The cheapest sequence of steps from ``src`` to ``dst``. Bytes are ring bytes per rank."""
+
+    src: Layout
+    dst: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+    steps: tuple[Step, ...]
+    forward_bytes: float
+    backward_bytes: float
+    seconds: float
+    """predicted time of all steps, with the backward if ``grad``"""
+    peak_numel: int
+    """elements of the largest local tensor on the way, both ends included"""
+
+    @property
+    def bytes(self) -> float:
+        """Ring bytes per rank, forward and, if ``grad``, backward."""
+        return self.forward_bytes + self.backward_bytes
+
+    def __str__(self) -> str:
+        head = f"{self.src} → {self.dst}  {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        if not self.steps:
+            return f"{head}: nothing to do"
+        total = f"{_bytes(self.forward_bytes)} forward"
+        total += f", {_bytes(self.backward_bytes)} backward" if self.grad else ""
+        lines = [f"{head}: {total}, {self.seconds * 1e6:.3g} µs, peak {self.peak_numel} elements"]
+        return "\n".join(lines + [f"  {i}. {step}" for i, step in enumerate(self.steps, 1)])
+
+
+def emit(step: Step) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
+    """The runtime call of ``step``: ``(function name, positional arguments after the tensor, keyword arguments)``.
+
+    Several axes are a tuple, one is its name. ``size`` is given where the cut is uneven: an int where no axis is left
+    on the dim, else a :class:`Local`.
+    """
+    axes: Any = step.axes if len(step.axes) > 1 else step.axes[0]
+    if step.kind in ("enter", "leave"):
+        return step.kind, (axes,), {}
+    if step.kind == "permute":
+        return step.kind, (axes, step.order), {}
+    if step.kind == "reduce_scatter":
+        return step.kind, (*step.dims, axes), {}
+    if step.kind == "slice":
+        return step.kind, (*step.dims, axes), {"of": _letter(step.src[step.axes[0]])}
+    if step.kind == "partial":
+        return step.kind, (axes,), {"of": _letter(step.src[step.axes[0]])}
+    if step.kind == "all_reduce":
+        source = step.src[step.axes[0]]
+        op = source.op if isinstance(source, Partial) else "sum"
+        extra = {} if op == "sum" else {"op": op}
+        return step.kind, (axes,), {"to": _letter(step.dst[step.axes[0]]), **extra}
+    kwargs: dict[str, Any] = {}
+    if step.kind == "all_gather":
+        kwargs["to"] = _letter(step.dst[step.axes[0]])
+    dim = step.dims[0]
+    if step.shape[dim] % step.src.mesh.size_of(step.src.axes_of(dim)):
+        left = step.dst.axes_of(dim)
+        kwargs["size"] = Local(step.shape[dim], left) if left else step.shape[dim]
+    return step.kind, (*step.dims, axes), kwargs
+
+
+def _letter(placement: Placement) -> str:
+    return "R" if placement == R else "I"
+
+
+def _bytes(n: float) -> str:
+    """Bytes as a person reads them."""
+    if n < 1024:
+        return f"{n:.6g} B"
+    power = min(int(math.log(n, 1024)), 4)
+    return f"{n / 1024**power:.4g} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -1,0 +1,194 @@
+"""Look-ups and writes by index tensors: the indexed dim is whole, everything beside it is a factor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from autoshard.passes.ir import Graph, Node, Ref
+from autoshard.passes.rules.base import Rule, Strategy
+from autoshard.passes.rules.factors import (
+    Dims,
+    Factors,
+    argument,
+    broadcast,
+    input_shapes,
+    output_shapes,
+    positive,
+    shape_of,
+    whole,
+)
+
+aten = torch.ops.aten
+
+
+def _index_factors(
+    source: Sequence[int], indices: Sequence[Ref | None], graph: Graph
+) -> tuple[Dims, list[Dims], Dims, dict[str, int]]:
+    """Advanced indexing: factors of the source, of each index tensor, of the result, and their lengths.
+
+    Index dims (broadcast together) are factors ``i0, i1, …``; source dims not indexed are ``d0, d1, …``. The
+    index dims stand where the indexed dims were if those are adjacent, else first.
+    """
+    indexed = [d for d, ref in enumerate(indices) if ref is not None]
+    shapes = [shape_of(graph, ref) for ref in indices if ref is not None]
+    common = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    names: Dims = tuple(f"i{k}" for k in range(len(common)))
+    sizes = {f"i{k}": n for k, n in enumerate(common)}
+    sizes |= {f"d{d}": n for d, n in enumerate(source) if d not in indexed}
+    before: Dims = tuple(None if d in indexed else f"d{d}" for d in range(len(source)))
+    kept: Dims = tuple(f for d, f in enumerate(before) if d not in indexed)
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    at = indexed[0] if adjacent else 0
+    return before, [broadcast(s, common, names) for s in shapes], kept[:at] + names + kept[at:], sizes
+
+
+def _is_masked(indices: Sequence[Ref | None], graph: Graph) -> bool:
+    """Whether a boolean mask selects: how many elements it takes is known only at run time."""
+    return any(ref is not None and graph.types[ref.name].dtype in (torch.bool, torch.uint8) for ref in indices)
+
+
+def _index(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    indices = argument(node, "indices")
+    if _is_masked(indices, graph):
+        return whole(len(node.inputs), len(node.outputs))
+    source = input_shapes(node, graph)[0]
+    before, taken, result, sizes = _index_factors(source, indices, graph)
+    return Factors((before, *taken), (result,), sizes, linear=((0,),)).strategies(node, graph)
+
+
+def _index_put(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Accumulating, index dims are summed: each rank adds its own values to a summand of the source."""
+    indices, accumulate = argument(node, "indices"), bool(argument(node, "accumulate"))
+    if _is_masked(indices, graph):
+        return whole(len(node.inputs), len(node.outputs))
+    source = input_shapes(node, graph)[0]
+    before, taken, written, sizes = _index_factors(source, indices, graph)
+    written_shape = [sizes[f] for f in written if f is not None]
+    values = broadcast(input_shapes(node, graph)[-1], written_shape, written)
+    rows: list[Dims] = [before, *taken, values]
+    if not accumulate:
+        rows = [tuple(None if f and f.startswith("i") else f for f in row) for row in rows]
+        sizes = {f: n for f, n in sizes.items() if not f.startswith("i")}
+    last = len(rows) - 1
+    # a value that broadcasts along index dims is added once per element it lands on, so it has no such factor
+    return Factors(tuple(rows), (before,), sizes, addends=frozenset({0}), linear=((0, last),)).strategies(node, graph)
+
+
+def _index_select(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    source, index = input_shapes(node, graph)
+    dim = positive(argument(node, "dim"), len(source))
+    dims: Dims = tuple(None if d == dim else f"d{d}" for d in range(len(source)))
+    result: Dims = (*dims[:dim], "i", *dims[dim + 1 :]) if source else ()
+    sizes = {f"d{d}": n for d, n in enumerate(source)} | {"i": index[0] if index else 1}
+    return Factors((dims, ("i",) * len(index)), (result,), sizes, linear=((0,),)).strategies(node, graph)
+
+
+def _along(shapes: Sequence[Sequence[int]], dim: int, inner: str | None) -> tuple[list[Dims], dict[str, int]]:
+    """Factors of source, index (and values) of gather and scatter: dims on which all of them have equal length.
+
+    Index and values carry ``inner`` in ``dim``.
+    """
+    first = shapes[0]
+    equal = [d for d, n in enumerate(first) if d != dim and all(s[d] == n for s in shapes if s)]
+    dims: Dims = tuple(f"d{d}" if d in equal else None for d in range(len(first)))
+    taken: Dims = tuple(inner if d == dim else f for d, f in enumerate(dims))
+    sizes = {f"d{d}": first[d] for d in equal}
+    if inner is not None and shapes[1]:
+        sizes[inner] = min(s[dim] for s in shapes[1:] if s)
+        if any(s[dim] != sizes[inner] for s in shapes[1:]):
+            del sizes[inner]
+    return [dims, *(taken if s else () for s in shapes[1:])], sizes
+
+
+def _gather(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    source, index = input_shapes(node, graph)
+    if not source or not index:
+        return whole(2, 1)
+    (dims, taken), sizes = _along((source, index), positive(argument(node, "dim"), len(source)), "i")
+    return Factors((dims, taken), (taken,), sizes, linear=((0,),)).strategies(node, graph)
+
+
+def _scatter(adds: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
+    """Adding, the index dim is summed; replacing, it must be whole. Linear in source and values together."""
+
+    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+        shapes = input_shapes(node, graph)
+        if not all(shapes):
+            return whole(len(shapes), 1)
+        dims, sizes = _along(shapes, positive(argument(node, "dim"), len(shapes[0])), "i" if adds else None)
+        constant = argument(node, "value") if len(shapes) == 2 else 0
+        group = (0, 2) if len(shapes) == 3 else (0,)
+        addends = frozenset({0}) if adds else frozenset[int]()
+        linear = (group,) if constant == 0 else ()
+        return Factors(tuple(dims), (dims[0],), sizes, addends=addends, linear=linear).strategies(node, graph)
+
+    return strategies
+
+
+def _index_add(adds: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
+    """index_add (summed over the index), index_copy and index_fill (index whole)."""
+
+    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+        shapes = input_shapes(node, graph)
+        source, index = shapes[0], shapes[1]
+        if not source or not index:
+            return whole(len(shapes), 1)
+        dim = positive(argument(node, "dim"), len(source))
+        dims: Dims = tuple(None if d == dim else f"d{d}" for d in range(len(source)))
+        inner = "i" if adds else None
+        values: Dims = (*dims[:dim], inner, *dims[dim + 1 :])
+        sizes = {f"d{d}": n for d, n in enumerate(source)} | {"i": index[0]}
+        rest = tuple(values if s else () for s in shapes[2:])
+        fills = any(a.name == "value" for a in node.op._schema.arguments) and not isinstance(
+            argument(node, "value"), Ref
+        )
+        linear = () if fills and argument(node, "value") != 0 else ((0, 2) if len(shapes) == 3 else (0,),)
+        return Factors(
+            (dims, (inner,), *rest), (dims,), sizes, addends=frozenset({0}) if adds else frozenset(), linear=linear
+        ).strategies(node, graph)
+
+    return strategies
+
+
+def _take_along_flat(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """``take``: the source is whole, every index dim is a factor."""
+    source, index = input_shapes(node, graph)
+    names: Dims = tuple(f"i{k}" for k in range(len(index)))
+    sizes = {f"i{k}": n for k, n in enumerate(index)}
+    return Factors(((None,) * len(source), names), (names,), sizes, linear=((0,),)).strategies(node, graph)
+
+
+def _one_hot(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    (shape,) = input_shapes(node, graph)
+    names: Dims = tuple(f"d{d}" for d in range(len(shape)))
+    return Factors((names,), ((*names, None),), {f"d{d}": n for d, n in enumerate(shape)}).strategies(node, graph)
+
+
+def _bucketize(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """``bucketize``: boundaries are whole, every dim of the values is a factor."""
+    shapes, (result,) = input_shapes(node, graph), output_shapes(node, graph)
+    names: Dims = tuple(f"d{d}" for d in range(len(result)))
+    values = names if len(shapes) == 2 else ()
+    inputs = (values, (None,)) if len(shapes) == 2 else ((None,),)
+    return Factors(inputs, (names,), {f"d{d}": n for d, n in enumerate(result)}).strategies(node, graph)
+
+
+RULES: tuple[Rule, ...] = (
+    *(Rule(op, _index, notation="indexed dims whole") for op in (aten.index.Tensor, aten._unsafe_index.Tensor)),
+    Rule(aten.index_put.default, _index_put, notation="indexed dims whole"),
+    Rule(aten._unsafe_index_put.default, _index_put, notation="indexed dims whole"),
+    Rule(aten.index_select.default, _index_select, notation="dim whole"),
+    Rule(aten.gather.default, _gather, notation="dim whole"),
+    *(Rule(op, _scatter(adds=False), notation="dim whole") for op in (aten.scatter.src, aten.scatter.value)),
+    Rule(aten.scatter_add.default, _scatter(adds=True), notation="dim whole, index dim summed"),
+    Rule(aten.index_add.default, _index_add(adds=True), notation="dim whole, index summed"),
+    *(
+        Rule(op, _index_add(adds=False), notation="dim whole")
+        for op in (aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+    ),
+    Rule(aten.take.default, _take_along_flat, notation="source whole"),
+    Rule(aten.one_hot.default, _one_hot, notation="... -> ... _"),
+    Rule(aten.bucketize.Tensor, _bucketize, notation="boundaries whole"),
+)

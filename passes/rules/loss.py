@@ -1,0 +1,199 @@
+"""Losses: the samples cut, the classes cut, or both; softmax over a cut dim. "mean" divides by the global count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoshard.layout import I, Shard
+from autoshard.passes.ir import Graph, Node
+from autoshard.passes.rules.base import Call, Rule, Site, Strategy
+from autoshard.passes.rules.factors import (
+    Dims,
+    Factors,
+    argument,
+    broadcast,
+    input_shapes,
+    numbered,
+    output_shapes,
+    positive,
+    shape_of,
+    sizes_of,
+)
+from autoshard.passes.rules.named import axes_of, inputs, ops, positions, spell, unchanged
+
+aten = torch.ops.aten
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+# --- cross entropy and negative log likelihood: [n, c, ...] or [c] ---
+
+
+def _samples(node: Node, graph: Graph) -> Factors:
+    """Samples and further positions are factors; so are the classes of operands that have them."""
+    logits, target = shape_of(graph, argument(node, "self")), shape_of(graph, argument(node, "target"))
+    class_dim = min(len(logits) - 1, 1)
+    named: Dims = tuple("vocab" if d == class_dim else f"d{d}" for d in range(len(logits)))
+    positions_only = tuple(f for f in named if f != "vocab")
+    dims = {"self": named, "target": named if target == logits else positions_only, "weight": (None,)}
+    result = positions_only if REDUCTIONS[argument(node, "reduction")] == "none" else ()
+    sizes = {f: n for f, n in zip(named, logits, strict=True) if f is not None}
+    return Factors(inputs(node, dims), (result,), sizes)
+
+
+def _cross_entropy(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Samples: none → S, sum and mean → P. Classes: the result comes out whole (I) on every rank."""
+    found = _samples(node, graph).strategies(node, graph)
+    logits = graph.types[argument(node, "self").name]
+    classes = logits.shape[min(len(logits.shape) - 1, 1)]
+    sums = 3 if argument(node, "label_smoothing") or graph.types[argument(node, "target").name].shape == logits.shape else 2
+    bytes_ = (1 + sums) * logits.numel // classes * max(4, logits.dtype.itemsize)
+    return tuple(replace(s, outputs=(I,), communication=bytes_) if s.label == "vocab" else s for s in found)
+
+
+def _nll(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    return _samples(node, graph).strategies(node, graph)
+
+
+def _local_classification(function: str) -> Callable[[Site], Call]:
+    """The op itself where every rank's part stands for itself, else the runtime function."""
+
+    def local(site: Site) -> Call:
+        node = site.node
+        shape = site.in_type(0).shape
+        class_dim = min(len(shape) - 1, 1)
+        class_axes = site.inputs[0].axes_of(class_dim)
+        sharded = (a for a, p in zip(site.mesh.axes, site.inputs[0].placements, strict=True) if isinstance(p, Shard))
+        batch_axes = tuple(a for a in sharded if a not in class_axes)
+        reduction = REDUCTIONS[argument(node, "reduction")]
+        if not class_axes and (reduction != "mean" or not batch_axes):
+            return unchanged(site)
+        extra: dict[str, Any] = {}
+        for name, default in (("weight", None), ("ignore_index", -100), ("label_smoothing", 0.0)):
+            if any(a.name == name for a in node.op._schema.arguments) and argument(node, name) != default:
+                extra[name] = argument(node, name)
+        if reduction != "mean":
+            extra["reduction"] = reduction
+        extra["classes"] = shape[class_dim]
+        if class_axes:
+            extra["class_axes"] = spell(class_axes)
+        if batch_axes and reduction == "mean":
+            extra["batch_axes"] = spell(batch_axes)
+        if reduction == "mean" and site.in_type(1).dtype.is_floating_point:
+            extra["samples"] = math.prod(shape) // shape[class_dim]
+        return Call(function, (argument(node, "self"), argument(node, "target")), extra)
+
+    return local
+
+
+# --- softmax ---
+
+
+def _softmax(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Every dim is a factor; over ``dim`` the ranks all-reduce maxima and sums."""
+    type_ = graph.types[node.inputs[0]]
+    dims = numbered(type_.shape)
+    dim = positive(argument(node, "dim"), len(dims))
+    rows = type_.numel // max(1, type_.shape[dim]) if dims else 0
+    found = Factors((dims,), (dims,), sizes_of(type_.shape)).strategies(node, graph)
+    bytes_ = 2.0 * rows * max(4, type_.dtype.itemsize)
+    return tuple(replace(s, communication=bytes_) if s.label == f"d{dim}" else s for s in found)
+
+
+def _local_softmax(function: str) -> Callable[[Site], Call]:
+    def local(site: Site) -> Call:
+        node = site.node
+        dim = positive(argument(node, "dim"), len(site.in_type(0).shape))
+        axes = site.inputs[0].axes_of(dim)
+        if not axes:
+            return unchanged(site)
+        dtype = site.out_type().dtype
+        extra = {"dtype": dtype} if dtype != site.in_type(0).dtype else {}
+        return Call(function, (node.args[0], dim, spell(axes)), extra)
+
+    return local
+
+
+# --- losses that go element by element, and row by row ---
+
+
+def _elementwise(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """All operands broadcast; with a reduction the result lacks every factor, so it is P."""
+    shapes = input_shapes(node, graph)
+    shape = torch.broadcast_shapes(*shapes)
+    dims = numbered(shape)
+    result = dims if REDUCTIONS[argument(node, "reduction")] == "none" else ()
+    return Factors(tuple(broadcast(s, shape, dims) for s in shapes), (result,), sizes_of(shape)).strategies(node, graph)
+
+
+def _rowwise(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Operands [n, ...] with a loss per row; ``weight`` is per class."""
+    shapes = input_shapes(node, graph)
+    rows = shapes[0][0] if len(shapes[0]) == 2 else 0
+    weight = positions(node).get("weight")
+    dims = tuple(_first_dim(s, rows if i != weight else 0) for i, s in enumerate(shapes))
+    batched = rows and all(s[:1] == (rows,) for i, s in enumerate(shapes) if i != weight)
+    result: Dims = ("n",) if REDUCTIONS[argument(node, "reduction")] == "none" else ()
+    results = result if batched else (None,) * len(output_shapes(node, graph)[0])
+    return Factors(dims, (results,), {"n": rows} if batched else {}).strategies(node, graph)
+
+
+def _first_dim(shape: tuple[int, ...], rows: int) -> Dims:
+    return tuple("n" if d == 0 and rows else None for d in range(len(shape)))
+
+
+def _local_mean(count: Callable[[Site], int]) -> Callable[[Site], Call]:
+    """Where "mean" runs over sharded elements: the local sum over the global count."""
+
+    def local(site: Site) -> Call:
+        sharded = any(isinstance(p, Shard) for layout in site.inputs for p in layout.placements)
+        if REDUCTIONS[argument(site.node, "reduction")] != "mean" or not sharded:
+            return unchanged(site)
+        return Call(aten.div.Scalar, (unchanged(site, reduction=2), count(site)), {})
+
+    return local
+
+
+def _elements(site: Site) -> int:
+    return math.prod(torch.broadcast_shapes(*input_shapes(site.node, site.graph)))
+
+
+def _rows(site: Site) -> int:
+    return site.in_type(0).shape[0]
+
+
+ELEMENTWISE = (
+    "mse_loss.default l1_loss.default smooth_l1_loss.default huber_loss.default kl_div.default "
+    "binary_cross_entropy.default binary_cross_entropy_with_logits.default poisson_nll_loss.default "
+    "margin_ranking_loss.default hinge_embedding_loss.default soft_margin_loss.default"
+)
+ROWWISE = "cosine_embedding_loss.default triplet_margin_loss.default multi_margin_loss.default"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        aten.cross_entropy_loss.default,
+        _cross_entropy,
+        _local_classification("cross_entropy"),
+        notation="n vocab ..., n ..., _ -> n ... (none), P (sum, mean); vocab: I",
+    ),
+    *(
+        Rule(op, _nll, _local_classification("nll_loss"), notation="n vocab ..., n ..., _ -> n ... (none), P (sum, mean)")
+        for op in ops("nll_loss_nd.default nll_loss.default nll_loss2d.default")
+    ),
+    *(
+        Rule(op, _softmax, _local_softmax("softmax"), notation="... -> ...")
+        for op in ops("softmax.int _softmax.default")
+    ),
+    *(
+        Rule(op, _softmax, _local_softmax("log_softmax"), notation="... -> ...")
+        for op in ops("log_softmax.int _log_softmax.default")
+    ),
+    Rule(aten._safe_softmax.default, _softmax, _local_softmax("safe_softmax"), notation="... -> ..."),
+    *(Rule(op, _elementwise, _local_mean(_elements), notation="..., ... -> ... (none), P") for op in ops(ELEMENTWISE)),
+    *(Rule(op, _rowwise, _local_mean(_rows), notation="n _, n ... -> n (none), P") for op in ops(ROWWISE)),
+)

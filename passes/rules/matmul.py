@@ -1,0 +1,153 @@
+"""Contractions: linear layers, matrix products, einsum."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from autoshard.errors import RuleError
+from autoshard.passes.ir import Graph, Node
+from autoshard.passes.notation import Groups, bind, parse, rule
+from autoshard.passes.rules.base import Rule, Strategy
+from autoshard.passes.rules.factors import Factors, argument, input_shapes, output_shapes, positive
+
+aten = torch.ops.aten
+
+PRODUCT: Groups = ((0,), (1,))
+
+
+def _contraction(op: torch._ops.OpOverload, notation: str, addend: int | None = None) -> Rule:
+    """A product of two operands, with an optional addend; all of it is linear in each factor plus the addend."""
+    factors = [i for i in range(3 if addend is not None else 2) if i != addend]
+    linear = tuple((i,) if addend is None else tuple(sorted((i, addend))) for i in factors)
+    parsed = parse(notation)
+
+    def flops(node: Node, graph: Graph) -> float:
+        return 2.0 * math.prod(bind(parsed, node, graph).sizes.values())
+
+    return rule(op, notation, linear=linear, addends=() if addend is None else (addend,), flops=flops)
+
+
+def _by_rank(node: Node, graph: Graph) -> str:
+    """matmul's notation: 1-D operands are vectors, leading dims broadcast."""
+    left, right = (len(shape) for shape in input_shapes(node, graph))
+    a = "k" if left == 1 else "... m k"
+    b = "k" if right == 1 else "... k n"
+    batch = "..." if max(left, right) > 1 else ""
+    return f"{a}, {b} -> {batch} {'m' if left > 1 else ''} {'n' if right > 1 else ''}"
+
+
+def _matmul_factors(node: Node, graph: Graph) -> Factors:
+    return bind(parse(_by_rank(node, graph)), node, graph, PRODUCT)
+
+
+def _with_addend(op: torch._ops.OpOverload, product: str, result: str) -> Rule:
+    """``addmm`` and its like, whose first operand broadcasts to the result."""
+
+    def factors(node: Node, graph: Graph) -> Factors:
+        rank = len(input_shapes(node, graph)[0])
+        addend = " ".join(result.split()[len(result.split()) - rank :])
+        text = f"{addend}, {product} -> {result}"
+        return bind(parse(text), node, graph, ((0, 1), (0, 2)), frozenset({0}))
+
+    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+        return factors(node, graph).strategies(node, graph)
+
+    def flops(node: Node, graph: Graph) -> float:
+        return 2.0 * math.prod(factors(node, graph).sizes.values())
+
+    return Rule(op, strategies, flops=flops, notation=f"(broadcast) {result}, {product} -> {result}")
+
+
+def _equation_terms(node: Node, graph: Graph) -> tuple[list[list[str]], list[str]]:
+    """Factors of each operand and of the result of an einsum equation, ``...`` spelled ``...0, ...1`` from the left."""
+    equation = argument(node, "equation").replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if not arrow:  # implicit result: '...' and then the letters that occur once, sorted
+        letters = left.replace(".", "").replace(",", "")
+        right = ("..." if "..." in left else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    extra = [len(s) - len(t.replace("...", "")) for t, s in zip(terms, input_shapes(node, graph), strict=True)]
+    if any(e and "..." not in t for e, t in zip(extra, terms, strict=True)):
+        raise RuleError(f"einsum {equation!r} does not fit operands of shapes {input_shapes(node, graph)}")
+    most = max(extra, default=0)
+
+    def spell(term: str, ellipsis: int) -> list[str]:
+        before, dots, after = term.partition("...")
+        return [*before, *(f"...{most - ellipsis + i}" for i in range(ellipsis) if dots), *after]
+
+    return [spell(t, e) for t, e in zip(terms, extra, strict=True)], spell(right, most)
+
+
+def _einsum_factors(node: Node, graph: Graph) -> Factors:
+    operands, result = _equation_terms(node, graph)
+    sizes: dict[str, int] = {}
+    for term, shape in zip(operands, input_shapes(node, graph), strict=True):
+        for f, n in zip(term, shape, strict=True):
+            sizes[f] = n if n != 1 else sizes.get(f, 1)
+
+    def dims(term: list[str], shape: tuple[int, ...]) -> tuple[str | None, ...]:
+        return tuple(f if n == sizes[f] else None for f, n in zip(term, shape, strict=True))
+
+    return Factors(
+        tuple(map(dims, operands, input_shapes(node, graph))),
+        tuple(dims(result, shape) for shape in output_shapes(node, graph)),
+        sizes,
+        linear=tuple((i,) for i in range(len(operands))),
+    )
+
+
+def _einsum_flops(node: Node, graph: Graph) -> float:
+    """2 · product of all factors for two operands; for more, as if contracted in one loop nest."""
+    factors = _einsum_factors(node, graph)
+    return 2.0 * math.prod(factors.sizes.values()) * max(1, len(factors.inputs) - 1)
+
+
+def _tensordot_factors(node: Node, graph: Graph) -> Factors:
+    left, right = input_shapes(node, graph)
+    pairs = dict(
+        zip(
+            (positive(d, len(right)) for d in argument(node, "dims_other")),
+            (positive(d, len(left)) for d in argument(node, "dims_self")),
+            strict=True,
+        )
+    )
+    a = [f"m{d}" for d in range(len(left))]
+    b = [a[pairs[d]] if d in pairs else f"n{d}" for d in range(len(right))]
+    kept = [f for d, f in enumerate(a) if d not in pairs.values()] + [f for d, f in enumerate(b) if d not in pairs]
+    return Factors((tuple(a), tuple(b)), (tuple(kept),), dict(zip(a + b, left + right, strict=True)), linear=PRODUCT)
+
+
+RULES: tuple[Rule, ...] = (
+    _contraction(aten.linear.default, "... k, n k, n -> ... n", addend=2),
+    _contraction(aten.mm.default, "m k, k n -> m n"),
+    _contraction(aten.bmm.default, "b m k, b k n -> b m n"),
+    _contraction(aten.mv.default, "m k, k -> m"),
+    _contraction(aten.dot.default, "k, k -> "),
+    _contraction(aten.vdot.default, "k, k -> "),
+    rule(aten.outer.default, "m, n -> m n", linear=PRODUCT),
+    rule(aten.ger.default, "m, n -> m n", linear=PRODUCT),
+    _with_addend(aten.addmm.default, "m k, k n", "m n"),
+    _with_addend(aten.addmv.default, "m k, k", "m"),
+    _with_addend(aten.baddbmm.default, "b m k, b k n", "b m n"),
+    _with_addend(aten.addbmm.default, "b m k, b k n", "m n"),
+    Rule(
+        aten.matmul.default,
+        lambda node, graph: _matmul_factors(node, graph).strategies(node, graph),
+        flops=lambda node, graph: 2.0 * math.prod(_matmul_factors(node, graph).sizes.values()),
+        notation="... m k, ... k n -> ... m n",
+    ),
+    Rule(
+        aten.einsum.default,
+        lambda node, graph: _einsum_factors(node, graph).strategies(node, graph),
+        flops=_einsum_flops,
+        notation="(its equation)",
+    ),
+    Rule(
+        aten.tensordot.default,
+        lambda node, graph: _tensordot_factors(node, graph).strategies(node, graph),
+        flops=lambda node, graph: 2.0 * math.prod(_tensordot_factors(node, graph).sizes.values()),
+        notation="(its dims)",
+    ),
+)

@@ -1,0 +1,118 @@
+"""Elementwise ops: every dim of the broadcast result is a factor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from autoshard.passes.ir import Graph, Node
+from autoshard.passes.notation import Groups, rule
+from autoshard.passes.rules.base import Rule
+from autoshard.passes.rules.factors import argument, tensor_arguments
+
+aten = torch.ops.aten
+
+UNARY = """
+    abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp
+    exp2 expm1 fix floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf
+    isreal leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish mvlgamma nan_to_num polygamma
+    rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
+    special_entr special_erfcx special_expit special_i0e special_i1 special_i1e special_log_ndtr special_ndtr
+    special_ndtri sqrt square tan tanh threshold trunc
+    clamp clamp_min clamp_max clip pow float_power
+""".split()
+
+BINARY = """
+    rsub subtract multiply divide true_divide floor_divide fmod remainder maximum minimum fmax fmin atan2 arctan2 hypot
+    logaddexp logaddexp2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift __and__ __or__
+    __xor__ __lshift__ __rshift__ logical_and logical_or logical_xor eq ne lt le gt ge greater greater_equal less
+    less_equal not_equal nextafter copysign heaviside ldexp xlogy special_xlog1py special_zeta igamma igammac isclose
+    gcd lcm polar
+""".split()
+
+TERNARY = ["addcmul", "addcdiv", "lerp", "where", "masked_fill"]
+
+
+def _overloads(name: str) -> list[torch._ops.OpOverload]:
+    """The op's forms that take and return single tensors, and write to none."""
+    packet = getattr(aten, name)
+    found = [getattr(packet, overload) for overload in packet.overloads()]
+    return [op for op in found if not op._schema.is_mutable and _takes_tensors(op)]
+
+
+def _takes_tensors(op: torch._ops.OpOverload) -> bool:
+    kinds = [str(a.type) for a in op._schema.arguments if "Tensor" in str(a.type)]
+    results = [str(r.type) for r in op._schema.returns]
+    return bool(kinds) and set(results) == {"Tensor"} and not any("List" in k for k in kinds)
+
+
+def elementwise(op: torch._ops.OpOverload, linear: Groups | Callable[[Node, Graph], Groups] = ()) -> Rule:
+    """The rule of an op that broadcasts its operands and works element by element."""
+    operands = ", ".join(["..."] * len(tensor_arguments(op)))
+    return rule(op, f"{operands} -> {', '.join(['...'] * len(op._schema.returns))}", linear=linear)
+
+
+def _quotient(node: Node, graph: Graph) -> Groups:
+    rounded = any(a.name == "rounding_mode" for a in node.op._schema.arguments) and argument(node, "rounding_mode")
+    return () if rounded else ((0,),)
+
+
+def _scaled(name: str, group: tuple[int, ...]) -> Callable[[Node, Graph], Groups]:
+    """Linear in ``group`` where the constant ``name`` that stands beside it is 0."""
+    return lambda node, graph: (group,) if argument(node, name) == 0 else ()
+
+
+FIRST: Groups = ((0,),)
+SUM: Groups = ((0, 1),)
+PRODUCT: Groups = ((0,), (1,))
+
+LINEAR: dict[torch._ops.OpOverload, Groups | Callable[[Node, Graph], Groups]] = {
+    **{op: FIRST for n in ("neg", "negative", "positive", "clone", "alias", "detach") for op in _overloads(n)},
+    **{op: FIRST for n in ("contiguous", "lift_fresh", "lift_fresh_copy", "_to_copy") for op in _overloads(n)},
+    **{op: FIRST for n in ("real", "imag", "conj", "conj_physical", "_conj", "resolve_conj") for op in _overloads(n)},
+    aten.resolve_neg.default: FIRST,
+    aten.to.dtype: FIRST,
+    aten.to.device: FIRST,
+    aten.to.dtype_layout: FIRST,
+    aten.type_as.default: FIRST,
+    aten.to.other: FIRST,
+    aten.add.Tensor: SUM,
+    aten.add.Scalar: (),
+    aten.sub.Tensor: SUM,
+    aten.sub.Scalar: (),
+    aten.subtract.Tensor: SUM,
+    aten.rsub.Tensor: SUM,
+    aten.complex.default: SUM,
+    aten.mul.Tensor: PRODUCT,
+    aten.mul.Scalar: FIRST,
+    aten.multiply.Tensor: PRODUCT,
+    aten.div.Tensor: FIRST,
+    aten.div.Scalar: FIRST,
+    aten.div.Tensor_mode: _quotient,
+    aten.div.Scalar_mode: _quotient,
+    aten.true_divide.Tensor: FIRST,
+    aten.addcmul.default: ((0, 1), (0, 2)),
+    aten.addcdiv.default: SUM,
+    aten.lerp.Scalar: SUM,
+    aten.lerp.Tensor: SUM,
+    aten.where.self: ((1, 2),),
+    aten.where.ScalarOther: _scaled("other", (1,)),
+    aten.where.ScalarSelf: _scaled("self", (1,)),
+    aten.masked_fill.Scalar: _scaled("value", (0,)),
+    aten.masked_fill.Tensor: ((0, 2),),
+    aten.copy.default: ((0, 1),),
+    aten.fill.Tensor: ((0, 1),),
+}
+
+_OTHER = [aten.max.other, aten.min.other, aten.fill.Scalar, aten.log_sigmoid_forward.default]
+
+RULES: tuple[Rule, ...] = (
+    *(elementwise(op, linear) for op, linear in LINEAR.items()),
+    *(elementwise(op) for n in UNARY + BINARY + TERNARY for op in _overloads(n) if op not in LINEAR),
+    *(elementwise(op) for op in _OTHER),
+    rule(aten.prelu.default, "b c ..., c -> b c ..."),
+    rule(aten.view_as_real.default, "... -> ... _", linear=FIRST),
+    rule(aten.view_as_complex.default, "... _ -> ...", linear=FIRST),
+    rule(aten.frexp.Tensor, "... -> ..., ..."),
+)

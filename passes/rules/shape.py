@@ -1,0 +1,331 @@
+"""Ops that move elements and compute nothing: views, permutations, joins and splits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.layout import Layout
+from autoshard.passes.ir import Graph, Node
+from autoshard.passes.rules.base import Call, Local, LocalFormOf, Rule, Site, Strategy
+from autoshard.passes.rules.factors import (
+    Dims,
+    Factors,
+    argument,
+    broadcast,
+    dims_argument,
+    input_shapes,
+    numbered,
+    output_shapes,
+    positive,
+    sizes_of,
+    with_arguments,
+)
+
+aten = torch.ops.aten
+FactorsOf = Callable[[Node, Graph], Factors]
+
+
+def view_groups(source: Sequence[int], result: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Smallest groups of dims with equal products, left to right; dims of length 1 belong to none.
+
+    >>> view_groups((2, 12, 5), (2, 3, 4, 5))
+    [((0,), (0,)), ((1,), (1, 2)), ((2,), (3,))]
+    """
+    if 0 in source:
+        return []
+    a = [d for d, n in enumerate(source) if n != 1]
+    b = [d for d, n in enumerate(result) if n != 1]
+    groups = []
+    while a and b:
+        left, right = [a.pop(0)], [b.pop(0)]
+        m, n = source[left[0]], result[right[0]]
+        while m != n:
+            if m < n:
+                left.append(a.pop(0))
+                m *= source[left[-1]]
+            else:
+                right.append(b.pop(0))
+                n *= result[right[-1]]
+        groups.append((tuple(left), tuple(right)))
+    return groups
+
+
+def view_factors(source: Sequence[int], result: Sequence[int]) -> Factors:
+    """Per group the outermost factor of both sides: rows of equal length, so a compound group must divide evenly."""
+    before: list[str | None] = [None] * len(source)
+    after: list[str | None] = [None] * len(result)
+    sizes: dict[str, int] = {}
+    even = set()
+    for left, right in view_groups(source, result):
+        factor = f"d{right[0]}"
+        before[left[0]] = after[right[0]] = factor
+        sizes[factor] = math.gcd(source[left[0]], result[right[0]])
+        if len(left) + len(right) > 2:
+            even.add(factor)
+    return Factors((tuple(before),), (tuple(after),), sizes, frozenset(even), linear=((0,),))
+
+
+def _view(node: Node, graph: Graph) -> Factors:
+    (result,) = output_shapes(node, graph)
+    found = view_factors(input_shapes(node, graph)[0], result)
+    if len(node.inputs) == 1:
+        return found
+    return Factors((found.inputs[0], found.outputs[0]), found.outputs, found.sizes, found.even, linear=((0,),))
+
+
+def local_shape(site: Site, layout: Layout, shape: Sequence[int]) -> list[int | Local]:
+    """The local form of a global shape."""
+    return [site.local(layout, d, n) for d, n in enumerate(shape)]
+
+
+def _sized(op: torch._ops.OpOverload) -> LocalFormOf:
+    """A local form that calls ``op`` on the first operand and the local shape of the result."""
+
+    def local(site: Site) -> Call:
+        return Call(op, (site.node.args[0], local_shape(site, site.outputs[0], site.out_type().shape)), {})
+
+    return local
+
+
+def _unflatten(site: Site) -> Call:
+    rank = len(site.in_type(0).shape)
+    dim = positive(argument(site.node, "dim"), rank)
+    sizes = local_shape(site, site.outputs[0], site.out_type().shape)
+    count = len(sizes) - rank + 1
+    args, kwargs = with_arguments(site.node, sizes=sizes[dim : dim + count])
+    return Call(site.node.op, args, kwargs)
+
+
+def _squeeze(site: Site) -> Call:
+    """Only dims that are globally 1: a chunk of length 1 stays."""
+    shape = site.in_type(0).shape
+    names = [a.name for a in site.node.op._schema.arguments]
+    asked = dims_argument(argument(site.node, "dim") if "dim" in names else None, len(shape))
+    return Call(aten.squeeze.dims, (site.node.args[0], [d for d in asked if shape[d] == 1]), {})
+
+
+def _expand(node: Node, graph: Graph) -> Factors:
+    (result,) = output_shapes(node, graph)
+    dims = numbered(result)
+    inputs = tuple(broadcast(s, result, dims) for s in input_shapes(node, graph))
+    return Factors(inputs, (dims,), sizes_of(result), linear=((0,),))
+
+
+def _expand_local(site: Site) -> Call:
+    return Call(aten.expand.default, (site.node.args[0], local_shape(site, site.outputs[0], site.out_type().shape)), {})
+
+
+def _repeat(node: Node, graph: Graph) -> Factors:
+    """A dim is a factor where it is kept (repeated once) or made from nothing (length 1 before)."""
+    (source,), (result,) = input_shapes(node, graph), output_shapes(node, graph)
+    padded = (1,) * (len(result) - len(source)) + tuple(source)
+    after = tuple(f"d{d}" if a in (1, n) else None for d, (a, n) in enumerate(zip(padded, result, strict=True)))
+    return Factors((broadcast(source, result, after),), (after,), sizes_of(result), linear=((0,),))
+
+
+def _repeat_local(site: Site) -> Call:
+    (source, result) = site.in_type(0).shape, site.out_type().shape
+    padded = (1,) * (len(result) - len(source)) + tuple(source)
+    repeats = [site.local(site.outputs[0], d, n) if a == 1 else n // a if a else 1
+               for d, (a, n) in enumerate(zip(padded, result, strict=True))]  # fmt: skip
+    return Call(aten.repeat.default, (site.node.args[0], repeats), {})
+
+
+def _permuted(order: Callable[[Node, int], Sequence[int]]) -> FactorsOf:
+    """A permutation of dims; ``order(node, rank)``: the source dim of each result dim."""
+
+    def factors(node: Node, graph: Graph) -> Factors:
+        (shape,) = input_shapes(node, graph)
+        dims = numbered(shape)
+        return Factors((dims,), (tuple(dims[d] for d in order(node, len(shape))),), sizes_of(shape), linear=((0,),))
+
+    return factors
+
+
+def _swap(first: str, second: str) -> Callable[[Node, int], Sequence[int]]:
+    def order(node: Node, rank: int) -> Sequence[int]:
+        dims = list(range(rank))
+        a, b = positive(argument(node, first), rank), positive(argument(node, second), rank)
+        if rank:
+            dims[a], dims[b] = dims[b], dims[a]
+        return dims
+
+    return order
+
+
+def _reverse(last: int | None) -> Callable[[Node, int], Sequence[int]]:
+    """The last two dims swapped, or all dims reversed."""
+    return lambda node, rank: range(rank)[::-1] if last is None else [*range(rank)[:-2], *range(rank)[-2:][::-1]]
+
+
+def _move(node: Node, rank: int) -> Sequence[int]:
+    source = [argument(node, "source")] if isinstance(argument(node, "source"), int) else argument(node, "source")
+    to = [argument(node, "destination")] if isinstance(argument(node, "destination"), int) else None
+    moved = {
+        positive(t, rank): positive(s, rank) for s, t in zip(source, to or argument(node, "destination"), strict=True)
+    }
+    rest = iter(d for d in range(rank) if d not in moved.values())
+    return [moved[d] if d in moved else next(rest) for d in range(rank)]
+
+
+def _in_place(whole: Callable[[Node, tuple[int, ...]], Sequence[int]], linear: bool = True) -> FactorsOf:
+    """Ops that keep the number of dims; ``whole(node, shape)``: the dims that must be whole."""
+
+    def factors(node: Node, graph: Graph) -> Factors:
+        shapes = input_shapes(node, graph)
+        dims = numbered(shapes[0], whole(node, shapes[0]))
+        every = tuple(range(len(shapes)))
+        return Factors(
+            (dims,) * len(shapes),
+            (dims,) * len(node.outputs),
+            sizes_of(shapes[0]),
+            linear=(every,) if linear else (),
+        )
+
+    return factors
+
+
+def _dim(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    return dims_argument(argument(node, "dim"), len(shape))
+
+
+def _dims(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    return dims_argument(argument(node, "dims"), len(shape))
+
+
+def _sliced(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    """The sliced dim, unless the slice takes all of it."""
+    dim = positive(argument(node, "dim"), len(shape))
+    start, end, step = (argument(node, name) for name in ("start", "end", "step"))
+    full = start in (None, 0) and (end is None or end >= shape[dim]) and step == 1
+    return () if full else (dim,)
+
+
+def _last_two(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    return (len(shape) - 2, len(shape) - 1)
+
+
+def _padded(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    pad = argument(node, "pad")
+    return [len(shape) - 1 - i // 2 for i in range(len(pad)) if pad[i]]
+
+
+def _pad(node: Node, graph: Graph) -> Factors:
+    names = [a.name for a in node.op._schema.arguments]
+    constant = "mode" not in names or argument(node, "mode") == "constant"
+    return _in_place(_padded, linear=not constant or not argument(node, "value"))(node, graph)
+
+
+def _cat(node: Node, graph: Graph) -> Factors:
+    """Joined along a whole dim; ``torch.cat`` lets 1-D empty tensors pass, which have no other dims."""
+    (result,) = output_shapes(node, graph)
+    dims = numbered(result, (positive(argument(node, "dim"), len(result)),))
+    inputs = tuple(dims if len(s) == len(result) else (None,) * len(s) for s in input_shapes(node, graph))
+    return Factors(inputs, (dims,), sizes_of(result), linear=(tuple(range(len(inputs))),))
+
+
+def _stack(node: Node, graph: Graph) -> Factors:
+    (result,) = output_shapes(node, graph)
+    dim = positive(argument(node, "dim"), len(result))
+    dims = numbered(result, (dim,))
+    inputs = (dims[:dim] + dims[dim + 1 :],) * len(node.inputs)
+    return Factors(inputs, (dims,), sizes_of(result), linear=(tuple(range(len(inputs))),))
+
+
+def _removed(node: Node, graph: Graph) -> Factors:
+    """``select`` and ``unbind``: results lack ``dim``."""
+    (shape,) = input_shapes(node, graph)
+    dim = positive(argument(node, "dim"), len(shape))
+    dims = numbered(shape, (dim,))
+    result = dims[:dim] + dims[dim + 1 :]
+    return Factors((dims,), (result,) * len(node.outputs), sizes_of(shape), linear=((0,),))
+
+
+def _diagonal(node: Node, graph: Graph) -> Factors:
+    (shape,) = input_shapes(node, graph)
+    gone = {positive(argument(node, name), len(shape)) for name in ("dim1", "dim2")}
+    dims = numbered(shape, gone)
+    kept: Dims = (*(f for d, f in enumerate(dims) if d not in gone), None)
+    return Factors((dims,), (kept,), sizes_of(shape), linear=((0,),))
+
+
+def _unfold(node: Node, graph: Graph) -> Factors:
+    (shape,) = input_shapes(node, graph)
+    dims = numbered(shape, (positive(argument(node, "dimension"), len(shape)),) if shape else ())
+    return Factors((dims,), ((*dims, None),), sizes_of(shape), linear=((0,),))
+
+
+def _repeat_interleave(node: Node, graph: Graph) -> Factors:
+    """Every element ``n`` times in place: equal chunks stay in place too."""
+    (source,) = input_shapes(node, graph)
+    dim = argument(node, "dim")
+    if dim is None:
+        return Factors(((None,) * len(source),), ((None,),), {}, linear=((0,),))
+    dims = numbered(source)
+    where = f"d{positive(dim, len(source))}"
+    return Factors((dims,), (dims,), sizes_of(source), frozenset({where}), linear=((0,),))
+
+
+def _repeat_interleave_local(site: Site) -> Call:
+    """The total length, where given, is the global one; it follows from the operands."""
+    args, kwargs = with_arguments(site.node, output_size=None)
+    return Call(site.node.op, args, {k: v for k, v in kwargs.items() if k != "output_size"})
+
+
+def _rule(name: str, factors: FactorsOf, local: LocalFormOf | None = None, note: str = "") -> Rule:
+    packet, overload = name.split(".")
+    op: torch._ops.OpOverload = getattr(getattr(aten, packet), overload)
+
+    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+        return factors(node, graph).strategies(node, graph)
+
+    return Rule(op, strategies, local, notation=note)
+
+
+def _rules(names: str, factors: FactorsOf, local: LocalFormOf | None = None, note: str = "") -> list[Rule]:
+    return [_rule(name, factors, local, note) for name in names.split()]
+
+
+VIEW = "leading factors of equal products"
+_RESHAPES: dict[str, Any] = {
+    "view.default": aten.view.default,
+    "_unsafe_view.default": aten._unsafe_view.default,
+    "reshape.default": aten.reshape.default,
+    "view_as.default": aten.view.default,
+    "reshape_as.default": aten.reshape.default,
+    "view_copy.default": aten.view_copy.default,
+}
+
+RULES: tuple[Rule, ...] = (
+    *(_rule(name, _view, _sized(op), VIEW) for name, op in _RESHAPES.items()),
+    *_rules("flatten.using_ints ravel.default unsqueeze.default", _view, None, VIEW),
+    _rule("unflatten.int", _view, _unflatten, VIEW),
+    *_rules("squeeze.default squeeze.dim squeeze.dims", _view, _squeeze, VIEW),
+    *_rules("expand.default expand_as.default broadcast_to.default", _expand, _expand_local, "new dims are factors"),
+    _rule("repeat.default", _repeat, _repeat_local, "dims repeated once"),
+    _rule("repeat_interleave.self_int", _repeat_interleave, _repeat_interleave_local, "dims, evenly"),
+    *_rules("transpose.int swapdims.default", _permuted(_swap("dim0", "dim1")), None, "a permutation"),
+    _rule("swapaxes.default", _permuted(_swap("axis0", "axis1")), None, "a permutation"),
+    *_rules("t.default numpy_T.default", _permuted(_reverse(None)), None, "a permutation"),
+    *_rules("mT.default", _permuted(_reverse(2)), None, "a permutation"),
+    _rule("permute.default", _permuted(lambda n, r: [positive(d, r) for d in argument(n, "dims")]), None, "…"),
+    *_rules("movedim.int movedim.intlist", _permuted(_move), None, "a permutation"),
+    _rule("slice.Tensor", _in_place(_sliced), None, "sliced dim whole"),
+    _rule("narrow.default", _in_place(_dim), None, "dim whole"),
+    *_rules("flip.default roll.default", _in_place(_dims), None, "dims whole"),
+    *_rules("tril.default triu.default", _in_place(_last_two), None, "last two dims whole"),
+    *_rules("diff.default glu.default", _in_place(_dim), None, "dim whole"),
+    *_rules("constant_pad_nd.default pad.default", _pad, None, "padded dims whole"),
+    *_rules("cat.default concat.default concatenate.default", _cat, None, "dim whole"),
+    _rule("stack.default", _stack, None, "new dim whole"),
+    *_rules("split.Tensor split.sizes split_with_sizes.default chunk.default", _in_place(_dim), None, "dim whole"),
+    *_rules("tensor_split.sections tensor_split.indices", _in_place(_dim), None, "dim whole"),
+    *_rules("unsafe_chunk.default unsafe_split.Tensor unsafe_split_with_sizes.default", _in_place(_dim), None, "…"),
+    *_rules("select.int unbind.int", _removed, None, "dim whole"),
+    _rule("diagonal.default", _diagonal, None, "both dims whole"),
+    _rule("unfold.default", _unfold, None, "dim whole"),
+)

@@ -1,0 +1,162 @@
+"""Exact elimination of nodes: a node's factors become one factor of its neighbours (min-plus bucket elimination).
+
+Source: Bertelè and Brioschi, Nonserial Dynamic Programming (1972); Dechter, Bucket Elimination (1999).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .network import Array, CostNetwork
+from .tables import Tables
+
+Scope = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An eliminated node and the factors it had: (scope, table), each scope containing the node."""
+
+    node: int
+    factors: tuple[tuple[Scope, int], ...]
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A node that kept only some of its strategies; later steps number these from 0."""
+
+    node: int
+    kept: tuple[int, ...]
+
+
+class Eliminator:
+    """A shrinking network of factors, at most one per scope (an ascending tuple of nodes)."""
+
+    def __init__(self, tables: Tables, sizes: list[int]) -> None:
+        self.tables = tables
+        self.sizes = list(sizes)
+        self.factors: dict[Scope, int] = {}
+        self.touching: list[set[Scope]] = [set() for _ in sizes]
+        self.constant = 0.0
+        self.steps: list[Step | Pruned] = []
+        self.alive = set(range(len(sizes)))
+
+    @classmethod
+    def of(cls, network: CostNetwork, tables: Tables) -> Eliminator:
+        self = cls(tables, [vector.size for vector in network.nodes])
+        for i, vector in enumerate(network.nodes):
+            self.insert((i,), tables.intern(vector))
+        for i, j, matrix in network.edges:
+            table = tables.intern(matrix)
+            self.insert(*(((i, j), table) if i < j else ((j, i), tables.transpose(table))))
+        return self
+
+    def insert(self, scope: Scope, table: int) -> None:
+        """Add a factor; factors of one scope are summed."""
+        if not scope:
+            self.constant += float(self.tables.arrays[table])
+            return
+        old = self.factors.get(scope)
+        self.factors[scope] = table if old is None else self.tables.add(old, table)
+        for node in scope:
+            self.touching[node].add(scope)
+
+    def remove(self, scope: Scope) -> int:
+        for node in scope:
+            self.touching[node].discard(scope)
+        return self.factors.pop(scope)
+
+    def neighbours(self, node: int) -> Scope:
+        return tuple(sorted({other for scope in self.touching[node] for other in scope} - {node}))
+
+    def eliminate(self, node: int) -> Scope:
+        """Replace the node's factors by their minimum over its strategies; returns the neighbours."""
+        around = self.neighbours(node)
+        place = {other: axis for axis, other in enumerate(around)} | {node: len(around)}
+        step = Step(node, tuple((scope, self.remove(scope)) for scope in sorted(self.touching[node])))
+        spans = tuple((self._node_last(scope, table, node), tuple(sorted(map(place.__getitem__, scope))))
+                      for scope, table in step.factors)
+        self.steps.append(step)
+        self.alive.discard(node)
+        self.insert(around, self.tables.eliminate(spans, len(around)))
+        return around
+
+    def _node_last(self, scope: Scope, table: int, node: int) -> int:
+        return self.tables.move_last(table, scope.index(node))
+
+    def weight(self, node: int) -> int:
+        """Entries of the join that eliminating the node computes."""
+        size = self.sizes[node]
+        for other in self.neighbours(node):
+            size *= self.sizes[other]
+        return size
+
+    def run(self, max_degree: int, max_weight: int) -> None:
+        """Eliminate, cheapest first, every node of at most ``max_degree`` neighbours and ``max_weight`` join entries.
+
+        Among equals the node with the oldest tables comes first: equal positions of equal layers go one after the
+        other, and a chain of equal layers is halved again and again, so its tables are found in the memo.
+        """
+        heap = [self._key(node) for node in sorted(self.alive)]
+        current = {key[-1]: key for key in heap}
+        heapq.heapify(heap)
+        while heap:
+            key = heapq.heappop(heap)
+            node = key[-1]
+            if current.get(node) != key or key[0] > max_weight or len(self.neighbours(node)) > max_degree:
+                continue
+            del current[node]
+            for other in self.eliminate(node):
+                current[other] = self._key(other)
+                heapq.heappush(heap, current[other])
+
+    def _key(self, node: int) -> tuple[int, tuple[int, ...], int]:
+        return self.weight(node), tuple(sorted(self.factors[scope] for scope in self.touching[node])), node
+
+    def fits(self, max_weight: int) -> bool:
+        """Whether cheapest-first elimination of all that is left stays within ``max_weight`` join entries."""
+        around = {node: set(self.neighbours(node)) for node in self.alive}
+
+        def weight(node: int) -> int:
+            return int(np.prod([self.sizes[n] for n in around[node]] + [self.sizes[node]], dtype=object))
+
+        heap = [(weight(node), node) for node in around]
+        heapq.heapify(heap)
+        current = {node: w for w, node in heap}
+        while heap:
+            w, node = heapq.heappop(heap)
+            if current.get(node) != w:
+                continue
+            if w > max_weight:
+                return False
+            del current[node]
+            near = around.pop(node)
+            for other in near:
+                around[other] |= near - {other}
+                around[other].discard(node)
+            for other in near:
+                current[other] = weight(other)
+                heapq.heappush(heap, (current[other], other))
+        return True
+
+    def back_substitute(self, choice: dict[int, int]) -> dict[int, int]:
+        """Choices of the eliminated nodes, the last eliminated first, given those of the core; ties: lowest index."""
+        for step in reversed(self.steps):
+            if isinstance(step, Pruned):
+                choice[step.node] = step.kept[choice[step.node]]
+                continue
+            total: Array = np.zeros(())
+            for scope, table in step.factors:
+                total = total + self.tables.arrays[table][
+                    tuple(slice(None) if other == step.node else choice[other] for other in scope)
+                ]
+            choice[step.node] = int(np.argmin(total))
+        return choice
+
+    def core(self) -> Iterable[tuple[Scope, Array]]:
+        """The factors that are left."""
+        return ((scope, self.tables.arrays[table]) for scope, table in sorted(self.factors.items()))

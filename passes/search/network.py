@@ -1,0 +1,66 @@
+"""The cost network and its solution: a vector of costs per node, a matrix per edge, one strategy to choose per node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import PlanError
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CostNetwork:
+    """``nodes[i]``: float64 [n_i], the costs of node i's strategies; ``edges``: (i, j, float64 [n_i, n_j]).
+
+    ``inf`` forbids a choice. Several edges between one pair add up. Equal layers should share array objects: equal
+    sub-problems are recognised by identity first, by content after that.
+    """
+
+    nodes: tuple[Array, ...]
+    edges: tuple[tuple[int, int, Array], ...]
+
+    def __post_init__(self) -> None:
+        for i, vector in enumerate(self.nodes):
+            if vector.ndim != 1 or vector.size == 0:
+                raise PlanError(f"cost network: node {i} needs a non-empty vector of costs, got shape {vector.shape}")
+        for i, j, matrix in self.edges:
+            if not (0 <= i < len(self.nodes) and 0 <= j < len(self.nodes)) or i == j:
+                raise PlanError(f"cost network: an edge joins two of {len(self.nodes)} nodes, got {i} and {j}")
+            if matrix.shape != (self.nodes[i].size, self.nodes[j].size):
+                raise PlanError(
+                    f"cost network: edge {i}–{j} has shape {matrix.shape}, "
+                    f"its nodes have {self.nodes[i].size} and {self.nodes[j].size} strategies"
+                )
+
+    def cost(self, choice: tuple[int, ...]) -> float:
+        """The total cost of one strategy per node."""
+        total = sum(float(vector[s]) for vector, s in zip(self.nodes, choice, strict=True))
+        return total + sum(float(matrix[choice[i], choice[j]]) for i, j, matrix in self.edges)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One strategy per node. ``exact``: proven optimal; otherwise the optimum lies in [lower_bound, cost]."""
+
+    choice: tuple[int, ...]
+    cost: float
+    lower_bound: float
+    exact: bool
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A limit on what the choices hold: ``usage[i]``: float64 [n_i], bytes held by node i's strategies; ``limit``: bytes.
+
+    ``intervals[i]`` = [start, end) is node i's life, and the limit holds at every time; None: all live at once.
+    """
+
+    usage: tuple[Array, ...]
+    limit: float
+    intervals: tuple[tuple[int, int], ...] | None = None

@@ -1,0 +1,160 @@
+"""Interned cost tables: equal tables are one object with one number, so equal sub-problems are computed once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .network import Array
+
+# A join is computed in blocks of about this many entries, so that its temporaries stay in cache.
+BLOCK = 1 << 16
+
+Classes = NDArray[np.intp]
+
+
+class Tables:
+    """Float64 tables of any rank, numbered in the order of first appearance, with memoised operations on the numbers."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Array] = []
+        self._by_id: dict[int, tuple[Array, int]] = {}  # keeps the array alive, so that its id stays its own
+        self._by_content: dict[bytes, int] = {}
+        self._memo: dict[tuple[object, ...], int] = {}
+        self._classes: dict[tuple[int, int], Classes] = {}
+        self.hits = 0
+
+    def intern(self, array: Array) -> int:
+        """The number of a table, by identity or by content. The array must not change afterwards."""
+        known = self._by_id.get(id(array))
+        if known is not None:
+            return known[1]
+        array_c = np.asarray(array, dtype=np.float64, order="C")
+        digest = hashlib.blake2b(array_c.data, digest_size=16, key=repr(array_c.shape).encode()).digest()
+        number = self._by_content.setdefault(digest, len(self.arrays))
+        if number == len(self.arrays):
+            self.arrays.append(array_c)
+        self._by_id[id(array)] = (array, number)
+        return number
+
+    def add(self, a: int, b: int) -> int:
+        """The sum of two tables of one shape."""
+        a, b = min(a, b), max(a, b)
+        return self._remember(("add", a, b), lambda: self.arrays[a] + self.arrays[b])
+
+    def transpose(self, a: int) -> int:
+        return self._remember(("transpose", a), lambda: self.arrays[a].T)
+
+    def move_last(self, a: int, axis: int) -> int:
+        """The table with one axis moved to the end."""
+        if axis == self.arrays[a].ndim - 1:
+            return a
+        return self._remember(("move", a, axis), lambda: np.moveaxis(self.arrays[a], axis, -1))
+
+    def take(self, a: int, kept: Sequence[Classes | None]) -> int:
+        """The sub-table with the kept indices of every axis (None: all)."""
+        key = ("take", a, *(None if k is None else k.tobytes() for k in kept))
+
+        def compute() -> Array:
+            array = self.arrays[a]
+            for axis, k in enumerate(kept):
+                array = array if k is None else array.take(k, axis)
+            return array
+
+        return self._remember(key, compute)
+
+    def _remember(self, key: tuple[object, ...], compute) -> int:  # type: ignore[no-untyped-def]
+        number = self._memo.get(key)
+        if number is None:
+            number = self._memo[key] = self.intern(compute())
+        else:
+            self.hits += 1
+        return number
+
+    def classes(self, a: int, axis: int) -> Classes:
+        """For every index along ``axis`` the number of its class of equal slices, classes in order of appearance."""
+        known = self._classes.get((a, axis))
+        if known is None:
+            rows = np.ascontiguousarray(np.moveaxis(self.arrays[a], axis, 0))
+            seen: dict[bytes, int] = {}
+            known = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], dtype=np.intp)
+            self._classes[a, axis] = known
+        return known
+
+    def eliminate(self, factors: tuple[tuple[int, tuple[int, ...]], ...], rank: int) -> int:
+        """min over the last of ``rank`` + 1 axes of the sum of ``factors``: a table of the first ``rank`` axes.
+
+        A factor is (table, the axes it spans, ascending); each spans the last axis.
+        """
+        return self._remember(("eliminate", factors, rank), lambda: self._eliminate(factors, rank))
+
+    def _eliminate(self, factors: tuple[tuple[int, tuple[int, ...]], ...], rank: int) -> Array:
+        kept, where = zip(*(self._representatives(factors, axis, rank) for axis in range(rank + 1)), strict=True)
+        parts = []
+        for table, axes in factors:
+            part = self.arrays[table]
+            for position, axis in enumerate(axes):
+                part = part.take(kept[axis], position)
+            # the eliminated axis first, the others broadcast
+            part = np.moveaxis(part, -1, 0)
+            shape = [part.shape[0]] + [1] * rank
+            for position, axis in enumerate(axes[:-1]):
+                shape[axis + 1] = part.shape[position + 1]
+            parts.append(np.ascontiguousarray(part).reshape(shape))
+        reduced = _min_sum(parts, tuple(len(k) for k in kept[:-1]))
+        for axis in range(rank):
+            if len(kept[axis]) != len(where[axis]):
+                reduced = reduced.take(where[axis], axis)
+        return reduced
+
+    def _representatives(
+        self, factors: tuple[tuple[int, tuple[int, ...]], ...], axis: int, rank: int
+    ) -> tuple[Classes, Classes]:
+        """(indices that stand for the classes along one axis, for every index its class).
+
+        On the eliminated axis a vector of its own only decides which of a class is the cheapest.
+        """
+        spanning = [(t, axes) for t, axes in factors if axis in axes]
+        keys = [self.classes(t, axes.index(axis)) for t, axes in spanning if len(axes) > 1]
+        size = self.arrays[spanning[0][0]].shape[spanning[0][1].index(axis)]
+        if axis < rank:
+            order = np.arange(size)
+        else:
+            own: Array = sum((self.arrays[t] for t, axes in spanning if len(axes) == 1), np.zeros(size))
+            order = np.argsort(own, kind="stable")
+        chosen: dict[tuple[int, ...], int] = {}
+        where = np.empty(size, dtype=np.intp)
+        kept: list[int] = []
+        for index in order:
+            key = tuple(int(k[index]) for k in keys)
+            where[index] = chosen.setdefault(key, len(chosen))
+            if where[index] == len(kept):
+                kept.append(int(index))
+        return np.array(kept, dtype=np.intp), where
+
+
+def _min_sum(parts: list[Array], shape: tuple[int, ...]) -> Array:
+    """min over axis 0 of the broadcast sum of ``parts``, whose axis 0 is common and whose other axes are 1 or full."""
+    if not shape:
+        return np.asarray(sum(parts[1:], parts[0]).min(), dtype=np.float64)
+    result = np.empty(shape)
+    inner = int(np.prod(shape[1:], dtype=np.int64))
+    step = max(1, BLOCK // max(inner, 1))
+    for start in range(0, shape[0], step):
+        block = slice(start, min(start + step, shape[0]))
+        cut = [part[:, block] if part.shape[1] > 1 else part for part in parts]
+        cut.sort(key=lambda part: part.size)  # small sums first: the big broadcasts happen once
+        out = result[block]
+        out.fill(np.inf)
+        temporary = np.empty_like(out)
+        for s in range(parts[0].shape[0]):
+            small = sum((part[s] for part in cut[1:-1]), cut[0][s])
+            if len(cut) > 1:
+                np.add(small, cut[-1][s], out=temporary)
+                np.minimum(out, temporary, out=out)
+            else:
+                np.minimum(out, small, out=out)
+    return result

@@ -1,0 +1,84 @@
+"""Shared set-up: one thread, fixed seeds, the ``slow`` marker, golden files, float64 helpers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="run tests marked slow, too")
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the code gives now")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Tests run side by side in several processes; more threads each would only get in one another's way.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--run-slow") or "slow" in config.getoption("-m"):
+        return
+    slow = [item for item in items if "slow" in item.keywords]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if "slow" not in item.keywords]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    """Every test starts from the same seeds and leaves no default dtype or device behind."""
+    random.seed(0)
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(None)
+
+
+@pytest.fixture
+def float64() -> None:
+    """Models and tensors made in the test are float64; the autouse fixture puts the dtype back."""
+    torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden(name, text)``: ``text`` equals tests/golden/``name``; with ``--update-golden`` it is written there."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"{path} is missing; make it with: pytest {request.node.nodeid} --update-golden"
+        assert text == path.read_text(encoding="utf-8"), f"{name} differs; if meant, run pytest --update-golden"
+
+    return check
+
+
+@pytest.fixture
+def close() -> Callable[..., None]:
+    """``close(actual, expected, rtol=1e-9)``: nested tensors agree, relative to each tensor's largest value."""
+
+    def check(actual: object, expected: object, rtol: float = 1e-9) -> None:
+        ours, theirs = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
+        assert len(ours) == len(theirs)
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if not isinstance(b, torch.Tensor):
+                assert a == b, f"leaf {i}: {a!r} is not {b!r}"
+                continue
+            assert a.shape == b.shape, f"leaf {i}: shape {tuple(a.shape)} is not {tuple(b.shape)}"
+            assert a.dtype == b.dtype, f"leaf {i}: {a.dtype} is not {b.dtype}"
+            scale = b.abs().max().item() if b.numel() else 1.0
+            error = (a.double() - b.double()).abs().max().item() if b.numel() else 0.0
+            assert error <= rtol * max(scale, 1e-30), f"leaf {i}: relative error {error / max(scale, 1e-30):.3g}"
+
+    return check
