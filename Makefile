@@ -4,13 +4,16 @@
 # torch is installed only where it is missing. On a generic Linux machine PyPI's torch brings CUDA along; for the
 # small CPU build:    make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
+# An empty environment has no PATH, and Python cannot find itself without one.
+export PATH := $(or $(PATH),/usr/local/bin:/usr/bin:/bin)
+
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.10; do \
-  $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+  $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && command -v $$p && break; done)
 
 # An active environment serves if its Python is new enough.
-ENV := $(shell "$$VIRTUAL_ENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+ENV := $(shell test -n "$$VIRTUAL_ENV" && "$$VIRTUAL_ENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
   && echo "$$VIRTUAL_ENV" || echo "$(CURDIR)/.venv")
 PY := $(ENV)/bin/python
 # Per checkout, because an editable install points at one.

@@ -7,7 +7,8 @@ After DTensor's strategy validation.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,25 +60,27 @@ def check_rule(
     meshes: Sequence[Mapping[str, int]] = MESHES,
     tolerance: float = 1e-9,
     values: bool = True,
+    gradients: bool = True,
 ) -> RuleCheck:
     """Compare every strategy of a rule with the unsharded op, value and gradients, on every sample and mesh.
 
     ``op``: an op with a registered rule, or a rule. On a mesh of several axes every combination of strategies is
     tried. ``tolerance``: relative error, of the largest element. ``values=False`` compares shapes only, for ops such as
-    ``empty``. Raises :class:`RuleError` that lists what differs, or says that nothing could be checked.
+    ``empty``; ``gradients=False`` takes operands as constants, for ops without a derivative. Raises :class:`RuleError` that lists what differs, or says that nothing could be checked.
     """
     rule = op if isinstance(op, Rule) else rule_for(op)
     if rule is None:
         raise RuleError(f"{op} has no rule; write one with autoshard.register_rule")
     cases, failures, labels = 0, [], set()
     for number, sample in enumerate(samples):
-        example = _example(rule, sample)
+        example = _example(rule, sample, gradients)
+        allowed = max(tolerance, 8 * _rounding(example)) if values else float("inf")
         for sizes in meshes:
             mesh = Mesh(sizes)
             for graph, choice in _choices(rule, example, mesh):
                 cases += 1
                 labels.update(s.label for s in choice)
-                difference = _differs(rule, example, graph, mesh, choice, tolerance if values else float("inf"))
+                difference = _differs(rule, example, graph, mesh, choice, allowed)
                 if difference:
                     failures.append(f"  {_describe(example, number, mesh, choice)}\n    {difference}")
     if failures:
@@ -101,20 +104,35 @@ def _describe(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy
     return f"sample {number} ({types}), mesh {mesh}, strategy " + "; ".join(parts)
 
 
-def _example(rule: Rule, sample: Sample) -> _Example:
+def _example(rule: Rule, sample: Sample, moves: bool) -> _Example:
+    """Run the sample; arguments for which the op has no derivative (a loss's class weights) are constants."""
+    constants: set[str] = set()
+    while True:
+        try:
+            return _run_whole(rule, sample, moves, constants)
+        except RuntimeError as error:
+            refused = re.search(r"not differentiable with respect to argument '(\w+)'", str(error))
+            if refused is None or refused.group(1) in constants:
+                raise
+            constants.add(refused.group(1))
+
+
+def _run_whole(rule: Rule, sample: Sample, moves: bool, constants: Collection[str]) -> _Example:
     """Run the sample on whole tensors, forward and backward."""
     operands: Tensors = []
 
-    def lift(value: Any) -> Any:
+    def lift(value: Any, name: str) -> Any:
         if isinstance(value, torch.Tensor):
-            operands.append(value.detach().clone().requires_grad_(value.is_floating_point() or value.is_complex()))
+            differentiable = moves and name not in constants and (value.is_floating_point() or value.is_complex())
+            operands.append(value.detach().clone().requires_grad_(differentiable))
             return Ref(f"x{len(operands) - 1}")
         if isinstance(value, tuple | list):
-            return [lift(v) for v in value]
+            return [lift(v, name) for v in value]
         return value
 
-    args = tuple(lift(a) for a in sample[0])
-    kwargs = {k: lift(v) for k, v in sample[1].items()}
+    names_of_arguments = [a.name for a in rule.op._schema.arguments]
+    args = tuple(lift(a, name) for a, name in zip(sample[0], names_of_arguments, strict=False))
+    kwargs = {k: lift(v, k) for k, v in sample[1].items()}
     names = {f"x{i}": x for i, x in enumerate(operands)}
     torch.manual_seed(SEED)
     if torch.Tag.nondeterministic_seeded in rule.op.tags:
@@ -128,6 +146,12 @@ def _example(rule: Rule, sample: Sample) -> _Example:
     cotangents = [_noise(y, random) if y.requires_grad else None for y in outputs]
     gradients = _backward(outputs, cotangents, operands)
     return _Example(node, graph, operands, [y.detach() for y in outputs], cotangents, gradients)
+
+
+def _rounding(example: _Example) -> float:
+    """The relative rounding error of the narrowest floating dtype in the call."""
+    dtypes = {x.dtype for x in example.operands + example.results}
+    return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex), default=0.0)
 
 
 def _graph(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from autoshard.layout import Layout, Shard
 from autoshard.passes.blocks import Segment, reads, segments
+from autoshard.passes.bucket import bucketed
 from autoshard.passes.ir import Input, Ref, TensorType
 from autoshard.passes.lower import Program, Statement
 from autoshard.passes.printing import WIDTH, expression, literal
@@ -77,7 +78,7 @@ class _Emitter:
         self.sizes = dict(zip(self.mesh.axes, self.mesh.shape, strict=True))
         self.inputs = {i.name: i for i in program.graph.inputs}
         self.arguments = [i for i in program.graph.inputs if i.kind == "input"]
-        self.segments = segments(program)
+        self.segments = tuple(bucketed(s, program) for s in segments(program))
         self.classes: list[_BlockClass] = []
         self.method_of: dict[int, str] = {}
         self.tensors = self._tensors()
@@ -185,13 +186,11 @@ class _Emitter:
 
     def _argument_name(self, local: str) -> str:
         """A name that is the same in every equal block: what made the value, without its number."""
-        if local in self.inputs:
-            return self.inputs[local].fqn.replace(".", "_")
-        value = local.split("__")[0]
-        producer = self.program.graph.producers.get(value)
-        if producer is None:
-            return value
-        return "x" if block_like(producer.fqn) else op_name(producer.name)
+        value = next((s.value for s in self.program.statements if s.step and local in s.outputs), local)
+        if value in self.inputs:
+            return self.inputs[value].fqn.replace(".", "_")
+        producer = self.program.graph.producers[value]
+        return "x" if self.program.types[local].grad else op_name(producer.name)
 
     # --- statements ---
 
@@ -215,12 +214,14 @@ class _Emitter:
             if out == "_":
                 targets.append("_")
                 continue
-            source = reads(s)[0] if s.step is not None else ""
+            source = reads(s)[len(targets)] if s.step is not None else ""
             dead = source and last_use.get(source) == i and source not in kept and "." not in names.of[source]
             targets.append(names.reuse(out, source) if dead else names.fresh(out, self._wanted(s, out, path)))
         comment = self._comment(s)
         prefix = self._targets(s, targets)
         lines = printed.lines(prefix, "        ")
+        if s.members and len(lines[0]) > WIDTH:
+            lines = ["        (", *(f"            {t}," for t in targets), *printed.lines(") = ", "        ")]
         if len(lines) == 1 and len(lines[0]) + len(comment) + 4 <= WIDTH:
             return [f"{lines[0]}  # {comment}"]
         return [f"        # {comment}", *lines]
@@ -229,6 +230,8 @@ class _Emitter:
         """The left side of an assignment; a result with more parts than are needed is taken apart."""
         if not targets:
             return ""
+        if s.members:
+            return ", ".join(targets) + (" = " if len(targets) > 1 else ", = ")
         returns = s.node.op._schema.returns if s.node is not None and s.step is None else ()
         is_list = len(returns) == 1 and "List" in str(returns[0].type)
         if len(returns) <= 1 and not is_list:
@@ -250,8 +253,9 @@ class _Emitter:
 
     def _wanted(self, s: Statement, out: str, path: str) -> str:
         node = s.node
-        if s.value in self.inputs:
-            return self.inputs[s.value].fqn.rpartition(".")[2] if s.value else out
+        value = next((m.value for m in s.members if m.outputs[0] == out), s.value)
+        if value in self.inputs:
+            return "_".join(self.inputs[value].fqn.split(".")[-2:])
         if node is None or s.step is not None:
             return op_name(s.value or out)
         leaf = node.fqn.rpartition(".")[2]
@@ -381,11 +385,6 @@ def step_comment(s: Statement) -> str:
 def op_name(name: str) -> str:
     """A node's name without its number."""
     return re.sub(r"(_\d+)+$", "", name.split("__")[0]).strip("_") or "x"
-
-
-def block_like(fqn: str) -> bool:
-    """Whether a module path lies in a numbered module."""
-    return bool(re.search(r"(^|\.)\d+(\.|$)", fqn))
 
 
 def python_path(fqn: str) -> str:

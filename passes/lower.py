@@ -37,6 +37,8 @@ class Statement:
     """for a redistribution: the value"""
     parameter: bool = False
     """whether it brings a parameter from its stored layout into the layout of use"""
+    members: tuple[Statement, ...] = ()
+    """the statements that a bucket has been made of"""
 
 
 @dataclass(frozen=True)

@@ -55,3 +55,31 @@ __all__ = [
     "synchronised_rng",
     "wait_gradients",
 ]
+
+from autoshard.runtime.attention import attention, causal_mask, kv_heads  # noqa: E402
+from autoshard.runtime.draw import draw, draw_like, native_dropout  # noqa: E402
+from autoshard.runtime.embedding import vocab_embedding, vocab_embedding_bag  # noqa: E402
+from autoshard.runtime.loss import cross_entropy, nll_loss  # noqa: E402
+from autoshard.runtime.norm import batch_norm, batch_norm_no_stats, group_norm, layer_norm, rms_norm  # noqa: E402
+from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax  # noqa: E402
+
+__all__ += [
+    "attention",
+    "batch_norm",
+    "batch_norm_no_stats",
+    "causal_mask",
+    "cross_entropy",
+    "draw",
+    "draw_like",
+    "group_norm",
+    "kv_heads",
+    "layer_norm",
+    "log_softmax",
+    "native_dropout",
+    "nll_loss",
+    "rms_norm",
+    "safe_softmax",
+    "softmax",
+    "vocab_embedding",
+    "vocab_embedding_bag",
+]

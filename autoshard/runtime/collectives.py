@@ -78,9 +78,7 @@ def all_to_all(x: torch.Tensor, src: int, dst: int, axes: Axes, size: int | None
     return comm.apply(Move("S", "S", names, src, size, dst, x.shape[dst]), x)
 
 
-def permute(
-    x: torch.Tensor, axes: Axes, order: Axes, dim: int | None = None, size: int | None = None
-) -> torch.Tensor:
+def permute(x: torch.Tensor, axes: Axes, order: Axes, dim: int | None = None, size: int | None = None) -> torch.Tensor:
     """Renumber chunks: number k along ``axes`` goes to the rank that is number k along ``order``. Backward: inverse.
 
     All chunks have one shape, unless ``dim`` and its length ``size`` before the cut are given.

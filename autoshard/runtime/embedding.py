@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from autoshard.runtime.collectives import offset
 from autoshard.runtime.communicator import Axes
 
+
 def vocab_embedding(
     weight: torch.Tensor, indices: torch.Tensor, size: int, axes: Axes, padding_idx: int = -1
 ) -> torch.Tensor:

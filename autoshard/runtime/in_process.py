@@ -89,21 +89,26 @@ class World:
         return self._schedule.meet(rank, what, value, joint)
 
     def execute(self, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
-        """One move of all ranks, without autograd."""
-        out: list[Any] = [None] * self.size
+        """One move of all ranks, without autograd, logged."""
+        verb, axes = moves[0].verb, moves[0].axes
+        if self.log is not None and verb not in LOCAL:
+            ring = moves[0].ring_bytes(xs[0], self.ranks[0].size_of(axes))
+            self.log.append(Executed(verb, axes, phase, ring))
+        return self.carry_out(moves, xs)
+
+    def carry_out(self, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One move of all ranks, without autograd and log."""
         verb = moves[0].verb
         if verb in LOCAL:
             return [comm.local(move, x) for comm, move, x in zip(self.ranks, moves, xs, strict=True)]
-        if self.log is not None:
-            ring = moves[0].ring_bytes(xs[0], self.ranks[0].size_of(moves[0].axes))
-            self.log.append(Executed(verb, moves[0].axes, phase, ring))
+        out: list[Any] = [None] * self.size
         for first, comm in enumerate(self.ranks):
             if out[first] is not None:
                 continue
             group = comm.group(moves[first].axes)
             parts = _GROUP_OPS[verb](comm, moves[first], [xs[r] for r in group])
-            target = comm.group(moves[first].order) if verb == "permute" else group
-            for r, part in zip(target, parts, strict=True):
+            receivers = comm.group(moves[first].order) if verb == "permute" else group
+            for r, part in zip(receivers, parts, strict=True):
                 out[r] = part
         return out
 
@@ -127,9 +132,14 @@ class InProcessCommunicator(Communicator):
         return _joint(self.world, moves, xs, "forward")
 
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See :meth:`Communicator.shared`: the last rank to arrive draws. The result belongs to all: do not write it."""
-        what = ("shared", getattr(fn, "__name__", str(fn)))
+        """See :meth:`Communicator.shared`: the last rank to arrive draws, and all get the one result."""
+        what = f"shared {getattr(fn, '__name__', fn)}"
         return self.world.meet(self.rank, what, None, lambda _: [fn(*args, **kwargs)] * self.world.size)
+
+    def record(self, kind: str, axes: tuple[str, ...], phase: str, ring_bytes: float) -> None:
+        """Append to the world's log, if there is one."""
+        if self.world.log is not None:
+            self.world.log.append(Executed(kind, axes, phase, ring_bytes))
 
 
 def _joint(world: World, moves: tuple[Move, ...], xs: Tensors, phase: str) -> Sequence[torch.Tensor]:

@@ -38,7 +38,9 @@ def cross_entropy(
         summed = "none" if reduction == "none" else "sum"
         loss = F.cross_entropy(logits, target, weight, None, ignore_index, None, summed, label_smoothing)
     if reduction == "mean":
-        loss = loss / (samples if target.is_floating_point() else _count(loss, target, weight, ignore_index, batch_axes))
+        loss = loss / (
+            samples if target.is_floating_point() else _count(loss, target, weight, ignore_index, batch_axes)
+        )
     return loss.to(logits.dtype)
 
 

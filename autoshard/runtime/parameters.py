@@ -1,19 +1,45 @@
-"""Parameters of a block at once (one collective per tensor for now)."""
+"""Parameters on their way into a block, and their gradients on the way back, overlapped with the computation.
+
+A block's parameters travel together (:mod:`autoshard.runtime.buckets`). In the backward their gradients are reduced
+by an asynchronous collective and reach the parameters through :func:`wait_gradients`: autograd itself never adds or
+reads a gradient that is still under way.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from autoshard.runtime.collectives import Whole, all_gather, enter
-from autoshard.runtime.communicator import Axes
+from autoshard.errors import LayoutError, RuntimeMismatchError
+from autoshard.runtime.buckets import Begin, Bucket, FlatBucket, JointBucket
+from autoshard.runtime.collectives import Whole
+from autoshard.runtime.communicator import Axes, current
+from autoshard.runtime.in_process import InProcessCommunicator
+from autoshard.runtime.move import Move
+from autoshard.runtime.process_group import TorchCommunicator
+
+Tensors = tuple[torch.Tensor, ...]
 
 
-def enter_parameters(tensors: Sequence[torch.Tensor], axes: Axes) -> tuple[torch.Tensor, ...]:
-    """I → R for the parameters of a block."""
-    return tuple(enter(t, axes) for t in tensors)
+def enter_parameters(tensors: Sequence[torch.Tensor], axes: Axes) -> Tensors:
+    """I → R for the parameters of a block, as in data parallelism. Forward: nothing.
+
+    Backward: the gradients are flattened into one buffer per dtype and all-reduced, asynchronously for parameters that
+    come from :func:`wait_gradients`. First derivatives only.
+    """
+    comm = current()
+    names = comm.active(axes)
+    moving = [t for t in tensors if t.requires_grad]
+    if not names or not moving or not torch.is_grad_enabled():
+        return tuple(tensors)
+    moved = iter(_move("enter_parameters", [Move("I", "R", names)] * len(moving), moving, ()))
+    return tuple(next(moved) if t.requires_grad else t for t in tensors)
 
 
 def gather_parameters(
@@ -22,18 +48,229 @@ def gather_parameters(
     axes: Axes,
     to: Whole = "R",
     sizes: Sequence[int] | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """S → R for the parameters of a block."""
-    lengths = sizes if sizes is not None else [None] * len(dims)
-    return tuple(all_gather(t, d, axes, to, n) for t, d, n in zip(tensors, dims, lengths, strict=True))
+    replicas: Axes = (),
+) -> Tensors:
+    """S → R (or I) for the parameters of a block, as in FSDP. Forward: one all-gather per dtype.
+
+    ``dims``: the cut dim of each tensor; ``sizes``: its length after the gather (default: the cut is even). Backward:
+    one reduce-scatter per dtype (``to="I"``: a local slice), asynchronous as in :func:`enter_parameters`.
+    ``replicas``: axes that hold equal shards (I → R there, as in HSDP); the reduced shards are all-reduced over them.
+    Inside :func:`regather` the gathered tensors are not kept for the backward. First derivatives only.
+    """
+    comm = current()
+    names = comm.active(axes)
+    if to not in ("I", "R"):
+        raise LayoutError(f'gather_parameters: to={to!r} is not "I" or "R"')
+    if not names or not tensors:
+        return enter_parameters(tensors, replicas)
+    n = comm.size_of(names)
+    lengths = sizes if sizes is not None else [t.shape[d] * n for t, d in zip(tensors, dims, strict=True)]
+    moves = [Move("S", to, names, d, length) for d, length in zip(dims, lengths, strict=True)]
+    return _move("gather_parameters", moves, tensors, comm.active(replicas))
 
 
-def wait_gradients(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors themselves; their backward waits for every gradient under way."""
-    return tensors
+def wait_gradients(*parameters: torch.Tensor) -> Tensors:
+    """The parameters as they are, to be used for everything that follows; call it once, where the forward begins.
+
+    In the backward it comes last: it waits for the gradients under way and hands every parameter its own.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained or not torch.is_grad_enabled() or isinstance(current(), InProcessCommunicator):
+        return parameters
+    waiting = iter(_Wait.apply(_Pending(), *trained))
+    return tuple(next(waiting) if p.requires_grad else p for p in parameters)
+
+
+class _Pending:
+    """Reductions under way in one backward, and the gradients they will yield."""
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+        self.later: list[Begin] = []
+        self.parts: list[tuple[int, torch.Tensor]] = []
+
+    def begin_later(self) -> None:
+        """Begin what had to wait for an earlier reduction: by now that has had a block's time to finish."""
+        self.works += [begin() for begin in self.later]
+        self.later.clear()
+
+    def finish(self) -> list[tuple[int, torch.Tensor]]:
+        """Wait for everything; returns (number of the parameter, gradient)."""
+        self.begin_later()
+        for work in self.works:
+            work.wait()
+        parts = self.parts
+        self.works, self.parts = [], []
+        return parts
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pending: _Pending, *parameters: torch.Tensor) -> Tensors:
+        ctx.pending = pending
+        ctx.set_materialize_grads(False)
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        # What autograd hands in comes from uses that no bucket carries; a parameter may have both, or several.
+        out = list(gradients)
+        for i, part in ctx.pending.finish():
+            known = out[i]
+            out[i] = part if known is None else known + part
+        return None, *out
+
+
+class _Move(torch.autograd.Function):
+    """A bucket as one node of the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, bucket: Bucket, *xs: torch.Tensor) -> Tensors:
+        ctx.bucket = bucket
+        ctx.set_materialize_grads(False)
+        ctx.owners = [(getattr(x.grad_fn, "pending", None), x.output_nr) for x in xs if x.requires_grad]
+        out = tuple(bucket.forward(xs, "forward"))
+        ctx.mark_non_differentiable(*(y for x, y in zip(xs, out, strict=True) if not x.requires_grad))
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        wanted = ctx.needs_input_grad[1:]
+        pending = ctx.owners[0][0]
+        overlap = pending is not None and all(owner is pending for owner, _ in ctx.owners)
+        if overlap:
+            pending.begin_later()
+        out, works, later = ctx.bucket.backward([g if w else None for g, w in zip(gradients, wanted, strict=True)])
+        if not overlap:
+            for work in works:
+                work.wait()
+            for begin in later:
+                begin().wait()
+            return None, *out
+        numbers = iter(number for _, number in ctx.owners)
+        owned = [(next(numbers), g) for g, w in zip(out, wanted, strict=True) if w]
+        pending.parts += [(number, g) for number, g in owned if g is not None]
+        pending.works += works
+        pending.later += later
+        return None, *(None for _ in out)
+
+
+def _move(what: str, moves: Sequence[Move], xs: Sequence[torch.Tensor], replicas: tuple[str, ...]) -> Tensors:
+    """Every tensor moved, by one bucket."""
+    comm = current()
+    if isinstance(comm, TorchCommunicator):
+        return _through(FlatBucket(comm, moves, replicas), xs)
+    if not isinstance(comm, InProcessCommunicator):
+        raise RuntimeMismatchError(f"{what}: unknown communicator {type(comm).__name__}")
+    world = comm.world
+
+    def joint(values: list[tuple[Sequence[Move], Sequence[torch.Tensor]]]) -> list[Tensors]:
+        bucket = JointBucket(world, [m for ms, _ in values for m in ms], replicas)
+        out = _through(bucket, [x for _, ys in values for x in ys])
+        return [out[i * len(xs) : (i + 1) * len(xs)] for i in range(world.size)]
+
+    key = f"{what} of {len(xs)} tensors, the first a {moves[0].key}"
+    result: Tensors = world.meet(comm.rank, key, (moves, xs), joint)
+    return result
+
+
+def _through(bucket: Bucket, xs: Sequence[torch.Tensor]) -> Tensors:
+    if not torch.is_grad_enabled():
+        return tuple(bucket.forward(xs, "forward"))
+    differentiable = any(x.requires_grad for x in xs)
+    out: Tensors = _Move.apply(bucket, *xs) if differentiable else tuple(bucket.forward(xs, "forward"))
+    if _scope.depth and bucket.moves[0].verb == "all_gather":
+        _forget_freed()
+        again = _Again(bucket, tuple(xs))
+        for i, y in enumerate(out):
+            storage = y.untyped_storage()
+            _gathered[storage._cdata] = (StorageWeakRef(storage), again, i)
+    return out
+
+
+class _Scope(threading.local):
+    depth = 0
+
+
+_scope = _Scope()
+_gathered: dict[int, tuple[StorageWeakRef, _Again, int]] = {}
+"""Storages of gathered parameters by address. The weak reference keeps the address from being used again."""
+
+
+class _Again:
+    """A bucket that can be gathered once more for the backward, and is dropped after its last use."""
+
+    def __init__(self, bucket: Bucket, xs: Tensors) -> None:
+        self.bucket, self.xs = bucket, xs
+        self.versions = [x._version for x in xs]
+        self.packed = self.unpacked = 0
+        self.full: list[torch.Tensor] | None = None
+
+    def get(self, i: int) -> torch.Tensor:
+        """Gathered tensor number ``i``."""
+        if self.full is None:
+            if self.versions != [x._version for x in self.xs]:
+                raise RuntimeMismatchError(
+                    "a sharded parameter was changed in place between forward and backward; its gathered value is "
+                    "not kept (regather), so the backward cannot be right"
+                )
+            with torch.no_grad():
+                self.full = self.bucket.forward(self.xs, "backward")
+            self.unpacked = 0
+            if torch._C._current_graph_task_id() != -1:  # in a backward: nothing outlives it
+                torch.autograd.variable.Variable._execution_engine.queue_callback(self.drop)
+        full = self.full[i]
+        self.unpacked += 1
+        if self.unpacked == self.packed:
+            self.drop()
+        return full
+
+    def drop(self) -> None:
+        """Free the gathered tensors."""
+        self.full = None
+
+
+class _Packed(NamedTuple):
+    again: _Again
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _pack(x: torch.Tensor) -> torch.Tensor | _Packed:
+    entry = _gathered.get(x.untyped_storage()._cdata)
+    if entry is None or x.dtype != entry[1].xs[entry[2]].dtype:
+        return x
+    _, again, i = entry
+    again.packed += 1
+    return _Packed(again, i, x.shape, x.stride(), x.storage_offset())
+
+
+def _unpack(x: torch.Tensor | _Packed) -> torch.Tensor:
+    if isinstance(x, torch.Tensor):
+        return x
+    return x.again.get(x.number).as_strided(x.size, x.stride, x.offset)
 
 
 @contextlib.contextmanager
 def regather() -> Iterator[None]:
-    """Inside, gathered parameters are not kept for the backward."""
-    yield
+    """Around a block's forward: parameters that :func:`gather_parameters` gathers inside are not kept for the backward.
+
+    Tensors that autograd saves and that lie in a gathered parameter's storage are kept as "where in which bucket";
+    the backward gathers the bucket again, once. Copies (a cast under autocast, say) are kept as usual.
+    """
+    _scope.depth += 1
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+            yield
+    finally:
+        _scope.depth -= 1
+        _forget_freed()
+
+
+def _forget_freed() -> None:
+    for address in [a for a, (storage, _, _) in _gathered.items() if storage.expired()]:
+        del _gathered[address]

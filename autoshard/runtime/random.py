@@ -19,7 +19,9 @@ def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     In-process one rank draws for all, from torch's default generator. Under torch.distributed every rank draws, from
     generators that :func:`synchronised_rng` has made equal. Every rank gets a tensor of its own.
     """
-    return current().shared(fn, args, kwargs)
+    comm = current()
+    drawn = comm.shared(fn, args, kwargs)
+    return drawn if comm.rank == 0 else torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, drawn)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,8 @@ def _work(turn: threading.Lock, job: list[Callable[[int], None] | None], rank: i
 def _release(turns: list[threading.Lock], job: list[Callable[[int], None] | None]) -> None:
     job[0] = None
     for turn in turns[1:]:
-        turn.release()
+        if turn.locked():
+            turn.release()
 
 
 class Schedule:

@@ -42,7 +42,7 @@ def price(mesh: Mesh, shape: tuple[int, ...], itemsize: int, kinds: tuple[str, .
     latency, per_byte = _rates(mesh, len(shape), kinds, grad)
     moved = piece * itemsize
     total, seconds = volume * moved, latency + per_byte * moved
-    uneven = (sizes % graph.cuts != 0)[graph.src] & graph.swapped
+    uneven = (sizes % graph.cuts != 0)[graph.src] & graph.needs_even
     if uneven.any():
         forbidden = uneven.any(axis=1)
         total[forbidden], seconds[forbidden] = FORBIDDEN, np.inf

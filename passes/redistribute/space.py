@@ -130,7 +130,7 @@ class Space:
         self.piece = piece.reshape(-1)
         self.forward = np.array([self.volume(m.kind, m) for m in self.moves], np.int64)
         self.backward = np.array([self.volume(m.backward, m) for m in self.moves], np.int64)
-        self.swapped = self._swapped()
+        self.needs_even = np.array([self._needs_even(m) for m in self.moves], np.bool_).reshape(len(self.moves), ndim)
 
     def count(self, group: tuple[int, ...]) -> int:
         """Ranks of a flattened group."""
@@ -186,18 +186,20 @@ class Space:
             if pairs:
                 yield Move("permute", group, i, j, (), order, "permute")
 
-    def _swapped(self) -> npt.NDArray[np.bool_]:
-        """[moves, dims]: dims whose cut a permute changes; their chunks must be equal."""
-        return np.array(
-            [
-                [
-                    m.kind == "permute" and a != b
-                    for a, b in zip(self.states[m.src].nests, self.states[m.dst].nests, strict=True)
-                ]
-                for m in self.moves
-            ],
-            np.bool_,
-        ).reshape(len(self.moves), self.ndim)
+    def _needs_even(self, move: Move) -> list[bool]:
+        """Per dim: whether its size must divide, because a permute gives a rank the chunk of another cut of the dim.
+
+        Reordering one dim's nest is fine where the cuts have the same sizes one after another.
+        """
+        src, dst = self.states[move.src], self.states[move.dst]
+        changed = [move.kind == "permute" and a != b for a, b in zip(src.nests, dst.nests, strict=True)]
+        if sum(changed) == 1 and src.kinds == dst.kinds and self._effective(move.group) == self._effective(move.order):
+            return [False] * self.ndim
+        return changed
+
+    def _effective(self, group: tuple[int, ...]) -> list[int]:
+        """The sizes of a nest's cuts; an axis of size 1 cuts nothing."""
+        return [self.sizes[a] for a in group if self.sizes[a] > 1]
 
 
 def _states(axes: int, ndim: int, kinds: tuple[str, ...]) -> Iterator[State]:

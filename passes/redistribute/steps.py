@@ -99,7 +99,10 @@ def emit(step: Step) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
     if step.kind in ("enter", "leave"):
         return step.kind, (axes,), {}
     if step.kind == "permute":
-        return step.kind, (axes, step.order), {}
+        # Chunks of several lengths: only one dim is renumbered then, by the whole of its nest.
+        dims = [d for d in range(len(step.shape)) if step.src.axes_of(d) == step.axes]
+        uneven = dims and step.shape[dims[0]] % step.src.mesh.size_of(step.axes)
+        return step.kind, (axes, step.order), {"dim": dims[0], "size": step.shape[dims[0]]} if uneven else {}
     if step.kind == "reduce_scatter":
         return step.kind, (*step.dims, axes), {}
     if step.kind == "slice":

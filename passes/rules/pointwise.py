@@ -8,8 +8,8 @@ import torch
 
 from autoshard.passes.ir import Graph, Node
 from autoshard.passes.notation import Groups, rule
-from autoshard.passes.rules.base import Rule
-from autoshard.passes.rules.factors import argument, tensor_arguments
+from autoshard.passes.rules.base import Rule, Strategy
+from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, numbered, sizes_of, tensor_arguments
 
 aten = torch.ops.aten
 
@@ -75,8 +75,6 @@ LINEAR: dict[torch._ops.OpOverload, Groups | Callable[[Node, Graph], Groups]] = 
     aten.to.dtype: FIRST,
     aten.to.device: FIRST,
     aten.to.dtype_layout: FIRST,
-    aten.type_as.default: FIRST,
-    aten.to.other: FIRST,
     aten.add.Tensor: SUM,
     aten.add.Scalar: (),
     aten.sub.Tensor: SUM,
@@ -107,7 +105,16 @@ LINEAR: dict[torch._ops.OpOverload, Groups | Callable[[Node, Graph], Groups]] = 
 
 _OTHER = [aten.max.other, aten.min.other, aten.fill.Scalar, aten.log_sigmoid_forward.default]
 
+def _cast_like(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """``type_as``: the second operand gives its dtype only; of another shape, it shares no factor."""
+    shape, other = input_shapes(node, graph)
+    dims = numbered(shape)
+    like: Dims = dims if other == shape else (None,) * len(other)
+    return Factors((dims, like), (dims,), sizes_of(shape), linear=FIRST).strategies(node, graph)
+
+
 RULES: tuple[Rule, ...] = (
+    *(Rule(op, _cast_like, notation="..., (dtype of) -> ...") for op in (aten.type_as.default, aten.to.other)),
     *(elementwise(op, linear) for op, linear in LINEAR.items()),
     *(elementwise(op) for n in UNARY + BINARY + TERNARY for op in _overloads(n) if op not in LINEAR),
     *(elementwise(op) for op in _OTHER),

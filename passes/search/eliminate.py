@@ -6,6 +6,7 @@ Source: Bertelè and Brioschi, Nonserial Dynamic Programming (1972); Dechter, Bu
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -55,6 +56,15 @@ class Eliminator:
             self.insert(*(((i, j), table) if i < j else ((j, i), tables.transpose(table))))
         return self
 
+    def copy(self) -> Eliminator:
+        """What is left, without the steps that led here; the tables and their memo are shared."""
+        other = Eliminator(self.tables, self.sizes)
+        other.factors = dict(self.factors)
+        other.touching = [set(scopes) for scopes in self.touching]
+        other.constant = self.constant
+        other.alive = set(self.alive)
+        return other
+
     def insert(self, scope: Scope, table: int) -> None:
         """Add a factor; factors of one scope are summed."""
         if not scope:
@@ -75,6 +85,8 @@ class Eliminator:
 
     def eliminate(self, node: int) -> Scope:
         """Replace the node's factors by their minimum over its strategies; returns the neighbours."""
+        if self.sizes[node] == 1:
+            return self._fold(node)
         around = self.neighbours(node)
         place = {other: axis for axis, other in enumerate(around)} | {node: len(around)}
         step = Step(node, tuple((scope, self.remove(scope)) for scope in sorted(self.touching[node])))
@@ -85,12 +97,24 @@ class Eliminator:
         self.insert(around, self.tables.eliminate(spans, len(around)))
         return around
 
+    def _fold(self, node: int) -> Scope:
+        """Eliminate a node that has one strategy: each of its factors loses an axis."""
+        around = self.neighbours(node)
+        for scope in sorted(self.touching[node]):
+            table = self.tables.squeeze(self.remove(scope), scope.index(node))
+            self.insert(tuple(other for other in scope if other != node), table)
+        self.steps.append(Step(node, ()))
+        self.alive.discard(node)
+        return around
+
     def _node_last(self, scope: Scope, table: int, node: int) -> int:
         return self.tables.move_last(table, scope.index(node))
 
     def weight(self, node: int) -> int:
         """Entries of the join that eliminating the node computes."""
         size = self.sizes[node]
+        if size == 1:
+            return 0
         for other in self.neighbours(node):
             size *= self.sizes[other]
         return size
@@ -107,7 +131,7 @@ class Eliminator:
         while heap:
             key = heapq.heappop(heap)
             node = key[-1]
-            if current.get(node) != key or key[0] > max_weight or len(self.neighbours(node)) > max_degree:
+            if current.get(node) != key or key[0] > max_weight or (key[0] and len(self.neighbours(node)) > max_degree):
                 continue
             del current[node]
             for other in self.eliminate(node):
@@ -117,16 +141,17 @@ class Eliminator:
     def _key(self, node: int) -> tuple[int, tuple[int, ...], int]:
         return self.weight(node), tuple(sorted(self.factors[scope] for scope in self.touching[node])), node
 
-    def fits(self, max_weight: int) -> bool:
-        """Whether cheapest-first elimination of all that is left stays within ``max_weight`` join entries."""
-        around = {node: set(self.neighbours(node)) for node in self.alive}
+    def fits(self, max_weight: int, fixed: Iterable[int] = ()) -> bool:
+        """Whether cheapest-first elimination of all but the ``fixed`` nodes stays within ``max_weight`` join entries."""
+        gone = {node for node in self.alive if self.sizes[node] == 1}.union(fixed)
+        around = {node: set(self.neighbours(node)) - gone for node in self.alive - gone}
 
         def weight(node: int) -> int:
-            return int(np.prod([self.sizes[n] for n in around[node]] + [self.sizes[node]], dtype=object))
+            return math.prod(self.sizes[other] for other in around[node]) * self.sizes[node]
 
-        heap = [(weight(node), node) for node in around]
+        current = {node: weight(node) for node in sorted(around)}
+        heap = [(w, node) for node, w in current.items()]
         heapq.heapify(heap)
-        current = {node: w for w, node in heap}
         while heap:
             w, node = heapq.heappop(heap)
             if current.get(node) != w:
@@ -136,9 +161,7 @@ class Eliminator:
             del current[node]
             near = around.pop(node)
             for other in near:
-                around[other] |= near - {other}
-                around[other].discard(node)
-            for other in near:
+                around[other] = (around[other] | near) - {node, other}
                 current[other] = weight(other)
                 heapq.heappush(heap, (current[other], other))
         return True
@@ -156,6 +179,13 @@ class Eliminator:
                 ]
             choice[step.node] = int(np.argmin(total))
         return choice
+
+    def cost(self, choice: dict[int, int]) -> float:
+        """The cost of a choice for all nodes that are left."""
+        arrays = self.tables.arrays
+        return self.constant + sum(
+            float(arrays[table][tuple(choice[node] for node in scope)]) for scope, table in sorted(self.factors.items())
+        )
 
     def core(self) -> Iterable[tuple[Scope, Array]]:
         """The factors that are left."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...errors import PlanError
-from .eliminate import Eliminator, Pruned, Scope
+from .eliminate import Eliminator, Pruned
 from .network import Array
 from .tables import BLOCK, Classes, Tables
 
@@ -41,7 +41,7 @@ class Pruner:
                     raise PlanError("no choice of strategies is feasible: every one meets a forbidden cost")
                 if len(kept) < network.sizes[node]:
                     removed += network.sizes[node] - len(kept)
-                    self.restrict(network, node, kept)
+                    restrict(network, node, kept)
                     changed.update(network.neighbours(node))
             waiting = sorted(changed)
         return removed
@@ -84,13 +84,14 @@ class Pruner:
             self._least[table, axis] = _least(small) if len(rows) ** 2 * len(columns) <= MAX_COMPARISONS else None
         return self._least[table, axis]
 
-    def restrict(self, network: Eliminator, node: int, kept: Classes) -> None:
-        """Keep only some of a node's strategies."""
-        for scope in sorted(network.touching[node]):
-            axes = [kept if other == node else None for other in scope]
-            network.factors[scope] = self.tables.take(network.factors[scope], axes)
-        network.sizes[node] = len(kept)
-        network.steps.append(Pruned(node, tuple(kept.tolist())))
+
+def restrict(network: Eliminator, node: int, kept: Classes) -> None:
+    """Keep only some of a node's strategies."""
+    for scope in sorted(network.touching[node]):
+        axes = [kept if other == node else None for other in scope]
+        network.factors[scope] = network.tables.take(network.factors[scope], axes)
+    network.sizes[node] = len(kept)
+    network.steps.append(Pruned(node, tuple(kept.tolist())))
 
 
 def _least(array: Array) -> Array:

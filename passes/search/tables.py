@@ -54,6 +54,10 @@ class Tables:
             return a
         return self._remember(("move", a, axis), lambda: np.moveaxis(self.arrays[a], axis, -1))
 
+    def squeeze(self, a: int, axis: int) -> int:
+        """The table without an axis of length 1."""
+        return self._remember(("squeeze", a, axis), lambda: self.arrays[a].squeeze(axis))
+
     def take(self, a: int, kept: Sequence[Classes | None]) -> int:
         """The sub-table with the kept indices of every axis (None: all)."""
         key = ("take", a, *(None if k is None else k.tobytes() for k in kept))

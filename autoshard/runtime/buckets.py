@@ -1,0 +1,208 @@
+"""The parameters of a block moved together: one collective per dtype instead of one per tensor.
+
+A bucket has a *face* for every rank whose tensors it sees: one under torch.distributed, all of them in-process.
+Tensors come and go as one list, face after face.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoshard.runtime.communicator import Communicator
+from autoshard.runtime.in_process import World
+from autoshard.runtime.move import LOCAL, Move
+from autoshard.runtime.process_group import TorchCommunicator
+
+Gradients = list[torch.Tensor | None]
+Begin = Callable[[], Any]
+
+
+class Bucket:
+    """``moves``: one for each tensor of each face, all of the same verb; ``replicas``: axes that hold the same shards."""
+
+    def __init__(self, moves: Sequence[Move], replicas: tuple[str, ...]) -> None:
+        self.moves, self.replicas = tuple(moves), replicas
+
+    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+        """Every tensor moved."""
+        raise NotImplementedError
+
+    def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
+        """Gradients, perhaps still under way: ``(gradients, works to wait for, works to begin later)``.
+
+        A gradient that is None on every rank stays None and is not communicated.
+        """
+        raise NotImplementedError
+
+
+class FlatBucket(Bucket):
+    """One flat buffer per dtype on torch.distributed. Chunks that are uneven are padded at the end of a rank's row."""
+
+    def __init__(self, comm: TorchCommunicator, moves: Sequence[Move], replicas: tuple[str, ...]) -> None:
+        super().__init__(moves, replicas)
+        self.comm = comm
+
+    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+        """See :meth:`Bucket.forward`."""
+        out: list[Any] = list(xs)
+        if self.moves[0].verb in LOCAL:
+            return [x.view_as(x) for x in xs]
+        for members in _by_dtype(xs):
+            moves = [self.moves[i] for i in members]
+            record(self.comm, moves, [xs[i] for i in members], phase)
+            for i, full in zip(members, self._gather(moves, [xs[i] for i in members]), strict=True):
+                out[i] = full
+        return out
+
+    def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
+        """See :meth:`Bucket.backward`."""
+        out: Gradients = list(gradients)
+        works: list[Any] = []
+        later: list[Begin] = []
+        for members in _by_dtype(gradients):
+            moves = [self.moves[i].backward() for i in members]
+            present = [g for i in members if (g := gradients[i]) is not None]
+            if moves[0].verb in LOCAL:
+                parts = [self.comm.local(m, g) for m, g in zip(moves, present, strict=True)]
+                buffer = _flat(parts) if self.replicas else present[0].new_empty(0)
+            elif moves[0].verb == "all_reduce":
+                record(self.comm, moves, present, "backward")
+                buffer = _flat(present)
+                works.append(self._all_reduce(buffer, moves[0].axes))
+                parts = _views(buffer, [list(g.shape) for g in present])
+            else:
+                record(self.comm, moves, present, "backward")
+                buffer, work, parts = self._reduce_scatter(moves, present)
+                works.append(work)
+            if self.replicas:
+                if moves[0].verb in LOCAL:
+                    parts = _views(buffer, [list(p.shape) for p in parts])
+                replicas = [Move("P", "I", self.replicas)] * len(parts)
+                later.append(self._then_all_reduce(works[-1:], buffer, replicas, parts))
+            for i, part in zip(members, parts, strict=True):
+                out[i] = part
+        return out, works, later
+
+    def _then_all_reduce(
+        self, before: list[Any], buffer: torch.Tensor, moves: list[Move], parts: list[torch.Tensor]
+    ) -> Begin:
+        def begin() -> Any:
+            for work in before:
+                work.wait()
+            record(self.comm, moves, parts, "backward")
+            return self._all_reduce(buffer, self.replicas)
+
+        return begin
+
+    def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
+        return dist.all_reduce(buffer, group=self.comm.process_group(axes).handle, async_op=True)
+
+    def _gather(self, moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        group = self.comm.process_group(moves[0].axes)
+        rows = [self._shapes(moves, [x.shape for x in xs], k) for k in range(group.size)]
+        row = sum(_numel(s) for s in rows[0])
+        mine = xs[0].new_empty(row)
+        torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
+        out = xs[0].new_empty(group.size * row)
+        dist.all_gather_into_tensor(out, mine, group.handle)
+        by_index = list(out.split(row)) if row else [out] * group.size
+        if group.order is not None:
+            by_index = [by_index[group.order.index(k)] for k in range(group.size)]
+        pieces = [_views(r, shapes) for r, shapes in zip(by_index, rows, strict=True)]
+        return [torch.cat([p[i] for p in pieces], m.dim) for i, m in enumerate(moves)]
+
+    def _reduce_scatter(
+        self, moves: list[Move], gradients: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+        group = self.comm.process_group(moves[0].axes)
+        rows = [self._shapes(moves, [g.shape for g in gradients], k) for k in range(group.size)]
+        row = sum(_numel(s) for s in rows[0])
+        buffer = gradients[0].new_empty(group.size * row)
+        for position in range(group.size):
+            k = position if group.order is None else group.order[position]
+            part = buffer[position * row : (position + 1) * row]
+            cuts = [self.comm.chunks(m.size, m.axes)[k] for m in moves]
+            pieces = [g.narrow(m.dim, *c).reshape(-1) for g, m, c in zip(gradients, moves, cuts, strict=True)]
+            length = sum(p.numel() for p in pieces)
+            torch.cat(pieces, out=part[:length])
+            part[length:].zero_()
+        out = gradients[0].new_empty(row)
+        work = dist.reduce_scatter_tensor(out, buffer, group=group.handle, async_op=True)
+        return out, work, _views(out, rows[group.index])
+
+    def _shapes(self, moves: list[Move], shapes: Iterable[Sequence[int]], k: int) -> list[list[int]]:
+        """Shapes of the chunks of rank number ``k`` of the group."""
+        lengths = [self.comm.chunks(m.size, m.axes)[k][1] for m in moves]
+        return [[*s[: m.dim], n, *s[m.dim + 1 :]] for m, s, n in zip(moves, shapes, lengths, strict=True)]
+
+
+class JointBucket(Bucket):
+    """The same for all in-process ranks at once, without flat buffers; logged as one collective per dtype."""
+
+    def __init__(self, world: World, moves: Sequence[Move], replicas: tuple[str, ...]) -> None:
+        super().__init__(moves, replicas)
+        self.world = world
+        self.count = len(self.moves) // world.size
+
+    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+        """See :meth:`Bucket.forward`."""
+        return [y for y in self._execute(self.moves, list(xs), phase) if y is not None]
+
+    def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
+        """See :meth:`Bucket.backward`. Nothing is under way afterwards."""
+        out = self._execute([m.backward() for m in self.moves], gradients, "backward")
+        if self.replicas:
+            out = self._execute([Move("P", "I", self.replicas)] * len(out), out, "backward")
+        return out, [], []
+
+    def _execute(self, moves: Sequence[Move], xs: Gradients, phase: str) -> Gradients:
+        out: Gradients = [None] * len(xs)
+        first = self.world.ranks[0]
+        if moves[0].verb not in LOCAL:
+            for members in _by_dtype(xs[: self.count]):
+                record(first, [moves[i] for i in members], [x for i in members if (x := xs[i]) is not None], phase)
+        for i in range(self.count):
+            faces = range(i, len(xs), self.count)
+            ours = [x for f in faces if (x := xs[f]) is not None]
+            if ours:
+                for f, y in zip(faces, self.world.carry_out([moves[f] for f in faces], ours), strict=True):
+                    out[f] = y
+        return out
+
+
+def record(comm: Communicator, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str) -> None:
+    """Log one collective for several tensors."""
+    axes = moves[0].axes
+    ring = sum(m.ring_bytes(x, comm.size_of(axes)) for m, x in zip(moves, xs, strict=True))
+    comm.record(moves[0].verb, axes, phase, ring)
+
+
+def _by_dtype(xs: Sequence[torch.Tensor | None]) -> list[list[int]]:
+    """Indices of the tensors that exist, by dtype, in the order of first appearance."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(xs):
+        if x is not None:
+            groups.setdefault(x.dtype, []).append(i)
+    return list(groups.values())
+
+
+def _flat(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([x.reshape(-1) for x in xs])
+
+
+def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Consecutive views of ``buffer``."""
+    out, at = [], 0
+    for shape in shapes:
+        n = _numel(shape)
+        out.append(buffer[at : at + n].view(shape))
+        at += n
+    return out
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,54 @@
+"""Random ops of the graph: drawn once at global shape, so that every layout sees the values of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.runtime.collectives import slice as cut
+from autoshard.runtime.communicator import Axes
+from autoshard.runtime.module import device
+from autoshard.runtime.random import dropout, shared
+
+
+def draw(op: str, *args: Any, dims: Mapping[int, Axes] | None = None, **kwargs: Any) -> torch.Tensor:
+    """This rank's part of ``aten.op(*args)``, of global shape: ``draw("rand", [8, 4], dims={0: "dp"})``.
+
+    ``dims``: the axes that cut each sharded dim of the result. Tensor arguments are whole; no gradient.
+    """
+    args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
+    if not any(isinstance(a, torch.Tensor) for a in args):
+        kwargs.setdefault("device", device())
+    return _part(shared(getattr(torch.ops.aten, op), *args, **kwargs), dims or {})
+
+
+def draw_like(
+    op: str, x: torch.Tensor, shape: Sequence[int], dims: Mapping[int, Axes], *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """This rank's part of ``aten.op(t, *args)`` for a ``t`` of global ``shape`` whose values do not matter.
+
+    ``x``: this rank's part of ``t``, for its dtype and device; ``dims``: the axes that cut each sharded dim.
+    """
+
+    def fill() -> torch.Tensor:
+        empty = torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
+        filled: torch.Tensor = getattr(torch.ops.aten, op)(empty, *args, **kwargs)
+        return filled
+
+    return _part(shared(fill), dims)
+
+
+def _part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
+    for dim, axes in dims.items():
+        x = cut(x, dim, axes, of="R")
+    return x
+
+
+def native_dropout(
+    x: torch.Tensor, p: float, shape: Sequence[int], dims: Mapping[int, Axes]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``aten.native_dropout`` in training: the values of :func:`~autoshard.runtime.random.dropout`, and what was kept."""
+    kept = dropout(torch.ones_like(x), p, shape, dims) != 0
+    return x * kept * (1 / (1 - p) if p < 1 else 0), kept

@@ -1,0 +1,102 @@
+"""Bring the parameters of a block into their layout of use together: one collective per bucket instead of one each.
+
+Forward: one all-gather per bucket of sharded parameters. Backward: one all-reduce or reduce-scatter per bucket of
+gradients, started as soon as the bucket's last gradient is there, so that it overlaps with the rest of the backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoshard.layout import Layout
+from autoshard.passes.blocks import Segment, reads
+from autoshard.passes.ir import Ref
+from autoshard.passes.lower import Program, Statement
+from autoshard.passes.rules.base import Call
+
+BUCKET_BYTES = 25 * 2**20
+"""a bucket is closed when it holds this many bytes per rank (the default of DistributedDataParallel)"""
+
+_KINDS = {"enter": "enter_parameters", "all_gather": "gather_parameters"}
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What the members of one bucket have in common: the call, its axes, the target letter, dtype."""
+
+    kind: str
+    axes: tuple[str, ...]
+    to: str
+    dtype: Any
+    chained: bool
+    """whether the members come from another bucket: hybrid sharding gathers along one axis after another"""
+
+
+def bucketed(segment: Segment, program: Program) -> Segment:
+    """``segment`` with its parameters' conversions in buckets, each where its first member stood."""
+    bucket_of: dict[str, list[Statement]] = {}
+    open_: dict[_Key, list[Statement]] = {}
+    for s in segment.statements:
+        step = s.step
+        if not s.parameter or step is None or step.kind not in _KINDS or not program.types[s.value].grad:
+            continue
+        to, dtype = str(s.call.kwargs.get("to", "")), program.types[s.value].dtype
+        key = _Key(step.kind, step.axes, to, dtype, chained=reads(s)[0] in bucket_of)
+        bucket = open_.get(key)
+        if bucket is None or sum(_bytes(member, program) for member in bucket) >= BUCKET_BYTES:
+            bucket = open_[key] = []
+        bucket.append(s)
+        bucket_of[s.outputs[0]] = bucket
+    return replace(segment, statements=tuple(_placed(segment.statements, bucket_of)))
+
+
+def _placed(statements: Sequence[Statement], bucket_of: Mapping[str, list[Statement]]) -> list[Statement]:
+    """Every bucket where its first member stood, after the buckets its members are made from."""
+    placed: list[Statement] = []
+    done: set[int] = set()
+
+    def place(bucket: list[Statement]) -> None:
+        if id(bucket) in done:
+            return
+        done.add(id(bucket))
+        for member in bucket:
+            if reads(member)[0] in bucket_of:
+                place(bucket_of[reads(member)[0]])
+        placed.append(_merged(bucket))
+
+    for s in statements:
+        bucket = bucket_of.get(s.outputs[0]) if s.outputs else None
+        if bucket is None:
+            placed.append(s)
+        else:
+            place(bucket)
+    return placed
+
+
+def _merged(bucket: Sequence[Statement]) -> Statement:
+    first = bucket[0]
+    tensors = tuple(Ref(reads(s)[0]) for s in bucket)
+    step = first.step
+    if step is None:
+        return first
+    axes: Any = step.axes if len(step.axes) > 1 else step.axes[0]
+    if step.kind == "enter":
+        call = Call("enter_parameters", (tensors, axes), {})
+    else:
+        kwargs: dict[str, Any] = {"to": first.call.kwargs["to"]}
+        sizes = tuple(s.call.kwargs.get("size") for s in bucket)
+        if any(size is not None for size in sizes):
+            kwargs["sizes"] = sizes
+        call = Call("gather_parameters", (tensors, tuple(s.call.args[1] for s in bucket), axes), kwargs)
+    outputs = tuple(s.outputs[0] for s in bucket)
+    layouts: tuple[Layout | None, ...] = tuple(s.layouts[0] for s in bucket)
+    return replace(first, outputs=outputs, call=call, layouts=layouts, members=tuple(bucket))
+
+
+def _bytes(s: Statement, program: Program) -> float:
+    type_ = program.types[s.value]
+    layout = s.layouts[0]
+    return math.prod(layout.max_local_shape(type_.shape)) * type_.dtype.itemsize if layout is not None else 0.0

@@ -1,0 +1,96 @@
+"""One form for what export writes in several, so that rules and generated code meet few ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoshard.passes.ir import Ref, TensorType, map_refs, refs
+
+aten = torch.ops.aten
+
+DROPPED = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range_for_size.default,
+}
+"""checks that cost time and say nothing about values"""
+
+STRIDED = {aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype}
+"""ops that read their operand's memory layout: it is made contiguous first, as it was in the traced run"""
+
+_NO_OPS = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.clone.default}
+_SHAPES = {aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+
+def same_as(op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], result: Any) -> Ref | None:
+    """The operand that ``op`` returns unchanged, or None. ``result``: the op's fake result.
+
+    In a functional graph a clone is its operand. A dropout that does nothing draws nothing in eager either.
+    """
+    if not args or not isinstance(args[0], Ref) or not isinstance(result, torch.Tensor | tuple):
+        return None
+    operand: Ref = args[0]
+    before = types[operand.name]
+    if op in _NO_OPS or (op is aten.detach.default and not before.grad):
+        return operand
+    if op in (aten.native_dropout.default, aten.dropout.default):
+        return operand if args[1] == 0 or args[2] is False else None
+    if not isinstance(result, torch.Tensor):
+        return None
+    unchanged = before.shape == tuple(result.shape) and before.dtype == result.dtype
+    if op in _SHAPES or op in (aten._to_copy.default, aten.slice.Tensor):
+        return operand if unchanged else None
+    return None
+
+
+def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> tuple[Any, Any, dict[str, Any]]:
+    """``(op, args, kwargs)`` in the form the passes expect. ``slots``: the results that are used.
+
+    - Every way to reshape is ``reshape``, which also serves local tensors of any strides.
+    - ``native_dropout`` whose mask is unused is ``dropout``.
+    - No op names a device, a layout or pinned memory: a program runs on the device of its module.
+    """
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "layout", "non_blocking")}
+    if op in (aten.view.default, aten._unsafe_view.default):
+        return aten.reshape.default, args, kwargs
+    if op is aten.native_dropout.default and slots == [0]:
+        return aten.dropout.default, (*args[:2], True), kwargs
+    if op is aten._to_copy.default:
+        kwargs.pop("memory_format", None)
+    return op, args, kwargs
+
+
+class Gradients:
+    """Through which results of an op a gradient flows: asked of autograd itself, on tensors without data."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[bool, ...] | None] = {}
+
+    def flags(self, op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], results: list[Any]) -> list[bool]:
+        """Per result (slot order) whether it needs a gradient, given the operands' ``types``."""
+        if not any(types[ref.name].grad for ref in refs((args, kwargs))):
+            return [False] * len(results)
+        key = repr((str(op), map_refs((args, kwargs), lambda ref: types[ref.name])))
+        if key not in self._known:
+            self._known[key] = self._ask(op, args, kwargs, types)
+        known = self._known[key]
+        if known is not None and len(known) == len(results):
+            return list(known)
+        return [isinstance(r, torch.Tensor) and (r.is_floating_point() or r.is_complex()) for r in results]
+
+    @staticmethod
+    def _ask(op: Any, args: Any, kwargs: Any, types: dict[str, TensorType]) -> tuple[bool, ...] | None:
+        def tensor(ref: Ref) -> torch.Tensor:
+            t = types[ref.name]
+            return torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.grad)
+
+        try:
+            result = op(*map_refs(args, tensor), **map_refs(kwargs, tensor))
+        except (RuntimeError, NotImplementedError, ValueError, TypeError):
+            return None  # no meta kernel
+        results = result if isinstance(result, tuple | list) else (result,)
+        return tuple(isinstance(r, torch.Tensor) and r.requires_grad for r in results)

@@ -1,0 +1,264 @@
+"""What tracing would lose without a word: found before, during and after the trace, and refused.
+
+Export runs the forward once on tensors without data. A custom backward, a hook, a checkpoint or a draw from
+Python's random generator leaves no trace in the graph, so each is looked for here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autoshard.errors import CaptureError
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+
+_DATA_DEPENDENT = (
+    "GuardOnDataDependentSymNode",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+)
+DATA_DEPENDENT = (
+    "the program depends on the values of a tensor ({what}), but one graph must serve all inputs. "
+    "Use torch.where or a mask instead of `if`, a fixed size instead of indexing by a boolean mask or nonzero(), "
+    "and keep numbers in tensors (no .item(), int() or float())."
+)
+
+
+def check_model(model: nn.Module, training: bool) -> None:
+    """Refuse what can be seen on the model before it runs: wrappers, exotic parameters, hooks of the backward."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(f"{path or 'the model'}: a ScriptModule cannot be traced; give the Python module")
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise CaptureError(f"{path or 'the model'}: {type(module).__name__} distributes already; give its .module")
+        if training and (module._backward_hooks or module._backward_pre_hooks):
+            raise CaptureError(
+                f"{path or 'the model'}: it has a module backward hook, which the compiled module would not call. "
+                "Remove it before compiling."
+            )
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            _check_tensor(kind, name, tensor, training)
+
+
+def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) -> None:
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise CaptureError(f"{kind} {name!r} has no shape yet: run the model once before compiling it")
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+        raise CaptureError(
+            f"{kind} {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; autoshard shards plain dense "
+            "tensors. Convert it first (full_tensor(), to_dense(), dequantize())."
+        )
+    if training and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
+        raise CaptureError(
+            f"{kind} {name!r}: it has a tensor hook, which the compiled module would not call. Remove it before "
+            "compiling, and register it on the compiled module's parameter, or change .grad after backward()."
+        )
+
+
+class Watch(TorchFunctionMode):
+    """Active around the traced forward: refuses calls that tracing would lose. ``refusal`` is the first of them."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.training = training
+        self.refusal: CaptureError | None = None
+
+    def refuse(self, message: str) -> CaptureError:
+        self.refusal = self.refusal or CaptureError(message)
+        return self.refusal
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _DATA_GET:  # what .data reads is a detached alias; export loses track of it
+            return args[0].detach()
+        if func == _DATA_SET:
+            raise self.refuse("the forward assigns to .data of a tensor. Compute a new tensor instead.")
+        if self.training:
+            name = _LOST.get(func)
+            if name is not None:
+                raise self.refuse(f"{name} is called in the forward; the compiled module would lose it. {_ADVICE}")
+            if func in _REQUIRES and not args[0].requires_grad and (*args[1:], *kwargs.values(), True)[0]:
+                raise self.refuse(
+                    "the forward turns requires_grad on for an intermediate tensor, which the graph cannot express. "
+                    "Make it a parameter, or pass it as an input with requires_grad=True."
+                )
+        return func(*args, **kwargs)
+
+
+_DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_REQUIRES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_ADVICE = "Do it on the compiled module's outputs or gradients, or remove it."
+_LOST: dict[Any, str] = {
+    torch.Tensor.register_hook: "a tensor hook (register_hook)",
+    torch.Tensor.register_post_accumulate_grad_hook: "a tensor hook (register_post_accumulate_grad_hook)",
+    torch.Tensor.retain_grad: "retain_grad()",
+    torch.Tensor.backward: "backward()",
+    torch.autograd.backward: "torch.autograd.backward()",
+    torch.autograd.grad: "torch.autograd.grad()",
+}
+
+
+@contextlib.contextmanager
+def watching(training: bool) -> Iterator[Watch]:
+    """While inside, calls that the trace would lose raise :class:`CaptureError`.
+
+    Afterwards raises if one was swallowed, or if a generator advanced: its draws would be constants of the graph.
+    """
+    watch = Watch(training)
+    states = _generator_states()
+    with contextlib.ExitStack() as stack:
+        stack.callback(_restore_generators, states)
+        if training:
+            for function in _subclasses(torch.autograd.Function):
+                if _is_foreign(function):
+                    stack.enter_context(_patched(function, "forward", staticmethod(_refuse_function(watch, function))))
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        if training:
+            stack.enter_context(_patched(hooks, "__enter__", _refuse_saved_tensors(watch)))
+        stack.enter_context(_patched(torch.inference_mode, "__enter__", _enter_no_grad))
+        stack.enter_context(_patched(torch.inference_mode, "__exit__", _exit_no_grad))
+        yield watch
+        if watch.refusal is not None:
+            raise watch.refusal
+        for name, before, now in zip(("Python's random", "numpy's", "torch's"), states, _generator_states(), strict=True):
+            if before != now:
+                raise CaptureError(
+                    f"the forward draws from or seeds {name} generator outside of torch's random ops; the number would be "
+                    "a constant of the graph. Draw with torch (torch.rand), and seed outside the forward."
+                )
+
+
+def _generator_states() -> tuple[Any, Any, Any]:
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), (kind, bytes(keys), *rest), bytes(torch.get_rng_state().numpy())  # type: ignore[arg-type]
+
+
+def _restore_generators(states: tuple[Any, Any, Any]) -> None:
+    python, (kind, keys, *rest), torch_state = states
+    random.setstate(python)
+    np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))
+    torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = name in vars(owner)
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from _subclasses(sub)
+
+
+def _is_foreign(function: type) -> bool:
+    """Whether a forward may call it. torch's own are behind ops, which are kept whole, but for a few."""
+    module = function.__module__
+    return not module.startswith("torch.") or module.startswith(("torch.nn.", "torch.utils.", "torch.distributed."))
+
+
+def _refuse_function(watch: Watch, function: type) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if function.__module__ == "torch.utils.checkpoint":
+            raise watch.refuse(CHECKPOINT)
+        raise watch.refuse(
+            f"custom autograd.Function {function.__qualname__!r} ({function.__module__}): tracing keeps its forward and "
+            "drops its backward, so gradients would be wrong. Write it with differentiable torch ops, or make it an op "
+            "with torch.library.custom_op and register_autograd."
+        )
+
+    return forward
+
+
+CHECKPOINT = (
+    "activation checkpointing (torch.utils.checkpoint) is erased by tracing. Turn it off "
+    "(Hugging Face: model.gradient_checkpointing_disable()); autoshard decides what is recomputed from memory_budget."
+)
+
+
+def _refuse_saved_tensors(watch: Watch) -> Callable[[Any], None]:
+    def enter(self: Any) -> None:
+        if type(self).__module__ == "torch.utils.checkpoint":
+            raise watch.refuse(CHECKPOINT)
+        raise watch.refuse("saved-tensor hooks are used in the forward; the compiled module would lose them. Remove them.")
+
+    return enter
+
+
+def _enter_no_grad(self: Any) -> None:
+    """inference_mode as no_grad: the same values and gradients, and export keeps no_grad."""
+    self._traced_as = torch.no_grad() if self.mode else contextlib.nullcontext()
+    self._traced_as.__enter__()
+
+
+def _exit_no_grad(self: Any, *error: Any) -> None:
+    self._traced_as.__exit__(*error)
+
+
+@contextlib.contextmanager
+def random_ops_stay() -> Iterator[None]:
+    """While inside, fx keeps random ops whose result is unused: they too advance the generator."""
+    original = torch.fx.Node.is_impure
+
+    def is_impure(self: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
+        return is_random(self.target) or original(self, *args, **kwargs)
+
+    with _patched(torch.fx.Node, "is_impure", is_impure):
+        yield
+
+
+def is_random(op: Any) -> bool:
+    """Whether ``op`` draws from the generator."""
+    return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+
+
+def explain(model: nn.Module, error: BaseException) -> CaptureError:
+    """The error a user sees for ``error``, raised while the model was traced: where, what, and what to do."""
+    path, line, code = _locate(model, error.__traceback__)
+    where = f"{path or 'the model'} ({line})" if line else path
+    prefix = f"{where}: " if where else ""
+    if isinstance(error, CaptureError):
+        text = str(error)
+    elif type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error):
+        text = DATA_DEPENDENT.format(what=f"`{code}`" if code else type(error).__name__)
+    else:
+        first = str(error).strip().split("\n\n")[0]
+        text = f"the model could not be traced. {type(error).__name__}: {first}"
+    return CaptureError(prefix + text)
+
+
+def _locate(model: nn.Module, tb: TracebackType | None) -> tuple[str, str, str]:
+    """Module path, ``file:line`` and source text of the innermost frame of the user's code, and "" where unknown."""
+    names = {id(module): name for name, module in model.named_modules()}
+    path = line = code = ""
+    for frame, number in traceback.walk_tb(tb):
+        file = frame.f_code.co_filename
+        owner = frame.f_locals.get("self")
+        if id(owner) in names and names[id(owner)]:
+            path = names[id(owner)]
+        if not file.startswith((_TORCH, _HERE, "<")) and "importlib" not in file:
+            line, code = f"{os.path.basename(file)}:{number}", linecache.getline(file, number).strip()
+    return path, line, code

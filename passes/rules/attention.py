@@ -1,0 +1,163 @@
+"""Scaled dot product attention: batch, heads, queries, keys and the value's last dim."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from autoshard.layout import R, Shard
+from autoshard.passes.ir import Graph, Node
+from autoshard.passes.rules.base import Call, Rule, Site, Strategy
+from autoshard.passes.rules.factors import Dims, Factors, argument, shape_of
+from autoshard.passes.rules.named import axes_of, inputs, positions, spell, unchanged
+
+aten = torch.ops.aten
+
+OPERANDS = ("query", "key", "value", "attn_mask")
+
+
+def _shapes(node: Node, graph: Graph) -> dict[str, tuple[int, ...]]:
+    return {name: shape_of(graph, argument(node, name)) for name in OPERANDS if name in positions(node)}
+
+
+def is_grouped(node: Node, graph: Graph) -> bool:
+    """Whether several query heads share a key head."""
+    shapes = _shapes(node, graph)
+    return bool(argument(node, "enable_gqa")) and shapes["query"][-3] != shapes["key"][-3]
+
+
+def weights_shape(node: Node, graph: Graph) -> tuple[int, ...]:
+    """Global shape of the attention matrix [..., s, t]."""
+    shapes = _shapes(node, graph)
+    key = shapes["key"]
+    lead = [s[:-2] for s in (shapes["query"], key)]
+    if is_grouped(node, graph):
+        lead[1] = (*key[:-3], shapes["query"][-3])
+    return (*torch.broadcast_shapes(*lead), shapes["query"][-2], key[-2])
+
+
+def _strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Softmax is over the keys: they need the distributed form, all others are independent. Linear in the value.
+
+    With fewer key than query heads, either both are cut ("heads"), or the query heads alone ("query heads").
+    """
+    shapes = _shapes(node, graph)
+    shape = weights_shape(node, graph)
+    lead = tuple("heads" if d == len(shape) - 3 else f"batch{d}" for d in range(len(shape) - 2))
+    sizes = dict(zip(lead, shape, strict=False))
+    sizes |= {"queries": shape[-2], "keys": shape[-1], "embed": shapes["value"][-1]}
+    grouped = is_grouped(node, graph)
+    dims = {
+        "query": (*_leading(shapes["query"], lead, sizes), "queries", None),
+        "key": (*_leading(shapes["key"], lead, sizes), "keys", None),
+        "value": (*_leading(shapes["value"], lead, sizes), "keys", "embed"),
+        "attn_mask": _leading(shapes.get("attn_mask", ()), (*lead, "queries", "keys"), sizes),
+    }
+    if grouped:
+        groups = shapes["key"][-3]
+        for name in ("key", "value"):
+            dims[name] = (*dims[name][:-3], "heads", *dims[name][-2:])
+        sizes["heads"] = groups
+    result = (*lead, "queries", "embed")
+    factors = Factors(
+        inputs(node, dims),
+        (result,),
+        sizes,
+        even=frozenset({"heads"}) if grouped else frozenset(),
+        linear=((positions(node)["value"],),),
+    )
+    found = list(factors.strategies(node, graph))
+    keyed = next((i for i, s in enumerate(found) if s.label == "keys"), None)
+    if keyed is not None:
+        found[keyed] = _with_communication(found[keyed], shape, graph.types[node.inputs[0]].dtype)
+    if grouped:
+        found.append(_query_heads(node, shape, dims))
+    return tuple(found)
+
+
+def _leading(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims:
+    """Factors of an operand's dims before the last two (all dims of a mask), right-aligned; broadcast dims lack theirs."""
+    kept = shape[:-2] if len(names) and names[-1] != "keys" else shape
+    named = names[len(names) - len(kept) :]
+    return tuple(f if f is not None and n == sizes[f] else None for f, n in zip(named, kept, strict=True))
+
+
+def _with_communication(strategy: Strategy, shape: tuple[int, ...], dtype: torch.dtype) -> Strategy:
+    """Maxima and sums of every row."""
+    bytes_ = 2.0 * math.prod(shape[:-1]) * max(4, dtype.itemsize)
+    return Strategy(
+        strategy.label, strategy.inputs, strategy.outputs, strategy.size, strategy.even, strategy.divides, bytes_
+    )
+
+
+def _query_heads(node: Node, shape: tuple[int, ...], dims: dict[str, Dims]) -> Strategy:
+    """Query heads cut, key and value heads whole: each rank picks those its query heads use."""
+    cut = {name for name in ("query", "attn_mask") if "heads" in dims[name]}
+    placements = tuple(
+        Shard(dims[name].index("heads")) if name in cut else R for name in positions(node)
+    )
+    return Strategy("query heads", placements, (Shard(len(shape) - 3),), shape[-3], divides=True)
+
+
+def _local(site: Site) -> Call:
+    node, graph = site.node, site.graph
+    query, key, value, mask = (argument(node, name) for name in OPERANDS)
+    shape = weights_shape(node, graph)
+    last = len(shape) - 1
+    causal, probability = bool(argument(node, "is_causal")), float(argument(node, "dropout_p"))
+    key_axes, row_axes = _axes(site, "key", 2), _axes(site, "query", 2)
+    grouped = is_grouped(node, graph)
+    if grouped and (site.axes("query heads") or key_axes or probability):
+        heads: list[Any] = [shape[-3], spell(_axes(site, "query", 3)), shape_of(graph, key)[-3]]
+        if group_axes := _axes(site, "key", 3):
+            heads.append(spell(group_axes))
+        key, value = (Call("kv_heads", (x, *heads), {}) for x in (key, value))
+        grouped = False
+    if causal and (row_axes or key_axes or probability):
+        extent: tuple[Any, ...] = (shape[-2], spell(row_axes))
+        extent += (shape[-1], spell(key_axes)) if key_axes else ()
+        mask = Call("causal_mask", (query, argument(node, "key"), *extent), {})
+        causal = False
+    if key_axes or probability:
+        return _spelled_out(site, (query, key, value), mask, shape, {last: key_axes, last - 1: row_axes})
+    return unchanged(site, key=key, value=value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+
+
+def _spelled_out(
+    site: Site, operands: tuple[Any, ...], mask: Any, shape: tuple[int, ...], rows_and_keys: dict[int, tuple[str, ...]]
+) -> Call:
+    """The runtime's attention: it needs to know how the attention matrix is cut."""
+    given = {
+        "attn_mask": mask,
+        "dropout_p": argument(site.node, "dropout_p") or None,
+        "scale": argument(site.node, "scale"),
+    }
+    extra = {name: v for name, v in given.items() if v is not None}
+    axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | rows_and_keys
+    cuts = {d: spell(a) for d, a in sorted(axes.items()) if a}
+    return Call("attention", operands, {**extra, "shape": shape, "cuts": cuts})
+
+
+def _axes(site: Site, name: str, from_end: int) -> tuple[str, ...]:
+    """Axes that cut a dim of an operand, counted from the end."""
+    rank = len(site.in_type(positions(site.node)[name]).shape)
+    return axes_of(site, name, rank - from_end) if rank >= from_end else ()
+
+
+def _flops(node: Node, graph: Graph) -> float:
+    """Two products per pair of query and key, also where a causal mask hides the pair."""
+    shapes = _shapes(node, graph)
+    return 2.0 * math.prod(weights_shape(node, graph)) * (shapes["query"][-1] + shapes["value"][-1])
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        aten.scaled_dot_product_attention.default,
+        _strategies,
+        _local,
+        _flops,
+        "... heads queries _, ... heads keys _, ... heads keys embed, ... heads queries keys -> ... heads queries embed",
+    ),
+)

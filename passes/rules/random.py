@@ -1,0 +1,111 @@
+"""Random ops. Every rank takes its part of one draw of global shape, so values do not depend on the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoshard.layout import P, R, Shard
+from autoshard.passes.ir import Graph, Node
+from autoshard.passes.rules.base import Call, Rule, Site, Strategy
+from autoshard.passes.rules.factors import (
+    Factors,
+    argument,
+    input_shapes,
+    numbered,
+    output_shapes,
+    sizes_of,
+    whole,
+)
+from autoshard.passes.rules.named import ops, spell, unchanged
+
+aten = torch.ops.aten
+
+
+def cuts(site: Site) -> dict[int, str | tuple[str, ...]]:
+    """Tensor dim → the mesh axes that cut it, for the first result."""
+    layout = site.outputs[0]
+    dims = sorted({p.dim for p in layout.placements if isinstance(p, Shard)})
+    return {d: spell(layout.axes_of(d)) for d in dims}
+
+
+def _same_shape(node: Node, graph: Graph) -> Factors:
+    (shape,) = input_shapes(node, graph)
+    dims = numbered(shape)
+    return Factors((dims,), (dims,) * len(node.outputs), sizes_of(shape))
+
+
+def _dropout(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Linear: summands may be masked alike. The mask of native_dropout is not linear."""
+    summands = (Strategy("P(0)", (P,), (P,)),) if node.output_slots in ((0,), ()) else ()
+    return (*_same_shape(node, graph).strategies(node, graph), *summands)
+
+
+def _local_dropout(site: Site) -> Call:
+    node = site.node
+    if not argument(node, "train"):
+        return unchanged(site)
+    return Call("dropout", (node.args[0], argument(node, "p"), site.in_type(0).shape, cuts(site)), {})
+
+
+def _native_dropout(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    return _same_shape(node, graph).strategies(node, graph)
+
+
+def _local_native_dropout(site: Site) -> Call:
+    node = site.node
+    if argument(node, "train") is False:
+        return unchanged(site)
+    return Call("native_dropout", (node.args[0], argument(node, "p"), site.in_type(0).shape, cuts(site)), {})
+
+
+def _like(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """The operand gives the shape only; summands of it will do."""
+    return (*_same_shape(node, graph).strategies(node, graph), Strategy("P(0)", (P,), (R,)))
+
+
+def _local_like(site: Site) -> Call:
+    node = site.node
+    x, *rest = node.args
+    return Call("draw_like", (_name(node), x, site.out_type().shape, cuts(site), *rest), dict(node.kwargs))
+
+
+def _sized(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    (shape,) = output_shapes(node, graph)
+    return Factors((), (numbered(shape),), sizes_of(shape)).strategies(node, graph)
+
+
+def _local_draw(site: Site) -> Call:
+    node = site.node
+    dims: dict[str, Any] = {"dims": found} if (found := cuts(site)) else {}
+    return Call("draw", (_name(node), *node.args), {**node.kwargs, **dims})
+
+
+def _of_values(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Draws that depend on the operand's values, in the order of its elements: whole."""
+    return whole(len(node.inputs), len(node.outputs))
+
+
+def _name(node: Node) -> str:
+    return node.op._schema.name.removeprefix("aten::")
+
+
+LIKE = (
+    "rand_like.default randn_like.default randint_like.default randint_like.low_dtype bernoulli.p uniform.default "
+    "exponential.default normal_functional.default geometric.default cauchy.default log_normal.default "
+    "random.default random.to random.from"
+)
+SIZED = "rand.default randn.default randint.default randint.low randperm.default normal.float_float"
+OF_VALUES = (
+    "bernoulli.default multinomial.default normal.Tensor_float normal.Tensor_Tensor normal.float_Tensor "
+    "poisson.default binomial.default"
+)
+
+RULES: tuple[Rule, ...] = (
+    Rule(aten.dropout.default, _dropout, _local_dropout, notation="... -> ..."),
+    Rule(aten.native_dropout.default, _native_dropout, _local_native_dropout, notation="... -> ..., ..."),
+    *(Rule(op, _like, _local_like, notation="... -> ...") for op in ops(LIKE)),
+    *(Rule(op, _sized, _local_draw, notation="-> any dim") for op in ops(SIZED)),
+    *(Rule(op, _of_values, _local_draw, notation="whole") for op in ops(OF_VALUES)),
+)

@@ -1,0 +1,112 @@
+"""Lower bounds and bound-based pruning of a pairwise core by sequential message passing.
+
+Source: Kolmogorov, Convergent tree-reweighted message passing (2006), in the reparametrisation form of SRMP (2015).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .eliminate import Eliminator, Scope
+from .network import Array
+from .tables import Classes
+
+
+@dataclass
+class _Edge:
+    """A matrix E[a, b] with what has been moved into it: E + into[0][a] + into[1][b]."""
+
+    matrix: Array
+    transposed: Array
+    into: list[Array]
+
+
+class Dual:
+    """A reparametrised copy of the core: costs move between nodes and edges, the total of every choice stays.
+
+    ``bound`` is a lower bound of the optimum: the sum of every table's minimum. It never falls.
+    """
+
+    def __init__(self, network: Eliminator) -> None:
+        self.order = sorted(network.alive)
+        rank = {node: k for k, node in enumerate(self.order)}
+        arrays = network.tables.arrays
+        self.node = {i: np.array(arrays[network.factors[i,]]) for i in self.order if (i,) in network.factors}
+        for i in self.order:
+            self.node.setdefault(i, np.zeros(network.sizes[i]))
+        self.edges: dict[Scope, _Edge] = {}
+        self.after: dict[int, list[Scope]] = {i: [] for i in self.order}
+        self.before: dict[int, list[Scope]] = {i: [] for i in self.order}
+        for scope, table in sorted(network.factors.items()):
+            if len(scope) == 2:
+                matrix = arrays[table]
+                zeros = [np.zeros(n) for n in matrix.shape]
+                self.edges[scope] = _Edge(matrix, np.ascontiguousarray(matrix.T), zeros)
+                first, second = sorted(scope, key=rank.__getitem__)
+                self.after[first].append(scope)
+                self.before[second].append(scope)
+        self.bound = network.constant
+        self.kept: dict[int, Classes] = {i: np.arange(network.sizes[i]) for i in self.order}
+
+    def sweep(self, upper: float) -> None:
+        """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``."""
+        for order, ahead in ((self.order, self.after), (self.order[::-1], self.before)):
+            for i in order:
+                self._visit(i, ahead[i], upper)
+
+    def _visit(self, i: int, ahead: list[Scope], upper: float) -> None:
+        scopes = self.before[i] + self.after[i]
+        for scope in scopes:
+            message = self._message(scope, i)
+            self.node[i] += message
+            self.edges[scope].into[scope.index(i)] -= message
+        least = float(self.node[i].min())
+        self.bound += least
+        self.node[i] -= least
+        stay = np.flatnonzero(self.node[i] <= upper - self.bound)
+        if 0 < len(stay) < len(self.node[i]):
+            self._restrict(i, stay)
+        if ahead:
+            share = self.node[i] / max(len(ahead), len(scopes) - len(ahead))
+            for scope in ahead:
+                self.edges[scope].into[scope.index(i)] += share
+            self.node[i] -= share * len(ahead)
+            np.maximum(self.node[i], 0.0, out=self.node[i])  # rounding noise must not raise the bound
+
+    def _message(self, scope: Scope, i: int) -> Array:
+        """For each strategy of ``i`` the least the edge costs."""
+        edge = self.edges[scope]
+        side = scope.index(i)
+        matrix = edge.transposed if side == 0 else edge.matrix  # the other node first: a fast reduction
+        message: Array = (matrix + edge.into[1 - side][:, None]).min(axis=0) + edge.into[side]
+        return message
+
+    def _restrict(self, i: int, stay: Classes) -> None:
+        self.node[i] = self.node[i][stay]
+        self.kept[i] = self.kept[i][stay]
+        for scope in self.before[i] + self.after[i]:
+            edge = self.edges[scope]
+            side = scope.index(i)
+            edge.into[side] = edge.into[side][stay]
+            edge.matrix = np.ascontiguousarray(edge.matrix.take(stay, side))
+            edge.transposed = np.ascontiguousarray(edge.transposed.take(stay, 1 - side))
+
+    def decode(self) -> dict[int, int]:
+        """A choice: node by node the cheapest strategy given the nodes before it, numbered as the network does."""
+        position: dict[int, int] = {}
+        for i in self.order:
+            total = self.node[i].copy()
+            for scope in self.before[i]:
+                edge, side = self.edges[scope], scope.index(i)
+                rows = edge.transposed if side == 0 else edge.matrix
+                total += rows[position[scope[1 - side]]] + edge.into[side]
+            for scope in self.after[i]:
+                total += self._message(scope, i)
+            position[i] = int(np.argmin(total))
+        return {i: int(self.kept[i][s]) for i, s in position.items()}
+
+    @property
+    def strategies(self) -> int:
+        return sum(map(len, self.kept.values()))

@@ -1,0 +1,152 @@
+"""The search: prune, eliminate, bound and prune again, then eliminate what is left or give it to the MILP solver."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...errors import PlanError
+from .bound import Dual
+from .eliminate import Eliminator, Step
+from .milp import solve_core
+from .network import CostNetwork, Memory, Solution
+from .prune import Pruner, restrict
+from .tables import Tables
+
+# Entries of the largest join that elimination computes without a second thought, and at all (the MILP's turn beyond).
+EASY_JOIN = 20_000_000
+MAX_JOIN = 1_000_000_000
+# Message passing ends after this many sweeps, or when a sweep closes less than this part of the gap.
+MAX_SWEEPS = 200
+LEAST_PROGRESS = 1e-3
+# Bits kept for the sum of all costs: float64 has 53, messages and sums need no more than the rest.
+GRID_BITS = 50
+
+
+@dataclass
+class _Run:
+    """One search, and what is to be told about it."""
+
+    network: Eliminator
+    pruner: Pruner
+    deadline: float
+    incumbent: dict[int, int] = field(default_factory=dict)
+    upper: float = math.inf
+    bound: float = -math.inf
+    pruned: int = 0
+    sweeps: int = 0
+    core: tuple[int, int] = (0, 0)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def solve(network: CostNetwork, *, time_limit: float | None = None, memory: Memory | None = None) -> Solution:
+    """The cheapest strategy per node; ties go to the lowest index.
+
+    ``time_limit``: seconds after which the best choice so far is returned, with ``exact=False`` and a valid lower bound.
+    Costs are rounded to 2^-50 of the sum of the tables' ranges, so that float64 sums are exact and do not depend on
+    their order: forbid with ``inf``, not with a huge number. Raises PlanError when no choice is feasible.
+    """
+    begin = time.perf_counter()
+    tables = Tables()
+    work = Eliminator.of(on_grid(network), tables)
+    run = _Run(work, Pruner(tables), begin + (math.inf if time_limit is None else time_limit))
+    _timed(run, "reduce", reduce)
+    if not work.fits(EASY_JOIN):
+        _timed(run, "bound", tighten)
+    exact = _timed(run, "core", finish)
+    choice = work.back_substitute(dict(run.incumbent))
+    chosen = tuple(choice[node] for node in range(len(network.nodes)))
+    cost = network.cost(chosen)
+    stats = {
+        "pruned": run.pruned,
+        "eliminated": sum(isinstance(step, Step) for step in work.steps),
+        "core": {"nodes": run.core[0], "strategies": run.core[1]},
+        "sweeps": run.sweeps,
+        "tables": len(tables.arrays),
+        "seconds": run.seconds,
+    }
+    return Solution(chosen, cost, cost if exact else min(run.bound, cost), exact, stats)
+
+
+def on_grid(network: CostNetwork) -> CostNetwork:
+    """The network with costs rounded so that every sum of them is exact in float64. Shared arrays stay shared."""
+    arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
+    ranges = {key: _range(array) for key, array in arrays.items()}
+    total = sum(ranges[id(a)] for a in network.nodes) + sum(ranges[id(edge[2])] for edge in network.edges)
+    if not total:
+        return network
+    exponent = math.frexp(total)[1] - GRID_BITS
+    rounded = {key: np.ldexp(np.rint(np.ldexp(array, -exponent)), exponent) for key, array in arrays.items()}
+    return CostNetwork(
+        tuple(rounded[id(a)] for a in network.nodes), tuple((i, j, rounded[id(a)]) for i, j, a in network.edges)
+    )
+
+
+def _range(array: np.ndarray) -> float:
+    finite = array[np.isfinite(array)]
+    return float(np.abs(finite).max()) if finite.size else 0.0
+
+
+def reduce(run: _Run) -> None:
+    """Prune, and eliminate nodes of up to two neighbours, until neither finds anything."""
+    run.pruned += run.pruner.run(run.network)
+    while True:
+        run.network.run(max_degree=2, max_weight=MAX_JOIN)
+        removed = run.pruner.run(run.network)
+        run.pruned += removed
+        if not removed:
+            return
+
+
+def tighten(run: _Run) -> None:
+    """Message passing on the core: a lower bound, an incumbent, and the removal of what cannot beat it."""
+    dual = Dual(run.network)
+    tolerance = 0.0
+    while run.sweeps < MAX_SWEEPS and time.perf_counter() < run.deadline:
+        before = dual.bound, dual.strategies
+        dual.sweep(run.upper + tolerance)
+        run.sweeps += 1
+        choice = dual.decode()
+        cost = run.network.cost(choice)
+        if cost < run.upper:
+            run.incumbent, run.upper = choice, cost
+            tolerance = 1e-9 * (abs(cost) + abs(dual.bound))
+        gap = run.upper - dual.bound
+        if gap <= tolerance or (
+            math.isfinite(gap) and dual.bound - before[0] < LEAST_PROGRESS * gap and dual.strategies == before[1]
+        ):
+            break
+    run.bound = dual.bound
+    run.pruned += sum(run.network.sizes[node] for node in dual.order) - dual.strategies
+    for node, kept in dual.kept.items():
+        if len(kept) < run.network.sizes[node]:
+            restrict(run.network, node, kept)
+            if run.incumbent:
+                run.incumbent[node] = int(np.flatnonzero(kept == run.incumbent[node])[0])
+    reduce(run)
+
+
+def finish(run: _Run) -> bool:
+    """Choices for the core; returns whether they are proven optimal."""
+    work = run.network
+    run.core = len(work.alive), sum(work.sizes[node] for node in work.alive)
+    if work.fits(MAX_JOIN):
+        work.run(max_degree=len(work.sizes), max_weight=MAX_JOIN)
+        run.incumbent = {}
+        if math.isinf(work.constant):
+            raise PlanError("no choice of strategies is feasible: every one meets a forbidden cost")
+        return True
+    left = run.deadline - time.perf_counter()
+    found = solve_core(list(work.core()), work.sizes, time_limit=None if math.isinf(left) else max(left, 1.0))
+    run.incumbent, run.bound = dict(found.choice), max(run.bound, work.constant + found.lower_bound)
+    return found.exact
+
+
+def _timed(run: _Run, name: str, stage):  # type: ignore[no-untyped-def]
+    begin = time.perf_counter()
+    result = stage(run)
+    run.seconds[name] = round(time.perf_counter() - begin, 4)
+    return result

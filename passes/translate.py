@@ -1,0 +1,361 @@
+"""A functional ``torch.export`` program → :class:`~autoshard.passes.ir.Graph`, node by node."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, TensorArgument
+
+from autoshard.errors import CaptureError
+from autoshard.passes.canonical import DROPPED, STRIDED, Gradients, canonical, same_as
+from autoshard.passes.hazards import DATA_DEPENDENT, is_random
+from autoshard.passes.ir import Graph, Input, Node, Ref, TensorType
+
+aten = torch.ops.aten
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+
+_KINDS = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
+
+
+def translate(program: torch.export.ExportedProgram, model: nn.Module, example: Example, training: bool) -> Graph:
+    """The graph of ``program``, which was exported from ``model`` for ``example`` and made functional."""
+    return _Translation(program, model, example, training).graph()
+
+
+def gradient_sources(program: torch.export.ExportedProgram, model: nn.Module, example: Example) -> set[str]:
+    """Names of the program's placeholders whose tensor requires a gradient."""
+    leaves, order = pytree.tree_leaves(example), iter(_export_order(program, example))
+    names = set()
+    for spec in program.graph_signature.input_specs:
+        tensor = leaves[next(order)] if spec.kind is InputKind.USER_INPUT else _own_tensor(model, spec)
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            names.add(spec.arg.name)
+    return names
+
+
+def _own_tensor(model: nn.Module, spec: InputSpec) -> torch.Tensor | None:
+    if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
+        return None
+    path, _, leaf = (spec.target or "").rpartition(".")
+    tensor = getattr(model.get_submodule(path), leaf)
+    return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def _export_order(program: torch.export.ExportedProgram, example: Example) -> list[int]:
+    """Per user input of the program the index of its leaf in the example: export may reorder kwargs."""
+    spec = program.call_spec.in_spec
+    args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
+    positions = pytree.tree_leaves((args, {k: kwargs[k] for k in example[1]}))
+    order = [0] * len(positions)
+    for leaf, position in enumerate(positions):
+        order[position] = leaf
+    return order
+
+
+class _Translation:
+    def __init__(
+        self, program: torch.export.ExportedProgram, model: nn.Module, example: Example, training: bool
+    ) -> None:
+        self.program, self.model, self.example, self.training = program, model, example, training
+        self.names = _names_by_tensor(model)
+        self.fx_nodes: dict[str, fx.Node] = {n.name: n for n in program.graph.nodes}
+        self.types: dict[str, TensorType] = {}
+        self.values: dict[str, Any] = {}
+        """fx name → the Ref, or whatever else, that stands for it"""
+        self.nodes: list[Node] = []
+        self.gradients = Gradients()
+
+    def graph(self) -> Graph:
+        inputs, constants, flat_inputs = self.inputs()
+        for node in self.program.graph.nodes:
+            if node.op == "call_function" and node.target is not operator.getitem:
+                self.node(node)
+            elif node.op == "get_attr":
+                raise CaptureError(f"{where(node)}: the graph holds {node.target}, an object that is no tensor")
+        outputs, mutations = self.outputs()
+        graph = Graph(
+            inputs=inputs,
+            nodes=tuple(self.nodes),
+            types=self.types,
+            outputs=outputs,
+            out_spec=self.program.call_spec.out_spec,
+            in_spec=pytree.tree_structure(self.example),
+            mutations=mutations,
+            constants=constants,
+            flat_inputs=flat_inputs,
+            training=self.training,
+        )
+        return remove_dead(graph)
+
+    def inputs(self) -> tuple[tuple[Input, ...], dict[str, torch.Tensor], tuple[str | None, ...]]:
+        leaves, _ = pytree.tree_flatten_with_path(self.example)
+        order = iter(_export_order(self.program, self.example))
+        flat: list[str | None] = [None] * len(leaves)
+        inputs: dict[str, Input] = {}
+        constants: dict[str, torch.Tensor] = {}
+        for spec in self.program.graph_signature.input_specs:
+            kind, name = _KINDS.get(spec.kind), spec.arg.name
+            index = next(order) if kind == "input" else -1
+            if kind is None or not isinstance(spec.arg, TensorArgument | ConstantArgument):
+                raise CaptureError(
+                    f"the forward uses {spec.target or name}, an object that is no tensor ({spec.kind.name.lower()}), "
+                    "such as a torch.Generator or a script object. Use torch's default generator and plain tensors."
+                )
+            if not isinstance(spec.arg, TensorArgument):
+                continue
+            if kind == "input":
+                flat[index] = name
+                new, grad = Input(name, kind, _argument_path(leaves[index][0])), leaves[index][1].requires_grad
+            elif kind == "constant":
+                constants[name] = self.constant(spec)
+                new, grad = Input(name, kind, str(spec.target)), False
+            else:
+                first, *aliases = self.names[str(spec.target)]
+                tensor = _own_tensor(self.model, spec)
+                new, grad = Input(name, kind, first, tuple(aliases)), tensor is not None and tensor.requires_grad
+                if twin := next((i.name for i in inputs.values() if i.fqn == first and i.kind == kind), None):
+                    self.values[name] = Ref(twin)
+                    continue
+            inputs[name] = new
+            self.define(name, self.fx_nodes[name], self.fx_nodes[name].meta["val"], grad)
+        return tuple(inputs.values()), constants, tuple(flat)
+
+    def constant(self, spec: InputSpec) -> torch.Tensor:
+        tensor = self.program.constants[str(spec.target)]
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta or type(tensor).__name__ == "FakeTensor":
+            raise CaptureError(
+                f"the model's tensor {spec.target!r} is neither parameter nor buffer and has no data. Register it with "
+                "register_buffer() or as nn.Parameter."
+            )
+        if tensor.requires_grad and self.training:
+            raise CaptureError(
+                f"the model's tensor {spec.target!r} requires a gradient and is not a parameter; it would be a constant "
+                "of the graph. Make it an nn.Parameter."
+            )
+        return tensor.detach()
+
+    def define(self, name: str, node: fx.Node, value: Any, grad: bool) -> None:
+        if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in value.shape):
+            made = f"the shape {list(value.shape)} of" if isinstance(value, torch.Tensor) else "a number out of"
+            raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'{made} {node.target}')}")
+        self.types[name] = TensorType(tuple(value.shape), value.dtype, grad and self.training)
+        self.values[name] = Ref(name)
+
+    def node(self, node: fx.Node) -> None:
+        op, value = node.target, node.meta.get("val")
+        if op in DROPPED:
+            return
+        if not isinstance(op, torch._ops.OpOverload):
+            raise CaptureError(f"{where(node)}: {_not_an_op(node, value)}")
+        args, kwargs = self.argument(node.args), self.argument(dict(node.kwargs))
+        if any(isinstance(a, torch.SymInt | torch.SymFloat) for a in pytree.tree_leaves((args, kwargs))):
+            raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
+        if op is aten.broadcast_tensors.default:
+            self.broadcast(node, args[0])
+        elif op is aten.copy.default:
+            self.values[node.name] = self.cast(node, args[1], value)
+        elif same := self.same(node, args, kwargs):
+            self.rename(node, same)
+        else:
+            if op in STRIDED:
+                contiguous = self.emit(node, aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format})
+                args = (contiguous, *args[1:])
+            self.emit_all(node, op, args, kwargs)
+
+    def same(self, node: fx.Node, args: Any, kwargs: Any) -> Ref | None:
+        is_output = any(user.op == "output" for user in node.users)
+        if node.target is aten.clone.default and is_output:
+            return None  # the user gets a tensor of his own
+        return same_as(node.target, args, kwargs, self.types, node.meta.get("val"))
+
+    def rename(self, node: fx.Node, ref: Ref) -> None:
+        self.values[node.name] = ref
+        for get in node.users:
+            if get.target is operator.getitem and get.args[1] == 0:
+                self.values[get.name] = ref
+
+    def broadcast(self, node: fx.Node, operands: Sequence[Ref]) -> None:
+        for get in node.users:
+            self.values[get.name] = self.cast(get, operands[get.args[1]], get.meta["val"])
+
+    def cast(self, node: fx.Node, ref: Ref, value: torch.Tensor) -> Ref:
+        """``ref`` with the shape and dtype of ``value``."""
+        shape = tuple(value.shape)
+        if self.types[ref.name].dtype != value.dtype:
+            ref = self.emit(node, aten._to_copy.default, (ref,), {"dtype": value.dtype})
+        if self.types[ref.name].shape != shape:
+            ref = self.emit(node, aten.expand.default, (ref, list(shape)), {})
+        return ref
+
+    def emit(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> Ref:
+        """Add an op with one result that stands for part of ``node``."""
+        name, number = node.name, 0
+        while name in self.types or (number == 0 and op is not node.target and op is aten.clone.default):
+            number += 1
+            name = f"{node.name}_{op._schema.name.rpartition(':')[2].strip('_')}" + (f"_{number}" if number > 1 else "")
+        metas = pytree.tree_map_only(Ref, self._meta, args)
+        value = op(*metas, **kwargs)
+        grads = self.gradients.flags(op, args, kwargs, self.types, [value])
+        self.add(node, name, op, args, kwargs, [(name, 0, value)], grads)
+        return Ref(name)
+
+    def _meta(self, ref: Ref) -> torch.Tensor:
+        t = self.types[ref.name]
+        return torch.empty(t.shape, dtype=t.dtype, device="meta")
+
+    def emit_all(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> None:
+        value = node.meta.get("val")
+        results = list(value) if isinstance(value, tuple | list) else [value]
+        used = self.results(node, value)
+        op, args, kwargs = canonical(op, args, kwargs, [slot for _, slot, _ in used])
+        grads = self.gradients.flags(op, args, kwargs, self.types, results)
+        self.add(node, node.name, op, args, kwargs, used, grads)
+
+    def add(
+        self, node: fx.Node, name: str, op: Any, args: Any, kwargs: Any, used: list[tuple[str, int, Any]],
+        grads: list[bool],
+    ) -> None:  # fmt: skip
+        for output, slot, value in used:
+            self.define(output, node, value, grads[slot])
+        self.nodes.append(
+            Node(
+                name=name,
+                op=op,
+                args=args,
+                kwargs=kwargs,
+                outputs=tuple(output for output, _, _ in used),
+                output_slots=tuple(slot for _, slot, _ in used),
+                fqn=fqn(node),
+                module_types=module_types(node),
+                source=source(node),
+            )
+        )
+
+    def results(self, node: fx.Node, value: Any) -> list[tuple[str, int, Any]]:
+        """(value name, position in the op's result, fake value) of the results that are used."""
+        if value is None:
+            return []
+        if not isinstance(value, tuple | list):
+            return [(node.name, 0, value)]
+        gets = [g for g in node.users if g.target is operator.getitem and g.users]
+        slots = sorted({int(g.args[1]) for g in gets})  # type: ignore[call-overload]
+        names = {s: node.name if len(slots) == 1 else f"{node.name}_{s}" for s in slots}
+        for get in gets:
+            slot = int(get.args[1])  # type: ignore[call-overload]
+            if len(slots) > 1 and names[slot] in self.fx_nodes:
+                names[slot] = get.name
+            self.values[get.name] = Ref(names[slot])
+        return [(names[slot], slot, value[slot]) for slot in slots]
+
+    def argument(self, arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            if arg.name in self.values:
+                return self.values[arg.name]
+            return arg.meta["val"]  # a number that depends on the data; the caller refuses it
+        if isinstance(arg, tuple):
+            return tuple(self.argument(a) for a in arg)
+        if isinstance(arg, list):
+            return [self.argument(a) for a in arg]
+        if isinstance(arg, dict):
+            return {k: self.argument(v) for k, v in arg.items()}
+        return arg
+
+    def outputs(self) -> tuple[tuple[Any, ...], dict[str, str]]:
+        outputs: list[Any] = []
+        mutations: dict[str, str] = {}
+        for spec in self.program.graph_signature.output_specs:
+            arg = spec.arg
+            if spec.kind is OutputKind.BUFFER_MUTATION:
+                mutations[self.names[str(spec.target)][0]] = self.values[arg.name].name
+            elif spec.kind is not OutputKind.USER_OUTPUT:
+                raise CaptureError(self.written(spec.kind, str(spec.target)))
+            elif isinstance(arg, TensorArgument):
+                outputs.append(self.values[arg.name])
+            elif isinstance(arg, ConstantArgument):
+                outputs.append(arg.value)
+            else:
+                raise CaptureError(f"output {arg.name}: {DATA_DEPENDENT.format(what='a number in the output')}")
+        return tuple(outputs), mutations
+
+    def written(self, kind: OutputKind, target: str) -> str:
+        if kind is OutputKind.USER_INPUT_MUTATION:
+            return f"the forward writes in place into its input {target!r}. Write into a clone and return it."
+        if kind is OutputKind.PARAMETER_MUTATION:
+            return f"the forward writes in place into parameter {target!r}. Make it a buffer, or compute a new tensor."
+        return f"the forward has an effect on {target!r} that a graph cannot express ({kind.name.lower()})."
+
+
+def remove_dead(graph: Graph) -> Graph:
+    """Without nodes that nothing needs. Random ops stay: each advances the generator, used or not."""
+    needed = {o.name for o in graph.outputs if isinstance(o, Ref)} | set(graph.mutations.values())
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if needed.intersection(node.outputs) or is_random(node.op) or node.op._schema.is_mutable:
+            kept.append(node)
+            needed.update(node.inputs)
+    kept.reverse()
+    defined = {i.name for i in graph.inputs} | {o for n in kept for o in n.outputs}
+    return replace(graph, nodes=tuple(kept), types={name: t for name, t in graph.types.items() if name in defined})
+
+
+def _not_an_op(node: fx.Node, value: Any) -> str:
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return DATA_DEPENDENT.format(what=f"{node.target}")
+    advice = " Hugging Face: attn_implementation='sdpa'." if "flex_attention" in str(node.target) else ""
+    return f"the higher-order op {node.target} is not supported. Use plain torch ops instead.{advice}"
+
+
+def module_types(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """The module stack, outermost first: (path, class name)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple((path, str(getattr(kind, "__name__", kind)).rpartition(".")[2]) for path, kind in stack.values())
+
+
+def fqn(node: fx.Node) -> str:
+    """The path of the innermost module."""
+    stack = module_types(node)
+    return stack[-1][0] if stack else ""
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def source(node: fx.Node) -> str:
+    """The innermost ``file:line`` outside torch."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    user = [f for f in frames if f"{os.sep}torch{os.sep}" not in f[0] and not f[0].startswith("<")]
+    return f"{os.path.basename(user[-1][0])}:{user[-1][1]}" if user else ""
+
+
+def where(node: fx.Node) -> str:
+    """Module path and source line, for errors."""
+    line = source(node)
+    return (fqn(node) or "the model") + (f" ({line})" if line else "")
+
+
+def _names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
+    """Every parameter's or buffer's name → all names of that tensor, the first registered first."""
+    by_id: dict[int, list[str]] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        by_id.setdefault(id(tensor), []).append(name)
+    return {name: names for names in by_id.values() for name in names}
+
+
+def _argument_path(path: Sequence[Any]) -> str:
+    """``args[0]``, ``labels``, ``batch['x'][1]``."""
+    root, first, *rest = path
+    head = f"args{first}" if root.idx == 0 else str(first.key)
+    return head + "".join(map(str, rest))
