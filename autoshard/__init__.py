@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autoshard.module import ShardedModule
     from autoshard.passes.redistribute import Redistribution, redistribution
     from autoshard.plans import Collective, Cost, Plan
+    from autoshard.verification import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,10 @@ _LAZY = {
     "compile": "autoshard.api",
     "plan": "autoshard.api",
     "ShardedModule": "autoshard.module",
+    "verify": "autoshard.verification",
+    "VerifyReport": "autoshard.verification",
+    "deferred_init": "autoshard.initialise",
+    "register_rule": "autoshard.testing",
     "redistribution": "autoshard.passes.redistribute",
     "Redistribution": "autoshard.passes.redistribute",
     "Plan": "autoshard.plans",
@@ -61,9 +66,11 @@ __all__ = [
     "RuntimeMismatchError",
     "Shard",
     "ShardedModule",
+    "VerifyReport",
     "compile",
     "plan",
     "redistribution",
+    "verify",
 ]
 
 

@@ -11,6 +11,7 @@ from autoshard.errors import PlanError, RuleError
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes import cost as costs
+from autoshard.passes.alternatives import alternatives, cheapest_use
 from autoshard.passes.codegen import Source, codegen
 from autoshard.passes.hints import Constraint, resolve
 from autoshard.passes.ir import Graph, Node
@@ -53,7 +54,7 @@ def build(
     else:
         assignment = assignment_of(plan, graph, mesh)
     program = lower(graph, assignment)
-    return Compiled(graph, program, describe(program), codegen(program, title))
+    return Compiled(graph, program, describe(program, title), codegen(program, title))
 
 
 def check_rules(graph: Graph) -> None:
@@ -86,10 +87,12 @@ def _budget(graph: Graph, mesh: Mesh, memory_budget: float | None) -> float | No
     return budget if needed > budget else None
 
 
-def describe(program: Program) -> Plan:
+def describe(program: Program, title: str = "") -> Plan:
     """The plan of a program: what a user sees, and what another compilation can reuse."""
     graph, mesh, assignment = program.graph, program.mesh, program.assignment
     found = tuple(_collectives(program))
+    others = alternatives(program)
+    public = {i.name: i.fqn for i in graph.inputs}
     choices = {}
     flops = share = compute = 0.0
     for node in graph.nodes:
@@ -99,8 +102,19 @@ def describe(program: Program) -> Plan:
         flops, share, compute = flops + work, share + work * costs.divided(choice, mesh), compute + seconds
         labels = tuple(s.label for s in choice)
         known = rule_for(node.op) is not None
-        choices[node.name] = Choice(str(node.op), node.fqn, node.source, labels, work, seconds, known)
-    public = {i.name: i.fqn for i in graph.inputs}
+        choices[node.name] = Choice(
+            op=str(node.op),
+            fqn=node.fqn,
+            source=node.source,
+            labels=labels,
+            flops=work,
+            seconds=seconds,
+            has_rule=known,
+            inputs=tuple(public.get(n, n) for n in node.inputs),
+            outputs=node.outputs,
+            uses=tuple(str(layout) for layout in _uses(node, program)),
+            alternatives=others.get(node.name, ()),
+        )
     kinds = {i.fqn: i.kind for i in graph.inputs}
     layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
     communication = sum(c.seconds for c in found)
@@ -121,9 +135,20 @@ def describe(program: Program) -> Plan:
         outputs=assignment.outputs,
         shapes={public.get(n, n): t.shape for n, t in graph.types.items()},
         kinds={n: kinds.get(n, "value") for n in layouts},
-        notes=tuple(_notes(program)),
+        notes=tuple(_notes(program, choices)),
         training=graph.training,
+        title=title,
+        modules={path: name for node in graph.nodes for path, name in node.module_types},
+        dtypes={public.get(n, n): str(t.dtype).removeprefix("torch.") for n, t in graph.types.items()},
+        differentiable=tuple(public.get(n, n) for n, t in graph.types.items() if t.grad),
     )
+
+
+def _uses(node: Node, program: Program) -> Iterator[Layout]:
+    """Per operand: the layout ``node`` reads it in."""
+    choice, types = program.assignment.choices[node.name], program.graph.types
+    for i, name in enumerate(node.inputs):
+        yield Layout(program.mesh, [canonical(s.inputs[i], types[name].grad) for s in choice])
 
 
 def _node_seconds(node: Node, program: Program, flops: float) -> float:
@@ -167,23 +192,22 @@ def _of_step(program: Program, s: Statement, backward: list[Collective]) -> Iter
     if step is None:
         return
     public = next((i.fqn for i in program.graph.inputs if i.name == s.value), s.value)
-    fqn = s.node.fqn if s.node is not None else ""
+    fqn, op = (s.node.fqn, s.node.name) if s.node is not None else ("", "")
     reason = f"{public}: {step.src} → {step.dst}"
-    link, ranks = mesh.link(step.axes), mesh.size_of(step.axes)
+    moved = step.forward_bytes + step.backward_bytes
+    rate = step.seconds / moved if moved else 0.0
     if step.is_collective:
-        seconds = link.seconds(step.forward_bytes, ranks)
+        seconds = step.forward_bytes * rate
         yield Collective(step.kind, step.axes, "forward", step.forward_bytes, fqn, reason, public, seconds)
     if step.backward and program.types[s.value].grad:
-        seconds = link.seconds(step.backward_bytes, ranks)
+        seconds = step.backward_bytes * rate
         backward.append(
             Collective(step.backward, step.axes, "backward", step.backward_bytes, fqn, reason, public, seconds)
         )
-    if s.parameter and step.is_collective and program.types[s.value].grad:
-        seconds = link.seconds(step.forward_bytes, ranks)
+    if s.parameter and step.kind == "all_gather" and program.types[s.value].grad:
+        seconds = mesh.link(step.axes).seconds(step.forward_bytes, mesh.size_of(step.axes))
         again = f"{reason} (gathered again)"
-        backward.append(
-            Collective(step.kind, step.axes, "backward", step.forward_bytes, fqn, again, public, seconds)
-        )
+        backward.append(Collective(step.kind, step.axes, "backward", step.forward_bytes, fqn, again, public, seconds))
 
 
 def _of_node(program: Program, node: Node) -> Iterator[Collective]:
@@ -195,18 +219,29 @@ def _of_node(program: Program, node: Node) -> Iterator[Collective]:
             moved = 2 * (ranks - 1) / ranks * strategy.communication
             seconds = mesh.link(axis).seconds(moved, ranks)
             reason = f"{node.op} along {strategy.label}"
-            yield Collective("all_reduce", (axis,), "forward", moved, node.fqn, reason, node.name, seconds)
+            yield Collective("all_reduce", (axis,), "forward", moved, node.fqn, reason, node.name, seconds, node.name)
 
 
-def _notes(program: Program) -> Iterator[str]:
+def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
     """What a user should know before he wonders."""
     mesh = program.mesh
-    for axis in mesh.axes:
+    for number, axis in enumerate(mesh.axes):
         if mesh.size_of(axis) > 1 and not any(isinstance(x[axis], Shard) for x in program.layouts.values()):
-            yield f"axis {axis} is not used: every tensor is replicated along it, because splitting would take longer"
+            yield f"axis {axis} is not used: every tensor is replicated along it, because {_why_whole(choices, number)}"
     for node in program.graph.nodes:
         if rule_for(node.op) is None:
             yield f"replicated: no rule for {node.op} in {node.fqn or '(root)'} at {node.source}"
+
+
+def _why_whole(choices: Mapping[str, Choice], axis: int) -> str:
+    """What the cheapest split along the unused mesh axis would cost; matmul-like operations are asked first."""
+    others = {name: c.alternatives for name, c in choices.items()}
+    cheapest = cheapest_use({n: a for n, a in others.items() if choices[n].flops}, axis) or cheapest_use(others, axis)
+    if cheapest is None:
+        return "no operation can be split along it"
+    name, seconds = cheapest
+    where = f"{choices[name].op} in {choices[name].fqn or '(root)'}"
+    return f"splitting would cost time: {seconds * 1e6:.3g} µs more for {where}, the cheapest to split"
 
 
 def assignment_of(plan: Plan, graph: Graph, mesh: Mesh) -> Assignment:

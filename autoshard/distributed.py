@@ -116,7 +116,8 @@ class DistributedModule(ShardedModule):
 
     def _tensors(self, executable: Executable) -> dict[str, torch.Tensor]:
         parameters = {i.fqn: self.get_parameter(i.fqn) for i in executable.graph.inputs if i.kind == "parameter"}
-        found = dict(zip(parameters, _Locals.apply(*parameters.values()), strict=True)) if parameters else {}
+        locals_ = runtime.wait_gradients(*_Locals.apply(*parameters.values())) if parameters else ()
+        found = dict(zip(parameters, locals_, strict=True))
         for value in executable.graph.inputs:
             if value.kind == "buffer":
                 found[value.fqn] = self.get_buffer(value.fqn)
@@ -127,6 +128,11 @@ class DistributedModule(ShardedModule):
             if value.kind in ("buffer", "constant") and layout.axes_with(Shard):
                 found[value.fqn] = shard_of(found[value.fqn], layout, self._comm.rank)
         return found
+
+    def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
+        """See :meth:`ShardedModule.local_tensors`; only of this process's own rank."""
+        with torch.no_grad(), runtime.bind(self._comm):
+            return {name: t.detach() for name, t in self._tensors(executable).items()}
 
     def _output(self, local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> torch.Tensor:
         """Scalars are plain; others a DTensor in their layout, or the full tensor."""

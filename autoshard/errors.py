@@ -31,3 +31,7 @@ class PlanError(AutoshardError, RuntimeError):
 
 class RuntimeMismatchError(AutoshardError, RuntimeError):
     """Ranks disagree on something they must agree on."""
+
+
+class InitialiseError(AutoshardError, RuntimeError):
+    """A model's initialisation cannot be recorded, or not be replayed."""

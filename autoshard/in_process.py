@@ -84,6 +84,11 @@ class InProcessModule(ShardedModule):
             found[value.fqn] = Cut.apply(full, executable.compiled.plan.layouts[value.fqn], value.fqn)
         return found
 
+    def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
+        """See :meth:`ShardedModule.local_tensors`."""
+        with torch.no_grad():
+            return {name: parts[rank].detach() for name, parts in self._tensors(executable).items()}
+
     def _spread(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A global input for every rank; its gradient is whole on each of them."""
         whole = Layout(self.mesh, [I if x.requires_grad else R] * self.mesh.ndim)  # type: ignore[arg-type]

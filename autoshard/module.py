@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ class Executable:
 
     compiled: Compiled
     rank_module: type[Any]
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """shape, dtype and value range of every input it was compiled for"""
 
     @property
     def graph(self) -> Graph:
@@ -134,7 +138,7 @@ class ShardedModule(nn.Module):
             parameters = {i.fqn: compiled.plan.layouts[i.fqn] for i in graph.inputs if i.kind == "parameter"}
             object.__setattr__(self, "_parameter_layouts", parameters)
             self._adopt(self._model, graph, parameters)
-        return Executable(compiled, load_source(compiled.source.text))
+        return Executable(compiled, load_source(compiled.source.text), _described(graph, args, kwargs))
 
     def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
@@ -171,12 +175,6 @@ class ShardedModule(nn.Module):
         if not persistent:
             scope._non_persistent_buffers_set.add(leaf)
 
-    def train(self, mode: bool = True) -> ShardedModule:
-        """As :meth:`torch.nn.Module.train`; the model is captured anew in the other mode on its next call."""
-        super().train(mode)
-        self._model.train(mode)
-        return self
-
     # --- running ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -202,6 +200,20 @@ class ShardedModule(nn.Module):
         raise NotImplementedError
 
     def _buffer(self, b: torch.Tensor, name: str) -> torch.Tensor:
+        raise NotImplementedError
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write ``rank_module.py``, ``plan.json``, ``inputs.json`` and ``rank<r>.safetensors`` into ``directory``.
+
+        ``torchrun --nproc-per-node N directory/rank_module.py`` runs it without the original model's code.
+        Under torch.distributed every rank calls it and writes its own shard.
+        """
+        from autoshard.saving import save
+
+        save(self, self._decided(), Path(directory))
+
+    def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
+        """Every tensor that the rank module of ``rank`` reads, by original name, detached."""
         raise NotImplementedError
 
     # --- state ---
@@ -234,6 +246,21 @@ class ShardedModule(nn.Module):
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         tensor.copy_(full)
+
+
+def _described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Input name → shape, dtype and, for integers, the range of values, for synthetic inputs later."""
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    found = {}
+    for name, x in zip(graph.flat_inputs, leaves, strict=True):
+        if name is None:
+            continue
+        entry: dict[str, Any] = {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
+        if not x.dtype.is_floating_point:
+            known = x.numel() and not x.is_meta
+            entry |= {"low": int(x.min()) if known else 0, "high": int(x.max()) if known else 1}
+        found[name] = entry
+    return found
 
 
 def _key(leaf: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,6 +29,8 @@ class Collective:
     value: str = ""
     """the value it moves: a parameter's name or the graph's name"""
     seconds: float = 0.0
+    op: str = ""
+    """the operation it is made for, a key of :attr:`Plan.choices`; "" for an output of the model"""
 
     def __str__(self) -> str:
         return f"{self.kind}@{','.join(self.axes)} {self.phase} {self.bytes:.0f} B  {self.fqn}  {self.reason}"
@@ -59,6 +62,13 @@ class Choice:
     flops: float = 0.0
     seconds: float = 0.0
     has_rule: bool = True
+    inputs: tuple[str, ...] = ()
+    """per operand: the value's name"""
+    outputs: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+    """per operand: the layout it is read in, as text"""
+    alternatives: tuple[tuple[tuple[str, ...], float], ...] = ()
+    """the next best strategies: (labels, seconds more per step if everything else stays)"""
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,14 @@ class Plan:
     """name → parameter, buffer, input, constant or value"""
     notes: tuple[str, ...] = ()
     training: bool = True
+    title: str = ""
+    """the model's class"""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """module path → class name"""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """name → dtype, such as float32"""
+    differentiable: tuple[str, ...] = ()
+    """names of the values that carry a gradient"""
 
     def to_json(self) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
@@ -98,6 +116,10 @@ class Plan:
                 "choices": {n: asdict(c) for n, c in self.choices.items()},
                 "collectives": [asdict(c) for c in self.collectives],
                 "notes": list(self.notes),
+                "title": self.title,
+                "modules": dict(self.modules),
+                "dtypes": dict(self.dtypes),
+                "differentiable": list(self.differentiable),
             },
             indent=1,
         )
@@ -118,13 +140,17 @@ class Plan:
                 collectives=tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
                 cost=Cost(**data["cost"]),
                 lower_bound=data["lower_bound"],
-                choices={n: Choice(**{**c, "labels": tuple(c["labels"])}) for n, c in data["choices"].items()},
+                choices={n: _choice_from(c) for n, c in data["choices"].items()},
                 shared={n: _layout_from(mesh, x) for n, x in data["shared"].items()},
                 outputs=tuple(None if x is None else _layout_from(mesh, x) for x in data["outputs"]),
                 shapes={n: tuple(s) for n, s in data["shapes"].items()},
                 kinds=data["kinds"],
                 notes=tuple(data["notes"]),
                 training=data["training"],
+                title=data.get("title", ""),
+                modules=data.get("modules", {}),
+                dtypes=data.get("dtypes", {}),
+                differentiable=tuple(data.get("differentiable", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error
@@ -133,6 +159,12 @@ class Plan:
         from autoshard.report import plan_text
 
         return plan_text(self)
+
+    def visualize(self, path: str | os.PathLike[str], other: Plan | None = None) -> None:
+        """Draw the plan into ``path``: .html, .dot, .svg, .json, .txt or .trace.json; ``other``: the plan before."""
+        from autoshard.viz import visualize
+
+        visualize(self, path, before=other)
 
 
 _LETTERS: dict[str, Placement] = {"R": Replicate(), "I": Invariant(), "P": Partial()}
@@ -147,6 +179,12 @@ def _layout_json(layout: Layout) -> dict[str, Any]:
 
 def _layout_from(mesh: Mesh, data: Mapping[str, Any]) -> Layout:
     return Layout(mesh, [placement_from(p) for p in data["placements"]], data.get("order"))
+
+
+def _choice_from(data: Mapping[str, Any]) -> Choice:
+    lists = {k: tuple(data.get(k, ())) for k in ("labels", "inputs", "outputs", "uses")}
+    alternatives = tuple((tuple(labels), seconds) for labels, seconds in data.get("alternatives", ()))
+    return Choice(**{**data, **lists, "alternatives": alternatives})
 
 
 def placement_from(text: str) -> Placement:

@@ -61,19 +61,22 @@ def check_rule(
     tolerance: float = 1e-9,
     values: bool = True,
     gradients: bool = True,
+    results: Collection[int] | None = None,
 ) -> RuleCheck:
     """Compare every strategy of a rule with the unsharded op, value and gradients, on every sample and mesh.
 
     ``op``: an op with a registered rule, or a rule. On a mesh of several axes every combination of strategies is
     tried. ``tolerance``: relative error, of the largest element. ``values=False`` compares shapes only, for ops such as
-    ``empty``; ``gradients=False`` takes operands as constants, for ops without a derivative. Raises :class:`RuleError` that lists what differs, or says that nothing could be checked.
+    ``empty``; ``gradients=False`` takes operands as constants, for ops without a derivative. ``results``:
+    positions of the results that are read (default: all).
+    Raises :class:`RuleError` that lists what differs, or says that nothing could be checked.
     """
     rule = op if isinstance(op, Rule) else rule_for(op)
     if rule is None:
         raise RuleError(f"{op} has no rule; write one with autoshard.register_rule")
     cases, failures, labels = 0, [], set()
     for number, sample in enumerate(samples):
-        example = _example(rule, sample, gradients)
+        example = _example(rule, sample, gradients, results)
         allowed = max(tolerance, 8 * _rounding(example)) if values else float("inf")
         for sizes in meshes:
             mesh = Mesh(sizes)
@@ -104,12 +107,12 @@ def _describe(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy
     return f"sample {number} ({types}), mesh {mesh}, strategy " + "; ".join(parts)
 
 
-def _example(rule: Rule, sample: Sample, moves: bool) -> _Example:
+def _example(rule: Rule, sample: Sample, moves: bool, wanted: Collection[int] | None) -> _Example:
     """Run the sample; arguments for which the op has no derivative (a loss's class weights) are constants."""
     constants: set[str] = set()
     while True:
         try:
-            return _run_whole(rule, sample, moves, constants)
+            return _run_whole(rule, sample, moves, constants, wanted)
         except RuntimeError as error:
             refused = re.search(r"not differentiable with respect to argument '(\w+)'", str(error))
             if refused is None or refused.group(1) in constants:
@@ -117,7 +120,9 @@ def _example(rule: Rule, sample: Sample, moves: bool) -> _Example:
             constants.add(refused.group(1))
 
 
-def _run_whole(rule: Rule, sample: Sample, moves: bool, constants: Collection[str]) -> _Example:
+def _run_whole(
+    rule: Rule, sample: Sample, moves: bool, constants: Collection[str], wanted: Collection[int] | None
+) -> _Example:
     """Run the sample on whole tensors, forward and backward."""
     operands: Tensors = []
 
@@ -139,7 +144,7 @@ def _run_whole(rule: Rule, sample: Sample, moves: bool, constants: Collection[st
         results = _alone(rule, args, kwargs, names)
     else:
         results = _flat(_evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
-    slots = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor)]
+    slots = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and (wanted is None or i in wanted)]
     outputs = [results[i] for i in slots]
     node, graph = _graph(rule.op, args, kwargs, operands, outputs, slots)
     random = torch.Generator().manual_seed(SEED)

@@ -7,6 +7,7 @@ gradients, started as soon as the bucket's last gradient is there, so that it ov
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from autoshard.layout import Layout
 from autoshard.passes.blocks import Segment, reads
 from autoshard.passes.ir import Ref
 from autoshard.passes.lower import Program, Statement
-from autoshard.passes.rules.base import Call
+from autoshard.passes.rules.base import Call, Local
 
 BUCKET_BYTES = 25 * 2**20
 """a bucket is closed when it holds this many bytes per rank (the default of DistributedDataParallel)"""
@@ -30,6 +31,7 @@ class _Key:
     kind: str
     axes: tuple[str, ...]
     to: str
+    replicas: tuple[str, ...]
     dtype: Any
     chained: bool
     """whether the members come from another bucket: hybrid sharding gathers along one axis after another"""
@@ -37,20 +39,39 @@ class _Key:
 
 def bucketed(segment: Segment, program: Program) -> Segment:
     """``segment`` with its parameters' conversions in buckets, each where its first member stood."""
+    statements = _fused(segment)
     bucket_of: dict[str, list[Statement]] = {}
     open_: dict[_Key, list[Statement]] = {}
-    for s in segment.statements:
+    for s in statements:
         step = s.step
         if not s.parameter or step is None or step.kind not in _KINDS or not program.types[s.value].grad:
             continue
-        to, dtype = str(s.call.kwargs.get("to", "")), program.types[s.value].dtype
-        key = _Key(step.kind, step.axes, to, dtype, chained=reads(s)[0] in bucket_of)
+        to, replicas = str(s.call.kwargs.get("to", "")), s.call.kwargs.get("replicas", ())
+        dtype = program.types[s.value].dtype
+        key = _Key(step.kind, step.axes, to, replicas, dtype, chained=reads(s)[0] in bucket_of)
         bucket = open_.get(key)
         if bucket is None or sum(_bytes(member, program) for member in bucket) >= BUCKET_BYTES:
             bucket = open_[key] = []
         bucket.append(s)
         bucket_of[s.outputs[0]] = bucket
-    return replace(segment, statements=tuple(_placed(segment.statements, bucket_of)))
+    return replace(segment, statements=tuple(_placed(statements, bucket_of)))
+
+
+def _fused(segment: Segment) -> tuple[Statement, ...]:
+    """Hybrid sharding: I → R over the replicas and the gather of a shard as one call, which reduces the reduced shard."""
+    uses = Counter(name for s in segment.statements for name in reads(s)) + Counter(segment.outputs)
+    enters = {s.outputs[0]: s for s in segment.statements if s.parameter and s.step and s.step.kind == "enter"}
+    fused: dict[str, Statement] = {}
+    result: list[Statement] = []
+    for s in segment.statements:
+        first = enters.get(reads(s)[0]) if s.parameter and s.step and s.step.kind == "all_gather" else None
+        if first is None or first.step is None or uses[first.outputs[0]] != 1:
+            result.append(s)
+            continue
+        fused[first.outputs[0]] = first
+        args = (first.call.args[0], *s.call.args[1:])
+        result.append(replace(s, call=Call(s.call.fn, args, {**s.call.kwargs, "replicas": first.step.axes})))
+    return tuple(s for s in result if not (s.outputs and s.outputs[0] in fused))
 
 
 def _placed(statements: Sequence[Statement], bucket_of: Mapping[str, list[Statement]]) -> list[Statement]:
@@ -87,13 +108,24 @@ def _merged(bucket: Sequence[Statement]) -> Statement:
         call = Call("enter_parameters", (tensors, axes), {})
     else:
         kwargs: dict[str, Any] = {"to": first.call.kwargs["to"]}
-        sizes = tuple(s.call.kwargs.get("size") for s in bucket)
-        if any(size is not None for size in sizes):
+        sizes = tuple(s.call.kwargs.get("size") or _length(s) for s in bucket)
+        if any("size" in s.call.kwargs for s in bucket):
             kwargs["sizes"] = sizes
+        if "replicas" in first.call.kwargs:
+            kwargs["replicas"] = first.call.kwargs["replicas"]
         call = Call("gather_parameters", (tensors, tuple(s.call.args[1] for s in bucket), axes), kwargs)
     outputs = tuple(s.outputs[0] for s in bucket)
     layouts: tuple[Layout | None, ...] = tuple(s.layouts[0] for s in bucket)
     return replace(first, outputs=outputs, call=call, layouts=layouts, members=tuple(bucket))
+
+
+def _length(s: Statement) -> Any:
+    """The length of the gathered dim after the gather."""
+    step = s.step
+    if step is None:
+        return None
+    left = step.dst.axes_of(step.dims[0])
+    return Local(step.shape[step.dims[0]], left) if left else step.shape[step.dims[0]]
 
 
 def _bytes(s: Statement, program: Program) -> float:

@@ -19,7 +19,7 @@ DROPPED = {
 }
 """checks that cost time and say nothing about values"""
 
-STRIDED = {aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype}
+STRIDED = {aten.as_strided.default, aten.as_strided_scatter.default, aten.view_as_complex.default, aten.view.dtype}
 """ops that read their operand's memory layout: it is made contiguous first, as it was in the traced run"""
 
 _NO_OPS = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.clone.default}
@@ -52,9 +52,14 @@ def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> t
 
     - Every way to reshape is ``reshape``, which also serves local tensors of any strides.
     - ``native_dropout`` whose mask is unused is ``dropout``.
+    - What overwrites a value wholly (``zero``, ``fill``) makes a new one: the old one has no part in the gradient.
     - No op names a device, a layout or pinned memory: a program runs on the device of its module.
     """
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "layout", "non_blocking")}
+    if op is aten.zero.default:
+        return aten.zeros_like.default, args, kwargs
+    if op is aten.fill.Scalar:
+        return aten.full_like.default, args, kwargs
     if op in (aten.view.default, aten._unsafe_view.default):
         return aten.reshape.default, args, kwargs
     if op is aten.native_dropout.default and slots == [0]:

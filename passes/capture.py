@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autoshard.errors import CaptureError
 from autoshard.passes import hazards
 from autoshard.passes.ir import Graph, Ref
-from autoshard.passes.regions import inline_no_grad
+from autoshard.passes.regions import detach_no_grad
 from autoshard.passes.translate import gradient_sources, translate
 from autoshard.passes.trees import register_types
 
@@ -61,16 +61,17 @@ def _export(model: nn.Module, example: Example, training: bool) -> tuple[torch.e
     """The functional exported program, and which tensors of the output needed a gradient while it was traced."""
     trace = _Trace(model)
     try:
-        with hazards.random_ops_stay():
+        with hazards.effects_stay():
             with hazards.watching(training) as trace.watch:
                 program = torch.export.export(model, *_without_data(model, example), strict=False)
-            inline_no_grad(program.graph_module, gradient_sources(program, model, example) if training else set())
+            if training:
+                detach_no_grad(program.graph_module, gradient_sources(program, model, example))
             return program.run_decompositions({}), trace.output_grads
     except Exception as error:
         raise hazards.explain(model, trace.error or error) from (trace.error or error)
 
 
-class _Stopped(Exception):
+class _StoppedError(Exception):
     """Stands for the user's error while export unwinds: export prints whole graphs for some."""
 
 
@@ -90,7 +91,7 @@ class _Trace:
                     return forward(*args, **kwargs)
             except Exception as error:
                 self.error = error
-                raise _Stopped from None
+                raise _StoppedError from None
 
         model.__dict__["forward"] = traced  # taken away again by _untouched
         model.register_forward_hook(self._output)

@@ -24,6 +24,8 @@ class Source:
     text: str
     inputs: tuple[str, ...]
     """names of the graph inputs that forward takes, in order: global tensors"""
+    arguments: tuple[str, ...]
+    """what forward calls them"""
     mutated: tuple[str, ...]
     """buffer names whose new values forward returns after the outputs"""
 
@@ -109,7 +111,8 @@ class _Emitter:
             body = body.replace("import torch.nn.functional as F\n", "", 1)
         if "aten." not in body.split("aten = torch.ops.aten\n", 1)[1]:
             body = body.replace("aten = torch.ops.aten\n", "", 1)
-        return Source(body, tuple(i.name for i in self.arguments), tuple(self.program.mutations))
+        names = tuple(self.argument_names[i.name] for i in self.arguments)
+        return Source(body, tuple(i.name for i in self.arguments), names, tuple(self.program.mutations))
 
     # --- blocks ---
 
@@ -282,6 +285,7 @@ class _Emitter:
         names = _Names()
         for value in self.arguments:
             names.fresh(value.name, value.fqn)
+        self.argument_names = dict(names.of)
         signature = ["self", *(names.of[i.name] for i in self.arguments)]
         body: list[str] = []
         for number, segment in enumerate(self.segments):
@@ -298,6 +302,8 @@ class _Emitter:
         tuple_ = ", ".join(returned) + ("," if len(returned) == 1 else "")
         last = f"        return ({tuple_})"
         lines = ["", "", "class RankModule(runtime.RankModule):", f'    """{self.title}"""', "", "    MESH = MESH"]
+        if any(m.call.fn == "gather_parameters" for segment in self.segments for m in segment.statements):
+            lines.append("    GATHERS = True")
         lines += [self._block_table(), self._tensor_table("")]
         lines += _signature("forward", signature)
         lines += body

@@ -21,8 +21,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard.errors import CaptureError
+from autoshard.passes.regions import NO_GRAD
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 
 _DATA_DEPENDENT = (
@@ -55,9 +57,10 @@ def check_model(model: nn.Module, training: bool) -> None:
 
 
 def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) -> None:
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise CaptureError(f"{kind} {name!r} has no shape yet: run the model once before compiling it")
-    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+    wrapped = hasattr(type(tensor), "__tensor_flatten__")  # DTensor and other subclasses made of plain tensors
+    if wrapped or tensor.layout != torch.strided:
         raise CaptureError(
             f"{kind} {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; autoshard shards plain dense "
             "tensors. Convert it first (full_tensor(), to_dense(), dequantize())."
@@ -129,16 +132,19 @@ def watching(training: bool) -> Iterator[Watch]:
         hooks = torch.autograd.graph.saved_tensors_hooks
         if training:
             stack.enter_context(_patched(hooks, "__enter__", _refuse_saved_tensors(watch)))
+        stack.enter_context(_patched(torch.fx.Graph, "create_node", _mark_no_grad(torch.fx.Graph.create_node)))
         stack.enter_context(_patched(torch.inference_mode, "__enter__", _enter_no_grad))
         stack.enter_context(_patched(torch.inference_mode, "__exit__", _exit_no_grad))
         yield watch
         if watch.refusal is not None:
             raise watch.refusal
-        for name, before, now in zip(("Python's random", "numpy's", "torch's"), states, _generator_states(), strict=True):
+        for name, before, now in zip(
+            ("Python's random", "numpy's", "torch's"), states, _generator_states(), strict=True
+        ):
             if before != now:
                 raise CaptureError(
-                    f"the forward draws from or seeds {name} generator outside of torch's random ops; the number would be "
-                    "a constant of the graph. Draw with torch (torch.rand), and seed outside the forward."
+                    f"the forward draws from or seeds {name} generator outside of torch's random ops; the number would "
+                    "be a constant of the graph. Draw with torch (torch.rand), and seed outside the forward."
                 )
 
 
@@ -169,6 +175,7 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _subclasses(cls: type) -> Iterator[type]:
+    sub: type
     for sub in cls.__subclasses__():
         yield sub
         yield from _subclasses(sub)
@@ -185,8 +192,8 @@ def _refuse_function(watch: Watch, function: type) -> Callable[..., Any]:
         if function.__module__ == "torch.utils.checkpoint":
             raise watch.refuse(CHECKPOINT)
         raise watch.refuse(
-            f"custom autograd.Function {function.__qualname__!r} ({function.__module__}): tracing keeps its forward and "
-            "drops its backward, so gradients would be wrong. Write it with differentiable torch ops, or make it an op "
+            f"custom autograd.Function {function.__qualname__!r} ({function.__module__}): tracing keeps its forward "
+            "and drops its backward, so gradients would be wrong. Write it with differentiable torch ops, or make it an op "
             "with torch.library.custom_op and register_autograd."
         )
 
@@ -203,7 +210,9 @@ def _refuse_saved_tensors(watch: Watch) -> Callable[[Any], None]:
     def enter(self: Any) -> None:
         if type(self).__module__ == "torch.utils.checkpoint":
             raise watch.refuse(CHECKPOINT)
-        raise watch.refuse("saved-tensor hooks are used in the forward; the compiled module would lose them. Remove them.")
+        raise watch.refuse(
+            "saved-tensor hooks are used in the forward; the compiled module would lose them. Remove them."
+        )
 
     return enter
 
@@ -218,13 +227,24 @@ def _exit_no_grad(self: Any, *error: Any) -> None:
     self._traced_as.__exit__(*error)
 
 
+def _mark_no_grad(original: Callable[..., torch.fx.Node]) -> Callable[..., torch.fx.Node]:
+    def create_node(self: torch.fx.Graph, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = original(self, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            node.meta[NO_GRAD] = True
+        return node
+
+    return create_node
+
+
 @contextlib.contextmanager
-def random_ops_stay() -> Iterator[None]:
-    """While inside, fx keeps random ops whose result is unused: they too advance the generator."""
+def effects_stay() -> Iterator[None]:
+    """While inside, fx keeps unused random ops, which advance the generator too, and ops without a result."""
     original = torch.fx.Node.is_impure
 
     def is_impure(self: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
-        return is_random(self.target) or original(self, *args, **kwargs)
+        silent = isinstance(self.target, torch._ops.OpOverload) and not self.target._schema.returns
+        return is_random(self.target) or silent or original(self, *args, **kwargs)
 
     with _patched(torch.fx.Node, "is_impure", is_impure):
         yield
@@ -259,6 +279,6 @@ def _locate(model: nn.Module, tb: TracebackType | None) -> tuple[str, str, str]:
         owner = frame.f_locals.get("self")
         if id(owner) in names and names[id(owner)]:
             path = names[id(owner)]
-        if not file.startswith((_TORCH, _HERE, "<")) and "importlib" not in file:
+        if not file.startswith((_TORCH, _HERE, "<")) and (not file.startswith(_STANDARD) or "site-packages" in file):
             line, code = f"{os.path.basename(file)}:{number}", linecache.getline(file, number).strip()
     return path, line, code

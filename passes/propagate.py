@@ -286,9 +286,16 @@ class _EdgeTables:
             if parameter and type_.grad:
                 # A gathered parameter is not kept: it is gathered once more in the backward (FSDP).
                 plain = [layout.without_gradient() for layout in layouts]
-                matrix = matrix + cost_matrix(plain, plain, type_.shape, type_.dtype, False)
+                gathered = np.array([[_gathers(a, b) for b in layouts] for a in layouts])
+                matrix = matrix + gathered * cost_matrix(plain, plain, type_.shape, type_.dtype, False)
             self.matrices[type_, parameter] = matrix
         return self.matrices[type_, parameter]
+
+
+def _gathers(source: Layout, target: Layout) -> bool:
+    """Whether an axis that cuts the source leaves the target whole."""
+    pairs = zip(source.placements, target.placements, strict=True)
+    return any(isinstance(a, Shard) and is_whole(b) for a, b in pairs)
 
 
 def _operands(node: Node, space: OpSpace) -> list[tuple[str, Sequence[Placements], np.ndarray | None]]:

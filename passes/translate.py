@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from autoshard.errors import CaptureError
 from autoshard.passes.canonical import DROPPED, STRIDED, Gradients, canonical, same_as
 from autoshard.passes.hazards import DATA_DEPENDENT, is_random
 from autoshard.passes.ir import Graph, Input, Node, Ref, TensorType
+from autoshard.passes.provenance import fqn, module_types, source, where
 
 aten = torch.ops.aten
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -77,14 +77,13 @@ class _Translation:
         """fx name → the Ref, or whatever else, that stands for it"""
         self.nodes: list[Node] = []
         self.gradients = Gradients()
+        self.detached: dict[str, Ref] = {}
 
     def graph(self) -> Graph:
         inputs, constants, flat_inputs = self.inputs()
         for node in self.program.graph.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
                 self.node(node)
-            elif node.op == "get_attr":
-                raise CaptureError(f"{where(node)}: the graph holds {node.target}, an object that is no tensor")
         outputs, mutations = self.outputs()
         graph = Graph(
             inputs=inputs,
@@ -118,7 +117,10 @@ class _Translation:
                 continue
             if kind == "input":
                 flat[index] = name
-                new, grad = Input(name, kind, _argument_path(leaves[index][0])), leaves[index][1].requires_grad
+                new, grad = (
+                    Input(name, kind, _argument_path(self.model, leaves[index][0])),
+                    leaves[index][1].requires_grad,
+                )
             elif kind == "constant":
                 constants[name] = self.constant(spec)
                 new, grad = Input(name, kind, str(spec.target)), False
@@ -142,15 +144,12 @@ class _Translation:
             )
         if tensor.requires_grad and self.training:
             raise CaptureError(
-                f"the model's tensor {spec.target!r} requires a gradient and is not a parameter; it would be a constant "
-                "of the graph. Make it an nn.Parameter."
+                f"the model's tensor {spec.target!r} requires a gradient and is not a parameter; it would be a "
+                "constant of the graph. Make it an nn.Parameter."
             )
         return tensor.detach()
 
     def define(self, name: str, node: fx.Node, value: Any, grad: bool) -> None:
-        if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in value.shape):
-            made = f"the shape {list(value.shape)} of" if isinstance(value, torch.Tensor) else "a number out of"
-            raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'{made} {node.target}')}")
         self.types[name] = TensorType(tuple(value.shape), value.dtype, grad and self.training)
         self.values[name] = Ref(name)
 
@@ -158,15 +157,19 @@ class _Translation:
         op, value = node.target, node.meta.get("val")
         if op in DROPPED:
             return
+        for result in value if isinstance(value, tuple | list) else (value,):
+            check_static(node, result)
         if not isinstance(op, torch._ops.OpOverload):
-            raise CaptureError(f"{where(node)}: {_not_an_op(node, value)}")
+            raise CaptureError(f"{where(node)}: {_not_an_op(node)}")
         args, kwargs = self.argument(node.args), self.argument(dict(node.kwargs))
         if any(isinstance(a, torch.SymInt | torch.SymFloat) for a in pytree.tree_leaves((args, kwargs))):
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
         if op is aten.broadcast_tensors.default:
             self.broadcast(node, args[0])
+        elif op is aten.detach.default and args[0].name in self.detached:
+            self.values[node.name] = self.detached[args[0].name]
         elif op is aten.copy.default:
-            self.values[node.name] = self.cast(node, args[1], value)
+            self.values[node.name] = self.cast(node, args[1], node.meta["val"])
         elif same := self.same(node, args, kwargs):
             self.rename(node, same)
         else:
@@ -174,6 +177,8 @@ class _Translation:
                 contiguous = self.emit(node, aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format})
                 args = (contiguous, *args[1:])
             self.emit_all(node, op, args, kwargs)
+            if op is aten.detach.default:
+                self.detached[args[0].name] = Ref(node.name)
 
     def same(self, node: fx.Node, args: Any, kwargs: Any) -> Ref | None:
         is_output = any(user.op == "output" for user in node.users)
@@ -189,15 +194,16 @@ class _Translation:
 
     def broadcast(self, node: fx.Node, operands: Sequence[Ref]) -> None:
         for get in node.users:
-            self.values[get.name] = self.cast(get, operands[get.args[1]], get.meta["val"])
+            slot: Any = get.args[1]
+            self.values[get.name] = self.cast(get, operands[slot], get.meta["val"])
 
     def cast(self, node: fx.Node, ref: Ref, value: torch.Tensor) -> Ref:
         """``ref`` with the shape and dtype of ``value``."""
         shape = tuple(value.shape)
-        if self.types[ref.name].dtype != value.dtype:
-            ref = self.emit(node, aten._to_copy.default, (ref,), {"dtype": value.dtype})
         if self.types[ref.name].shape != shape:
             ref = self.emit(node, aten.expand.default, (ref, list(shape)), {})
+        if self.types[ref.name].dtype != value.dtype:
+            ref = self.emit(node, aten._to_copy.default, (ref,), {"dtype": value.dtype})
         return ref
 
     def emit(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> Ref:
@@ -251,10 +257,11 @@ class _Translation:
         if not isinstance(value, tuple | list):
             return [(node.name, 0, value)]
         gets = [g for g in node.users if g.target is operator.getitem and g.users]
-        slots = sorted({int(g.args[1]) for g in gets})  # type: ignore[call-overload]
+        slot_of: dict[fx.Node, Any] = {g: g.args[1] for g in gets}
+        slots: list[int] = sorted(set(slot_of.values()))
         names = {s: node.name if len(slots) == 1 else f"{node.name}_{s}" for s in slots}
         for get in gets:
-            slot = int(get.args[1])  # type: ignore[call-overload]
+            slot = slot_of[get]
             if len(slots) > 1 and names[slot] in self.fx_nodes:
                 names[slot] = get.name
             self.values[get.name] = Ref(names[slot])
@@ -264,7 +271,7 @@ class _Translation:
         if isinstance(arg, fx.Node):
             if arg.name in self.values:
                 return self.values[arg.name]
-            return arg.meta["val"]  # a number that depends on the data; the caller refuses it
+            return arg.meta.get("val")  # a number that depends on the data; the caller refuses it
         if isinstance(arg, tuple):
             return tuple(self.argument(a) for a in arg)
         if isinstance(arg, list):
@@ -298,12 +305,21 @@ class _Translation:
         return f"the forward has an effect on {target!r} that a graph cannot express ({kind.name.lower()})."
 
 
+def check_static(node: fx.Node, value: Any) -> None:
+    """Refuse a result that is a number or whose shape depends on the data."""
+    if isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in value.shape):
+        return
+    if value is not None:
+        made = f"the shape {list(value.shape)} of" if isinstance(value, torch.Tensor) else "a number out of"
+        raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'{made} {node.target}')}")
+
+
 def remove_dead(graph: Graph) -> Graph:
     """Without nodes that nothing needs. Random ops stay: each advances the generator, used or not."""
     needed = {o.name for o in graph.outputs if isinstance(o, Ref)} | set(graph.mutations.values())
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if needed.intersection(node.outputs) or is_random(node.op) or node.op._schema.is_mutable:
+        if needed.intersection(node.outputs) or is_random(node.op) or not node.op._schema.returns:
             kept.append(node)
             needed.update(node.inputs)
     kept.reverse()
@@ -311,39 +327,9 @@ def remove_dead(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(kept), types={name: t for name, t in graph.types.items() if name in defined})
 
 
-def _not_an_op(node: fx.Node, value: Any) -> str:
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return DATA_DEPENDENT.format(what=f"{node.target}")
+def _not_an_op(node: fx.Node) -> str:
     advice = " Hugging Face: attn_implementation='sdpa'." if "flex_attention" in str(node.target) else ""
     return f"the higher-order op {node.target} is not supported. Use plain torch ops instead.{advice}"
-
-
-def module_types(node: fx.Node) -> tuple[tuple[str, str], ...]:
-    """The module stack, outermost first: (path, class name)."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return tuple((path, str(getattr(kind, "__name__", kind)).rpartition(".")[2]) for path, kind in stack.values())
-
-
-def fqn(node: fx.Node) -> str:
-    """The path of the innermost module."""
-    stack = module_types(node)
-    return stack[-1][0] if stack else ""
-
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-
-
-def source(node: fx.Node) -> str:
-    """The innermost ``file:line`` outside torch."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    user = [f for f in frames if f"{os.sep}torch{os.sep}" not in f[0] and not f[0].startswith("<")]
-    return f"{os.path.basename(user[-1][0])}:{user[-1][1]}" if user else ""
-
-
-def where(node: fx.Node) -> str:
-    """Module path and source line, for errors."""
-    line = source(node)
-    return (fqn(node) or "the model") + (f" ({line})" if line else "")
 
 
 def _names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
@@ -354,8 +340,17 @@ def _names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
     return {name: names for names in by_id.values() for name in names}
 
 
-def _argument_path(path: Sequence[Any]) -> str:
-    """``args[0]``, ``labels``, ``batch['x'][1]``."""
+def _argument_path(model: nn.Module, path: Sequence[Any]) -> str:
+    """The forward's own name of an argument: ``x``, ``labels``, ``batch['x'][1]``, ``inputs[0]`` of ``*inputs``."""
     root, first, *rest = path
-    head = f"args{first}" if root.idx == 0 else str(first.key)
-    return head + "".join(map(str, rest))
+    if root.idx == 1:
+        return str(first.key) + "".join(map(str, rest))
+    positional = [
+        p
+        for p in inspect.signature(model.forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    if first.idx < len(positional) and positional[first.idx].kind != inspect.Parameter.VAR_POSITIONAL:
+        return positional[first.idx].name + "".join(map(str, rest))
+    spread = positional[-1].name if positional else "args"
+    return f"{spread}[{first.idx - max(len(positional) - 1, 0)}]" + "".join(map(str, rest))

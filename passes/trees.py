@@ -67,7 +67,7 @@ def _register(cls: type) -> None:
         return [(pytree.GetAttrKey(n), c) for n, c in zip(context.names, children, strict=True)], context
 
     def join(children: Iterable[Any], context: _Context) -> Any:
-        value = object.__new__(cls)
+        value: Any = object.__new__(cls)
         for name, child in (*context.others.items(), *zip(context.names, children, strict=True)):
             object.__setattr__(value, name, child)
         return value

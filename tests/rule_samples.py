@@ -173,6 +173,18 @@ MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
         call("i,j,k->ijk", [f(2), f(3), f(4)]),
         call("bi,oij,bj->bo", [f(3, 2), f(4, 2, 5), f(3, 5)]),
     ],
+    aten.bilinear.default: [call(f(4, 2), f(4, 3), f(5, 2, 3), f(5)), call(f(3, 2), f(3, 3), f(4, 2, 3))],
+    aten.cdist.default: [call(f(2, 4, 3), f(2, 5, 3)), call(f(4, 3), f(5, 3))],
+    aten.linalg_inv.default: [call(f(3, 2, 2) + 3 * torch.eye(2))],
+    aten.inverse.default: [call(f(3, 2, 2) + 3 * torch.eye(2))],
+    aten.matrix_exp.default: [call(f(3, 2, 2))],
+    aten.linalg_det.default: [call(f(3, 2, 2))],
+    aten.logdet.default: [call(f(3, 2, 2) + 3 * torch.eye(2))],
+    aten.linalg_slogdet.default: [call(f(3, 2, 2))],
+    aten.linalg_cholesky.default: [call(f(3, 2, 2) * 0.1 + 3 * torch.eye(2))],
+    aten._grouped_mm.default: [
+        call(f(7, 8).bfloat16(), f(5, 8, 8).bfloat16(), torch.tensor([2, 2, 5, 6, 7], dtype=torch.int32)),
+    ],
     aten.tensordot.default: [call(f(2, 3, 4), f(4, 3, 5), [2, 1], [0, 1]), call(f(2, 3), f(3, 4), [1], [0])],
 }
 
@@ -215,6 +227,12 @@ REDUCE: dict[str, list[Sample]] = {
     "topk.default": [call(d, 2), call(d, 2, 1)],
     "kthvalue.default": [call(d, 2), call(d, 2, 1, True)],
     "mode.default": [call(d), call(d, 0)],
+    "histc.default": [call(unit(4, 5), 4, 0, 1), call(unit(7), 3)],
+    "norm.ScalarOpt_dim_dtype": [call(f(3, 4), 2, [1], False, dtype=torch.float64)],
+    "linalg_norm.default": [call(f(3, 4), None, [1]), call(f(3, 4))],
+    "frobenius_norm.dim": [call(f(3, 4, 2), [1, 2])],
+    "quantile.scalar": [call(d, 0.3, 1), call(distinct(4, 5), 0.4)],
+    "nanquantile.scalar": [call(d, 0.3, 1, True)],
 }
 
 SHAPE: dict[str, list[Sample]] = {
@@ -280,6 +298,28 @@ SHAPE: dict[str, list[Sample]] = {
     "select.int": [call(f(4, 3, 2), 1, 2), call(f(4, 3), -1, -1)],
     "unbind.int": [call(f(4, 3)), call(f(4, 3), 1)],
     "diagonal.default": [call(f(2, 4, 4), 0, 1, 2), call(f(3, 4))],
+    "tile.default": [call(f(2, 1, 3), [1, 4, 2]), call(f(3), [5, 1])],
+    "slice_scatter.default": [call(f(4, 6), f(4, 2), 1, 1, 5, 2), call(f(4, 3), f(4, 3), 0)],
+    "select_scatter.default": [call(f(4, 6), f(4), 1, 2)],
+    "fliplr.default": [call(f(4, 3))],
+    "flipud.default": [call(f(4, 3))],
+    "meshgrid.default": [call([f(4), f(3)])],
+    "meshgrid.indexing": [call([f(4), f(3), f(2)], indexing="xy"), call([f(4), f(5)], indexing="ij")],
+    "broadcast_tensors.default": [call([f(4, 1), f(3)])],
+    "pixel_shuffle.default": [call(f(2, 12, 4, 3), 2)],
+    "pixel_unshuffle.default": [call(f(2, 4, 4, 6), 2)],
+    "im2col.default": [
+        call(f(3, 4, 5, 5), [2, 2], [1, 1], [0, 0], [1, 1]),
+        call(f(4, 5, 5), [2, 2], [1, 1], [1, 0], [1, 1]),
+    ],
+    "col2im.default": [call(f(3, 16, 16), [5, 5], [2, 2], [1, 1], [0, 0], [1, 1])],
+    **{f"fft_{n}.default": [call(z(4, 6)), call(z(4, 3), None, 0)] for n in ("fft", "ifft", "irfft", "hfft")},
+    **{f"fft_{n}.default": [call(f(4, 6)), call(f(4, 3), None, 0)] for n in ("rfft", "ihfft")},
+    **{f"fft_{n}.default": [call(z(4, 3, 2), None, [0])] for n in ("fftn", "ifftn", "irfftn")},
+    "fft_rfftn.default": [call(f(4, 3, 2), None, [0, 1])],
+    **{f"fft_{n}.default": [call(z(3, 4, 6))] for n in ("fft2", "ifft2", "irfft2")},
+    "fft_rfft2.default": [call(f(3, 4, 6))],
+    **{f"fft_{n}.default": [call(f(4, 3), [1])] for n in ("fftshift", "ifftshift")},
     "unfold.default": [call(f(4, 6), 1, 3, 2)],
 }
 
@@ -301,6 +341,18 @@ INDEX: dict[str, list[Sample]] = {
         call(f(4, 3), [torch.tensor([True, False, True, True])], f(3, 3)),
     ],
     "_unsafe_index_put.default": [call(f(5, 3), [i(5, 4)], f(4, 3), True)],
+    "scatter_reduce.two": [
+        call(f(4, 5), 1, i(5, 4, 3), f(4, 3), "sum"),
+        call(f(4, 5), 1, i(5, 4, 3), f(4, 3), "mean"),
+        call(f(4, 5), 1, i(5, 4, 3), f(4, 3), "amax", include_self=False),
+        call(f(4, 5), 0, i(4, 3, 5), f(3, 5), "sum", include_self=False),
+    ],
+    "searchsorted.Tensor": [
+        call(torch.tensor([0.3, 0.6], dtype=torch.float64), unit(4, 3)),
+        call(unit(3, 4).sort(1).values, unit(3, 5)),
+    ],
+    "isin.Tensor_Tensor": [call(i(5, 4, 3), torch.tensor([1, 2]))],
+    "isin.Tensor_Scalar": [call(i(5, 4, 3), 2)],
     "index_select.default": [call(f(4, 5), 1, i(5, 3)), call(f(4, 5), 0, i(4, 6))],
     "gather.default": [call(f(4, 5), 1, i(5, 4, 3)), call(f(4, 5, 2), 0, i(4, 6, 5, 1))],
     "scatter.src": [
@@ -333,6 +385,10 @@ FACTORY: dict[str, list[Sample]] = {
     "eye.m": [call(4, 3)],
     **{f"{op}_like.default": [call(f(4, 3))] for op in ("zeros", "ones", "empty")},
     "full_like.default": [call(f(4, 3), 2.5)],
+    "tril_indices.default": [call(4, 4)],
+    "triu_indices.default": [call(4, 3, 1)],
+    "range.default": [call(0, 5)],
+    "range.step": [call(0, 9, 2)],
     "scalar_tensor.default": [call(1.5)],
 }
 

@@ -37,7 +37,7 @@ def probabilities(*shape: int) -> torch.Tensor:
 
 
 NONE, MEAN, SUM = 0, 1, 2
-TARGET = torch.tensor([3, -100, 0, 6, 2])
+TARGET, CLASSES = torch.tensor([3, -100, 0, 6, 2]), torch.tensor([3, 1, 2, 6, 2])
 GRID = torch.tensor([[3, 1, 0], [6, 255, 2], [4, 4, 255], [255, 5, 5]])
 
 EMBEDDINGS: dict[Any, list[Sample]] = {
@@ -61,7 +61,7 @@ EMBEDDINGS: dict[Any, list[Sample]] = {
 _NLL = [
     call(f(5, 7), TARGET),
     call(f(5, 7), TARGET, unit(7), SUM),
-    call(f(5, 7), TARGET, unit(7), MEAN, 2),
+    call(f(5, 7), CLASSES, unit(7), MEAN, 2),
     call(f(5, 7), TARGET, None, NONE),
 ]
 _NLL_GRID = [call(f(4, 7, 3), GRID, unit(7), reduction, 255) for reduction in (NONE, MEAN, SUM)]
@@ -69,7 +69,7 @@ CLASSIFICATION: dict[Any, list[Sample]] = {
     aten.cross_entropy_loss.default: [
         *_NLL,
         *_NLL_GRID,
-        call(f(5, 7), TARGET, unit(7), MEAN, 2, 0.2),
+        call(f(5, 7), CLASSES, unit(7), MEAN, 2, 0.2),
         call(f(5, 7), TARGET, None, MEAN, -100, 0.3),
         call(f(4, 7, 3), GRID, unit(7), NONE, 255, 0.1),
         call(f(7), torch.tensor(4)),
@@ -148,7 +148,10 @@ NORMS: dict[Any, list[Sample]] = {
         call(f(4, 3, 5), [3, 5], f(3, 5), None, 1e-3),
         call(f(4, 5), [5]),
     ],
-    aten.native_layer_norm.default: [call(f(4, 3, 5), [5], f(5), f(5), 1e-5), call(f(4, 3, 5), [3, 5], None, None, 1e-5)],
+    aten.native_layer_norm.default: [
+        call(f(4, 3, 5), [5], f(5), f(5), 1e-5),
+        call(f(4, 3, 5), [3, 5], None, None, 1e-5),
+    ],
     aten.rms_norm.default: [call(f(4, 3, 5), [5], f(5)), call(f(4, 3, 5), [3, 5], None, 1e-3)],
     aten._fused_rms_norm.default: [call(f(4, 3, 5), [5], f(5), 1e-6)],
     aten.group_norm.default: [
@@ -213,7 +216,9 @@ _LINE, _PLANE, _SOLID = f(3, 6, 8), f(3, 6, 4, 6), f(2, 3, 4, 4, 6)
 
 def _pooled(name: str) -> list[Sample]:
     """A call for a pooling op from its name."""
-    x = {"1": _LINE, "2": _PLANE, "3": _SOLID}[name[name.index("d.") - 1] if "d." in name else name[name.index("d_") - 1]]
+    x = {"1": _LINE, "2": _PLANE, "3": _SOLID}[
+        name[name.index("d.") - 1] if "d." in name else name[name.index("d_") - 1]
+    ]
     spatial = x.dim() - 2
     window = [2] * spatial
     return [call(x, window), call(x[0], window)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import special_samples
 import torch
-from rule_samples import NO_DERIVATIVE, SAMPLES, SHAPES_ONLY, call, f
+from rule_samples import NO_DERIVATIVE, SHAPES_ONLY, call, f
+from rule_samples import SAMPLES as GENERAL
 
 from autoshard.errors import RuleError
 from autoshard.layout import P, R, Shard
@@ -16,6 +18,7 @@ from autoshard.passes.rules.shape import view_groups
 from autoshard.testing import check_rule
 
 aten = torch.ops.aten
+SAMPLES = {**GENERAL, **special_samples.SAMPLES}
 TWO_AXES = ({"a": 2, "b": 2},)
 
 
@@ -79,7 +82,10 @@ WRONG = {
         _wrong(aten.mul.Tensor, Strategy("wrong", (P, R), (R,))),
         [call(f(4), f(4))],
     ),
-    "mean over a sharded dim as a mean of means": (Rule(aten.mean.dim, rule_for(aten.mean.dim).strategies), [call(f(4, 6), [1])]),  # type: ignore[union-attr]
+    "mean over a sharded dim as a mean of means": (
+        Rule(aten.mean.dim, rule_for(aten.mean.dim).strategies),
+        [call(f(4, 6), [1])],
+    ),  # type: ignore[union-attr]
     "view with global sizes": (Rule(aten.view.default, rule_for(aten.view.default).strategies), [call(f(2, 6), [12])]),  # type: ignore[union-attr]
     "uneven heads": (
         Rule(

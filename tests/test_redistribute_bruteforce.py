@@ -12,16 +12,16 @@ import heapq
 import itertools
 import math
 import random
+from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
-import autoshard.passes.redistribute.space as planner_space
 from autoshard.layout import I, Layout, P, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.redistribute import redistribution
+from autoshard.passes.redistribute import planner, pricing, redistribution, space
 
 DUAL = {"R": "P", "P": "R", "I": "I"}
 PLACEMENT = {"R": R, "I": I, "P": P}
@@ -93,7 +93,7 @@ class World:
                 found.append((t, cost))
         return found
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019  lives as long as the test
+    @functools.cache  # noqa: B019  lives as long as the test
     def one_call(self, s: tuple, t: tuple) -> Fraction | None:
         """Ring volume per rank of the single call that turns ``s`` into ``t``, None where there is none."""
         costs = [c for c in (self._convert(s, t), self._permute(s, t)) if c is not None]
@@ -232,6 +232,42 @@ def test_equals_exhaustive_search(sizes: tuple[int, ...], shape: tuple[int, ...]
     seen, wrong = compare(sizes, shape, grad, pairs=1500)
     assert seen >= 16
     assert not wrong, wrong[0]
+
+
+# Sizes that do not divide, down to ranks without a row; a dim of length 0.
+UNEVEN = [((2, 2), (7,)), ((2, 4), (5, 1)), ((2, 2), (10, 9)), ((2, 2, 2), (3,)), ((2, 3, 4), (5, 7)), ((2, 4), (0, 4))]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(("sizes", "shape"), UNEVEN, ids=str)
+def test_equals_exhaustive_search_where_uneven(sizes: tuple[int, ...], shape: tuple[int, ...], grad: bool) -> None:
+    seen, wrong = compare(sizes, shape, grad, pairs=600)
+    assert seen >= 100
+    assert not wrong, wrong[0]
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Nothing cached before, nothing left behind after."""
+    caches = planner._plan, pricing.price, pricing._rates, space.space
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_search_sees_a_planner_without_permutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space.Space, "_permutes", lambda self, s, classes: iter(()))
+    assert compare((2, 2), (48, 24), False, pairs=None)[1]
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_search_sees_an_all_to_all_that_is_too_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = space.Space.volume
+    monkeypatch.setattr(space.Space, "volume", lambda self, k, m: volume(self, k, m) // (1 + (k == "all_to_all")))
+    assert compare((2, 4), (48, 24), False, pairs=None)[1]
 
 
 @pytest.mark.slow

@@ -15,10 +15,11 @@ from autoshard.runtime.collectives import (
     permute,
     reduce_scatter,
     size,
-    slice,
+    slice,  # noqa: A004
 )
 from autoshard.runtime.communicator import Communicator, Executed, bind, current
 from autoshard.runtime.in_process import InProcessCommunicator, World
+from autoshard.runtime.launch import main
 from autoshard.runtime.module import Block, RankModule, device
 from autoshard.runtime.parameters import enter_parameters, gather_parameters, regather, wait_gradients
 from autoshard.runtime.process_group import TorchCommunicator
@@ -43,6 +44,7 @@ __all__ = [
     "enter_parameters",
     "gather_parameters",
     "leave",
+    "main",
     "offset",
     "pad",
     "partial",
@@ -56,12 +58,21 @@ __all__ = [
     "wait_gradients",
 ]
 
-from autoshard.runtime.attention import attention, causal_mask, kv_heads  # noqa: E402
-from autoshard.runtime.draw import draw, draw_like, native_dropout  # noqa: E402
-from autoshard.runtime.embedding import vocab_embedding, vocab_embedding_bag  # noqa: E402
-from autoshard.runtime.loss import cross_entropy, nll_loss  # noqa: E402
-from autoshard.runtime.norm import batch_norm, batch_norm_no_stats, group_norm, layer_norm, rms_norm  # noqa: E402
-from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax  # noqa: E402
+from autoshard.runtime.attention import attention, causal_mask, kv_heads
+from autoshard.runtime.draw import draw, draw_like, native_dropout
+from autoshard.runtime.embedding import vocab_embedding, vocab_embedding_bag
+from autoshard.runtime.indexing import (
+    sharded_gather,
+    sharded_grouped_mm,
+    sharded_index,
+    sharded_index_add,
+    sharded_index_select,
+    sharded_scatter_add,
+    sharded_select,
+)
+from autoshard.runtime.loss import cross_entropy, nll_loss
+from autoshard.runtime.norm import batch_norm, batch_norm_no_stats, group_norm, layer_norm, rms_norm
+from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax
 
 __all__ += [
     "attention",
@@ -79,6 +90,13 @@ __all__ += [
     "nll_loss",
     "rms_norm",
     "safe_softmax",
+    "sharded_gather",
+    "sharded_grouped_mm",
+    "sharded_index",
+    "sharded_index_add",
+    "sharded_index_select",
+    "sharded_scatter_add",
+    "sharded_select",
     "softmax",
     "vocab_embedding",
     "vocab_embedding_bag",

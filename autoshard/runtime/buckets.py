@@ -22,7 +22,7 @@ Begin = Callable[[], Any]
 
 
 class Bucket:
-    """``moves``: one for each tensor of each face, all of the same verb; ``replicas``: axes that hold the same shards."""
+    """``moves``: one for each tensor of each face, all of one verb; ``replicas``: axes that hold the same shards."""
 
     def __init__(self, moves: Sequence[Move], replicas: tuple[str, ...]) -> None:
         self.moves, self.replicas = tuple(moves), replicas
@@ -66,34 +66,35 @@ class FlatBucket(Bucket):
         for members in _by_dtype(gradients):
             moves = [self.moves[i].backward() for i in members]
             present = [g for i in members if (g := gradients[i]) is not None]
-            if moves[0].verb in LOCAL:
-                parts = [self.comm.local(m, g) for m, g in zip(moves, present, strict=True)]
-                buffer = _flat(parts) if self.replicas else present[0].new_empty(0)
-            elif moves[0].verb == "all_reduce":
-                record(self.comm, moves, present, "backward")
-                buffer = _flat(present)
-                works.append(self._all_reduce(buffer, moves[0].axes))
-                parts = _views(buffer, [list(g.shape) for g in present])
-            else:
-                record(self.comm, moves, present, "backward")
-                buffer, work, parts = self._reduce_scatter(moves, present)
-                works.append(work)
+            buffer, work, parts = self._reduce(moves, present)
             if self.replicas:
-                if moves[0].verb in LOCAL:
-                    parts = _views(buffer, [list(p.shape) for p in parts])
-                replicas = [Move("P", "I", self.replicas)] * len(parts)
-                later.append(self._then_all_reduce(works[-1:], buffer, replicas, parts))
+                later.append(self._then_all_reduce(work, buffer, parts))
+            elif work is not None:
+                works.append(work)
             for i, part in zip(members, parts, strict=True):
                 out[i] = part
         return out, works, later
 
-    def _then_all_reduce(
-        self, before: list[Any], buffer: torch.Tensor, moves: list[Move], parts: list[torch.Tensor]
-    ) -> Begin:
+    def _reduce(
+        self, moves: list[Move], gradients: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, Any | None, list[torch.Tensor]]:
+        """A flat buffer, the work that fills it, and the moved gradients as views of it."""
+        verb = moves[0].verb
+        if verb in LOCAL:
+            parts = [self.comm.local(m, g) for m, g in zip(moves, gradients, strict=True)]
+            buffer = _flat(parts)
+            return buffer, None, _views(buffer, [p.shape for p in parts])
+        record(self.comm, moves, gradients, "backward")
+        if verb == "reduce_scatter":
+            return self._reduce_scatter(moves, gradients)
+        buffer = _flat(gradients)
+        return buffer, self._all_reduce(buffer, moves[0].axes), _views(buffer, [g.shape for g in gradients])
+
+    def _then_all_reduce(self, before: Any | None, buffer: torch.Tensor, parts: list[torch.Tensor]) -> Begin:
         def begin() -> Any:
-            for work in before:
-                work.wait()
-            record(self.comm, moves, parts, "backward")
+            if before is not None:
+                before.wait()  # once only: gloo copies its result out in every wait
+            record(self.comm, [Move("P", "I", self.replicas)] * len(parts), parts, "backward")
             return self._all_reduce(buffer, self.replicas)
 
         return begin
@@ -109,7 +110,7 @@ class FlatBucket(Bucket):
         torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
         out = xs[0].new_empty(group.size * row)
         dist.all_gather_into_tensor(out, mine, group.handle)
-        by_index = list(out.split(row)) if row else [out] * group.size
+        by_index = list(torch.split(out, row)) if row else [out] * group.size
         if group.order is not None:
             by_index = [by_index[group.order.index(k)] for k in range(group.size)]
         pieces = [_views(r, shapes) for r, shapes in zip(by_index, rows, strict=True)]
@@ -132,7 +133,7 @@ class FlatBucket(Bucket):
             part[length:].zero_()
         out = gradients[0].new_empty(row)
         work = dist.reduce_scatter_tensor(out, buffer, group=group.handle, async_op=True)
-        return out, work, _views(out, rows[group.index])
+        return out, work, _views(out, rows[group.number])
 
     def _shapes(self, moves: list[Move], shapes: Iterable[Sequence[int]], k: int) -> list[list[int]]:
         """Shapes of the chunks of rank number ``k`` of the group."""

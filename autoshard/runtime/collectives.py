@@ -54,7 +54,7 @@ def all_gather(x: torch.Tensor, dim: int, axes: Axes, to: Whole = "I", size: int
     return _move(x, "S", _whole(to), axes, dim, size)
 
 
-def slice(x: torch.Tensor, dim: int, axes: Axes, of: Whole = "I") -> torch.Tensor:
+def slice(x: torch.Tensor, dim: int, axes: Axes, of: Whole = "I") -> torch.Tensor:  # noqa: A001
     """I → S(dim) (backward: all-gather) or R → S(dim) (backward: zero-pad)."""
     return _move(x, _whole(of), "S", axes, dim, x.shape[dim])
 

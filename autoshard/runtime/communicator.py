@@ -90,7 +90,7 @@ class Communicator:
         return tuple(base + sum(s) for s in steps)
 
     def chunks(self, size: int, axes: tuple[str, ...]) -> Chunks:
-        """``(start, length)`` for every rank of the group: ``size`` cut by ``axes`` as nested torch.chunk, outer first."""
+        """``(start, length)`` for every rank of the group: ``size`` cut by ``axes`` as torch.chunk does."""
         key = (axes, size)
         if key not in self._chunks:
             parts: list[tuple[int, int]] = [(0, size)]

@@ -49,6 +49,6 @@ def _part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
 def native_dropout(
     x: torch.Tensor, p: float, shape: Sequence[int], dims: Mapping[int, Axes]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``aten.native_dropout`` in training: the values of :func:`~autoshard.runtime.random.dropout`, and what was kept."""
+    """``aten.native_dropout`` in training: what ``runtime.dropout`` gives, and what was kept."""
     kept = dropout(torch.ones_like(x), p, shape, dims) != 0
     return x * kept * (1 / (1 - p) if p < 1 else 0), kept

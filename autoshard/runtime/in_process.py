@@ -144,7 +144,7 @@ class InProcessCommunicator(Communicator):
 
 def _joint(world: World, moves: tuple[Move, ...], xs: Tensors, phase: str) -> Sequence[torch.Tensor]:
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        out: Tensors = _Joint.apply(world, moves, phase, *xs)
+        out: Tensors = _Joint.apply(world, moves, phase, *xs)  # type: ignore[no-untyped-call]
         return out
     return world.execute(moves, xs, phase)
 
@@ -197,16 +197,14 @@ _GROUP_OPS = {
 
 
 def _reduced(move: Move, xs: list[torch.Tensor]) -> torch.Tensor:
-    combine = {"sum": torch.Tensor.add_, "max": _max_, "min": _min_}[move.op]
     total = xs[0].clone(memory_format=torch.contiguous_format)
     for x in xs[1:]:
-        total = combine(total, x)
+        total = _COMBINE[move.op](total, x)
     return total
 
 
-def _max_(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(a, b)
-
-
-def _min_(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.minimum(a, b)
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}

@@ -23,7 +23,7 @@ def cross_entropy(
     batch_axes: Axes = (),
     samples: int = 0,
 ) -> torch.Tensor:
-    """``F.cross_entropy`` of logits [n, c, ...] or [c], ``classes`` cut by ``class_axes`` and samples by ``batch_axes``.
+    """``F.cross_entropy`` of logits [n, c, ...] or [c]: classes cut by ``class_axes``, samples by ``batch_axes``.
 
     ``target``: class indices [n, ...], or probabilities like ``logits``, cut alike. ``weight`` [classes] is whole.
     The result is I along ``class_axes`` (backward: nothing on the wire) and along ``batch_axes`` S for

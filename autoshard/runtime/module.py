@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+
+from autoshard.runtime.parameters import regather
 
 
 class Scope(nn.Module):
@@ -47,6 +50,8 @@ class RankModule(Block):
 
     MESH: ClassVar[Mapping[str, int]] = {}
     BLOCKS: ClassVar[Mapping[str, type[Block]]] = {}
+    GATHERS: ClassVar[bool] = False
+    """whether it gathers parameters, which are then gathered again in the backward instead of being kept"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,6 +65,11 @@ class RankModule(Block):
             for name in block.TENSORS:
                 path, _, leaf = f"{prefix}{name}".rpartition(".")
                 yield f"{prefix}{name}", (self.scope(path), leaf)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward; first :meth:`bind_tensors`."""
+        with regather() if self.GATHERS else contextlib.nullcontext():
+            return super().__call__(*args, **kwargs)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:

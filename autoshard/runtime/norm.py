@@ -46,8 +46,8 @@ def group_norm(
     count: int,
     axes: Axes,
 ) -> torch.Tensor:
-    """``F.group_norm`` of x [n, c, ...] whose positions are cut by ``axes``; ``count``: elements of a group, globally."""
-    grouped = wide(x).unflatten(1, (groups, x.shape[1] // groups))
+    """``F.group_norm`` of x [n, c, ...] whose positions are cut by ``axes``; ``count``: elements of a group."""
+    grouped = wide(x).reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     normal, _, _ = _normalise(grouped, tuple(range(2, grouped.dim())), count, eps, axes)
     return _affine(normal.flatten(1, 2), _channels(weight, x), _channels(bias, x)).to(x.dtype)
 

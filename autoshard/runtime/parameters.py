@@ -77,7 +77,7 @@ def wait_gradients(*parameters: torch.Tensor) -> Tensors:
     trained = [p for p in parameters if p.requires_grad]
     if not trained or not torch.is_grad_enabled() or isinstance(current(), InProcessCommunicator):
         return parameters
-    waiting = iter(_Wait.apply(_Pending(), *trained))
+    waiting = iter(_Wait.apply(_Pending(), *trained))  # type: ignore[no-untyped-call]
     return tuple(next(waiting) if p.requires_grad else p for p in parameters)
 
 
@@ -112,7 +112,7 @@ class _Wait(torch.autograd.Function):
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         # What autograd hands in comes from uses that no bucket carries; a parameter may have both, or several.
         out = list(gradients)
@@ -135,7 +135,7 @@ class _Move(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         wanted = ctx.needs_input_grad[1:]
         pending = ctx.owners[0][0]
@@ -179,14 +179,16 @@ def _move(what: str, moves: Sequence[Move], xs: Sequence[torch.Tensor], replicas
 def _through(bucket: Bucket, xs: Sequence[torch.Tensor]) -> Tensors:
     if not torch.is_grad_enabled():
         return tuple(bucket.forward(xs, "forward"))
-    differentiable = any(x.requires_grad for x in xs)
-    out: Tensors = _Move.apply(bucket, *xs) if differentiable else tuple(bucket.forward(xs, "forward"))
+    if any(x.requires_grad for x in xs):
+        out: Tensors = _Move.apply(bucket, *xs)  # type: ignore[no-untyped-call]
+    else:
+        out = tuple(bucket.forward(xs, "forward"))
     if _scope.depth and bucket.moves[0].verb == "all_gather":
         _forget_freed()
         again = _Again(bucket, tuple(xs))
         for i, y in enumerate(out):
             storage = y.untyped_storage()
-            _gathered[storage._cdata] = (StorageWeakRef(storage), again, i)
+            _gathered[storage._cdata] = (StorageWeakRef(storage), again, i)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -220,7 +222,7 @@ class _Again:
                 self.full = self.bucket.forward(self.xs, "backward")
             self.unpacked = 0
             if torch._C._current_graph_task_id() != -1:  # in a backward: nothing outlives it
-                torch.autograd.variable.Variable._execution_engine.queue_callback(self.drop)
+                torch.autograd.Variable._execution_engine.queue_callback(self.drop)
         full = self.full[i]
         self.unpacked += 1
         if self.unpacked == self.packed:
@@ -246,7 +248,7 @@ def _pack(x: torch.Tensor) -> torch.Tensor | _Packed:
         return x
     _, again, i = entry
     again.packed += 1
-    return _Packed(again, i, x.shape, x.stride(), x.storage_offset())
+    return _Packed(again, i, x.shape, x.stride(), int(x.storage_offset()))
 
 
 def _unpack(x: torch.Tensor | _Packed) -> torch.Tensor:
@@ -272,5 +274,5 @@ def regather() -> Iterator[None]:
 
 
 def _forget_freed() -> None:
-    for address in [a for a, (storage, _, _) in _gathered.items() if storage.expired()]:
+    for address in [a for a, (storage, _, _) in _gathered.items() if storage.expired()]:  # type: ignore[no-untyped-call]
         del _gathered[address]

@@ -19,7 +19,7 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Reduc
 class _Group(NamedTuple):
     handle: Any
     size: int
-    index: int
+    number: int
     """this rank's number along the axes"""
     members: tuple[int, ...]
     """global ranks, in the order of the axes"""
@@ -71,7 +71,7 @@ class TorchCommunicator(Communicator):
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Communicator.apply`."""
         if x.requires_grad and torch.is_grad_enabled():
-            result: torch.Tensor = _Differentiable.apply(self, move, "forward", x)
+            result: torch.Tensor = _Differentiable.apply(self, move, "forward", x)  # type: ignore[no-untyped-call]
             return result
         return self.execute(move, x, "forward")
 
@@ -83,7 +83,7 @@ class TorchCommunicator(Communicator):
         group = self.process_group(move.axes)
         if self.log is not None:
             self.record(verb, move.axes, phase, move.ring_bytes(x, group.size))
-        if not torch.autograd._profiler_enabled():
+        if not torch._C._autograd._profiler_enabled():
             return _COLLECTIVES[verb](self, move, group, x)
         with torch.profiler.record_function(f"autoshard {move} {phase}"):
             return _COLLECTIVES[verb](self, move, group, x)
@@ -105,7 +105,7 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         move = ctx.move.backward()
         if torch.is_grad_enabled():
-            return None, None, None, _Differentiable.apply(ctx.comm, move, "backward", gradient)
+            return None, None, None, _Differentiable.apply(ctx.comm, move, "backward", gradient)  # type: ignore[no-untyped-call]
         return None, None, None, ctx.comm.execute(move, gradient, "backward")
 
 
@@ -136,7 +136,7 @@ def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
 
 def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
     chunks = comm.chunks(move.size, move.axes)
-    longest, mine = chunks[0][1], chunks[group.index][1]
+    longest, mine = chunks[0][1], chunks[group.number][1]
     if not x.numel():
         return x.new_empty(_with(x.shape, move.dim, mine))
     if move.dim == 0 and longest == chunks[-1][1] and group.order is None:
@@ -153,7 +153,7 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     sent, gathered = comm.chunks(move.to_size, move.axes), comm.chunks(move.size, move.axes)
     members = range(group.size) if group.order is None else group.order
     buffer = torch.cat([x.narrow(move.to_dim, *sent[k]).reshape(-1) for k in members])
-    shape = _with(x.shape, move.to_dim, sent[group.index][1])
+    shape = _with(x.shape, move.to_dim, sent[group.number][1])
     shapes = [_with(shape, move.dim, gathered[k][1]) for k in members]
     counts = [_numel(s) for s in shapes]
     out = x.new_empty(sum(counts))
@@ -162,15 +162,15 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     dist.all_to_all_single(
         _raw(out), _raw(buffer), [c * scale for c in counts], [s * scale for s in sends], group.handle
     )
-    parts = [p.view(s) for p, s in zip(out.split(counts), shapes, strict=True)]
+    parts = [p.view(s) for p, s in zip(torch.split(out, counts), shapes, strict=True)]
     return torch.cat(_by_index(parts, group), move.dim)
 
 
 def _permute(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
     after = comm.process_group(move.order)
-    receiver, sender = after.members[group.index], group.members[after.index]
-    shape = x.shape if move.dim < 0 else _with(x.shape, move.dim, comm.chunks(move.size, move.axes)[after.index][1])
-    if sender == group.members[group.index]:
+    receiver, sender = after.members[group.number], group.members[after.number]
+    shape = x.shape if move.dim < 0 else _with(x.shape, move.dim, comm.chunks(move.size, move.axes)[after.number][1])
+    if sender == group.members[group.number]:
         return x.clone()
     x, out = x.contiguous(), x.new_empty(shape)
     ops = []

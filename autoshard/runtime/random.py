@@ -21,7 +21,9 @@ def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     comm = current()
     drawn = comm.shared(fn, args, kwargs)
-    return drawn if comm.rank == 0 else torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, drawn)
+    if isinstance(comm, TorchCommunicator):
+        return drawn
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, drawn)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Softmax over a dim that is cut over ranks. Each is a few lines on top of the collectives, which carry the gradient."""
+"""Softmax over a dim that is cut over ranks: a few lines on top of the collectives, which carry the gradient."""
 
 from __future__ import annotations
 

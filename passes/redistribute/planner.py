@@ -14,7 +14,7 @@ from autoshard.errors import LayoutError
 from autoshard.layout import Layout, Partial, Placement
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price
-from autoshard.passes.redistribute.space import Floats, Ints, layout_of, state_of
+from autoshard.passes.redistribute.space import Floats, Ints, frame, layout_of, state_of
 from autoshard.passes.redistribute.steps import Redistribution, Step
 
 LayoutLike = Layout | Mapping[str, Placement] | Sequence[Placement]
@@ -43,9 +43,17 @@ def redistribution(
     Partial max/min), and where no sequence keeps ``peak_limit``.
     """
     mesh = Mesh.of(mesh)
-    a = src if isinstance(src, Layout) else Layout(mesh, src)
-    b = dst if isinstance(dst, Layout) else Layout(mesh, dst)
+    a, b = (x if isinstance(x, Layout) else _layout(mesh, _key(x)) for x in (src, dst))
     return _plan(a, b, tuple(shape), mesh, dtype, bool(grad), peak_limit, minimize)
+
+
+def _key(placements: Mapping[str, Placement] | Sequence[Placement]) -> tuple[Any, ...]:
+    return tuple(placements.items() if isinstance(placements, Mapping) else placements)
+
+
+@lru_cache(maxsize=4096)
+def _layout(mesh: Mesh, key: tuple[Any, ...]) -> Layout:
+    return Layout(mesh, dict(key) if key and isinstance(key[0], tuple) else key)
 
 
 @lru_cache(maxsize=65536)
@@ -65,14 +73,17 @@ def _plan(
             raise LayoutError(f"{layout} lies on the mesh ({layout.mesh}), not on ({mesh})")
     if minimize not in ("bytes", "seconds"):
         raise LayoutError(f"minimize={minimize!r} is not 'bytes' or 'seconds'")
-    prices = price(mesh, shape, dtype.itemsize, kinds_of((src, dst), grad), grad)
-    start, goal = (prices.space.index[state_of(x, len(shape), grad=grad)] for x in (src, dst))
+    kinds, ends = kinds_of((src, dst), grad), [state_of(x, len(shape), grad=grad) for x in (src, dst)]
+    prices = price(mesh, shape, dtype.itemsize, kinds, grad, frame(*ends))
+    start, goal = (prices.space.index[x] for x in ends)
     path = _path(prices, start, goal, peak_limit, minimize)
     if path is None:
         limit = f" with local tensors of at most {peak_limit} elements" if peak_limit is not None else ""
         raise LayoutError(f"no sequence of steps leads from {src} to {dst}, shape {list(shape)}{limit}")
     steps = tuple(_step(prices, move, mesh, shape, dtype, grad) for move in path)
     visited = [start, *(int(prices.space.dst[m]) for m in path)]
+    forward, backward = (sum(_scaled_bytes(prices, m, dtype, grad)[i] for m in path) for i in (0, 1))
+    ranks = prices.space.ranks
     return Redistribution(
         src,
         dst,
@@ -80,8 +91,8 @@ def _plan(
         dtype,
         grad,
         steps,
-        sum(s.forward_bytes for s in steps),
-        sum(s.backward_bytes for s in steps),
+        _divide(forward, ranks),
+        _divide(backward, ranks),
         sum(s.seconds for s in steps),
         max(int(prices.numel[v]) for v in visited),
     )
@@ -98,8 +109,7 @@ def kinds_of(layouts: Sequence[Layout], grad: bool) -> tuple[str, ...]:
 
 def _step(prices: Prices, index: int, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, grad: bool) -> Step:
     graph = prices.space
-    move, moved = graph.moves[index], int(prices.piece[index]) * dtype.itemsize
-    forward, backward = int(graph.forward[index]) * moved, int(graph.backward[index]) * moved * grad
+    move, (forward, backward) = graph.moves[index], _scaled_bytes(prices, index, dtype, grad)
     return Step(
         move.kind,
         tuple(mesh.axes[a] for a in move.group),
@@ -113,6 +123,12 @@ def _step(prices: Prices, index: int, mesh: Mesh, shape: tuple[int, ...], dtype:
         _divide(backward, graph.ranks),
         float(prices.seconds[index]),
     )
+
+
+def _scaled_bytes(prices: Prices, index: int, dtype: torch.dtype, grad: bool) -> tuple[int, int]:
+    """Ring bytes of a move, forward and backward, times the number of ranks: integers, so that sums are exact."""
+    graph, moved = prices.space, int(prices.piece[index]) * dtype.itemsize
+    return int(graph.forward[index]) * moved, int(graph.backward[index]) * moved * grad
 
 
 def _divide(a: int, b: int) -> float:
@@ -132,7 +148,7 @@ def _path(prices: Prices, start: int, goal: int, peak_limit: int | None, minimiz
         first = np.where(over, FORBIDDEN if minimize == "bytes" else np.inf, first)
         if max(prices.numel[start], prices.numel[goal]) > peak_limit:
             return None
-    distance = _distances(prices, first, goal)
+    distance = distances(prices, first, goal)
     if distance[start] >= FORBIDDEN:
         return None
     slack = 0 if minimize == "bytes" else 1e-12 * distance[start]
@@ -146,7 +162,7 @@ def _path(prices: Prices, start: int, goal: int, peak_limit: int | None, minimiz
     return None
 
 
-def _distances(prices: Prices, cost: Any, goal: int) -> Any:
+def distances(prices: Prices, cost: Any, goal: int) -> Any:
     """The least cost from every state to ``goal``: Bellman-Ford, all moves at once; paths have few steps."""
     graph = prices.space
     distance = np.full(len(graph.states), FORBIDDEN, cost.dtype)

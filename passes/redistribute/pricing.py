@@ -9,13 +9,13 @@ import numpy as np
 
 from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
-from autoshard.passes.redistribute.space import Floats, Ints, Move, Space, space
+from autoshard.passes.redistribute.space import Floats, Ints, Move, Space, State, space
 
 FORBIDDEN = 1 << 60
 """bytes of a move that the shape does not allow; more than any real one, and sums of a few stay below 2**63"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prices:
     """``bytes`` per move is exact: ring bytes per rank times the number of ranks. ``numel`` per state is local."""
 
@@ -28,18 +28,20 @@ class Prices:
 
 
 @lru_cache(maxsize=256)
-def price(mesh: Mesh, shape: tuple[int, ...], itemsize: int, kinds: tuple[str, ...], grad: bool) -> Prices:
-    """Prices of all moves for a tensor of global ``shape``; forward plus, if ``grad``, backward.
+def price(mesh: Mesh, shape: tuple[int, ...], itemsize: int, kinds: tuple[str, ...], grad: bool, base: State) -> Prices:
+    """Prices of all moves of ``space(mesh.shape, kinds, base)`` for a tensor of global ``shape``.
+
+    Forward plus, if ``grad``, backward.
 
     Uneven dims count by their largest chunk, so that a finer cut is never dearer: all-gather and reduce-scatter put
     (n-1)·C on the wire per rank, C the elements of the largest chunk (that is (n-1)/n·B where sizes divide),
     all-reduce 2(n-1)/n·B, all-to-all (n-1) pieces, a permute one chunk.
     """
-    graph = space(mesh.shape, len(shape), kinds)
+    graph = space(mesh.shape, kinds, base)
     sizes = np.array(shape, np.int64)
     piece = (-(-sizes // graph.pieces)).prod(axis=1)[graph.piece]
     volume = graph.forward + graph.backward if grad else graph.forward
-    latency, per_byte = _rates(mesh, len(shape), kinds, grad)
+    latency, per_byte = _rates(mesh, kinds, grad, base)
     moved = piece * itemsize
     total, seconds = volume * moved, latency + per_byte * moved
     uneven = (sizes % graph.cuts != 0)[graph.src] & graph.needs_even
@@ -50,9 +52,9 @@ def price(mesh: Mesh, shape: tuple[int, ...], itemsize: int, kinds: tuple[str, .
 
 
 @lru_cache(maxsize=64)
-def _rates(mesh: Mesh, ndim: int, kinds: tuple[str, ...], grad: bool) -> tuple[Floats, Floats]:
+def _rates(mesh: Mesh, kinds: tuple[str, ...], grad: bool, base: State) -> tuple[Floats, Floats]:
     """Per move: fixed seconds, and seconds per byte of the smaller chunk."""
-    graph = space(mesh.shape, ndim, kinds)
+    graph = space(mesh.shape, kinds, base)
     pairs = np.array([_rate(mesh, graph, m, grad) for m in graph.moves], np.float64).reshape(-1, 2)
     return pairs[:, 0].copy(), pairs[:, 1].copy()
 
@@ -73,7 +75,7 @@ def _rate(mesh: Mesh, graph: Space, move: Move, grad: bool) -> tuple[float, floa
 
 
 def local_step(hardware: Hardware) -> float:
-    """Seconds charged to any step, so that a useless one is never free: a thousandth of a kernel, or next to nothing."""
+    """Seconds charged to any step, so that none is free: a thousandth of a kernel launch, or next to nothing."""
     return 1e-3 * hardware.kernel_latency + 1e-24
 
 

@@ -18,11 +18,16 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from autoshard.errors import LayoutError
 from autoshard.layout import I, Layout, P, Partial, Placement, R, Shard
 from autoshard.mesh import Mesh
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+
+FREE = "*"
+"""in a frame: an axis that may be placed anyhow"""
+EXACT_AXES, MOST_AXES = 4, 5
 
 UNSHARDED: dict[str, Placement] = {"R": R, "I": I, "P": P, "max": Partial("max"), "min": Partial("min")}
 _LETTER = {placement: letter for letter, placement in UNSHARDED.items()}
@@ -30,7 +35,7 @@ _LETTER = {placement: letter for letter, placement in UNSHARDED.items()}
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """``kinds``: per axis "S" or a key of ``UNSHARDED``. ``nests``: per tensor dim the axes that cut it, outer first."""
+    """``kinds``: per axis "S" or a key of ``UNSHARDED``. ``nests``: per dim the axes that cut it, outer first."""
 
     kinds: tuple[str, ...]
     nests: tuple[tuple[int, ...], ...]
@@ -107,13 +112,14 @@ def layout_of(state: State, mesh: Mesh) -> Layout:
 class Space:
     """All states and moves for meshes of ``sizes`` and tensors of ``ndim`` dims, as arrays over moves.
 
-    ``kinds`` are the unsharded placements that may occur. Moves are sorted by source; those of state ``s`` are
-    ``first[s]:first[s+1]``.
+    ``kinds`` are the unsharded placements that may occur. Axes that ``base`` does not mark as FREE stay as they are
+    there. Moves are sorted by source; those of state ``s`` are ``first[s]:first[s+1]``.
     """
 
-    def __init__(self, sizes: tuple[int, ...], ndim: int, kinds: tuple[str, ...]) -> None:
-        self.sizes, self.ndim, self.kinds, self.ranks = sizes, ndim, kinds, math.prod(sizes)
-        self.states = tuple(_states(len(sizes), ndim, kinds))
+    def __init__(self, sizes: tuple[int, ...], ndim: int, kinds: tuple[str, ...], base: State) -> None:
+        self.sizes, self.ndim, self.kinds, self.base = sizes, ndim, kinds, base
+        self.ranks = math.prod(sizes)
+        self.states = tuple(_states(base, kinds))
         self.index = {s: i for i, s in enumerate(self.states)}
         permutable = self._permutable()
         self.moves = tuple(
@@ -155,7 +161,7 @@ class Space:
             return Move(kind, group, i, self.index[s.convert(group, to, leave, join)], dims, (), backward)
 
         for frm in self.kinds:
-            axes = [a for a, k in enumerate(s.kinds) if k == frm]
+            axes = [a for a, k in enumerate(s.kinds) if k == frm and self.base.kinds[a] == FREE]
             for length in range(1, len(axes) + 1):
                 for group in itertools.combinations(axes, length):
                     yield from (move(group, frm, to) for to in self.kinds if (frm, to) in _TABLE)
@@ -163,7 +169,7 @@ class Space:
                     for group in itertools.permutations(axes, length):
                         yield from (move(group, frm, "S", join=d) for d in range(self.ndim))
         for d, nest in enumerate(s.nests):
-            for start in range(len(nest)):
+            for start in range(len(self.base.nests[d]), len(nest)):
                 yield from (move(nest[start:], "S", to, leave=d) for to in self.kinds if ("S", to) in _TABLE)
                 yield from (move(nest[start:], "S", "S", leave=d, join=e) for e in range(self.ndim) if e != d)
 
@@ -202,15 +208,49 @@ class Space:
         return [self.sizes[a] for a in group if self.sizes[a] > 1]
 
 
-def _states(axes: int, ndim: int, kinds: tuple[str, ...]) -> Iterator[State]:
-    """Every assignment of kinds and dims to axes, in every nesting order."""
-    for choice in itertools.product((*kinds, *range(ndim)), repeat=axes):
-        sharded = [[a for a in range(axes) if choice[a] == d] for d in range(ndim)]
-        for nests in itertools.product(*(itertools.permutations(nest) for nest in sharded)):
-            yield State(tuple(c if isinstance(c, str) else "S" for c in choice), tuple(nests))
+def _states(base: State, kinds: tuple[str, ...]) -> Iterator[State]:
+    """Every assignment of kinds and dims to the free axes of ``base``, in every nesting order inside the fixed axes."""
+    free = [a for a, k in enumerate(base.kinds) if k == FREE]
+    for choice in itertools.product((*kinds, *range(len(base.nests))), repeat=len(free)):
+        chosen = dict(zip(free, choice, strict=True))
+        joined = [[a for a in free if chosen[a] == d] for d in range(len(base.nests))]
+        letters = tuple(
+            k if k != FREE else c if isinstance(c := chosen[a], str) else "S" for a, k in enumerate(base.kinds)
+        )
+        for inner in itertools.product(*(itertools.permutations(nest) for nest in joined)):
+            yield State(letters, tuple(outer + nest for outer, nest in zip(base.nests, inner, strict=True)))
+
+
+def everything(axes: int, ndim: int) -> State:
+    """The frame in which every axis is free."""
+    return State((FREE,) * axes, ((),) * ndim)
+
+
+def frame(src: State, dst: State) -> State:
+    """What two states have in common, all else FREE. Up to ``EXACT_AXES`` axes everything is.
+
+    On a larger mesh an axis that both use alike, and that no axis to be changed encloses, stays out of the search.
+    """
+    axes = len(src.kinds)
+    if axes <= EXACT_AXES:
+        return everything(axes, len(src.nests))
+    nests = tuple(
+        tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*pair, strict=False)))
+        for pair in zip(src.nests, dst.nests, strict=True)
+    )
+    fixed = {a for nest in nests for a in nest}
+    kinds = (
+        k if a in fixed or k == o != "S" else FREE for a, (k, o) in enumerate(zip(src.kinds, dst.kinds, strict=True))
+    )
+    return State(tuple(kinds), nests)
 
 
 @lru_cache(maxsize=64)
-def space(sizes: tuple[int, ...], ndim: int, kinds: tuple[str, ...]) -> Space:
-    """The graph for these axis sizes, built once."""
-    return Space(sizes, ndim, kinds)
+def space(sizes: tuple[int, ...], kinds: tuple[str, ...], base: State) -> Space:
+    """The graph for these axis sizes, built once. Raises :class:`LayoutError` where it would be too large."""
+    if base.kinds.count(FREE) > MOST_AXES:
+        raise LayoutError(
+            f"a redistribution that changes {base.kinds.count(FREE)} mesh axes at once is not planned, at most "
+            f"{MOST_AXES}; go through a layout in between"
+        )
+    return Space(sizes, len(base.nests), kinds, base)

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from autoshard.layout import Layout
-from autoshard.mesh import Mesh
-from autoshard.passes.redistribute.planner import kinds_of
-from autoshard.passes.redistribute.pricing import price
-from autoshard.passes.redistribute.space import Floats, space, state_of
+from autoshard.passes.redistribute.planner import distances, kinds_of, redistribution
+from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price
+from autoshard.passes.redistribute.space import EXACT_AXES, Floats, everything, state_of
+
+SMALL = 500
+"""states up to which all pairs are computed together"""
 
 
 def cost_matrix(
@@ -25,16 +27,38 @@ def cost_matrix(
     """
     if not sources or not targets:
         return np.zeros((len(sources), len(targets)))
-    mesh, kinds = sources[0].mesh, kinds_of((*sources, *targets), grad)
-    index = space(mesh.shape, len(shape), kinds).index
+    mesh, shape, kinds = sources[0].mesh, tuple(shape), kinds_of((*sources, *targets), grad)
+    if mesh.ndim > EXACT_AXES:
+        return _one_by_one(sources, targets, shape, dtype, grad)
+    prices = price(mesh, shape, dtype.itemsize, kinds, grad, everything(mesh.ndim, len(shape)))
+    index = prices.space.index
     rows, columns = ([index[state_of(x, len(shape), grad=grad)] for x in side] for side in (sources, targets))
-    return _all_pairs(mesh, tuple(shape), dtype.itemsize, kinds, grad)[np.ix_(rows, columns)]
+    if len(index) <= SMALL:
+        return _all_pairs(prices)[np.ix_(rows, columns)]
+    return np.stack([_to_one(prices, goal)[rows] for goal in columns], axis=1)
+
+
+def _one_by_one(
+    sources: Sequence[Layout], targets: Sequence[Layout], shape: tuple[int, ...], dtype: torch.dtype, grad: bool
+) -> Floats:
+    """On a mesh too large for one graph, every pair has its own."""
+
+    def seconds(src: Layout, dst: Layout) -> float:
+        return redistribution(src, dst, shape, src.mesh, dtype, grad, minimize="seconds").seconds
+
+    return np.array([[seconds(src, dst) for dst in targets] for src in sources])
+
+
+@lru_cache(maxsize=8192)
+def _to_one(prices: Prices, goal: int) -> Floats:
+    """From every state to one."""
+    found = distances(prices, prices.seconds, goal)
+    return np.where(found < FORBIDDEN, found, np.inf)
 
 
 @lru_cache(maxsize=256)
-def _all_pairs(mesh: Mesh, shape: tuple[int, ...], itemsize: int, kinds: tuple[str, ...], grad: bool) -> Floats:
+def _all_pairs(prices: Prices) -> Floats:
     """Floyd-Warshall over all states."""
-    prices = price(mesh, shape, itemsize, kinds, grad)
     graph = prices.space
     distance = np.full((len(graph.states), len(graph.states)), np.inf)
     np.minimum.at(distance, (graph.src, graph.dst), prices.seconds)

@@ -1,10 +1,15 @@
-"""The rule registry. Every module here that defines ``RULES: tuple[Rule, ...]`` takes part."""
+"""The rule registry. Every module here that defines ``RULES: tuple[Rule, ...]`` takes part.
+
+``BY_NAME`` of a module holds rules of ops that exist only once another library is imported: ``{str(op): op → Rule}``.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 
 import torch
 
@@ -13,7 +18,10 @@ from autoshard.passes.rules.base import Rule
 
 def rule_for(op: torch._ops.OpOverload) -> Rule | None:
     """The rule of ``op``, or None: the op then runs on whole tensors."""
-    return _registry().get(op)
+    rules = _registry()
+    if op not in rules and (make := _by_name().get(str(op))):
+        rules[op] = make(op)
+    return rules.get(op)
 
 
 def register(rule: Rule) -> None:
@@ -29,5 +37,13 @@ def all_rules() -> tuple[Rule, ...]:
 @cache
 def _registry() -> dict[torch._ops.OpOverload, Rule]:
     """Built on first use: the rule modules import the notation, which imports this package."""
-    modules = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
-    return {rule.op: rule for module in modules for rule in getattr(module, "RULES", ())}
+    return {rule.op: rule for module in _modules() for rule in getattr(module, "RULES", ())}
+
+
+@cache
+def _by_name() -> dict[str, Callable[[torch._ops.OpOverload], Rule]]:
+    return {name: make for module in _modules() for name, make in getattr(module, "BY_NAME", {}).items()}
+
+
+def _modules() -> list[ModuleType]:
+    return [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autoshard.layout import R, Shard
+from autoshard.layout import R, Shard, chunk
 from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Rule, Site, Strategy
+from autoshard.passes.rules.base import Call, Internal, Rule, Site, Strategy
 from autoshard.passes.rules.factors import Dims, Factors, argument, shape_of
-from autoshard.passes.rules.named import axes_of, inputs, positions, spell, unchanged
+from autoshard.passes.rules.named import (
+    axes_of,
+    broadcast_shape,
+    inputs,
+    local_shape,
+    positions,
+    reductions,
+    spell,
+    unchanged,
+    wide_bytes,
+)
 
 aten = torch.ops.aten
 
@@ -35,7 +46,7 @@ def weights_shape(node: Node, graph: Graph) -> tuple[int, ...]:
     lead = [s[:-2] for s in (shapes["query"], key)]
     if is_grouped(node, graph):
         lead[1] = (*key[:-3], shapes["query"][-3])
-    return (*torch.broadcast_shapes(*lead), shapes["query"][-2], key[-2])
+    return (*broadcast_shape(*lead), shapes["query"][-2], key[-2])
 
 
 def _strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
@@ -68,36 +79,23 @@ def _strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         even=frozenset({"heads"}) if grouped else frozenset(),
         linear=((positions(node)["value"],),),
     )
-    found = list(factors.strategies(node, graph))
-    keyed = next((i for i, s in enumerate(found) if s.label == "keys"), None)
-    if keyed is not None:
-        found[keyed] = _with_communication(found[keyed], shape, graph.types[node.inputs[0]].dtype)
-    if grouped:
-        found.append(_query_heads(node, shape, dims))
-    return tuple(found)
+    rows = 2.0 * math.prod(shape[:-1]) * wide_bytes(graph.types[node.inputs[0]].dtype)
+    found = factors.strategies(node, graph)
+    found = tuple(replace(s, communication=rows) if s.label == "keys" else s for s in found)
+    return (*found, _query_heads(node, shape, dims)) if grouped else found
 
 
 def _leading(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims:
-    """Factors of an operand's dims before the last two (all dims of a mask), right-aligned; broadcast dims lack theirs."""
+    """Factors of an operand's dims before the last two (of a mask: all dims); dims that broadcast lack theirs."""
     kept = shape[:-2] if len(names) and names[-1] != "keys" else shape
     named = names[len(names) - len(kept) :]
     return tuple(f if f is not None and n == sizes[f] else None for f, n in zip(named, kept, strict=True))
 
 
-def _with_communication(strategy: Strategy, shape: tuple[int, ...], dtype: torch.dtype) -> Strategy:
-    """Maxima and sums of every row."""
-    bytes_ = 2.0 * math.prod(shape[:-1]) * max(4, dtype.itemsize)
-    return Strategy(
-        strategy.label, strategy.inputs, strategy.outputs, strategy.size, strategy.even, strategy.divides, bytes_
-    )
-
-
 def _query_heads(node: Node, shape: tuple[int, ...], dims: dict[str, Dims]) -> Strategy:
     """Query heads cut, key and value heads whole: each rank picks those its query heads use."""
     cut = {name for name in ("query", "attn_mask") if "heads" in dims[name]}
-    placements = tuple(
-        Shard(dims[name].index("heads")) if name in cut else R for name in positions(node)
-    )
+    placements = tuple(Shard(dims[name].index("heads")) if name in cut else R for name in positions(node))
     return Strategy("query heads", placements, (Shard(len(shape) - 3),), shape[-3], divides=True)
 
 
@@ -146,6 +144,30 @@ def _axes(site: Site, name: str, from_end: int) -> tuple[str, ...]:
     return axes_of(site, name, rank - from_end) if rank >= from_end else ()
 
 
+def _collectives(site: Site) -> tuple[Internal, ...]:
+    """Where keys are cut: maxima and sums of every row. Where key heads are cut inside query heads: those heads."""
+    node, graph = site.node, site.graph
+    found: tuple[Internal, ...] = ()
+    group_axes, key_axes = _axes(site, "key", 3), _axes(site, "key", 2)
+    query_axes = _axes(site, "query", 3)
+    if is_grouped(node, graph) and site.axes("query heads") and query_axes[: len(group_axes)] != group_axes:
+        found = tuple(_gathered(site, name, group_axes) for name in ("key", "value"))
+        if any(graph.types[name].grad for name in node.outputs):
+            found += tuple(replace(c, kind="reduce_scatter", phase="backward") for c in found)
+    shape = weights_shape(node, graph)
+    axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | {len(shape) - 2: _axes(site, "query", 2)}
+    rows = math.prod(chunk(n, site.mesh.size_of(axes[d]), 0)[1] for d, n in enumerate(shape[:-1]))
+    size = rows * wide_bytes(site.in_type(0).dtype)
+    return found + reductions(site, key_axes, size, ("maxima", "sums"), ("gradient of the sums",))
+
+
+def _gathered(site: Site, name: str, axes: tuple[str, ...]) -> Internal:
+    """The gather of an operand's heads."""
+    local, i = local_shape(site, name), positions(site.node)[name]
+    size = math.prod(local) * site.mesh.size_of(axes) * site.in_type(i).dtype.itemsize
+    return Internal("all_gather", axes, size, "forward", f"{name} heads")
+
+
 def _flops(node: Node, graph: Graph) -> float:
     """Two products per pair of query and key, also where a causal mask hides the pair."""
     shapes = _shapes(node, graph)
@@ -158,6 +180,7 @@ RULES: tuple[Rule, ...] = (
         _strategies,
         _local,
         _flops,
-        "... heads queries _, ... heads keys _, ... heads keys embed, ... heads queries keys -> ... heads queries embed",
+        "... heads queries _, ... heads keys _, ... heads keys embed, ... queries keys -> ... heads queries embed",
+        _collectives,
     ),
 )

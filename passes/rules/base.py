@@ -64,6 +64,18 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Internal:
+    """A collective inside a local form: no redistribution shows it."""
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    """what an all-reduce reduces on rank 0, or the gathered whole; not ring bytes"""
+    phase: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Site:
     """What a local form may look at: the node, the graph's types, and the layouts chosen for it."""
 
@@ -106,3 +118,5 @@ class Rule:
     flops: Callable[[Node, Graph], float] | None = None
     notation: str = ""
     """the rule as its author wrote it, for reports"""
+    collectives: Callable[[Site], tuple[Internal, ...]] | None = None
+    """what the local form communicates, in order of execution; None: nothing"""

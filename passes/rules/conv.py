@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -32,7 +33,8 @@ def _convolution(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     batch: Dims = ("n",) if len(x) == len(weight) else ()
     groups = argument(node, "groups")
     sizes = {"n": x[0], "groups": groups}
-    incoming, outgoing, kernel = "groups", "groups", ("groups", None)
+    incoming, outgoing = "groups", "groups"
+    kernel: Dims = ("groups", None)
     if groups == 1:
         incoming, outgoing = "i", "o"
         kernel = ("i", "o") if is_transposed(node) else ("o", "i")
@@ -67,7 +69,7 @@ def _convolution_flops(node: Node, graph: Graph) -> float:
     return 2.0 * math.prod(moved) * math.prod(weight[1:])
 
 
-def _leading(linear: bool) -> object:
+def _leading(linear: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         """Every dim but the positions, whose number the op's name tells. Channels are cut evenly."""
         (shape,) = input_shapes(node, graph)
@@ -98,8 +100,8 @@ LINEAR = (
     "upsample_bilinear2d.vec upsample_trilinear3d.vec upsample_bicubic2d.vec upsample_nearest1d.default "
     "upsample_nearest2d.default upsample_nearest3d.default upsample_linear1d.default upsample_bilinear2d.default "
     "upsample_trilinear3d.default upsample_bicubic2d.default _upsample_nearest_exact1d.vec "
-    "_upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec "
-    "reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default "
+    "_upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec _upsample_bilinear2d_aa.vec "
+    "_upsample_bicubic2d_aa.vec reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default "
     "replication_pad1d.default replication_pad2d.default replication_pad3d.default"
 )
 

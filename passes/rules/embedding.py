@@ -56,7 +56,9 @@ def _bag(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     ranks = [len(graph.types[name].shape) for name in node.outputs]
     return Factors(
         inputs(node, {**dims, "per_sample_weights": flat}),
-        tuple((None,) * rank if slot else ("bags", "embed") for slot, rank in zip(node.output_slots, ranks, strict=True)),
+        tuple(
+            (None,) * rank if slot else ("bags", "embed") for slot, rank in zip(node.output_slots, ranks, strict=True)
+        ),
         sizes,
         even=frozenset({"bags"}),
         linear=((positions(node)["weight"],),) if "vocab" in sizes else (),

@@ -7,7 +7,7 @@ results that have f → Shard, results that lack it → Partial. Beside the fact
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from autoshard.errors import RuleError
 from autoshard.layout import I, P, Placement, R, Shard
 from autoshard.passes.ir import Graph, Node, Ref, refs
-from autoshard.passes.rules.base import Strategy
+from autoshard.passes.rules.base import LocalFormOf, Rule, Strategy
 
 Dims = tuple[str | None, ...]
 """a factor per tensor dim; None: the dim must be whole"""
@@ -43,13 +43,16 @@ class Factors:
         """Every strategy: I, R, one per factor, one per linear group."""
         return (
             *whole(len(self.inputs), len(self.outputs)),
-            *(self._along(f) for f, n in self.sizes.items() if n > 1 and self._shardable(f)),
+            *(self._along(f) for f, n in self.sizes.items() if n > 1 and self._shardable(f, node, graph)),
             *(self._through(group) for group in self.linear if _can_be_summed(node, graph, group)),
         )
 
-    def _shardable(self, factor: str) -> bool:
-        counts = [dims.count(factor) for dims in self.inputs + self.outputs]
-        return max(counts, default=0) == 1
+    def _shardable(self, factor: str, node: Node, graph: Graph) -> bool:
+        """Once at most in every operand and result; booleans have no summands."""
+        if max((dims.count(factor) for dims in self.inputs + self.outputs), default=0) != 1:
+            return False
+        lacking = [name for name, dims in zip(node.outputs, self.outputs, strict=True) if factor not in dims]
+        return not any(graph.types[name].dtype == torch.bool for name in lacking)
 
     def _along(self, factor: str) -> Strategy:
         summed = not any(factor in dims for dims in self.outputs)
@@ -80,11 +83,25 @@ def _can_be_summed(node: Node, graph: Graph, group: tuple[int, ...]) -> bool:
     if not ins or any(d == torch.bool for d in ins + outs):
         return False
     fractional = any(_is_fractional(d) for d in ins)
-    return not (fractional and not all(_is_fractional(d) for d in outs))
+    return not fractional or all(_is_fractional(d) for d in outs)
 
 
 def _is_fractional(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
+
+
+FactorsOf = Callable[[Node, Graph], Factors]
+
+
+def by_factors(names: str, factors: FactorsOf, local: LocalFormOf | None = None, notation: str = "") -> list[Rule]:
+    """Rules of several aten ops, as in ``"cat.default stack.default"``, from a function that finds the factors."""
+
+    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+        return factors(node, graph).strategies(node, graph)
+
+    pairs = (name.split(".") for name in names.split())
+    ops = [getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in pairs]
+    return [Rule(op, strategies, local, notation=notation) for op in ops]
 
 
 # What rules read of a node.

@@ -16,6 +16,7 @@ from autoshard.passes.rules.factors import (
     sizes_of,
     with_arguments,
 )
+from autoshard.passes.rules.named import spell
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def _cut(site: Site) -> Call:
     for dim in range(len(site.out_type().shape)):
         axes = site.outputs[0].axes_of(dim)
         if axes:
-            made = Call("slice", (made, dim, axes), {"of": "R"})
+            made = Call("slice", (made, dim, spell(axes)), {"of": "R"})
     return made
 
 
@@ -81,7 +82,10 @@ _SIZED = {
     "new_empty.default": "size",
     "new_full.default": "size",
 }
-_POSITIONAL = "arange.default arange.start arange.start_step linspace.default logspace.default eye.default eye.m"
+_POSITIONAL = (
+    "arange.default arange.start arange.start_step linspace.default logspace.default eye.default eye.m "
+    "tril_indices.default triu_indices.default range.default range.step"
+)
 _LIKE = "zeros_like.default ones_like.default empty_like.default full_like.default"
 
 

@@ -1,4 +1,8 @@
-"""Look-ups and writes by index tensors: the indexed dim is whole, everything beside it is a factor."""
+"""Look-ups and writes by index tensors.
+
+Index dims and dims beside the indexed one are factors as usual. The indexed dim is one too: each rank serves the
+part it holds, so that a look-up gives summands and an adding write stays in place.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,22 @@ from collections.abc import Callable, Sequence
 import torch
 
 from autoshard.passes.ir import Graph, Node, Ref
-from autoshard.passes.rules.base import Rule, Strategy
+from autoshard.passes.notation import rule
+from autoshard.passes.rules.base import Call, Rule, Site, Strategy
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
     argument,
     broadcast,
     input_shapes,
+    numbered,
     output_shapes,
     positive,
     shape_of,
+    sizes_of,
     whole,
 )
+from autoshard.passes.rules.named import axes_of, spell
 
 aten = torch.ops.aten
 
@@ -28,16 +36,16 @@ def _index_factors(
 ) -> tuple[Dims, list[Dims], Dims, dict[str, int]]:
     """Advanced indexing: factors of the source, of each index tensor, of the result, and their lengths.
 
-    Index dims (broadcast together) are factors ``i0, i1, …``; source dims not indexed are ``d0, d1, …``. The
-    index dims stand where the indexed dims were if those are adjacent, else first.
+    Index dims (broadcast together) are factors ``i0, i1, …``, source dims are ``d0, d1, …``. The index
+    dims stand where the indexed dims were if those are adjacent, else first.
     """
     indexed = [d for d, ref in enumerate(indices) if ref is not None]
     shapes = [shape_of(graph, ref) for ref in indices if ref is not None]
     common = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     names: Dims = tuple(f"i{k}" for k in range(len(common)))
     sizes = {f"i{k}": n for k, n in enumerate(common)}
-    sizes |= {f"d{d}": n for d, n in enumerate(source) if d not in indexed}
-    before: Dims = tuple(None if d in indexed else f"d{d}" for d in range(len(source)))
+    sizes |= sizes_of(source)
+    before = numbered(source)
     kept: Dims = tuple(f for d, f in enumerate(before) if d not in indexed)
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
     at = indexed[0] if adjacent else 0
@@ -58,6 +66,17 @@ def _index(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return Factors((before, *taken), (result,), sizes, linear=((0,),)).strategies(node, graph)
 
 
+def _local_index(site: Site) -> Call:
+    node = site.node
+    indices = argument(node, "indices")
+    shape = site.in_type(0).shape
+    cuts = [(d, shape[d], spell(site.inputs[0].axes_of(d))) for d, i in enumerate(indices)
+            if i is not None and site.inputs[0].axes_of(d)]  # fmt: skip
+    if not cuts:
+        return Call(node.op, node.args, node.kwargs)
+    return Call("sharded_index", (argument(node, "self"), indices, cuts), {})
+
+
 def _index_put(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """Accumulating, index dims are summed: each rank adds its own values to a summand of the source."""
     indices, accumulate = argument(node, "indices"), bool(argument(node, "accumulate"))
@@ -68,21 +87,35 @@ def _index_put(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     written_shape = [sizes[f] for f in written if f is not None]
     values = broadcast(input_shapes(node, graph)[-1], written_shape, written)
     rows: list[Dims] = [before, *taken, values]
-    if not accumulate:
-        rows = [tuple(None if f and f.startswith("i") else f for f in row) for row in rows]
-        sizes = {f: n for f, n in sizes.items() if not f.startswith("i")}
+    indexed = {f"d{d}" for d, ref in enumerate(indices) if ref is not None}
+    sizes = {f: n for f, n in sizes.items() if f not in indexed and (accumulate or not f.startswith("i"))}
     last = len(rows) - 1
-    # a value that broadcasts along index dims is added once per element it lands on, so it has no such factor
     return Factors(tuple(rows), (before,), sizes, addends=frozenset({0}), linear=((0, last),)).strategies(node, graph)
 
 
 def _index_select(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     source, index = input_shapes(node, graph)
     dim = positive(argument(node, "dim"), len(source))
-    dims: Dims = tuple(None if d == dim else f"d{d}" for d in range(len(source)))
+    dims = numbered(source)
     result: Dims = (*dims[:dim], "i", *dims[dim + 1 :]) if source else ()
-    sizes = {f"d{d}": n for d, n in enumerate(source)} | {"i": index[0] if index else 1}
+    sizes = sizes_of(source) | {"i": index[0] if index else 1}
     return Factors((dims, ("i",) * len(index)), (result,), sizes, linear=((0,),)).strategies(node, graph)
+
+
+def _along_cut(name: str, *arguments: str) -> Callable[[Site], Call]:
+    """The runtime function ``name`` where the indexed dim is cut: ``arguments``, then its length and its axes."""
+
+    def local(site: Site) -> Call:
+        node = site.node
+        shape = site.in_type(0).shape
+        dim = positive(argument(node, "dim"), len(shape))
+        axes = axes_of(site, "self", dim) if shape else ()
+        if not axes:
+            return Call(node.op, node.args, node.kwargs)
+        given = [dim if a == "dim" else argument(node, a) for a in arguments]
+        return Call(name, (*given, shape[dim], spell(axes)), {})
+
+    return local
 
 
 def _along(shapes: Sequence[Sequence[int]], dim: int, inner: str | None) -> tuple[list[Dims], dict[str, int]]:
@@ -91,7 +124,7 @@ def _along(shapes: Sequence[Sequence[int]], dim: int, inner: str | None) -> tupl
     Index and values carry ``inner`` in ``dim``.
     """
     first = shapes[0]
-    equal = [d for d, n in enumerate(first) if d != dim and all(s[d] == n for s in shapes if s)]
+    equal = [d for d, n in enumerate(first) if d == dim or all(s[d] == n for s in shapes if s)]
     dims: Dims = tuple(f"d{d}" if d in equal else None for d in range(len(first)))
     taken: Dims = tuple(inner if d == dim else f for d, f in enumerate(dims))
     sizes = {f"d{d}": first[d] for d in equal}
@@ -117,7 +150,10 @@ def _scatter(adds: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
         shapes = input_shapes(node, graph)
         if not all(shapes):
             return whole(len(shapes), 1)
-        dims, sizes = _along(shapes, positive(argument(node, "dim"), len(shapes[0])), "i" if adds else None)
+        dim = positive(argument(node, "dim"), len(shapes[0]))
+        dims, sizes = _along(shapes, dim, "i" if adds else None)
+        if not adds:
+            del sizes[f"d{dim}"]
         constant = argument(node, "value") if len(shapes) == 2 else 0
         group = (0, 2) if len(shapes) == 3 else (0,)
         addends = frozenset({0}) if adds else frozenset[int]()
@@ -136,10 +172,10 @@ def _index_add(adds: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
         if not source or not index:
             return whole(len(shapes), 1)
         dim = positive(argument(node, "dim"), len(source))
-        dims: Dims = tuple(None if d == dim else f"d{d}" for d in range(len(source)))
+        dims = numbered(source, () if adds else (dim,))
         inner = "i" if adds else None
         values: Dims = (*dims[:dim], inner, *dims[dim + 1 :])
-        sizes = {f"d{d}": n for d, n in enumerate(source)} | {"i": index[0]}
+        sizes = sizes_of(source) | {"i": index[0]}
         rest = tuple(values if s else () for s in shapes[2:])
         fills = any(a.name == "value" for a in node.op._schema.arguments) and not isinstance(
             argument(node, "value"), Ref
@@ -175,15 +211,59 @@ def _bucketize(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return Factors(inputs, (names,), {f"d{d}": n for d, n in enumerate(result)}).strategies(node, graph)
 
 
+def _scatter_reduce(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Only a sum that includes the source splits over the index."""
+    adds = argument(node, "reduce") == "sum" and argument(node, "include_self")
+    found = _scatter(adds=adds)(node, graph)
+    dim = f"d{positive(argument(node, 'dim'), max(1, len(input_shapes(node, graph)[0])))}"
+    linear = adds or argument(node, "reduce") == "mean"
+    return tuple(s for s in found if s.label != dim and (linear or not s.label.startswith("P")))
+
+
+def _searchsorted(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """The sorted dim is whole; leading dims are shared where the sequence has them."""
+    shapes, (result,) = input_shapes(node, graph), output_shapes(node, graph)
+    names = numbered(result)
+    sequence: Dims = (*(names[:-1] if len(shapes[0]) > 1 else ()), None)
+    others = [names if len(s) == len(result) else (None,) * len(s) for s in shapes[1:2]]
+    sorters = [sequence] * (len(shapes) - 1 - len(others))
+    return Factors((sequence, *others, *sorters), (names,), sizes_of(result)).strategies(node, graph)
+
+
+def _isin(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    shape, test = input_shapes(node, graph)
+    names = numbered(shape)
+    return Factors((names, (None,) * len(test)), (names,), sizes_of(shape)).strategies(node, graph)
+
+
 RULES: tuple[Rule, ...] = (
-    *(Rule(op, _index, notation="indexed dims whole") for op in (aten.index.Tensor, aten._unsafe_index.Tensor)),
+    *(
+        Rule(op, _index, _local_index, notation="indexed dims summed")
+        for op in (aten.index.Tensor, aten._unsafe_index.Tensor)
+    ),
     Rule(aten.index_put.default, _index_put, notation="indexed dims whole"),
     Rule(aten._unsafe_index_put.default, _index_put, notation="indexed dims whole"),
-    Rule(aten.index_select.default, _index_select, notation="dim whole"),
-    Rule(aten.gather.default, _gather, notation="dim whole"),
+    Rule(
+        aten.index_select.default,
+        _index_select,
+        _along_cut("sharded_index_select", "self", "dim", "index"),
+        notation="dim summed",
+    ),
+    Rule(aten.gather.default, _gather, _along_cut("sharded_gather", "self", "dim", "index"), notation="dim summed"),
     *(Rule(op, _scatter(adds=False), notation="dim whole") for op in (aten.scatter.src, aten.scatter.value)),
-    Rule(aten.scatter_add.default, _scatter(adds=True), notation="dim whole, index dim summed"),
-    Rule(aten.index_add.default, _index_add(adds=True), notation="dim whole, index summed"),
+    Rule(
+        aten.scatter_add.default,
+        _scatter(adds=True),
+        _along_cut("sharded_scatter_add", "self", "dim", "index", "src"),
+        notation="index dim summed",
+    ),
+    Rule(aten.scatter_reduce.two, _scatter_reduce, notation="dim whole"),
+    Rule(
+        aten.index_add.default,
+        _index_add(adds=True),
+        _along_cut("sharded_index_add", "self", "dim", "index", "source", "alpha"),
+        notation="index summed",
+    ),
     *(
         Rule(op, _index_add(adds=False), notation="dim whole")
         for op in (aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
@@ -191,4 +271,7 @@ RULES: tuple[Rule, ...] = (
     Rule(aten.take.default, _take_along_flat, notation="source whole"),
     Rule(aten.one_hot.default, _one_hot, notation="... -> ... _"),
     Rule(aten.bucketize.Tensor, _bucketize, notation="boundaries whole"),
+    Rule(aten.isin.Tensor_Tensor, _isin, notation="..., (test) -> ..."),
+    rule(aten.isin.Tensor_Scalar, "... -> ..."),
+    Rule(aten.searchsorted.Tensor, _searchsorted, notation="... _, ... n -> ... n"),
 )

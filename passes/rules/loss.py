@@ -11,7 +11,7 @@ import torch
 
 from autoshard.layout import I, Shard
 from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Rule, Site, Strategy
+from autoshard.passes.rules.base import Call, Internal, Rule, Site, Strategy
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -24,7 +24,17 @@ from autoshard.passes.rules.factors import (
     shape_of,
     sizes_of,
 )
-from autoshard.passes.rules.named import axes_of, inputs, ops, positions, spell, unchanged
+from autoshard.passes.rules.named import (
+    broadcast_shape,
+    inputs,
+    local_shape,
+    ops,
+    positions,
+    reductions,
+    spell,
+    unchanged,
+    wide_bytes,
+)
 
 aten = torch.ops.aten
 
@@ -51,13 +61,54 @@ def _cross_entropy(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     found = _samples(node, graph).strategies(node, graph)
     logits = graph.types[argument(node, "self").name]
     classes = logits.shape[min(len(logits.shape) - 1, 1)]
-    sums = 3 if argument(node, "label_smoothing") or graph.types[argument(node, "target").name].shape == logits.shape else 2
-    bytes_ = (1 + sums) * logits.numel // classes * max(4, logits.dtype.itemsize)
-    return tuple(replace(s, outputs=(I,), communication=bytes_) if s.label == "vocab" else s for s in found)
+    bytes_ = (1 + _sums(node, graph)) * logits.numel / classes * wide_bytes(logits.dtype)
+    found = tuple(replace(s, outputs=(I,), communication=bytes_) if s.label == "vocab" else s for s in found)
+    return found if graph.types[argument(node, "target").name].dtype.is_floating_point else _counted(found, node)
+
+
+def _counted(strategies: tuple[Strategy, ...], node: Node) -> tuple[Strategy, ...]:
+    """Where "mean" runs over sharded samples, ranks all-reduce their count."""
+    if REDUCTIONS[argument(node, "reduction")] != "mean":
+        return strategies
+    return tuple(replace(s, communication=8.0) if s.divides and s.label != "vocab" else s for s in strategies)
+
+
+def _cross_entropy_collectives(site: Site) -> tuple[Internal, ...]:
+    """Maxima, then the sums packed; then the count that "mean" divides by. Nothing backward."""
+    logits = site.in_type(0)
+    class_dim = min(len(logits.shape) - 1, 1)
+    local = local_shape(site, "self")
+    samples = math.prod(n for d, n in enumerate(local) if d != class_dim) * wide_bytes(logits.dtype)
+    class_axes = site.inputs[0].axes_of(class_dim)
+    packed = _sums(site.node, site.graph)
+    found = reductions(site, class_axes, samples, ("maxima",), ())
+    found += reductions(site, class_axes, packed * samples, ("sum-exp and the target's logit",), ())
+    return found + (() if site.in_type(1).dtype.is_floating_point else _nll_collectives(site))
+
+
+def _nll_collectives(site: Site) -> tuple[Internal, ...]:
+    """The count that "mean" divides by."""
+    if REDUCTIONS[argument(site.node, "reduction")] != "mean":
+        return ()
+    weight = positions(site.node).get("weight", 0)
+    return reductions(site, _batch_axes(site), wide_bytes(site.in_type(weight).dtype), ("count",), ())
+
+
+def _batch_axes(site: Site) -> tuple[str, ...]:
+    """Axes that cut the logits, but not their classes."""
+    class_dim = min(len(site.in_type(0).shape) - 1, 1)
+    placed = zip(site.mesh.axes, site.inputs[0].placements, strict=True)
+    return tuple(a for a, p in placed if isinstance(p, Shard) and p.dim != class_dim)
+
+
+def _sums(node: Node, graph: Graph) -> int:
+    """Sums per sample that are all-reduced together."""
+    logits, target = shape_of(graph, argument(node, "self")), shape_of(graph, argument(node, "target"))
+    return 3 if argument(node, "label_smoothing") or target == logits else 2
 
 
 def _nll(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    return _samples(node, graph).strategies(node, graph)
+    return _counted(_samples(node, graph).strategies(node, graph), node)
 
 
 def _local_classification(function: str) -> Callable[[Site], Call]:
@@ -68,8 +119,7 @@ def _local_classification(function: str) -> Callable[[Site], Call]:
         shape = site.in_type(0).shape
         class_dim = min(len(shape) - 1, 1)
         class_axes = site.inputs[0].axes_of(class_dim)
-        sharded = (a for a, p in zip(site.mesh.axes, site.inputs[0].placements, strict=True) if isinstance(p, Shard))
-        batch_axes = tuple(a for a in sharded if a not in class_axes)
+        batch_axes = _batch_axes(site)
         reduction = REDUCTIONS[argument(node, "reduction")]
         if not class_axes and (reduction != "mean" or not batch_axes):
             return unchanged(site)
@@ -99,10 +149,20 @@ def _softmax(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     type_ = graph.types[node.inputs[0]]
     dims = numbered(type_.shape)
     dim = positive(argument(node, "dim"), len(dims))
-    rows = type_.numel // max(1, type_.shape[dim]) if dims else 0
+    rows = type_.numel / max(1, type_.shape[dim]) if dims else 0
     found = Factors((dims,), (dims,), sizes_of(type_.shape)).strategies(node, graph)
-    bytes_ = 2.0 * rows * max(4, type_.dtype.itemsize)
+    bytes_ = 2 * rows * wide_bytes(type_.dtype)
     return tuple(replace(s, communication=bytes_) if s.label == f"d{dim}" else s for s in found)
+
+
+def _softmax_collectives(site: Site) -> tuple[Internal, ...]:
+    type_ = site.in_type(0)
+    if not type_.shape:
+        return ()
+    dim = positive(argument(site.node, "dim"), len(type_.shape))
+    rows = math.prod(n for d, n in enumerate(local_shape(site, "self")) if d != dim)
+    size = rows * wide_bytes(site.out_type().dtype)
+    return reductions(site, site.inputs[0].axes_of(dim), size, ("maxima", "sums"), ("gradient of the sums",))
 
 
 def _local_softmax(function: str) -> Callable[[Site], Call]:
@@ -125,7 +185,7 @@ def _local_softmax(function: str) -> Callable[[Site], Call]:
 def _elementwise(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """All operands broadcast; with a reduction the result lacks every factor, so it is P."""
     shapes = input_shapes(node, graph)
-    shape = torch.broadcast_shapes(*shapes)
+    shape = broadcast_shape(*shapes)
     dims = numbered(shape)
     result = dims if REDUCTIONS[argument(node, "reduction")] == "none" else ()
     return Factors(tuple(broadcast(s, shape, dims) for s in shapes), (result,), sizes_of(shape)).strategies(node, graph)
@@ -160,7 +220,7 @@ def _local_mean(count: Callable[[Site], int]) -> Callable[[Site], Call]:
 
 
 def _elements(site: Site) -> int:
-    return math.prod(torch.broadcast_shapes(*input_shapes(site.node, site.graph)))
+    return math.prod(broadcast_shape(*input_shapes(site.node, site.graph)))
 
 
 def _rows(site: Site) -> int:
@@ -180,20 +240,33 @@ RULES: tuple[Rule, ...] = (
         _cross_entropy,
         _local_classification("cross_entropy"),
         notation="n vocab ..., n ..., _ -> n ... (none), P (sum, mean); vocab: I",
+        collectives=_cross_entropy_collectives,
     ),
     *(
-        Rule(op, _nll, _local_classification("nll_loss"), notation="n vocab ..., n ..., _ -> n ... (none), P (sum, mean)")
+        Rule(
+            op,
+            _nll,
+            _local_classification("nll_loss"),
+            notation="n vocab ..., n ..., _ -> n ... (none), P (sum, mean)",
+            collectives=_nll_collectives,
+        )
         for op in ops("nll_loss_nd.default nll_loss.default nll_loss2d.default")
     ),
     *(
-        Rule(op, _softmax, _local_softmax("softmax"), notation="... -> ...")
+        Rule(op, _softmax, _local_softmax("softmax"), notation="... -> ...", collectives=_softmax_collectives)
         for op in ops("softmax.int _softmax.default")
     ),
     *(
-        Rule(op, _softmax, _local_softmax("log_softmax"), notation="... -> ...")
+        Rule(op, _softmax, _local_softmax("log_softmax"), notation="... -> ...", collectives=_softmax_collectives)
         for op in ops("log_softmax.int _log_softmax.default")
     ),
-    Rule(aten._safe_softmax.default, _softmax, _local_softmax("safe_softmax"), notation="... -> ..."),
+    Rule(
+        aten._safe_softmax.default,
+        _softmax,
+        _local_softmax("safe_softmax"),
+        notation="... -> ...",
+        collectives=_softmax_collectives,
+    ),
     *(Rule(op, _elementwise, _local_mean(_elements), notation="..., ... -> ... (none), P") for op in ops(ELEMENTWISE)),
     *(Rule(op, _rowwise, _local_mean(_rows), notation="n _, n ... -> n (none), P") for op in ops(ROWWISE)),
 )

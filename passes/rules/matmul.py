@@ -19,7 +19,7 @@ PRODUCT: Groups = ((0,), (1,))
 
 def _contraction(op: torch._ops.OpOverload, notation: str, addend: int | None = None) -> Rule:
     """A product of two operands, with an optional addend; all of it is linear in each factor plus the addend."""
-    factors = [i for i in range(3 if addend is not None else 2) if i != addend]
+    factors = [i for i in range(len(parse(notation).operands)) if i != addend]
     linear = tuple((i,) if addend is None else tuple(sorted((i, addend))) for i in factors)
     parsed = parse(notation)
 
@@ -119,6 +119,9 @@ def _tensordot_factors(node: Node, graph: Graph) -> Factors:
     return Factors((tuple(a), tuple(b)), (tuple(kept),), dict(zip(a + b, left + right, strict=True)), linear=PRODUCT)
 
 
+_PER_MATRIX = (aten.linalg_inv.default, aten.inverse.default, aten.matrix_exp.default)
+"""ops on batches of matrices"""
+
 RULES: tuple[Rule, ...] = (
     _contraction(aten.linear.default, "... k, n k, n -> ... n", addend=2),
     _contraction(aten.mm.default, "m k, k n -> m n"),
@@ -128,6 +131,12 @@ RULES: tuple[Rule, ...] = (
     _contraction(aten.vdot.default, "k, k -> "),
     rule(aten.outer.default, "m, n -> m n", linear=PRODUCT),
     rule(aten.ger.default, "m, n -> m n", linear=PRODUCT),
+    _contraction(aten.bilinear.default, "... i, ... j, n i j, n -> ... n", addend=3),
+    rule(aten.cdist.default, "... m _, ... n _ -> ... m n"),
+    *(rule(op, "... _ _ -> ... _ _") for op in _PER_MATRIX),
+    *(rule(op, "... _ _ -> ...") for op in (aten.linalg_det.default, aten.logdet.default)),
+    rule(aten.linalg_slogdet.default, "... _ _ -> ..., ..."),
+    rule(aten.linalg_cholesky.default, "... _ _ -> ... _ _"),
     _with_addend(aten.addmm.default, "m k, k n", "m n"),
     _with_addend(aten.addmv.default, "m k, k", "m"),
     _with_addend(aten.baddbmm.default, "b m k, b k n", "b m n"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autoshard.passes.ir import Node
-from autoshard.passes.rules.base import Call, Site
+from autoshard.passes.rules.base import Call, Internal, Site
 from autoshard.passes.rules.factors import Dims, operands, tensor_arguments, with_arguments
 
 
@@ -44,3 +44,30 @@ def unchanged(site: Site, **changes: Any) -> Call:
     """The same op, with some arguments replaced."""
     args, kwargs = with_arguments(site.node, **changes)
     return Call(site.node.op, args, kwargs)
+
+
+def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that tensors of these shapes broadcast to."""
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+def wide_bytes(dtype: torch.dtype) -> int:
+    """Bytes an element takes in sums: float32 at least."""
+    return max(4, dtype.itemsize)
+
+
+def local_shape(site: Site, name: str) -> tuple[int, ...]:
+    """The shape of an operand on rank 0."""
+    i = positions(site.node)[name]
+    return site.inputs[i].max_local_shape(site.in_type(i).shape)
+
+
+def reductions(
+    site: Site, axes: tuple[str, ...], size: float, forward: Sequence[str], backward: Sequence[str]
+) -> tuple[Internal, ...]:
+    """All-reduces of ``size`` bytes each over ``axes``: what they reduce, forward, and backward if a gradient flows."""
+    if site.mesh.size_of(axes) == 1:
+        return ()
+    gradient = backward if any(site.graph.types[name].grad for name in site.node.outputs) else ()
+    phases = [("forward", what) for what in forward] + [("backward", what) for what in gradient]
+    return tuple(Internal("all_reduce", axes, size, phase, what) for phase, what in phases)

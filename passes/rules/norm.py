@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from autoshard.layout import R
 from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Local, Rule, Site, Strategy
+from autoshard.passes.rules.base import Call, Internal, Local, Rule, Site, Strategy
 from autoshard.passes.rules.factors import Dims, Factors, argument, numbered, shape_of, sizes_of
-from autoshard.passes.rules.named import axes_of, inputs, ops, spell, unchanged
+from autoshard.passes.rules.named import axes_of, inputs, local_shape, ops, reductions, spell, unchanged, wide_bytes
 
 aten = torch.ops.aten
 
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 # --- layer norm and RMS norm: statistics over the last dims ---
 
 
-def _last_dims(distributed: bool) -> object:
+def _last_dims(distributed: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         """Leading dims; where ``distributed``, also the normalised ones."""
         type_ = graph.types[argument(node, "input").name]
@@ -30,8 +31,8 @@ def _last_dims(distributed: bool) -> object:
         named = {"input": dims, "weight": dims[first:], "bias": dims[first:]}
         results = tuple(dims if slot == 0 else statistics for slot in node.output_slots)
         found = Factors(inputs(node, named), results, sizes_of(type_.shape)).strategies(node, graph)
-        rows = math.prod(type_.shape[:first]) * max(4, type_.dtype.itemsize)
-        costs = {f"d{d}": 2.0 * rows for d in range(first, len(type_.shape))}
+        rows = math.prod(type_.shape[:first]) * wide_bytes(type_.dtype)
+        costs = {f"d{d}": len(_statistics(node)) * float(rows) for d in range(first, len(type_.shape))}
         return tuple(replace(s, communication=costs.get(s.label, 0.0)) for s in found)
 
     return strategies
@@ -53,6 +54,22 @@ def _local_rms_norm(site: Site) -> Call:
     return Call("rms_norm", (*args, spell(axes)), {})
 
 
+def _statistics(node: Node) -> tuple[str, ...]:
+    return ("mean square",) if "rms" in str(node.op) else ("means", "variances")
+
+
+def _last_dims_collectives(site: Site) -> tuple[Internal, ...]:
+    local = local_shape(site, "input")
+    rows = math.prod(local[: len(local) - len(argument(site.node, "normalized_shape"))])
+    size = rows * wide_bytes(site.in_type(0).dtype)
+    return _both_ways(site, _normalised_axes(site), size, _statistics(site.node))
+
+
+def _both_ways(site: Site, axes: tuple[str, ...], size: float, statistics: tuple[str, ...]) -> tuple[Internal, ...]:
+    """Statistics forward, and their gradients in reverse order."""
+    return reductions(site, axes, size, statistics, [f"gradient of the {s}" for s in reversed(statistics)])
+
+
 def _normalised_axes(site: Site) -> tuple[str, ...]:
     """Axes that cut any of the normalised dims."""
     rank = len(site.in_type(0).shape)
@@ -71,7 +88,7 @@ def _group_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     sizes = {**sizes_of(type_.shape), "n": type_.shape[0], "groups": groups}
     named: dict[str, Dims] = {"input": dims, "weight": ("groups",), "bias": ("groups",)}
     found = Factors(inputs(node, named), (dims,), sizes, even=frozenset({"groups"})).strategies(node, graph)
-    bytes_ = 2.0 * type_.shape[0] * groups * max(4, type_.dtype.itemsize)
+    bytes_ = 2.0 * type_.shape[0] * groups * wide_bytes(type_.dtype)
     return tuple(replace(s, communication=bytes_) if s.label in dims[2:] else s for s in found)
 
 
@@ -88,6 +105,13 @@ def _local_group_norm(site: Site) -> Call:
     return Call("group_norm", (x, groups, weight, bias, eps, count, spell(axes)), {})
 
 
+def _group_norm_collectives(site: Site) -> tuple[Internal, ...]:
+    shape, channels = local_shape(site, "input"), site.in_type(0).shape[1]
+    axes = tuple(a for d in range(2, len(shape)) for a in site.inputs[0].axes_of(d))
+    groups = argument(site.node, "num_groups") * shape[1] // channels
+    return _both_ways(site, axes, shape[0] * groups * wide_bytes(site.in_type(0).dtype), ("means", "variances"))
+
+
 # --- batch norm: statistics over samples and positions ---
 
 
@@ -96,19 +120,25 @@ def _batch_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     type_ = graph.types[argument(node, "input").name]
     dims = tuple("c" if d == 1 else f"d{d}" for d in range(len(type_.shape)))
     per_channel: Dims = ("c",)
-    named = {name: per_channel for name in ("weight", "bias", "running_mean", "running_var")}
+    named = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), per_channel)
     shapes = [graph.types[name].shape for name in node.outputs]
     results = tuple(
-        dims if slot == 0 else per_channel if shape else () for slot, shape in zip(node.output_slots, shapes, strict=True)
+        dims if slot == 0 else per_channel if shape else ()
+        for slot, shape in zip(node.output_slots, shapes, strict=True)
     )
     sizes = {**sizes_of(type_.shape), "c": type_.shape[1]}
     factors = Factors(
-        inputs(node, {"input": dims, **named}), results, sizes, reduced={f: R for f in dims if f != "c"}
+        inputs(node, {"input": dims, **named}),
+        results,
+        sizes,
+        # ATen's backward crashes where a rank holds nothing
+        even=frozenset({"c"}) if _trains(node) else frozenset(sizes),
+        reduced={f: R for f in dims if f != "c"},
     )
     found = factors.strategies(node, graph)
     if not _trains(node):
         return found
-    bytes_ = 2.0 * type_.shape[1] * max(4, type_.dtype.itemsize)
+    bytes_ = 2.0 * type_.shape[1] * wide_bytes(type_.dtype)
     return tuple(replace(s, communication=bytes_) if s.label in sizes and s.label != "c" else s for s in found)
 
 
@@ -117,9 +147,21 @@ def _trains(node: Node) -> bool:
     return "training" in names and bool(argument(node, "training"))
 
 
+def _sample_axes(site: Site) -> tuple[str, ...]:
+    """Axes that cut what the statistics run over."""
+    return tuple(a for d in range(len(site.in_type(0).shape)) if d != 1 for a in site.inputs[0].axes_of(d))
+
+
+def _batch_norm_collectives(site: Site) -> tuple[Internal, ...]:
+    if not _trains(site.node):
+        return ()
+    size = local_shape(site, "input")[1] * wide_bytes(site.in_type(0).dtype)
+    return _both_ways(site, _sample_axes(site), size, ("means", "variances"))
+
+
 def _local_batch_norm(site: Site) -> Call:
     node, shape = site.node, site.in_type(0).shape
-    axes = tuple(a for d in range(len(shape)) if d != 1 for a in site.inputs[0].axes_of(d))
+    axes = _sample_axes(site)
     if not axes or not _trains(node):
         return unchanged(site)
     count = math.prod(shape) // shape[1]
@@ -134,19 +176,24 @@ def _instance_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """Samples and channels are independent; running statistics mix the samples."""
     shape = shape_of(graph, argument(node, "input"))
     dims: Dims = ("n", "c", *(None for _ in shape[2:]))
-    named: dict[str, Dims] = {a: ("c",) for a in ("weight", "bias", "running_mean", "running_var")}
+    named: dict[str, Dims] = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), ("c",))
     sizes = {"c": shape[1]} if argument(node, "running_mean") is not None else {"n": shape[0], "c": shape[1]}
-    return Factors(inputs(node, {"input": dims, **named}), (dims,), sizes).strategies(node, graph)
+    even = frozenset({"n"})  # ATen fails where a rank has no sample
+    return Factors(inputs(node, {"input": dims, **named}), (dims,), sizes, even).strategies(node, graph)
 
+
+_LAYER = "... d, d, d -> ... d"
+_GROUP = "n (groups _) ..., (groups _), (groups _) -> n (groups _) ..."
+_BATCH = "n c ..., c, c, c, c -> n c ..., c, c, c, c"
 
 RULES: tuple[Rule, ...] = (
-    Rule(aten.layer_norm.default, _last_dims(True), _local_layer_norm, notation="... d, d, d -> ... d"),
+    Rule(aten.layer_norm.default, _last_dims(True), _local_layer_norm, None, _LAYER, _last_dims_collectives),
     Rule(aten.native_layer_norm.default, _last_dims(False), notation="... _, _, _ -> ... _, ... _, ... _"),
-    Rule(aten.rms_norm.default, _last_dims(True), _local_rms_norm, notation="... d, d -> ... d"),
+    Rule(aten.rms_norm.default, _last_dims(True), _local_rms_norm, None, "... d, d -> ... d", _last_dims_collectives),
     Rule(aten._fused_rms_norm.default, _last_dims(False), notation="... _, _ -> ... _, ... _"),
-    Rule(aten.group_norm.default, _group_norm, _local_group_norm, notation="n (groups _) ..., (groups _) -> n (groups _) ..."),
+    Rule(aten.group_norm.default, _group_norm, _local_group_norm, None, _GROUP, _group_norm_collectives),
     *(
-        Rule(op, _batch_norm, _local_batch_norm, notation="n c ..., c, c, c, c -> n c ..., c, c, c, c")
+        Rule(op, _batch_norm, _local_batch_norm, None, _BATCH, _batch_norm_collectives)
         for op in ops(
             "_native_batch_norm_legit_functional.default _native_batch_norm_legit.no_stats "
             "_native_batch_norm_legit_no_training.default"

@@ -105,6 +105,7 @@ LINEAR: dict[torch._ops.OpOverload, Groups | Callable[[Node, Graph], Groups]] = 
 
 _OTHER = [aten.max.other, aten.min.other, aten.fill.Scalar, aten.log_sigmoid_forward.default]
 
+
 def _cast_like(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """``type_as``: the second operand gives its dtype only; of another shape, it shares no factor."""
     shape, other = input_shapes(node, graph)

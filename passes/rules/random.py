@@ -9,15 +9,7 @@ import torch
 from autoshard.layout import P, R, Shard
 from autoshard.passes.ir import Graph, Node
 from autoshard.passes.rules.base import Call, Rule, Site, Strategy
-from autoshard.passes.rules.factors import (
-    Factors,
-    argument,
-    input_shapes,
-    numbered,
-    output_shapes,
-    sizes_of,
-    whole,
-)
+from autoshard.passes.rules.factors import Factors, argument, input_shapes, numbered, output_shapes, sizes_of, whole
 from autoshard.passes.rules.named import ops, spell, unchanged
 
 aten = torch.ops.aten
@@ -55,9 +47,8 @@ def _native_dropout(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 
 def _local_native_dropout(site: Site) -> Call:
     node = site.node
-    if argument(node, "train") is False:
-        return unchanged(site)
-    return Call("native_dropout", (node.args[0], argument(node, "p"), site.in_type(0).shape, cuts(site)), {})
+    probability = 0.0 if argument(node, "train") is False else argument(node, "p")
+    return Call("native_dropout", (node.args[0], probability, site.in_type(0).shape, cuts(site)), {})
 
 
 def _like(node: Node, graph: Graph) -> tuple[Strategy, ...]:

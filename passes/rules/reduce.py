@@ -60,6 +60,15 @@ def _nansum(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return _reduction(node, graph, P)
 
 
+def _histc(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Counts per bin, between given limits: every element counts by itself."""
+    (shape,) = input_shapes(node, graph)
+    ranged = argument(node, "min") != argument(node, "max")
+    return Factors((numbered(shape, () if ranged else range(len(shape))),), ((None,),), sizes_of(shape)).strategies(
+        node, graph
+    )
+
+
 def _whole(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return _reduction(node, graph, None)
 
@@ -134,6 +143,7 @@ _LOCAL: Mapping[str, LocalFormOf] = {"mean.default": _mean_local, "mean.dim": _m
 RULES: tuple[Rule, ...] = (
     *_table("sum.default sum.dim_IntList mean.default mean.dim", _sum, "reduced dims dropped, summed"),
     *_table("nansum.default", _nansum, "reduced dims dropped"),
+    *_table("histc.default", _histc, "counts summed"),
     *_table("amax.default max.default", _extreme("max"), "reduced dims dropped, max"),
     *_table("amin.default min.default", _extreme("min"), "reduced dims dropped, min"),
     *_table(
@@ -142,7 +152,8 @@ RULES: tuple[Rule, ...] = (
         "std_mean.default std_mean.dim std_mean.correction logsumexp.default norm.ScalarOpt_dim norm.Scalar "
         "linalg_vector_norm.default argmax.default argmin.default max.dim min.dim median.default median.dim "
         "nanmedian.default nanmedian.dim aminmax.default count_nonzero.dim_IntList count_nonzero.default "
-        "nanmean.default",
+        "nanmean.default norm.ScalarOpt_dim_dtype linalg_norm.default frobenius_norm.dim quantile.scalar "
+        "nanquantile.scalar",
         _whole,
         "reduced dims whole",
     ),

@@ -1,4 +1,4 @@
-"""Ops that move elements and compute nothing: views, permutations, joins and splits."""
+"""Views, copies along new dims, and permutations: ops that name every element once or more and compute nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 
 from autoshard.layout import Layout
 from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Local, LocalFormOf, Rule, Site, Strategy
+from autoshard.passes.rules.base import Call, Local, LocalFormOf, Rule, Site
 from autoshard.passes.rules.factors import (
-    Dims,
     Factors,
+    FactorsOf,
     argument,
     broadcast,
+    by_factors,
     dims_argument,
     input_shapes,
     numbered,
@@ -26,7 +27,6 @@ from autoshard.passes.rules.factors import (
 )
 
 aten = torch.ops.aten
-FactorsOf = Callable[[Node, Graph], Factors]
 
 
 def view_groups(source: Sequence[int], result: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -172,93 +172,6 @@ def _move(node: Node, rank: int) -> Sequence[int]:
     return [moved[d] if d in moved else next(rest) for d in range(rank)]
 
 
-def _in_place(whole: Callable[[Node, tuple[int, ...]], Sequence[int]], linear: bool = True) -> FactorsOf:
-    """Ops that keep the number of dims; ``whole(node, shape)``: the dims that must be whole."""
-
-    def factors(node: Node, graph: Graph) -> Factors:
-        shapes = input_shapes(node, graph)
-        dims = numbered(shapes[0], whole(node, shapes[0]))
-        every = tuple(range(len(shapes)))
-        return Factors(
-            (dims,) * len(shapes),
-            (dims,) * len(node.outputs),
-            sizes_of(shapes[0]),
-            linear=(every,) if linear else (),
-        )
-
-    return factors
-
-
-def _dim(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
-    return dims_argument(argument(node, "dim"), len(shape))
-
-
-def _dims(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
-    return dims_argument(argument(node, "dims"), len(shape))
-
-
-def _sliced(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
-    """The sliced dim, unless the slice takes all of it."""
-    dim = positive(argument(node, "dim"), len(shape))
-    start, end, step = (argument(node, name) for name in ("start", "end", "step"))
-    full = start in (None, 0) and (end is None or end >= shape[dim]) and step == 1
-    return () if full else (dim,)
-
-
-def _last_two(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
-    return (len(shape) - 2, len(shape) - 1)
-
-
-def _padded(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
-    pad = argument(node, "pad")
-    return [len(shape) - 1 - i // 2 for i in range(len(pad)) if pad[i]]
-
-
-def _pad(node: Node, graph: Graph) -> Factors:
-    names = [a.name for a in node.op._schema.arguments]
-    constant = "mode" not in names or argument(node, "mode") == "constant"
-    return _in_place(_padded, linear=not constant or not argument(node, "value"))(node, graph)
-
-
-def _cat(node: Node, graph: Graph) -> Factors:
-    """Joined along a whole dim; ``torch.cat`` lets 1-D empty tensors pass, which have no other dims."""
-    (result,) = output_shapes(node, graph)
-    dims = numbered(result, (positive(argument(node, "dim"), len(result)),))
-    inputs = tuple(dims if len(s) == len(result) else (None,) * len(s) for s in input_shapes(node, graph))
-    return Factors(inputs, (dims,), sizes_of(result), linear=(tuple(range(len(inputs))),))
-
-
-def _stack(node: Node, graph: Graph) -> Factors:
-    (result,) = output_shapes(node, graph)
-    dim = positive(argument(node, "dim"), len(result))
-    dims = numbered(result, (dim,))
-    inputs = (dims[:dim] + dims[dim + 1 :],) * len(node.inputs)
-    return Factors(inputs, (dims,), sizes_of(result), linear=(tuple(range(len(inputs))),))
-
-
-def _removed(node: Node, graph: Graph) -> Factors:
-    """``select`` and ``unbind``: results lack ``dim``."""
-    (shape,) = input_shapes(node, graph)
-    dim = positive(argument(node, "dim"), len(shape))
-    dims = numbered(shape, (dim,))
-    result = dims[:dim] + dims[dim + 1 :]
-    return Factors((dims,), (result,) * len(node.outputs), sizes_of(shape), linear=((0,),))
-
-
-def _diagonal(node: Node, graph: Graph) -> Factors:
-    (shape,) = input_shapes(node, graph)
-    gone = {positive(argument(node, name), len(shape)) for name in ("dim1", "dim2")}
-    dims = numbered(shape, gone)
-    kept: Dims = (*(f for d, f in enumerate(dims) if d not in gone), None)
-    return Factors((dims,), (kept,), sizes_of(shape), linear=((0,),))
-
-
-def _unfold(node: Node, graph: Graph) -> Factors:
-    (shape,) = input_shapes(node, graph)
-    dims = numbered(shape, (positive(argument(node, "dimension"), len(shape)),) if shape else ())
-    return Factors((dims,), ((*dims, None),), sizes_of(shape), linear=((0,),))
-
-
 def _repeat_interleave(node: Node, graph: Graph) -> Factors:
     """Every element ``n`` times in place: equal chunks stay in place too."""
     (source,) = input_shapes(node, graph)
@@ -276,20 +189,6 @@ def _repeat_interleave_local(site: Site) -> Call:
     return Call(site.node.op, args, {k: v for k, v in kwargs.items() if k != "output_size"})
 
 
-def _rule(name: str, factors: FactorsOf, local: LocalFormOf | None = None, note: str = "") -> Rule:
-    packet, overload = name.split(".")
-    op: torch._ops.OpOverload = getattr(getattr(aten, packet), overload)
-
-    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        return factors(node, graph).strategies(node, graph)
-
-    return Rule(op, strategies, local, notation=note)
-
-
-def _rules(names: str, factors: FactorsOf, local: LocalFormOf | None = None, note: str = "") -> list[Rule]:
-    return [_rule(name, factors, local, note) for name in names.split()]
-
-
 VIEW = "leading factors of equal products"
 _RESHAPES: dict[str, Any] = {
     "view.default": aten.view.default,
@@ -301,32 +200,19 @@ _RESHAPES: dict[str, Any] = {
 }
 
 RULES: tuple[Rule, ...] = (
-    *(_rule(name, _view, _sized(op), VIEW) for name, op in _RESHAPES.items()),
-    *_rules("flatten.using_ints ravel.default unsqueeze.default", _view, None, VIEW),
-    _rule("unflatten.int", _view, _unflatten, VIEW),
-    *_rules("squeeze.default squeeze.dim squeeze.dims", _view, _squeeze, VIEW),
-    *_rules("expand.default expand_as.default broadcast_to.default", _expand, _expand_local, "new dims are factors"),
-    _rule("repeat.default", _repeat, _repeat_local, "dims repeated once"),
-    _rule("repeat_interleave.self_int", _repeat_interleave, _repeat_interleave_local, "dims, evenly"),
-    *_rules("transpose.int swapdims.default", _permuted(_swap("dim0", "dim1")), None, "a permutation"),
-    _rule("swapaxes.default", _permuted(_swap("axis0", "axis1")), None, "a permutation"),
-    *_rules("t.default numpy_T.default", _permuted(_reverse(None)), None, "a permutation"),
-    *_rules("mT.default", _permuted(_reverse(2)), None, "a permutation"),
-    _rule("permute.default", _permuted(lambda n, r: [positive(d, r) for d in argument(n, "dims")]), None, "…"),
-    *_rules("movedim.int movedim.intlist", _permuted(_move), None, "a permutation"),
-    _rule("slice.Tensor", _in_place(_sliced), None, "sliced dim whole"),
-    _rule("narrow.default", _in_place(_dim), None, "dim whole"),
-    *_rules("flip.default roll.default", _in_place(_dims), None, "dims whole"),
-    *_rules("tril.default triu.default", _in_place(_last_two), None, "last two dims whole"),
-    _rule("diff.default", _in_place(_dim), None, "dim whole"),
-    _rule("glu.default", _in_place(_dim, linear=False), None, "dim whole"),
-    *_rules("constant_pad_nd.default pad.default", _pad, None, "padded dims whole"),
-    *_rules("cat.default concat.default concatenate.default", _cat, None, "dim whole"),
-    _rule("stack.default", _stack, None, "new dim whole"),
-    *_rules("split.Tensor split.sizes split_with_sizes.default chunk.default", _in_place(_dim), None, "dim whole"),
-    *_rules("tensor_split.sections tensor_split.indices", _in_place(_dim), None, "dim whole"),
-    *_rules("unsafe_chunk.default unsafe_split.Tensor unsafe_split_with_sizes.default", _in_place(_dim), None, "…"),
-    *_rules("select.int unbind.int", _removed, None, "dim whole"),
-    _rule("diagonal.default", _diagonal, None, "both dims whole"),
-    _rule("unfold.default", _unfold, None, "dim whole"),
+    *(r for name, op in _RESHAPES.items() for r in by_factors(name, _view, _sized(op), VIEW)),
+    *by_factors("flatten.using_ints ravel.default unsqueeze.default", _view, None, VIEW),
+    *by_factors("unflatten.int", _view, _unflatten, VIEW),
+    *by_factors("squeeze.default squeeze.dim squeeze.dims", _view, _squeeze, VIEW),
+    *by_factors(
+        "expand.default expand_as.default broadcast_to.default", _expand, _expand_local, "new dims are factors"
+    ),
+    *by_factors("repeat.default tile.default", _repeat, _repeat_local, "dims repeated once"),
+    *by_factors("repeat_interleave.self_int", _repeat_interleave, _repeat_interleave_local, "dims, evenly"),
+    *by_factors("transpose.int swapdims.default", _permuted(_swap("dim0", "dim1")), None, "a permutation"),
+    *by_factors("swapaxes.default", _permuted(_swap("axis0", "axis1")), None, "a permutation"),
+    *by_factors("t.default numpy_T.default", _permuted(_reverse(None)), None, "a permutation"),
+    *by_factors("mT.default", _permuted(_reverse(2)), None, "a permutation"),
+    *by_factors("permute.default", _permuted(lambda n, r: [positive(d, r) for d in argument(n, "dims")]), None, "…"),
+    *by_factors("movedim.int movedim.intlist", _permuted(_move), None, "a permutation"),
 )

@@ -45,6 +45,7 @@ class Eliminator:
         self.constant = 0.0
         self.steps: list[Step | Pruned] = []
         self.alive = set(range(len(sizes)))
+        self.usage: dict[int, int] = {}  # tables of what the strategies of a node hold; where it varies the node stays
 
     @classmethod
     def of(cls, network: CostNetwork, tables: Tables) -> Eliminator:
@@ -55,15 +56,6 @@ class Eliminator:
             table = tables.intern(matrix)
             self.insert(*(((i, j), table) if i < j else ((j, i), tables.transpose(table))))
         return self
-
-    def copy(self) -> Eliminator:
-        """What is left, without the steps that led here; the tables and their memo are shared."""
-        other = Eliminator(self.tables, self.sizes)
-        other.factors = dict(self.factors)
-        other.touching = [set(scopes) for scopes in self.touching]
-        other.constant = self.constant
-        other.alive = set(self.alive)
-        return other
 
     def insert(self, scope: Scope, table: int) -> None:
         """Add a factor; factors of one scope are summed."""
@@ -125,7 +117,7 @@ class Eliminator:
         Among equals the node with the oldest tables comes first: equal positions of equal layers go one after the
         other, and a chain of equal layers is halved again and again, so its tables are found in the memo.
         """
-        heap = [self._key(node) for node in sorted(self.alive)]
+        heap = [self._key(node) for node in sorted(self.alive) if self.free(node)]
         current = {key[-1]: key for key in heap}
         heapq.heapify(heap)
         while heap:
@@ -134,7 +126,7 @@ class Eliminator:
             if current.get(node) != key or key[0] > max_weight or (key[0] and len(self.neighbours(node)) > max_degree):
                 continue
             del current[node]
-            for other in self.eliminate(node):
+            for other in filter(self.free, self.eliminate(node)):
                 current[other] = self._key(other)
                 heapq.heappush(heap, current[other])
 
@@ -166,9 +158,9 @@ class Eliminator:
                 heapq.heappush(heap, (current[other], other))
         return True
 
-    def back_substitute(self, choice: dict[int, int]) -> dict[int, int]:
-        """Choices of the eliminated nodes, the last eliminated first, given those of the core; ties: lowest index."""
-        for step in reversed(self.steps):
+    def back_substitute(self, choice: dict[int, int], mark: int) -> dict[int, int]:
+        """All nodes' choices, given those of the nodes left after ``mark`` steps; ties go to the lowest index."""
+        for step in reversed(self.steps[:mark]):
             if isinstance(step, Pruned):
                 choice[step.node] = step.kept[choice[step.node]]
                 continue
@@ -179,6 +171,15 @@ class Eliminator:
                 ]
             choice[step.node] = int(np.argmin(total))
         return choice
+
+    def held(self, node: int) -> Array:
+        """What each of the node's strategies holds."""
+        table = self.usage.get(node)
+        return np.zeros(self.sizes[node]) if table is None else self.tables.arrays[table]
+
+    def free(self, node: int) -> bool:
+        """Whether the node may be eliminated: all its strategies hold the same."""
+        return node not in self.usage or bool(np.ptp(self.held(node)) == 0)
 
     def cost(self, choice: dict[int, int]) -> float:
         """The cost of a choice for all nodes that are left."""

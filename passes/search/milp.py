@@ -1,96 +1,151 @@
-"""The core that elimination leaves, as a mixed-integer programme for HiGHS."""
+"""A cost network as a mixed-integer programme for HiGHS: for the core that elimination leaves, and for memory limits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import highspy
 import numpy as np
+from numpy.typing import NDArray
 
-from ...errors import PlanError
+from .eliminate import Scope
 from .network import Array
+
+# HiGHS works with absolute tolerances of about 1e-7; costs are scaled to make this part of the gap irrelevant.
+SCALE = 1e4
+
+Factors = Sequence[tuple[Scope, Array]]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Σ usage[node][strategy of node] ≤ limit."""
+
+    usage: Mapping[int, Array]
+    limit: float
 
 
 @dataclass(frozen=True)
 class CoreSolution:
-    choice: dict[int, int]
+    """``choice`` is None where none was found; ``lower_bound`` is ∞ where none exists."""
+
+    choice: dict[int, int] | None
     lower_bound: float
     exact: bool
 
 
+@dataclass
+class _Rows:
+    """A sparse matrix by entries, with bounds of its rows."""
+
+    row: list[NDArray[np.intp]] = field(default_factory=list)
+    column: list[NDArray[np.intp]] = field(default_factory=list)
+    value: list[Array] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+
+    def reserve(self, count: int, lower: float, upper: float) -> int:
+        """The first of ``count`` new rows."""
+        first = len(self.lower)
+        self.lower += [lower] * count
+        self.upper += [upper] * count
+        return first
+
+    def put(self, row: NDArray[np.intp], column: NDArray[np.intp], value: float | Array) -> None:
+        self.row.append(row)
+        self.column.append(column)
+        self.value.append(np.broadcast_to(np.asarray(value, dtype=np.float64), row.shape))
+
+
 def solve_core(
-    factors: Sequence[tuple[tuple[int, ...], Array]],
+    factors: Factors,
     sizes: Sequence[int],
     *,
-    time_limit: float | None = None,
+    upper: float = math.inf,
+    limits: Sequence[Limit] = (),
+    time_limit: float = math.inf,
 ) -> CoreSolution:
     """Minimise the sum of vectors and matrices over one strategy per node.
 
     Variables: x[i, s] binary, y[edge, s, t] ≥ 0 with Σ_t y = x[i, s] and Σ_s y = x[j, t] (the local polytope, whose
-    LP is mostly integral on these networks).
+    LP is mostly integral on these networks). ``upper``: nothing that costs more is of interest. ``time_limit``: s.
     """
-    nodes = sorted({node for scope, _ in factors for node in scope})
-    start: dict[int, int] = {}
-    cost: list[Array] = []
-    count = 0
-    for node in nodes:
-        start[node] = count
-        count += sizes[node]
-    unary = {scope[0]: array for scope, array in factors if len(scope) == 1}
-    cost += [unary.get(node, np.zeros(sizes[node])) for node in nodes]
-    rows: list[tuple[Array, Array, float]] = []
-    columns: list[tuple[np.ndarray, np.ndarray]] = []
-    row_of = []
-    number = len(nodes)
-    for scope, array in factors:
-        if len(scope) == 2:
-            row_of.append((number, scope, array))
-            number += sum(array.shape)
-    matrix_rows, matrix_columns, matrix_values = [], [], []
-    for k, node in enumerate(nodes):
-        matrix_rows.append(np.full(sizes[node], k))
-        matrix_columns.append(np.arange(start[node], start[node] + sizes[node]))
-        matrix_values.append(np.ones(sizes[node]))
-    total = count
-    for first, (i, j), array in row_of:
-        s, t = np.nonzero(np.isfinite(array))
-        y = total + np.arange(len(s))
-        total += len(s)
-        cost.append(array[s, t])
-        for base, node, index in ((first, i, s), (first + array.shape[0], j, t)):
-            n = sizes[node]
-            matrix_rows += [base + index, base + np.arange(n)]
-            matrix_columns += [y, start[node] + np.arange(n)]
-            matrix_values += [np.ones(len(s)), -np.ones(n)]
-    costs = np.concatenate(cost)
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = total, number
-    finite = np.isfinite(costs)
-    lp.col_cost_ = np.where(finite, costs, 0.0)
-    lp.col_lower_ = np.zeros(total)
-    lp.col_upper_ = np.where(finite, 1.0, 0.0)
-    lp.row_lower_ = lp.row_upper_ = np.concatenate([np.ones(len(nodes)), np.zeros(number - len(nodes))])
-    r, c, v = map(np.concatenate, (matrix_rows, matrix_columns, matrix_values))
-    order = np.lexsort((r, c))
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum(np.bincount(c, minlength=total))])
-    lp.a_matrix_.index_ = r[order]
-    lp.a_matrix_.value_ = v[order]
-    lp.integrality_ = [highspy.HighsVarType.kInteger] * count + [highspy.HighsVarType.kContinuous] * (total - count)
+    least = {scope: float(array.min()) for scope, array in factors}
+    constant = sum(least.values())
+    if math.isinf(constant):
+        return CoreSolution(None, math.inf, True)
+    ceiling = upper - constant + 1e-9 * abs(upper) if math.isfinite(upper) else math.inf
+    reduced = [(scope, np.where(array - least[scope] <= ceiling, array - least[scope], np.inf)) for scope, array in factors]
+    largest = max((float(array[np.isfinite(array)].max()) for _, array in reduced), default=0.0)
+    scale = SCALE / min(ceiling, largest) if min(ceiling, largest) > 0 else 1.0
+    lp, start = _programme(reduced, sizes, scale, limits)
     highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("random_seed", 0)
-    highs.setOptionValue("mip_rel_gap", 0.0)
-    highs.setOptionValue("mip_abs_gap", 0.0)
-    if time_limit is not None:
-        highs.setOptionValue("time_limit", float(time_limit))
+    options = {"output_flag": False, "random_seed": 0, "threads": 1, "mip_rel_gap": 0.0, "mip_abs_gap": 0.0}
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    if math.isfinite(time_limit):
+        highs.setOptionValue("time_limit", time_limit)
     highs.passModel(lp)
     highs.run()
     status, info = highs.getModelStatus(), highs.getInfo()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return CoreSolution(None, math.inf, True)
+    exact = status == highspy.HighsModelStatus.kOptimal
+    bound = constant + (info.mip_dual_bound / scale if math.isfinite(info.mip_dual_bound) else 0.0)
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        reason = "has no solution" if status == highspy.HighsModelStatus.kInfeasible else "was not solved in time"
-        raise PlanError(f"the core of the cost network ({len(nodes)} nodes) {reason}")
+        return CoreSolution(None, bound, False)
     values = np.asarray(highs.getSolution().col_value)
-    choice = {node: int(np.argmax(values[start[node] : start[node] + sizes[node]])) for node in nodes}
-    return CoreSolution(choice, info.mip_dual_bound, status == highspy.HighsModelStatus.kOptimal)
+    choice = {node: int(np.argmax(values[first : first + sizes[node]])) for node, first in start.items()}
+    return CoreSolution(choice, bound, exact)
+
+
+def _programme(
+    factors: Factors, sizes: Sequence[int], scale: float, limits: Sequence[Limit]
+) -> tuple[highspy.HighsLp, dict[int, int]]:
+    """The programme, and every node's first column."""
+    nodes = sorted({node for scope, _ in factors for node in scope})
+    start = dict(zip(nodes, np.cumsum([0] + [sizes[node] for node in nodes]).tolist(), strict=False))
+    binaries = sum(sizes[node] for node in nodes)
+    cost = [np.zeros(binaries)]
+    rows = _Rows()
+    for node in nodes:
+        columns = start[node] + np.arange(sizes[node])
+        rows.put(np.full(sizes[node], rows.reserve(1, 1.0, 1.0)), columns, 1.0)
+    count = binaries
+    for scope, array in factors:
+        if len(scope) == 1:
+            cost[0][start[scope[0]] : start[scope[0]] + array.size] = array
+            continue
+        pairs = np.nonzero(np.isfinite(array))
+        columns = count + np.arange(len(pairs[0]))
+        count += len(columns)
+        cost.append(array[pairs])
+        for node, index in zip(scope, pairs, strict=True):
+            first = rows.reserve(sizes[node], 0.0, 0.0)
+            rows.put(first + index, columns, 1.0)
+            rows.put(first + np.arange(sizes[node]), start[node] + np.arange(sizes[node]), -1.0)
+    for limit in limits:
+        row = rows.reserve(1, -math.inf, 1.0)
+        for node, usage in limit.usage.items():
+            used = np.flatnonzero(usage)
+            rows.put(np.full(len(used), row), start[node] + used, usage[used] / limit.limit)
+    return _assemble(np.concatenate(cost) * scale, binaries, rows), start
+
+
+def _assemble(cost: Array, binaries: int, rows: _Rows) -> highspy.HighsLp:
+    row, column, value = np.concatenate(rows.row), np.concatenate(rows.column), np.concatenate(rows.value)
+    order = np.lexsort((row, column))
+    allowed = np.isfinite(cost)
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(cost), len(rows.lower)
+    lp.col_cost_ = np.where(allowed, cost, 0.0)
+    lp.col_lower_, lp.col_upper_ = np.zeros(len(cost)), np.where(allowed, 1.0, 0.0)
+    lp.row_lower_, lp.row_upper_ = np.array(rows.lower), np.array(rows.upper)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum(np.bincount(column, minlength=len(cost)))])
+    lp.a_matrix_.index_, lp.a_matrix_.value_ = row[order], value[order]
+    kinds = highspy.HighsVarType
+    lp.integrality_ = [kinds.kInteger] * binaries + [kinds.kContinuous] * (len(cost) - binaries)
+    return lp

@@ -12,6 +12,7 @@ from .eliminate import Eliminator, Pruned
 from .network import Array
 from .tables import BLOCK, Classes, Tables
 
+NO_CHOICE = "no choice of strategies is feasible: every one meets a forbidden cost"
 # Stands for "forbidden" where infinity minus infinity would arise; beyond every sum of finite costs.
 HUGE = 1e300
 # Comparisons of one table's rows beyond which the test costs more than it saves.
@@ -38,7 +39,7 @@ class Pruner:
             for node in waiting:
                 kept = self.kept(network, node)
                 if not len(kept):
-                    raise PlanError("no choice of strategies is feasible: every one meets a forbidden cost")
+                    raise PlanError(NO_CHOICE)
                 if len(kept) < network.sizes[node]:
                     removed += network.sizes[node] - len(kept)
                     restrict(network, node, kept)
@@ -50,12 +51,13 @@ class Pruner:
         """Indices of the strategies that must stay; empty where the network is infeasible."""
         scopes = sorted(network.touching[node])
         key = tuple(sorted((network.factors[scope], scope.index(node), len(scope)) for scope in scopes))
-        known = self._kept.get(key)
+        held = None if network.free(node) else network.usage[node]
+        known = self._kept.get((held, key))
         if known is None:
-            known = self._kept[key] = self._compute(network.sizes[node], key)
+            known = self._kept[held, key] = self._compute(network.sizes[node], key, held)
         return known
 
-    def _compute(self, size: int, key: tuple[tuple[int, int, int], ...]) -> Classes:
+    def _compute(self, size: int, key: tuple[tuple[int, int, int], ...], held: int | None) -> Classes:
         own: Array = np.zeros(size)
         for table, axis, rank in key:
             array = self.tables.arrays[table]
@@ -70,8 +72,14 @@ class Pruner:
                     return feasible
                 classes = self.tables.classes(table, axis)[feasible]
                 gain += least[np.ix_(classes, classes)]
+        if held is not None:  # what holds more memory beats nothing
+            usage = self.tables.arrays[held][feasible]
+            gain[usage[None, :] > usage[:, None]] = -np.inf
+            equal = usage[None, :] == usage[:, None]
+        else:
+            equal = np.ones(gain.shape, dtype=bool)
         index = np.arange(len(feasible))
-        beaten = (gain > 0) | ((gain == 0) & (index[None, :] < index[:, None]))
+        beaten = (gain > 0) | ((gain == 0) & (~equal | (index[None, :] < index[:, None])))
         return feasible[~beaten.any(axis=1)]
 
     def least(self, table: int, axis: int) -> Array | None:
@@ -90,6 +98,8 @@ def restrict(network: Eliminator, node: int, kept: Classes) -> None:
     for scope in sorted(network.touching[node]):
         axes = [kept if other == node else None for other in scope]
         network.factors[scope] = network.tables.take(network.factors[scope], axes)
+    if node in network.usage:
+        network.usage[node] = network.tables.take(network.usage[node], [kept])
     network.sizes[node] = len(kept)
     network.steps.append(Pruned(node, tuple(kept.tolist())))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from .bound import Dual
 from .eliminate import Eliminator, Step
 from .milp import solve_core
 from .network import CostNetwork, Memory, Solution
-from .prune import Pruner, restrict
+from .prune import NO_CHOICE, Pruner, restrict
 from .tables import Tables
 
 # Entries of the largest join that elimination computes without a second thought, and at all (the MILP's turn beyond).
@@ -22,6 +23,8 @@ MAX_JOIN = 1_000_000_000
 # Message passing ends after this many sweeps, or when a sweep closes less than this part of the gap.
 MAX_SWEEPS = 200
 LEAST_PROGRESS = 1e-3
+# Part of the cost that is rounding noise of message passing.
+TOLERANCE = 1e-11
 # Bits kept for the sum of all costs: float64 has 53, messages and sums need no more than the rest.
 GRID_BITS = 50
 
@@ -34,6 +37,7 @@ class _Run:
     pruner: Pruner
     deadline: float
     incumbent: dict[int, int] = field(default_factory=dict)
+    mark: int = 0  # the incumbent chooses for the nodes that were left after this many steps
     upper: float = math.inf
     bound: float = -math.inf
     pruned: int = 0
@@ -57,7 +61,7 @@ def solve(network: CostNetwork, *, time_limit: float | None = None, memory: Memo
     if not work.fits(EASY_JOIN):
         _timed(run, "bound", tighten)
     exact = _timed(run, "core", finish)
-    choice = work.back_substitute(dict(run.incumbent))
+    choice = work.back_substitute(dict(run.incumbent), run.mark)
     chosen = tuple(choice[node] for node in range(len(network.nodes)))
     cost = network.cost(chosen)
     stats = {
@@ -74,7 +78,7 @@ def solve(network: CostNetwork, *, time_limit: float | None = None, memory: Memo
 def on_grid(network: CostNetwork) -> CostNetwork:
     """The network with costs rounded so that every sum of them is exact in float64. Shared arrays stay shared."""
     arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
-    ranges = {key: _range(array) for key, array in arrays.items()}
+    ranges = {key: _largest(array) for key, array in arrays.items()}
     total = sum(ranges[id(a)] for a in network.nodes) + sum(ranges[id(edge[2])] for edge in network.edges)
     if not total:
         return network
@@ -85,7 +89,7 @@ def on_grid(network: CostNetwork) -> CostNetwork:
     )
 
 
-def _range(array: np.ndarray) -> float:
+def _largest(array: np.ndarray) -> float:
     finite = array[np.isfinite(array)]
     return float(np.abs(finite).max()) if finite.size else 0.0
 
@@ -112,20 +116,19 @@ def tighten(run: _Run) -> None:
         choice = dual.decode()
         cost = run.network.cost(choice)
         if cost < run.upper:
-            run.incumbent, run.upper = choice, cost
-            tolerance = 1e-9 * (abs(cost) + abs(dual.bound))
+            run.incumbent, run.upper, run.mark = choice, cost, len(run.network.steps)
+            tolerance = TOLERANCE * (abs(cost) + abs(dual.bound))
         gap = run.upper - dual.bound
         if gap <= tolerance or (
             math.isfinite(gap) and dual.bound - before[0] < LEAST_PROGRESS * gap and dual.strategies == before[1]
         ):
             break
+    dual.sweep(run.upper + tolerance)
     run.bound = dual.bound
     run.pruned += sum(run.network.sizes[node] for node in dual.order) - dual.strategies
     for node, kept in dual.kept.items():
         if len(kept) < run.network.sizes[node]:
             restrict(run.network, node, kept)
-            if run.incumbent:
-                run.incumbent[node] = int(np.flatnonzero(kept == run.incumbent[node])[0])
     reduce(run)
 
 
@@ -134,14 +137,20 @@ def finish(run: _Run) -> bool:
     work = run.network
     run.core = len(work.alive), sum(work.sizes[node] for node in work.alive)
     if work.fits(MAX_JOIN):
-        work.run(max_degree=len(work.sizes), max_weight=MAX_JOIN)
-        run.incumbent = {}
+        work.run(max_degree=len(work.sizes), max_weight=sys.maxsize)  # ties may be taken in another order than tried
+        run.incumbent, run.mark = {}, len(work.steps)
         if math.isinf(work.constant):
-            raise PlanError("no choice of strategies is feasible: every one meets a forbidden cost")
+            raise PlanError(NO_CHOICE)
         return True
-    left = run.deadline - time.perf_counter()
-    found = solve_core(list(work.core()), work.sizes, time_limit=None if math.isinf(left) else max(left, 1.0))
-    run.incumbent, run.bound = dict(found.choice), max(run.bound, work.constant + found.lower_bound)
+    if run.incumbent and run.upper - run.bound <= TOLERANCE * (abs(run.upper) + abs(run.bound)):
+        return True
+    left = max(run.deadline - time.perf_counter(), 1.0)
+    found = solve_core(list(work.core()), work.sizes, upper=run.upper - work.constant, time_limit=left)
+    run.bound = max(run.bound, work.constant + found.lower_bound)
+    if found.choice is not None and work.cost(found.choice) <= run.upper:
+        run.incumbent, run.mark = found.choice, len(work.steps)
+    if not run.incumbent:
+        raise PlanError(NO_CHOICE if found.exact else f"no choice of strategies was found in {left:.0f} s")
     return found.exact
 
 

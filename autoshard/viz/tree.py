@@ -1,0 +1,282 @@
+"""What every picture draws: a plan as a tree of module boxes with operations, tensors and collectives, and its edges.
+
+Equal layers are folded into one box, a module of a single operation is drawn as that operation, and very long boxes
+are cut into parts. HTML, Graphviz and text all start here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.passes.cost import VIEWS
+from autoshard.plans import Choice, Collective, Plan
+from autoshard.report import globbed, numbers, short_op
+
+LONGEST = 150
+"""children of a box that are drawn at once; a longer box is cut into parts"""
+
+
+@dataclass
+class Item:
+    """A leaf: an operation, a stored or given tensor, or the collectives of one redistribution step."""
+
+    id: int
+    kind: str
+    """op, tensor or comm"""
+    title: str
+    name: str
+    """op: key of ``plan.choices``; tensor, comm: the value"""
+    fqn: str
+    collectives: tuple[int, ...] = ()
+    """comm: positions in ``plan.collectives``; forward first"""
+    times: int = 1
+    """how many equal ones it stands for"""
+
+
+@dataclass
+class Box:
+    """A module, or a part of a long one. ``members``: the module paths it stands for."""
+
+    path: str
+    title: str
+    class_name: str
+    members: tuple[str, ...]
+    children: list[Box | Item] = field(default_factory=list)
+
+    def items(self) -> Iterator[Item]:
+        for child in self.children:
+            if isinstance(child, Box):
+                yield from child.items()
+            else:
+                yield child
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """``edges``: (from item, to item, value), between items that are drawn."""
+
+    plan: Plan
+    root: Box
+    edges: tuple[tuple[int, int, str], ...]
+
+
+def drawing(plan: Plan) -> Drawing:
+    """The drawing of ``plan``."""
+    builder = _Builder(plan)
+    builder.run()
+    stands_for: dict[int, int] = {}
+    _fold(builder.root, plan, stands_for)
+    _inline(builder.root)
+    _cut(builder.root)
+    drawn = {item.id: item for item in builder.root.items()}
+    edges = {}
+    for src, dst, value in builder.edges:
+        a, b = stands_for.get(src, src), stands_for.get(dst, dst)
+        # An edge from one folded layer to the next would point from the box's end to its beginning.
+        if (a < b or (a == src and b == dst)) and a != b and a in drawn and b in drawn:
+            edges.setdefault((a, b), value)
+    return Drawing(plan, builder.root, tuple((a, b, value) for (a, b), value in edges.items()))
+
+
+def is_view(choice: Choice) -> bool:
+    """Whether the operation only changes how its operand is indexed."""
+    return short_op(choice).partition(".")[0] in VIEWS
+
+
+def change(c: Collective) -> tuple[str, str]:
+    """(layout before, layout after) of the redistribution step of ``c``; two empty texts for a sum inside an op."""
+    found = re.fullmatch(r".*?: (.*) → (.*?)(?: \(.*\))?", c.reason, re.DOTALL)
+    return (found.group(1), found.group(2)) if found and c.op != c.value else ("", "")
+
+
+class _Builder:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.root = Box("", plan.title or "model", plan.title, ("",))
+        self.boxes = {"": self.root}
+        self.modules = set(plan.modules) | {c.fqn for c in plan.choices.values()}
+        self.source: dict[str, int] = {}
+        """value → the item that makes it"""
+        self.made: dict[tuple[str, str], int] = {}
+        """(value, layout) → the collective that makes it"""
+        self.tensors: dict[tuple[str, str], int] = {}
+        self.edges: list[tuple[int, int, str]] = []
+        self.count = 0
+        self.steps = _steps(plan)
+
+    def run(self) -> None:
+        for name, kind in self.plan.kinds.items():
+            if kind == "input":
+                self.source[name] = self.add("", "tensor", name, name)
+        for name, choice in self.plan.choices.items():
+            operands = [self.operand(v, use, name, choice) for v, use in zip(choice.inputs, choice.uses, strict=True)]
+            item = self.add(choice.fqn, "op", short_op(choice), name)
+            self.edges += [(src, item, v) for src, v in zip(operands, choice.inputs, strict=True) if src is not None]
+            for group in self.steps.get((name, name), ()):
+                self.edges.append((item, self.comm(group, choice.fqn), name))
+            for out in choice.outputs:
+                self.source[out] = item
+        for (value, op), groups in self.steps.items():
+            if not op:
+                self.chain(value, groups, self.source.get(value), "")
+
+    def add(self, path: str, kind: str, title: str, name: str, collectives: tuple[int, ...] = ()) -> int:
+        item = Item(self.count, kind, title, name, path, collectives)
+        self.count += 1
+        self.box(path).children.append(item)
+        return item.id
+
+    def box(self, path: str) -> Box:
+        if path not in self.boxes:
+            parent = path
+            while parent:
+                parent = parent.rpartition(".")[0]
+                if parent in self.modules or parent in self.boxes:
+                    break
+            title = path[len(parent) + 1 :] if parent else path
+            made = Box(path, title, self.plan.modules.get(path, ""), (path,))
+            self.boxes[path] = made
+            self.box(parent).children.append(made)
+        return self.boxes[path]
+
+    def operand(self, value: str, use: str, op: str, choice: Choice) -> int | None:
+        """The item an operation reads ``value`` from, after the collectives made for it."""
+        if (value, use) in self.made:
+            return self.made[value, use]
+        kind = self.plan.kinds.get(value, "value")
+        source = self.source.get(value)
+        if kind in ("parameter", "buffer", "constant"):
+            key = (choice.fqn, value)
+            if key not in self.tensors:
+                title = value[len(choice.fqn) + 1 :] if value.startswith(choice.fqn + ".") else value
+                self.tensors[key] = self.add(choice.fqn, "tensor", title, value)
+            source = self.tensors[key]
+        return self.chain(value, self.steps.get((value, op), ()), source, choice.fqn)
+
+    def chain(self, value: str, groups: Sequence[tuple[int, ...]], source: int | None, path: str) -> int | None:
+        for group in groups:
+            before, after = change(self.plan.collectives[group[0]])
+            item = self.comm(group, path)
+            start = self.made.get((value, before), source)
+            if start is not None:
+                self.edges.append((start, item, value))
+            self.made[value, after] = source = item
+        return source
+
+    def comm(self, group: tuple[int, ...], path: str) -> int:
+        first = self.plan.collectives[group[0]]
+        return self.add(path, "comm", f"{first.kind}@{','.join(first.axes)}", first.value, group)
+
+
+def _steps(plan: Plan) -> dict[tuple[str, str], list[tuple[int, ...]]]:
+    """(value, reader) → the steps made for it, in order; each the positions of its collectives."""
+    found: dict[tuple[str, str], dict[tuple[str, str, str], list[int]]] = {}
+    forward = [i for i, c in enumerate(plan.collectives) if c.phase == "forward"]
+    backward = [i for i, c in enumerate(plan.collectives) if c.phase != "forward"]
+    for i in (*forward, *reversed(backward)):
+        c = plan.collectives[i]
+        before, after = change(c)
+        key = (before, after, "" if before else str(i))
+        found.setdefault((c.value, c.op), {}).setdefault(key, []).append(i)
+    return {key: _in_order(groups) for key, groups in found.items()}
+
+
+def _in_order(groups: dict[tuple[str, str, str], list[int]]) -> list[tuple[int, ...]]:
+    """Steps so that each starts from a layout that an earlier one made."""
+    left = dict(groups)
+    result = []
+    while left:
+        ends = {after for before, after, _ in left if before != after}
+        key = next((k for k in left if not k[0] or k[0] not in ends), next(iter(left)))
+        result.append(tuple(left.pop(key)))
+    return result
+
+
+# --- folding, inlining, cutting ---
+
+
+def _signature(box: Box, plan: Plan) -> object:
+    """Equal for boxes that look the same inside."""
+    return (box.class_name, tuple(_item_signature(c, plan, box.path) for c in box.children))
+
+
+def _item_signature(child: Box | Item, plan: Plan, path: str) -> object:
+    if isinstance(child, Box):
+        return (globbed(child.title), _signature(child, plan))
+    if child.kind == "op":
+        c = plan.choices[child.name]
+        return (c.op, c.labels, c.uses, tuple((str(plan.layouts[o]), plan.shapes[o]) for o in c.outputs), c.has_rule)
+    if child.kind == "comm":
+        parts = (plan.collectives[i] for i in child.collectives)
+        return tuple((c.kind, c.axes, c.phase, c.bytes, change(c)) for c in parts)
+    inside = child.name.removeprefix(path) if child.name.startswith(path) else child.name
+    return (child.kind, globbed(inside), plan.shapes[child.name], str(plan.layouts[child.name]))
+
+
+def _fold(box: Box, plan: Plan, stands_for: dict[int, int]) -> None:
+    """Join neighbours that are equal but for their number."""
+    kept: list[Box | Item] = []
+    last: object = None
+    for child in box.children:
+        if not isinstance(child, Box):
+            kept.append(child)
+            last = None
+            continue
+        signature = (globbed(child.path), _signature(child, plan)) if globbed(child.path) != child.path else None
+        first = kept[-1] if kept else None
+        if signature is not None and signature == last and isinstance(first, Box):
+            first.members += child.members
+            for old, new in zip(child.items(), first.items(), strict=True):
+                stands_for[old.id] = new.id
+        else:
+            kept.append(child)
+            last = signature
+    box.children = kept
+    for child in box.children:
+        if isinstance(child, Box):
+            _finish(child, plan, stands_for)
+
+
+def _finish(box: Box, plan: Plan, stands_for: dict[int, int]) -> None:
+    before = dict(stands_for)
+    _fold(box, plan, stands_for)
+    for old, new in before.items():  # an item of a folded layer may now be folded into a sibling's
+        stands_for[old] = stands_for.get(new, new)
+    if len(box.members) > 1:
+        leaf = globbed(box.title).replace("*", "{" + numbers(box.members) + "}", 1)
+        box.title = leaf if "{" in leaf else box.title
+        for item in box.items():
+            item.times *= len(box.members)
+
+
+def _inline(box: Box) -> None:
+    """Draw a module of one operation as that operation."""
+    children: list[Box | Item] = []
+    for child in box.children:
+        if isinstance(child, Box):
+            _inline(child)
+            items = [c for c in child.children if isinstance(c, Item)]
+            single = len(items) == len(child.children) and sum(i.kind == "op" for i in items) == 1
+            if single and len(child.members) == 1:
+                for item in items:
+                    item.title = f"{child.title}.{item.title}" if item.kind == "tensor" else item.title
+                    item.title = f"{child.title}: {item.title}" if item.kind == "op" else item.title
+                children += items
+                continue
+        children.append(child)
+    box.children = children
+
+
+def _cut(box: Box) -> None:
+    """Group a long list of children into parts that can be drawn."""
+    for child in box.children:
+        if isinstance(child, Box):
+            _cut(child)
+    while len(box.children) > LONGEST:
+        size = max(LONGEST // 2, -(-len(box.children) // LONGEST))
+        parts = [box.children[i : i + size] for i in range(0, len(box.children), size)]
+        box.children = [
+            Box(box.path, f"part {i + 1} of {len(parts)}", "", box.members, part) for i, part in enumerate(parts)
+        ]

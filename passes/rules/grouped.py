@@ -1,0 +1,59 @@
+"""Grouped matrix products of mixtures of experts: rows sorted by expert, a matrix per expert."""
+
+from __future__ import annotations
+
+import torch
+
+from autoshard.passes.ir import Graph, Node
+from autoshard.passes.rules.base import Call, Local, Offset, Rule, Site, Strategy
+from autoshard.passes.rules.factors import Factors, input_shapes, whole
+from autoshard.passes.rules.named import spell
+
+aten = torch.ops.aten
+
+
+def _grouped(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Rows [s, k] times matrices [e, k, n], by the ends of the groups [e] → [s, n]; other forms stay whole."""
+    shapes = input_shapes(node, graph)
+    if [len(s) for s in shapes] != [2, 3, 1]:
+        return whole(len(shapes), 1)
+    (s, k), (e, _, n), _ = shapes
+    factors = Factors(
+        (("s", "k"), ("e", "k", "n"), (None,)),
+        (("s", "n"),),
+        {"s": s, "k": k, "n": n, "e": e},
+        linear=((0,), (1,)),
+    )
+    return factors.strategies(node, graph)
+
+
+def _local(site: Site) -> Call:
+    """Sharded rows: the groups' ends as this rank's rows see them. Sharded matrices: the rows of this rank's groups."""
+    node = site.node
+    if len(site.inputs) != 3:
+        return Call(node.op, node.args, node.kwargs)
+    x, weight, ends = node.args[:3]
+    rows, groups = site.inputs[0].axes_of(0), site.inputs[1].axes_of(0)
+    if rows:
+        size = site.in_type(0).shape[0]
+        moved = Call(aten.sub.Tensor, (ends, Offset(size, rows)), {})
+        ends = Call(aten.clamp.default, (moved, 0, Local(size, rows)), {})
+    if groups:
+        return Call("sharded_grouped_mm", (x, weight, ends, site.in_type(1).shape[0], spell(groups)), {})
+    return Call(node.op, (x, weight, ends, *node.args[3:]), node.kwargs)
+
+
+def _flops(node: Node, graph: Graph) -> float:
+    """Every row meets one matrix."""
+    return 2.0 * input_shapes(node, graph)[0][-1] * graph.types[node.outputs[0]].numel
+
+
+def grouped_rule(op: torch._ops.OpOverload) -> Rule:
+    """The rule of an op ``(rows, matrices, ends, …)``."""
+    return Rule(op, _grouped, _local, _flops, "s k, e k n, _ -> s n")
+
+
+RULES: tuple[Rule, ...] = (grouped_rule(aten._grouped_mm.default),)
+
+BY_NAME = {"transformers.grouped_mm_fallback.default": grouped_rule}
+"""rules of ops that exist once another library is imported"""

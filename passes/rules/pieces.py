@@ -1,0 +1,198 @@
+"""Ops that take pieces of tensors or put pieces together: slices, joins, splits, pads, flips, transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from autoshard.passes.ir import Graph, Node
+from autoshard.passes.notation import rule
+from autoshard.passes.rules.base import Call, Rule, Site
+from autoshard.passes.rules.factors import (
+    Dims,
+    Factors,
+    FactorsOf,
+    argument,
+    broadcast,
+    by_factors,
+    dims_argument,
+    input_shapes,
+    numbered,
+    output_shapes,
+    positive,
+    sizes_of,
+)
+from autoshard.passes.rules.named import spell
+
+aten = torch.ops.aten
+
+
+def _in_place(whole: Callable[[Node, tuple[int, ...]], Sequence[int]], linear: bool = True) -> FactorsOf:
+    """Ops that keep the number of dims; ``whole(node, shape)``: the dims that must be whole."""
+
+    def factors(node: Node, graph: Graph) -> Factors:
+        shapes = input_shapes(node, graph)
+        dims = numbered(shapes[0], whole(node, shapes[0]))
+        every = tuple(range(len(shapes)))
+        return Factors(
+            (dims,) * len(shapes),
+            (dims,) * len(node.outputs),
+            sizes_of(shapes[0]),
+            linear=(every,) if linear else (),
+        )
+
+    return factors
+
+
+def _dim(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    return dims_argument(argument(node, "dim"), len(shape))
+
+
+def _dims(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    return dims_argument(argument(node, "dims"), len(shape))
+
+
+def _sliced(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    """The sliced dim, unless the slice takes all of it."""
+    dim = positive(argument(node, "dim"), len(shape))
+    start, end, step = (argument(node, name) for name in ("start", "end", "step"))
+    full = start in (None, 0) and (end is None or end >= shape[dim]) and step == 1
+    return () if full else (dim,)
+
+
+def _last_two(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    return (len(shape) - 2, len(shape) - 1)
+
+
+def _padded(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    pad = argument(node, "pad")
+    return [len(shape) - 1 - i // 2 for i in range(len(pad)) if pad[i]]
+
+
+def _pad(node: Node, graph: Graph) -> Factors:
+    names = [a.name for a in node.op._schema.arguments]
+    constant = "mode" not in names or argument(node, "mode") == "constant"
+    return _in_place(_padded, linear=not constant or not argument(node, "value"))(node, graph)
+
+
+def _cat(node: Node, graph: Graph) -> Factors:
+    """Joined along a whole dim; ``torch.cat`` lets 1-D empty tensors pass, which have no other dims."""
+    (result,) = output_shapes(node, graph)
+    dims = numbered(result, (positive(argument(node, "dim"), len(result)),))
+    inputs = tuple(dims if len(s) == len(result) else (None,) * len(s) for s in input_shapes(node, graph))
+    return Factors(inputs, (dims,), sizes_of(result), linear=(tuple(range(len(inputs))),))
+
+
+def _stack(node: Node, graph: Graph) -> Factors:
+    (result,) = output_shapes(node, graph)
+    dim = positive(argument(node, "dim"), len(result))
+    dims = numbered(result, (dim,))
+    inputs = (dims[:dim] + dims[dim + 1 :],) * len(node.inputs)
+    return Factors(inputs, (dims,), sizes_of(result), linear=(tuple(range(len(inputs))),))
+
+
+def _unbind(node: Node, graph: Graph) -> Factors:
+    return _removed(node, graph, whole=True)
+
+
+def _select(node: Node, graph: Graph) -> Factors:
+    return _removed(node, graph, whole=False)
+
+
+def _removed(node: Node, graph: Graph, whole: bool) -> Factors:
+    """Results lack ``dim``; where that is cut, only one rank holds the selected slice, so results are summands."""
+    (shape,) = input_shapes(node, graph)
+    dim = positive(argument(node, "dim"), len(shape))
+    dims = numbered(shape, (dim,) if whole else ())
+    result = dims[:dim] + dims[dim + 1 :]
+    return Factors((dims,), (result,) * len(node.outputs), sizes_of(shape), linear=((0,),))
+
+
+def _local_select(site: Site) -> Call:
+    node, shape = site.node, site.in_type(0).shape
+    dim = positive(argument(node, "dim"), len(shape))
+    axes = site.inputs[0].axes_of(dim)
+    if not axes:
+        return Call(node.op, node.args, node.kwargs)
+    return Call("sharded_select", (argument(node, "self"), dim, argument(node, "index"), shape[dim], spell(axes)), {})
+
+
+def _select_scatter(node: Node, graph: Graph) -> Factors:
+    shape = input_shapes(node, graph)[0]
+    dim = positive(argument(node, "dim"), len(shape))
+    dims = numbered(shape, (dim,))
+    return Factors((dims, dims[:dim] + dims[dim + 1 :]), (dims,), sizes_of(shape), linear=((0, 1),))
+
+
+def _meshgrid(node: Node, graph: Graph) -> Factors:
+    """Every result has a dim per operand; ``indexing="xy"`` swaps the first two."""
+    shapes, results = input_shapes(node, graph), output_shapes(node, graph)
+    names = [f"d{d}" for d in range(len(shapes))]
+    order = list(names)
+    if any(a.name == "indexing" for a in node.op._schema.arguments) and argument(node, "indexing") == "xy":
+        order[:2] = order[:2][::-1]
+    inputs = tuple((f,) * len(s) for f, s in zip(names, shapes, strict=True))
+    sizes = {f: s[0] for f, s in zip(names, shapes, strict=True) if s}
+    return Factors(inputs, (tuple(order),) * len(results), sizes, linear=(tuple(range(len(shapes))),))
+
+
+def _broadcast_tensors(node: Node, graph: Graph) -> Factors:
+    shapes = input_shapes(node, graph)
+    common = output_shapes(node, graph)[0]
+    names = numbered(common)
+    inputs = tuple(broadcast(s, common, names) for s in shapes)
+    return Factors(inputs, (names,) * len(node.outputs), sizes_of(common), linear=(tuple(range(len(shapes))),))
+
+
+def _diagonal(node: Node, graph: Graph) -> Factors:
+    (shape,) = input_shapes(node, graph)
+    gone = {positive(argument(node, name), len(shape)) for name in ("dim1", "dim2")}
+    dims = numbered(shape, gone)
+    kept: Dims = (*(f for d, f in enumerate(dims) if d not in gone), None)
+    return Factors((dims,), (kept,), sizes_of(shape), linear=((0,),))
+
+
+def _unfold(node: Node, graph: Graph) -> Factors:
+    (shape,) = input_shapes(node, graph)
+    dims = numbered(shape, (positive(argument(node, "dimension"), len(shape)),) if shape else ())
+    return Factors((dims,), ((*dims, None),), sizes_of(shape), linear=((0,),))
+
+
+_FFT = """
+    fft_fft.default fft_ifft.default fft_rfft.default fft_irfft.default fft_hfft.default fft_ihfft.default
+    fft_fftn.default fft_ifftn.default fft_rfftn.default fft_irfftn.default fft_fftshift.default fft_ifftshift.default
+"""
+_FFT2 = "fft_fft2.default fft_ifft2.default fft_rfft2.default fft_irfft2.default"
+
+
+RULES: tuple[Rule, ...] = (
+    *by_factors("slice.Tensor", _in_place(_sliced), None, "sliced dim whole"),
+    *by_factors("narrow.default", _in_place(_dim), None, "dim whole"),
+    *by_factors("flip.default roll.default", _in_place(_dims), None, "dims whole"),
+    *by_factors("tril.default triu.default", _in_place(_last_two), None, "last two dims whole"),
+    *by_factors("diff.default", _in_place(_dim), None, "dim whole"),
+    *by_factors("glu.default", _in_place(_dim, linear=False), None, "dim whole"),
+    *by_factors("constant_pad_nd.default pad.default", _pad, None, "padded dims whole"),
+    *by_factors("cat.default concat.default concatenate.default", _cat, None, "dim whole"),
+    *by_factors("stack.default", _stack, None, "new dim whole"),
+    *by_factors("split.Tensor split.sizes split_with_sizes.default chunk.default", _in_place(_dim), None, "dim whole"),
+    *by_factors("tensor_split.sections tensor_split.indices", _in_place(_dim), None, "dim whole"),
+    *by_factors("unsafe_chunk.default unsafe_split.Tensor unsafe_split_with_sizes.default", _in_place(_dim), None, "…"),
+    *by_factors("select.int", _select, _local_select, "dim summed"),
+    *by_factors("unbind.int", _unbind, None, "dim whole"),
+    *by_factors("select_scatter.default", _select_scatter, None, "dim whole"),
+    *by_factors("slice_scatter.default", _in_place(_sliced), None, "sliced dim whole"),
+    *by_factors("fliplr.default", _in_place(lambda node, shape: (1,)), None, "dim 1 whole"),
+    *by_factors("flipud.default", _in_place(lambda node, shape: (0,)), None, "dim 0 whole"),
+    *by_factors("meshgrid.default meshgrid.indexing", _meshgrid, None, "a, b -> a b, a b"),
+    *by_factors("broadcast_tensors.default", _broadcast_tensors, None, "..., ... -> ..., ..."),
+    rule(aten.pixel_shuffle.default, "... (c q) h w -> ... c (h r) (w s)", linear=((0,),)),
+    rule(aten.pixel_unshuffle.default, "... c (h r) (w s) -> ... (c q) h w", linear=((0,),)),
+    rule(aten.im2col.default, "... c _ _ -> ... (c k) _", linear=((0,),)),
+    rule(aten.col2im.default, "... (c k) _ -> ... c _ _", linear=((0,),)),
+    *by_factors(_FFT, _in_place(_dim), None, "dim whole"),
+    *by_factors(_FFT2, _in_place(_dim), None, "dims whole"),
+    *by_factors("diagonal.default", _diagonal, None, "both dims whole"),
+    *by_factors("unfold.default", _unfold, None, "dim whole"),
+)

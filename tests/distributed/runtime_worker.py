@@ -1,0 +1,317 @@
+"""One rank of a gloo world that runs every check below; rank 0 writes the outcome of each as JSON.
+
+Started by test_runtime_gloo.py with the arguments: rank, ranks, rendezvous file, result file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import runtime_cases as rc
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from autoshard import runtime
+from autoshard.runtime.move import Move
+
+Params = list[list[torch.Tensor]]
+
+
+def meshes() -> list[dict[str, int]]:
+    """The meshes that this many ranks can form."""
+    n = dist.get_world_size()
+    return [{"a": n}] if n == 2 else [{"a": n}, {"a": 2, "b": 2}, {"a": 1, "b": 4}]
+
+
+def run_cases(change: Callable[[torch.Tensor], torch.Tensor], wanted: Callable[[rc.Case], bool]) -> None:
+    for mesh in meshes():
+        comm, done = runtime.TorchCommunicator(mesh), []
+        for case in filter(wanted, rc.cases(mesh)):
+            x = change(rc.inputs(case)[comm.rank]).requires_grad_()
+            with runtime.bind(comm):
+                y = case.call(x)
+            y.backward(change(rc.output_gradients(case)[comm.rank]))
+            done.append((y.detach(), x.grad))
+        everyone: list[Any] = [None] * comm.world_size
+        dist.all_gather_object(everyone, done)
+        for i, case in enumerate(filter(wanted, rc.cases(mesh))):
+            rc.check(case, [e[i][0] for e in everyone], [e[i][1] for e in everyone])
+
+
+def check_values_and_gradients() -> None:
+    run_cases(torch.clone, lambda case: True)
+
+
+def check_scrambled_memory() -> None:
+    run_cases(rc.scrambled, lambda case: case.shape == rc.SHAPES["uneven"])
+
+
+def check_a_backward_that_sums_again_is_caught() -> None:
+    right = Move.backward
+    Move.backward = lambda m: right(m)._replace(source="P") if m.source == "P" else right(m)  # type: ignore[method-assign]
+    try:
+        run_cases(torch.clone, lambda case: case.name == "all_reduce" and case.target == "I")
+    except AssertionError:
+        return
+    finally:
+        Move.backward = right  # type: ignore[method-assign]
+    raise AssertionError("a wrong gradient went unnoticed")
+
+
+def check_dtypes_without_gradient() -> None:
+    for mesh in meshes():
+        comm = runtime.TorchCommunicator(mesh)
+        for case in rc.cases(mesh):
+            if case.shape != rc.SHAPES["uneven"] or "P" in (case.source, case.target):
+                continue
+            for dtype in (torch.int64, torch.bool, torch.bfloat16, torch.float8_e4m3fn):
+                with runtime.bind(comm), torch.inference_mode(dtype is torch.bool):
+                    y = case.call(rc.inputs(case)[comm.rank].to(dtype))
+                value = rc.held(case, case.target, "value", case.to_dim, case.order)[comm.rank]
+                assert y.dtype == dtype, case
+                assert torch.equal(y.float(), value.to(dtype).float()), case
+
+
+def check_max_and_min() -> None:
+    xs = torch.randn(dist.get_world_size(), 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with runtime.bind(runtime.TorchCommunicator(meshes()[-1])) as comm:
+        for op, best in (("max", torch.amax), ("min", torch.amin)):
+            y = runtime.all_reduce(xs[comm.rank], tuple(comm.mesh), op=op)
+            assert torch.equal(y, best(xs, 0))
+            assert not y.requires_grad
+
+
+def check_dropout_is_that_of_one_device() -> None:
+    mesh = meshes()[-1]
+    x = torch.arange(5.0 * 33).view(5, 33)
+    comm = runtime.TorchCommunicator(mesh)
+    torch.manual_seed(3)
+    expected, state = F.dropout(x, 0.4), torch.get_rng_state()
+    torch.manual_seed(3 if comm.rank == 0 else 100 + comm.rank)
+    before = torch.get_rng_state()
+    with runtime.bind(comm), runtime.synchronised_rng(comm):
+        mine = runtime.slice(x, 1, tuple(mesh))
+        y = runtime.dropout(mine, 0.4, x.shape, {1: tuple(mesh)})
+        y = runtime.all_gather(y, 1, tuple(mesh), size=33)
+    assert torch.equal(y, expected)
+    assert torch.equal(torch.get_rng_state(), state if comm.rank == 0 else before)
+
+
+def check_device_mesh() -> None:
+    if dist.get_world_size() == 2:
+        return
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    comm = runtime.TorchCommunicator.of(mesh)
+    with runtime.bind(comm):
+        y = runtime.all_gather(torch.tensor([comm.rank]), 0, "tp")
+        z = runtime.all_gather(torch.tensor([comm.rank]), 0, ("tp", "dp"))
+    assert y.tolist() == [comm.rank // 2 * 2, comm.rank // 2 * 2 + 1]
+    assert z.tolist() == [0, 2, 1, 3]
+    assert comm.process_group(("tp",)).handle is mesh.get_group("tp")
+
+
+def check_profiles_name_the_collective() -> None:
+    with runtime.bind(runtime.TorchCommunicator(meshes()[0])), torch.profiler.profile() as profile:
+        runtime.all_reduce(torch.ones(2), "a")
+    assert any("autoshard all_reduce P → I over a forward" in e.key for e in profile.key_averages())
+
+
+# Parameters: two blocks of weight, bias, a frozen scale, and a parameter that nothing uses ----------------------------
+
+
+def blocks() -> Params:
+    g = torch.Generator().manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(4, 4), (4,), (4,), (3,)]
+    return [
+        [torch.randn(s, dtype=torch.float64, generator=g).requires_grad_(i != 2) for i, s in enumerate(shapes)]
+        for _ in range(2)
+    ]
+
+
+def forward(x: torch.Tensor, params: Params, arrive: Callable[..., Any]) -> torch.Tensor:
+    for block in params:
+        with runtime.regather():
+            w, b, scale, _ = arrive(block)
+            x = torch.tanh(F.linear(x, w, b)) * scale
+    return x.pow(2).sum()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def train(comm: runtime.Communicator, params: Params, arrive: Callable[..., Any], waiting: bool) -> None:
+    """Two forwards and backwards, the gradients accumulated."""
+    axes = tuple(comm.mesh)
+    with runtime.bind(comm):
+        for _ in range(2):
+            flat = [p for b in params for p in b]
+            if waiting:
+                flat = list(runtime.wait_gradients(*flat))
+            local = runtime.slice(batch(), 0, axes, of="R")
+            loss = forward(local, [flat[:4], flat[4:]], arrive)
+            runtime.all_reduce(loss, axes).backward()
+
+
+def compare(params: Params, dims: tuple[int, ...] = (), ranks: int = 1, index: int = 0) -> None:
+    expected = blocks()
+    for _ in range(2):
+        forward(batch(), expected, lambda b: b).backward()
+    for b, e in zip(params, expected, strict=True):
+        for j, (p, q) in enumerate(zip(b, e, strict=True)):
+            whole = q.grad
+            if whole is not None and dims:
+                whole = rc.cut(whole, dims[j], [ranks])[index]
+            torch.testing.assert_close(p.grad, whole, rtol=1e-12, atol=1e-12)
+
+
+def check_enter_parameters() -> None:
+    for mesh in meshes():
+        axes = tuple(mesh)
+        for waiting in (True, False):
+            comm, params = runtime.TorchCommunicator(mesh), blocks()
+            comm.log = []
+            train(comm, params, lambda b, axes=axes: runtime.enter_parameters(b, axes), waiting)
+            compare(params)
+            backward = [c for c in comm.log if c.phase == "backward"]
+            n = dist.get_world_size()
+            assert [c.bytes for c in backward] == [2 * (n - 1) / n * 8 * 20] * 4, backward
+
+
+def check_gather_parameters() -> None:
+    """FSDP on "a", or HSDP with the shards on the last axis; two ways to write the replicas."""
+    dims, sizes = (1, 0, 0, 0), (4, 4, 4, 3)
+    for mesh in meshes():
+        *replica_axes, axis = mesh
+        replicas, n = tuple(a for a in replica_axes if mesh[a] > 1), mesh[axis]
+        for waiting, nested in ((True, False), (True, True), (False, False)):
+            comm = runtime.TorchCommunicator(mesh)
+            comm.log, index, alive = [], comm.rank % n, []
+            params = [
+                [
+                    rc.cut(p.detach(), d, [n])[index].clone().requires_grad_(p.requires_grad)
+                    for p, d in zip(b, dims, strict=True)
+                ]
+                for b in blocks()
+            ]
+
+            def arrive(
+                b: Any, axis: Any = axis, replicas: Any = replicas, nested: Any = nested, alive: Any = alive
+            ) -> Any:
+                if nested:
+                    b = runtime.enter_parameters(b, replicas)
+                full = runtime.gather_parameters(b, dims, axis, sizes=sizes, replicas=() if nested else replicas)
+                storage = full[0].untyped_storage()
+                alive.append(torch.multiprocessing.reductions.StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+                return full
+
+            train(comm, params, arrive, waiting)
+            compare(params, dims, n, index)
+            assert all(a.expired() for a in alive), "gathered parameters are kept"
+            kinds = [c.kind for c in comm.log if c.phase == "backward"]
+            assert kinds.count("all_gather") == kinds.count("reduce_scatter") == 4, kinds
+            assert kinds.count("all_reduce") == (4 if replicas else 0), kinds
+            if waiting and not nested and replicas:
+                # The second block's shards are all-reduced while the first block's backward runs.
+                step = ["all_gather", "reduce_scatter", "all_gather", "all_reduce", "reduce_scatter", "all_reduce"]
+                assert kinds == step * 2, kinds
+
+
+def check_invariant_gather() -> None:
+    comm = runtime.TorchCommunicator(meshes()[0])
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    with runtime.bind(comm):
+        (waiting,) = runtime.wait_gradients(x)
+        (full,) = runtime.gather_parameters((waiting,), (0,), "a", to="I")
+        full.pow(2).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+
+
+def check_a_parameter_used_by_several_blocks() -> None:
+    """Tied weights: two buckets and a plain use; nothing is added to a sum that is still under way."""
+    comm = runtime.TorchCommunicator(meshes()[0])
+    p = torch.randn(1 << 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    q = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    n = comm.world_size
+    for _ in range(3):
+        p.grad = q.grad = None
+        with runtime.bind(comm):
+            waiting, other = runtime.wait_gradients(p, q)
+            one, three = runtime.enter_parameters((waiting, other), "a")
+            (two,) = runtime.enter_parameters((waiting,), "a")
+            scale = 1.0 + comm.rank
+            loss = (one.sin() * scale).sum() + (two.pow(2) * scale).sum() + (three * scale).sum()
+            (runtime.all_reduce(loss, "a") + (waiting * 5).sum()).backward()
+        total = n * (n + 1) / 2
+        torch.testing.assert_close(p.grad, total * (p.detach().cos() + 2 * p.detach()) + 5)
+        torch.testing.assert_close(q.grad, torch.full_like(q, total))
+
+
+def check_mixed_dtypes() -> None:
+    comm = runtime.TorchCommunicator(meshes()[0])
+    n = comm.world_size
+    ps = [torch.ones(5, dtype=d, requires_grad=True) for d in (torch.float32, torch.float64, torch.float32)]
+    comm.log = []
+    with runtime.bind(comm):
+        a, b, c = runtime.gather_parameters(runtime.wait_gradients(*ps), (0, 0, 0), "a")
+        assert [t.dtype for t in (a, b, c)] == [p.dtype for p in ps]
+        (a.sum() + 2 * b.sum() + 3 * c.sum()).backward()
+    assert [float(p.grad[0]) for p in ps if p.grad is not None] == [n, 2 * n, 3 * n]
+    assert [(c.kind, c.bytes) for c in comm.log] == [
+        (kind, (n - 1) / n * 5 * n * width) for kind in ("all_gather", "reduce_scatter") for width in (8, 8)
+    ]
+
+
+def check_the_log_is_that_of_the_in_process_mesh() -> None:
+    mesh = meshes()[-1]
+    axes, dims, sizes = tuple(mesh), (1, 0, 0, 0), (4, 4, 4, 3)
+    n = mesh[axes[-1]]
+
+    def step(comm: runtime.Communicator) -> torch.Tensor:
+        params = [
+            [rc.cut(p.detach(), d, [n])[comm.rank % n].clone().requires_grad_() for p, d in zip(b, dims, strict=True)]
+            for b in blocks()
+        ]
+        with runtime.bind(comm):
+            arrive = lambda b: runtime.gather_parameters(b, dims, axes[-1], sizes=sizes)  # noqa: E731
+            return runtime.all_reduce(forward(runtime.slice(batch(), 0, axes, of="R"), params, arrive), axes)
+
+    comm = runtime.TorchCommunicator(mesh)
+    comm.log = []
+    step(comm).backward()
+    world = runtime.World(mesh)
+    world.log = []
+    torch.autograd.backward(world.run(lambda: step(runtime.current())))
+    assert sorted(comm.log) == sorted(world.log)
+
+
+CHECKS = {name.removeprefix("check_"): fn for name, fn in list(globals().items()) if name.startswith("check_")}
+
+
+def main() -> None:
+    rank, ranks, rendezvous, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    outcomes: dict[str, str] = {}
+    for name, check in CHECKS.items():
+        try:
+            check()
+            mine = ""
+        except Exception:
+            mine = traceback.format_exc()
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, mine)
+        outcomes[name] = next((f"rank {r}:\n{e}" for r, e in enumerate(everyone) if e), "")
+    if rank == 0:
+        with open(result, "w") as file:
+            json.dump(outcomes, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

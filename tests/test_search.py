@@ -1,0 +1,212 @@
+"""The search against brute force on small networks, and what it promises: exactness, determinism, equal layers alike."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.errors import PlanError
+from autoshard.passes.search import CostNetwork, solve, solver
+from autoshard.passes.search.bound import Dual
+from autoshard.passes.search.eliminate import Eliminator
+from autoshard.passes.search.milp import solve_core
+from autoshard.passes.search.tables import Tables
+
+
+def costs(draw: st.DrawFn, *shape: int, forbidden: float = 0.15) -> np.ndarray:
+    """Small integers (many ties), some forbidden."""
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    array = generator.integers(0, 6, shape).astype(np.float64)
+    array[generator.random(shape) < forbidden] = np.inf
+    return array
+
+
+@st.composite
+def networks(draw: st.DrawFn, max_nodes: int = 7, max_edges: int = 12, forbidden: float = 0.15) -> CostNetwork:
+    """Parallel edges, single strategies and disconnected parts all occur."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=max_nodes))
+    pairs = st.tuples(st.integers(0, len(sizes) - 1), st.integers(0, len(sizes) - 1)).filter(lambda p: p[0] != p[1])
+    chosen = draw(st.lists(pairs, max_size=max_edges)) if len(sizes) > 1 else []
+    nodes = tuple(costs(draw, size, forbidden=forbidden) for size in sizes)
+    return CostNetwork(nodes, tuple((i, j, costs(draw, sizes[i], sizes[j], forbidden=forbidden)) for i, j in chosen))
+
+
+def brute_force(network: CostNetwork) -> float:
+    return min(network.cost(choice) for choice in itertools.product(*(range(v.size) for v in network.nodes)))
+
+
+def check(network: CostNetwork) -> None:
+    best = brute_force(network)
+    if math.isinf(best):
+        with pytest.raises(PlanError, match="feasible"):
+            solve(network)
+        return
+    found = solve(network)
+    assert found.exact
+    assert found.cost == found.lower_bound == best
+    assert network.cost(found.choice) == best
+
+
+@pytest.fixture(params=["eliminate", "bound", "milp"])
+def route(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every way through the solver: all by elimination, message passing before it, and the MILP for the core."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param != "eliminate":
+            patch.setattr(solver, "EASY_JOIN", 1)
+        if request.param == "milp":
+            patch.setattr(solver, "MAX_JOIN", 12)
+            patch.setattr(solver, "MAX_SWEEPS", 1)
+        yield request.param
+
+
+@settings(max_examples=120, deadline=None)
+@given(network=networks())
+def test_equals_brute_force(network: CostNetwork) -> None:
+    check(network)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_route_equals_brute_force(route: str, seed: int) -> None:
+    check(dense(np.random.default_rng(seed), nodes=6, size=3, forbidden=0.1))
+
+
+def dense(generator: np.random.Generator, nodes: int, size: int, forbidden: float) -> CostNetwork:
+    """All pairs joined: nothing has a small degree."""
+
+    def table(*shape: int) -> np.ndarray:
+        array = generator.integers(0, 9, shape).astype(np.float64)
+        array[generator.random(shape) < forbidden] = np.inf
+        return array
+
+    pairs = itertools.combinations(range(nodes), 2)
+    return CostNetwork(tuple(table(size) for _ in range(nodes)), tuple((i, j, table(size, size)) for i, j in pairs))
+
+
+def test_the_milp_route_uses_the_milp(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(solver, "EASY_JOIN", 1)
+    monkeypatch.setattr(solver, "MAX_JOIN", 12)
+    monkeypatch.setattr(solver, "MAX_SWEEPS", 1)
+    monkeypatch.setattr(solver, "solve_core", lambda *a, **k: called.append(1) or solve_core(*a, **k))
+    network = dense(np.random.default_rng(3), nodes=7, size=3, forbidden=0.0)
+    assert solve(network).cost == brute_force(network)
+    assert called
+
+
+def test_tiny_costs_are_resolved_by_the_milp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of 1e-9 lie far below the MILP solver's absolute tolerances."""
+    monkeypatch.setattr(solver, "EASY_JOIN", 1)
+    monkeypatch.setattr(solver, "MAX_JOIN", 12)
+    monkeypatch.setattr(solver, "MAX_SWEEPS", 1)
+    network = dense(np.random.default_rng(5), nodes=6, size=3, forbidden=0.0)
+    small = CostNetwork(tuple(v * 1e-9 for v in network.nodes), tuple((i, j, m * 1e-9) for i, j, m in network.edges))
+    assert solve(small).cost == pytest.approx(brute_force(network) * 1e-9, rel=1e-9)
+
+
+def test_real_costs() -> None:
+    generator = np.random.default_rng(1)
+    nodes = tuple(generator.random(3) * 1e-4 for _ in range(7))
+    edges = tuple((i, (i * 3 + 1) % 7, generator.random((3, 3)) * 1e-4) for i in range(7) if i != (i * 3 + 1) % 7)
+    network = CostNetwork(nodes, edges)
+    assert solve(network).cost == pytest.approx(brute_force(network), rel=1e-12)
+
+
+def test_infeasible() -> None:
+    never = np.full((2, 2), np.inf)
+    with pytest.raises(PlanError, match="feasible"):
+        solve(CostNetwork((np.zeros(2), np.zeros(2)), ((0, 1, never),)))
+    # every pair is possible, all three together are not: each node differs from the other two, with two values
+    differ = np.where(np.eye(2) > 0, np.inf, 0.0)
+    with pytest.raises(PlanError, match="feasible"):
+        solve(CostNetwork((np.zeros(2),) * 3, ((0, 1, differ), (1, 2, differ), (0, 2, differ))))
+
+
+def test_malformed_networks_are_refused() -> None:
+    with pytest.raises(PlanError, match="shape"):
+        CostNetwork((np.zeros(2), np.zeros(3)), ((0, 1, np.zeros((3, 2))),))
+    with pytest.raises(PlanError, match="joins two"):
+        CostNetwork((np.zeros(2),), ((0, 0, np.zeros((2, 2))),))
+    with pytest.raises(PlanError, match="non-empty"):
+        CostNetwork((np.zeros(0),), ())
+
+
+def test_ties_go_to_the_lowest_index() -> None:
+    nodes = tuple(np.zeros(3) for _ in range(5))
+    edges = tuple((i, i + 1, np.zeros((3, 3))) for i in range(4))
+    assert solve(CostNetwork(nodes, edges)).choice == (0, 0, 0, 0, 0)
+
+
+def layered(layers: int, size: int = 5, seed: int = 0) -> CostNetwork:
+    """Equal layers in a row, all reading two hubs: (in) → a, b → out, and hub edges. Arrays are shared."""
+    generator = np.random.default_rng(seed)
+    vector = {k: generator.integers(0, 9, size).astype(np.float64) for k in "xabh"}
+    matrix = {k: generator.integers(0, 9, (size, size)).astype(np.float64) for k in ("xa", "xb", "ax", "bx", "ha", "kb")}
+    nodes, edges = [vector["h"], vector["h"], vector["x"]], []
+    x = 2
+    for _ in range(layers):
+        a, b, out = len(nodes), len(nodes) + 1, len(nodes) + 2
+        nodes += [vector["a"], vector["b"], vector["x"]]
+        edges += [(x, a, matrix["xa"]), (x, b, matrix["xb"]), (0, a, matrix["ha"]), (1, b, matrix["kb"])]
+        edges += [(a, out, matrix["ax"]), (b, out, matrix["bx"])]
+        x = out
+    return CostNetwork(tuple(nodes), tuple(edges))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_equal_layers_choose_alike(seed: int) -> None:
+    """In the middle of a long stack, away from its ends, all layers do the same or alternate in a fixed period."""
+    choice = solve(layered(24, seed=seed)).choice
+    layers = [choice[k : k + 3] for k in range(3, len(choice), 3)][6:-6]
+    assert any(all(layers[k] == layers[k + period] for k in range(len(layers) - period)) for period in (1, 2, 3))
+
+
+def test_equal_layers_cost_like_one() -> None:
+    few, many = solve(layered(8)).stats["tables"], solve(layered(64)).stats["tables"]
+    assert many < 2 * few
+
+
+def test_sharing_arrays_changes_nothing() -> None:
+    network = layered(6)
+    copied = CostNetwork(
+        tuple(v.copy() for v in network.nodes), tuple((i, j, m.copy()) for i, j, m in network.edges)
+    )
+    assert solve(network).choice == solve(copied).choice
+
+
+@settings(max_examples=30, deadline=None)
+@given(network=networks(forbidden=0.0))
+def test_the_same_every_time(network: CostNetwork) -> None:
+    assert solve(network) == solve(network) or solve(network).choice == solve(network).choice
+
+
+@settings(max_examples=60, deadline=None)
+@given(network=networks(forbidden=0.0))
+def test_message_passing_bounds_from_below(network: CostNetwork) -> None:
+    dual = Dual(Eliminator.of(network, Tables()))
+    best, bounds = brute_force(network), []
+    for _ in range(6):
+        dual.sweep(best)
+        bounds.append(dual.bound)
+    assert all(bound <= best + 1e-9 for bound in bounds)
+    assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(bounds))
+
+
+def test_time_limit_leaves_a_valid_interval() -> None:
+    network = dense(np.random.default_rng(0), nodes=24, size=8, forbidden=0.0)
+    found = solve(network, time_limit=1.0)
+    assert found.lower_bound <= found.cost == network.cost(found.choice)
+    assert not found.exact  # proving this optimum takes far longer
+
+
+def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: an elimination that takes the maximum is caught by the comparison with brute force."""
+    monkeypatch.setattr(Tables, "_eliminate", lambda self, factors, rank: -np.zeros(()))
+    network = CostNetwork((np.array([3.0, 4.0]),), ())
+    with pytest.raises(AssertionError):
+        assert solve(network).cost == solve(network).lower_bound == 0.0
