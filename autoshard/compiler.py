@@ -11,6 +11,7 @@ from autoshard.errors import PlanError, RuleError
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes import cost as costs
+from autoshard.passes.bucket import regathered
 from autoshard.passes.alternatives import alternatives, cheapest_use
 from autoshard.passes.codegen import Source, codegen
 from autoshard.passes.hints import Constraint, resolve
@@ -179,15 +180,16 @@ def _activation_bytes(program: Program) -> float:
 def _collectives(program: Program) -> Iterator[Collective]:
     """Forward collectives in program order, then backward ones in reverse."""
     backward: list[Collective] = []
+    again = regathered(program)
     for s in program.statements:
         if s.step is not None:
-            yield from _of_step(program, s, backward)
+            yield from _of_step(program, s, backward, s.outputs[0] in again)
         elif s.node is not None:
             yield from _of_node(program, s.node)
     yield from reversed(backward)
 
 
-def _of_step(program: Program, s: Statement, backward: list[Collective]) -> Iterator[Collective]:
+def _of_step(program: Program, s: Statement, backward: list[Collective], again: bool) -> Iterator[Collective]:
     step, mesh = s.step, program.mesh
     if step is None:
         return
@@ -204,10 +206,10 @@ def _of_step(program: Program, s: Statement, backward: list[Collective]) -> Iter
         backward.append(
             Collective(step.backward, step.axes, "backward", step.backward_bytes, fqn, reason, public, seconds)
         )
-    if s.parameter and step.kind == "all_gather" and program.types[s.value].grad:
+    if again:
         seconds = mesh.link(step.axes).seconds(step.forward_bytes, mesh.size_of(step.axes))
-        again = f"{reason} (gathered again)"
-        backward.append(Collective(step.kind, step.axes, "backward", step.forward_bytes, fqn, again, public, seconds))
+        why = f"{reason} (gathered again)"
+        backward.append(Collective(step.kind, step.axes, "backward", step.forward_bytes, fqn, why, public, seconds))
 
 
 def _of_node(program: Program, node: Node) -> Iterator[Collective]:

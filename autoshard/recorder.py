@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -31,25 +32,37 @@ _FILLS = set(
     "normal_ uniform_ zero_ fill_ copy_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_".split()
 )
 _EMPTY = set("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
-_OWN = (os.path.dirname(torch.__file__) + os.sep, __file__)
+# Files that are not the user's: torch's, and those between him and the recorder.
+_OWN = (os.path.dirname(torch.__file__) + os.sep, __file__, os.path.join(os.path.dirname(__file__), "initialise.py"))
 
 
 def record(fn: Callable[..., M], *args: Any, **kwargs: Any) -> tuple[M, Recording]:
     """Call ``fn`` on fake CPU tensors. Returns its module, on the meta device, and what was done to its tensors."""
     # Fake tensors say that they are on the CPU. Meta tensors would not do: libraries skip their init on seeing them.
-    with FakeTensorMode(allow_non_fake_inputs=True), Recorder() as recorder, recorder.whole_functions():
-        model = fn(*args, **kwargs)
-        if not isinstance(model, nn.Module):
-            raise InitialiseError(f"{_name(fn)} returned a {type(model).__name__}, not an nn.Module")
+    with FakeTensorMode(allow_non_fake_inputs=True), Recorder() as recorder, recorder.patches():
+        model = _call(fn, args, kwargs)
     _ToMeta(recorder).modules(model)
     return model, recorder.recording
+
+
+def _call(fn: Callable[..., M], args: Any, kwargs: Any) -> M:
+    try:
+        model = fn(*args, **kwargs)
+    except RuntimeError as error:
+        if "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error):
+            problem = "has a lazy module, whose shapes are not known before its first call; give its input size"
+            raise InitialiseError(f"{_name(fn)} {problem}") from error
+        raise
+    if not isinstance(model, nn.Module):
+        raise InitialiseError(f"{_name(fn)} returned {type(model).__name__}, not an nn.Module")
+    return model
 
 
 class Recorder(TorchDispatchMode):
     """The dispatch mode on top of :class:`FakeTensorMode`; what it saw is in ``recording``."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         # The storages themselves, so that no address is used twice while recording.
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
@@ -115,8 +128,12 @@ class Recorder(TorchDispatchMode):
         return self.area(fake)
 
     @contextmanager
-    def whole_functions(self) -> Iterator[None]:
-        """Record ``trunc_normal_`` as one call: it draws until all values are in range, however often that is."""
+    def patches(self) -> Iterator[None]:
+        """Patch two functions of torch while recording.
+
+        ``trunc_normal_`` becomes one call: it draws until all values are in range, however often that is. A module's
+        conversion (``model.half()``) sets ``.data`` as for plain tensors; for fake ones torch tries a swap that fails.
+        """
         original = nn.init._no_grad_trunc_normal_
 
         def trunc_normal(
@@ -128,7 +145,13 @@ class Recorder(TorchDispatchMode):
             self.add(original, (tensor, mean, std, a, b), {}, tensor, [tensor], fills=True, random=True)
             return tensor
 
-        with mock.patch.object(nn.init, "_no_grad_trunc_normal_", trunc_normal):
+        with (
+            mock.patch.object(nn.init, "_no_grad_trunc_normal_", trunc_normal),
+            mock.patch.object(nn.Module, "_apply", _convert),
+            warnings.catch_warnings(),
+        ):
+            # copy.deepcopy of a parameter looks at its address.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
 
     def _areas(self, tree: Any) -> Any:
@@ -202,8 +225,6 @@ class _ToMeta:
         return value
 
     def tensor(self, name: str, value: Tensor) -> Tensor:
-        if nn.parameter.is_lazy(value):
-            raise InitialiseError(f"{name} is lazy: its shape is not known before the first call")
         if id(value) not in self.memo:
             area = self.recorder.area(value) if isinstance(value, FakeTensor) else self.recorder.constant(value)
             meta = self.meta(value, area)
@@ -223,6 +244,19 @@ class _ToMeta:
             if key not in self.own_attributes:
                 setattr(meta, key, attribute)
         return meta
+
+
+def _convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """What ``nn.Module._apply`` does to plain CPU tensors."""
+    for child in module.children() if recurse else ():
+        child._apply(fn)
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            with torch.no_grad():
+                parameter.data = fn(parameter)
+    for key, buffer in module._buffers.items():
+        module._buffers[key] = buffer if buffer is None else fn(buffer)
+    return module
 
 
 def where() -> str:

@@ -7,6 +7,7 @@ an operation reads storages, writes storages or makes new ones, and nothing else
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,7 +151,7 @@ class Recording:
     def tensor(self, area: Area, storages: Storages) -> Tensor:
         """``area`` on the real storages; one that no op filled so far is allocated."""
         if area.storage not in storages:
-            storages[area.storage] = torch.UntypedStorage(self.nbytes[area.storage], device="cpu")
+            storages[area.storage] = _allocate(self.nbytes[area.storage])
         return area.on(storages[area.storage])
 
     def replay(self, storages: Iterable[int]) -> Iterator[tuple[int, Storages]]:
@@ -180,6 +181,17 @@ class Recording:
                 del real
                 # The caller may have drawn random numbers of his own.
                 torch.set_rng_state(after)
+
+
+def _allocate(nbytes: int) -> torch.UntypedStorage:
+    """Memory for a full tensor, which goes back to the system when freed.
+
+    With malloc, the holes that large tensors leave are nibbled at by small ones, and the process grows to the size of
+    the unsharded model.
+    """
+    if nbytes < 1 << 20:
+        return torch.UntypedStorage(nbytes, device="cpu")
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
 
 
 def _is_tensor(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of sharding rules by brute force: run the local form on every rank's shards and put the results together.
+"""Rules of users, and the check of every rule: its local form on every rank's shards, put together again.
 
 ``check_rule(op, samples)`` tries every strategy of the op's rule on small meshes, for values and for gradients.
 After DTensor's strategy validation.
@@ -7,23 +7,27 @@ After DTensor's strategy validation.
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autoshard.errors import AutoshardError, RuleError
-from autoshard.layout import Layout, Partial, Shard
+from autoshard.layout import Layout
+from autoshard.local_forms import evaluate, flat, run
 from autoshard.mesh import Mesh
-from autoshard.passes.ir import Graph, Node, Ref, TensorType, map_refs
-from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.base import Call, Local, Offset, Rule, Site, Strategy
+from autoshard.passes.ir import Graph, Node, Ref, TensorType
+from autoshard.passes.notation import Dim, Linear, parse, rule
+from autoshard.passes.rules import register, rule_for
+from autoshard.passes.rules.base import Call, Rule, Site, Strategy
+from autoshard.passes.rules.factors import tensor_arguments
+from autoshard.shards import Tensors, differs, noise, scatter
 
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
 """``(args, kwargs)`` of one concrete call, with float64 tensors where gradients are to be compared"""
-Tensors = list[torch.Tensor]
 
 MESHES: tuple[Mapping[str, int], ...] = ({"x": 2}, {"x": 3})
 SEED = 20
@@ -39,6 +43,49 @@ class RuleCheck:
 
     def __str__(self) -> str:
         return f"{self.op}: {self.cases} cases agree ({', '.join(sorted(self.strategies))})"
+
+
+def register_rule(
+    op: torch._ops.OpOverload,
+    notation: str | Rule,
+    samples: Iterable[Sample] | None = None,
+    *,
+    linear: Linear = (),
+    addends: Iterable[int] = (),
+    flops: Callable[[Node, Graph], float] | None = None,
+) -> RuleCheck:
+    """Add a sharding rule for ``op``, an ATen op or one of ``torch.library``; it is checked first.
+
+    ``notation``: for example ``"... k, n k -> ... n"`` (see :mod:`autoshard.passes.notation`), or a
+    :class:`~autoshard.passes.rules.base.Rule` written by hand. ``samples``: calls ``(args, kwargs)`` to
+    check it on; without them, random float64 tensors that fit the notation. ``linear``, ``addends``, ``flops``: see
+    :func:`autoshard.passes.notation.rule`. Raises :class:`RuleError` where the rule is malformed or wrong; the op then
+    has no rule or keeps the one it had.
+    """
+    new = notation if isinstance(notation, Rule) else rule(op, notation, linear=linear, addends=addends, flops=flops)
+    if new.op is not op:
+        raise RuleError(f"register_rule for {op}: the rule given is one of {new.op}")
+    check = check_rule(new, _invented(new) if samples is None else samples)
+    register(new)
+    return check
+
+
+def _invented(new: Rule) -> list[Sample]:
+    """One call of the op from its rule's notation: random float64 tensors, with dims of 4 to 7."""
+    required = [a.name for a in new.op._schema.arguments if not a.has_default_value()]
+    extra = [name for name in required if name not in tensor_arguments(new.op)]
+    if extra or not new.notation:
+        reason = f"the op needs {', '.join(extra)}" if extra else "the rule has no notation"
+        raise RuleError(f"{new.op}: {reason}; give samples=[(args, kwargs), …] to check the rule on")
+    terms = parse(new.notation).operands
+    lengths: dict[str, int] = {"...": 4, "_": 3}
+
+    def length(dim: Dim) -> int:
+        return math.prod(lengths.setdefault(factor, 4 + len(lengths) % 4) for factor in dim)
+
+    random = torch.Generator().manual_seed(SEED)
+    shapes = [[length(dim) for dim in term] for term in terms]
+    return [([torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes], {})]
 
 
 @dataclass(frozen=True)
@@ -71,31 +118,31 @@ def check_rule(
     positions of the results that are read (default: all).
     Raises :class:`RuleError` that lists what differs, or says that nothing could be checked.
     """
-    rule = op if isinstance(op, Rule) else rule_for(op)
-    if rule is None:
+    tested = op if isinstance(op, Rule) else rule_for(op)
+    if tested is None:
         raise RuleError(f"{op} has no rule; write one with autoshard.register_rule")
-    cases, failures, labels = 0, [], set()
+    cases, failures = 0, list[str]()
+    labels = set[str]()
     for number, sample in enumerate(samples):
-        example = _example(rule, sample, gradients, results)
+        example = _example(tested, sample, gradients, results)
         allowed = max(tolerance, 8 * _rounding(example)) if values else float("inf")
         for sizes in meshes:
             mesh = Mesh(sizes)
-            for graph, choice in _choices(rule, example, mesh):
+            for graph, choice in _choices(tested, example, mesh):
                 cases += 1
                 labels.update(s.label for s in choice)
-                difference = _differs(rule, example, graph, mesh, choice, allowed)
+                difference = _differs(tested, example, graph, mesh, choice, allowed)
                 if difference:
                     failures.append(f"  {_describe(example, number, mesh, choice)}\n    {difference}")
     if failures:
         more = f"\n  … and {len(failures) - 5} more" if len(failures) > 5 else ""
         raise RuleError(
-            f"the rule of {rule.op} ({rule.notation or 'hand-written'}) is wrong in {len(failures)} of {cases} cases:\n"
-            + "\n".join(failures[:5])
-            + more
+            f"the rule of {tested.op} ({tested.notation or 'hand-written'}) is wrong in "
+            f"{len(failures)} of {cases} cases:\n" + "\n".join(failures[:5]) + more
         )
     if not cases:
-        raise RuleError(f"{rule.op}: no sample could be run on meshes {list(meshes)}; give samples with longer dims")
-    return RuleCheck(str(rule.op), cases, frozenset(labels))
+        raise RuleError(f"{tested.op}: no sample could be run on meshes {list(meshes)}; give samples with longer dims")
+    return RuleCheck(str(tested.op), cases, frozenset(labels))
 
 
 def _describe(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy, ...]) -> str:
@@ -143,12 +190,12 @@ def _run_whole(
     if torch.Tag.nondeterministic_seeded in rule.op.tags:
         results = _alone(rule, args, kwargs, names)
     else:
-        results = _flat(_evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
+        results = flat(evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
     slots = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and (wanted is None or i in wanted)]
     outputs = [results[i] for i in slots]
     node, graph = _graph(rule.op, args, kwargs, operands, outputs, slots)
     random = torch.Generator().manual_seed(SEED)
-    cotangents = [_noise(y, random) if y.requires_grad else None for y in outputs]
+    cotangents = [noise(y, random) if y.requires_grad else None for y in outputs]
     gradients = _backward(outputs, cotangents, operands)
     return _Example(node, graph, operands, [y.detach() for y in outputs], cotangents, gradients)
 
@@ -177,13 +224,13 @@ def _graph(
 def _alone(rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Mapping[str, torch.Tensor]) -> Tensors:
     """A random op's reference: its own local form on one rank, so that draws are comparable."""
     operands = list(names.values())
-    shapes = _flat(_evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
+    shapes = flat(evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
     slots = [i for i, r in enumerate(shapes) if isinstance(r, torch.Tensor)]
     node, graph = _graph(rule.op, args, kwargs, operands, [shapes[i] for i in slots], slots)
     mesh = Mesh({"x": 1})
     choice = (next(s for s in rule.strategies(node, graph) if s.label == "R"),)
     torch.manual_seed(SEED)
-    (results,) = _run(rule, _site(node, graph, mesh, choice), [operands])
+    (results,) = run(rule, _site(node, graph, mesh, choice), [operands])
     return results
 
 
@@ -234,7 +281,7 @@ def _differs(
         held = [[part[r].requires_grad_(x.requires_grad) for part, x in zip(parts, example.operands, strict=True)]
                 for r in range(mesh.size)]  # fmt: skip
         torch.manual_seed(SEED)
-        made = _run(rule, site, held)
+        made = run(rule, site, held)
         for i, (result, at) in enumerate(zip(example.results, site.outputs, strict=True)):
             wrong = differs([row[i].detach() for row in made], at, result, tolerance)
             if wrong:
@@ -284,129 +331,3 @@ def _backward(
     for i, g in zip(wanted, found, strict=True):
         by_leaf[i] = torch.zeros_like(leaves[i]) if g is None else g
     return by_leaf
-
-
-# Running a local form.
-
-
-def _run(rule: Rule, site: Site, held: list[Tensors]) -> list[Tensors]:
-    """The results of the local form on every rank's operands."""
-    call = rule.local(site) if rule.local else Call(rule.op, site.node.args, site.node.kwargs)
-
-    def one(rank: int) -> Tensors:
-        names = dict(zip(site.node.inputs, held[rank], strict=True))
-        results = _flat(_evaluate(call, names, site.mesh, rank))
-        return [results[slot] for slot in site.node.output_slots]
-
-    if not _communicates(call):
-        return [one(rank) for rank in range(site.mesh.size)]
-    from autoshard.runtime.in_process import World
-
-    world = World(dict(zip(site.mesh.axes, site.mesh.shape, strict=True)))
-    return world.run(one, [(rank,) for rank in range(site.mesh.size)])
-
-
-def _communicates(value: Any) -> bool:
-    """Whether a call uses the runtime anywhere."""
-    if isinstance(value, Call):
-        return isinstance(value.fn, str) or _communicates((value.args, value.kwargs))
-    if isinstance(value, Mapping):
-        return any(map(_communicates, value.values()))
-    return isinstance(value, tuple | list) and any(map(_communicates, value))
-
-
-def _evaluate(value: Any, names: Mapping[str, torch.Tensor], mesh: Mesh, rank: int) -> Any:
-    """A call, a reference or a length as this rank sees it."""
-    if isinstance(value, Call):
-        args = _evaluate(tuple(value.args), names, mesh, rank)
-        kwargs = _evaluate(dict(value.kwargs), names, mesh, rank)
-        if isinstance(value.fn, str):
-            from autoshard import runtime
-
-            return getattr(runtime, value.fn)(*args, **kwargs)
-        return value.fn(*args, **kwargs)
-    if isinstance(value, Local | Offset):
-        start, length = Layout(mesh, {a: Shard(0) for a in value.axes}, value.axes).chunk_of(0, value.size, rank)
-        return length if isinstance(value, Local) else start
-    if isinstance(value, tuple | list):
-        return type(value)(_evaluate(v, names, mesh, rank) for v in value)
-    if isinstance(value, Mapping):
-        return {k: _evaluate(v, names, mesh, rank) for k, v in value.items()}
-    return map_refs(value, lambda ref: names[ref.name])
-
-
-def _flat(result: Any) -> list[Any]:
-    return list(result) if isinstance(result, tuple | list) else [result]
-
-
-# Values on a mesh.
-
-
-def scatter(value: torch.Tensor, layout: Layout, random: torch.Generator) -> Tensors:
-    """What every rank holds of ``value`` under ``layout``; Partial axes hold random summands."""
-    summed = layout.axes_with(Partial)
-    count = layout.mesh.size_of(summed) if summed else 1
-    summands = [_noise(value, random) for _ in range(count - 1)]
-    rest = value.clone()
-    for s in summands:
-        rest = rest - s
-    summands.append(rest)
-    return [_cut(summands[layout.mesh.index_along(r, summed)], layout, r).clone() for r in range(layout.mesh.size)]
-
-
-def _cut(value: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    for d, n in enumerate(value.shape):
-        value = value.narrow(d, *layout.chunk_of(d, n, rank))
-    return value
-
-
-def _noise(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Random values of the same shape and dtype."""
-    if like.is_floating_point() or like.is_complex():
-        return torch.randn(like.shape, generator=random, dtype=like.dtype)
-    if like.dtype == torch.bool:
-        raise RuleError("a boolean tensor has no summands; leave Partial out of strategies for bool")
-    return torch.randint(-9, 10, like.shape, generator=random).to(like.dtype)
-
-
-def differs(parts: Tensors, layout: Layout, expected: torch.Tensor, tolerance: float) -> str | None:
-    """How the ranks' parts of a value under ``layout`` fail to make ``expected``, in words; None where they do.
-
-    ``tolerance``: relative to the largest element of ``expected``. Copies are each compared; summands are added.
-    """
-    mesh, summed = layout.mesh, layout.axes_with(Partial)
-    for r, part in enumerate(parts):
-        if tuple(part.shape) != layout.local_shape(expected.shape, r):
-            want = list(layout.local_shape(expected.shape, r))
-            return f"rank {r} holds shape {list(part.shape)}, should hold {want} of {list(expected.shape)}"
-        if part.dtype != expected.dtype:
-            return f"rank {r} holds {part.dtype}, should hold {expected.dtype}"
-    for r in range(mesh.size):
-        group = mesh.group(r, summed) if summed else (r,)
-        found = parts[group[0]]
-        for other in group[1:]:
-            found = _combine(found, parts[other], layout, summed)
-        wrong = _distance(found, _cut(expected, layout, r), tolerance)
-        if wrong:
-            what = f"combined over {', '.join(summed)}" if summed else "its part"
-            return f"rank {r}, {what}: {wrong}"
-    return None
-
-
-def _combine(a: torch.Tensor, b: torch.Tensor, layout: Layout, axes: Sequence[str]) -> torch.Tensor:
-    p = layout[axes[0]]
-    op = p.op if isinstance(p, Partial) else "sum"
-    return a + b if op == "sum" else torch.maximum(a, b) if op == "max" else torch.minimum(a, b)
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str | None:
-    if tolerance == float("inf") or not expected.numel():
-        return None
-    if not (expected.is_floating_point() or expected.is_complex()):
-        bad = int((found != expected).sum())
-        return f"{bad} of {expected.numel()} elements differ" if bad else None
-    scale = float(expected[expected.isfinite()].abs().max()) if bool(expected.isfinite().any()) else 0.0
-    if torch.allclose(found, expected, rtol=0, atol=tolerance * max(scale, 1.0), equal_nan=True):
-        return None
-    error = float((found - expected).abs().nan_to_num(float("inf")).max())
-    return f"largest error {error:.3g} (largest element {scale:.3g})"

@@ -18,6 +18,16 @@ from autoshard.module import ShardedModule
 from autoshard.plans import Plan
 
 
+LEARNING_RATE = 1e-3
+
+
+def default_rtol(dtype: torch.dtype) -> float:
+    """1e-9 for float64, 1e-4 for float32, 2e-2 for lower precision; integers must be equal."""
+    if not dtype.is_floating_point or dtype == torch.float64:
+        return 1e-9
+    return 1e-4 if dtype == torch.float32 else 2e-2
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One tensor's largest deviation. ``error``: max |a - b| over the scale of its kind; ``limit``: what is allowed."""
@@ -83,8 +93,8 @@ def verify(
     """Train copies of ``model`` sharded and unsharded for ``steps`` AdamW steps and compare everything.
 
     Outputs, every gradient, buffers, and the weights after every step, from the same seed. ``error`` is the largest
-    absolute difference relative to the largest absolute value of the tensor; it may be ``rtol`` (default 1e-9 for
-    float64, 1e-4 for float32, 2e-2 for lower), plus ``atol`` (default: ``rtol`` of the largest value of that kind)
+    absolute difference relative to the largest absolute value of the tensor; it may be ``rtol`` (default: that of
+    :func:`default_rtol` for the tensor's dtype), plus ``atol`` (default: ``rtol`` of the largest value of that kind)
     in absolute terms, so that gradients that are zero but for rounding do not count. Weights are allowed 100 times
     that, since Adam divides by the root of squared gradients. Runs on the in-process mesh, and under torch.distributed
     on every rank (a collective call). The loss is the model's first scalar output, or the mean square of its outputs.
@@ -92,10 +102,11 @@ def verify(
     kwargs = dict(example_kwargs or {})
     reference = copy.deepcopy(model)
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
-    default = 1e-9 if dtype == torch.float64 else 1e-4 if dtype == torch.float32 else 2e-2
-    rtol = default if rtol is None else rtol
+    asked, rtol = rtol, default_rtol(dtype) if rtol is None else rtol
     sharded = api.compile(model, mesh, example_args, kwargs, plan=plan, hints=hints)
-    runner = _Runner(reference, sharded, tuple(example_args), kwargs, rtol, rtol if atol is None else atol)
+    runner = _Runner(
+        reference, sharded, tuple(example_args), kwargs, rtol, rtol if atol is None else atol, asked is not None
+    )
     for step in range(steps):
         runner.step(step)
     found = tuple(runner.found)
@@ -112,12 +123,16 @@ class _Runner:
     kwargs: dict[str, Any]
     rtol: float
     atol: float
+    fixed: bool
+    """whether the user chose rtol; otherwise a tensor of lower precision than the model gets its own"""
     found: list[Comparison] = field(default_factory=list)
+    vanishing: set[str] = field(default_factory=set)
+    """parameters whose gradient is zero but for rounding: Adam turns its sign into a full step"""
 
     def __post_init__(self) -> None:
         modules: tuple[nn.Module, nn.Module] = (self.reference, self.sharded)
         trained = [[p for p in m.parameters() if p.requires_grad] for m in modules]
-        self.optimizers = [torch.optim.AdamW(ps, lr=1e-3) if ps else None for ps in trained]
+        self.optimizers = [torch.optim.AdamW(ps, lr=LEARNING_RATE) if ps else None for ps in trained]
 
     def step(self, number: int) -> None:
         """One forward, backward and optimizer step of both, compared."""
@@ -159,7 +174,13 @@ class _Runner:
     ) -> None:
         largest = max((scale(t) for t in expected.values()), default=0.0)
         for name, want in expected.items():
-            self.found.append(compare(name, kind, step, given[name], want, self.rtol * slack, self.atol * slack * largest))
+            rtol = self.rtol if self.fixed else max(self.rtol, default_rtol(want.dtype))
+            floor = self.atol * slack * largest
+            if kind == "gradient" and scale(want) <= floor:
+                self.vanishing.add(name)
+            if kind == "parameter" and name in self.vanishing:
+                floor = 2 * LEARNING_RATE * (step + 1)
+            self.found.append(compare(name, kind, step, given[name], want, rtol * slack, floor))
 
 
 def compare(

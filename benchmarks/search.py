@@ -40,6 +40,7 @@ class Llama:
         self.edges: list[tuple[int, int, Array]] = []
         self.layouts: list[tuple[Placements, ...]] = []  # of every node's result, per strategy
         self.bytes: list[float] = []
+        self.held: list[Array] = []  # bytes: an op keeps its result for the backward pass, a parameter has an optimizer
         self._memo: dict[tuple[object, ...], Array] = {}
 
     def numel(self, term: str) -> float:
@@ -80,11 +81,19 @@ class Llama:
             self.edges.append((source, node, self.edge(self.layouts[source], wanted, self.bytes[source])))
         return node
 
-    def add(self, costs: Array, layouts: tuple[Placements, ...], term: str) -> int:
+    def add(self, costs: Array, layouts: tuple[Placements, ...], term: str, parameter: bool = False) -> int:
         self.nodes.append(costs)
         self.layouts.append(layouts)
         self.bytes.append(2 * self.numel(term))
+        self.held.append(self.local_bytes(layouts, term, self.bytes[-1] * (8 if parameter else 1)))
         return len(self.nodes) - 1
+
+    def local_bytes(self, layouts: tuple[Placements, ...], term: str, size: float) -> Array:
+        key = ("held", layouts, size)
+        if key not in self._memo:
+            ways = [math.prod(n for n, p in zip(self.mesh, x, strict=True) if p.isdigit()) for x in layouts]
+            self._memo[key] = np.array([size / way for way in ways])
+        return self._memo[key]
 
     def parameter(self, term: str) -> int:
         """I, or cut along one of its dims, per axis; what is held costs the optimizer's reading and writing."""
@@ -94,7 +103,7 @@ class Llama:
         if key not in self._memo:
             ways = [math.prod(n for n, p in zip(self.mesh, x, strict=True) if p != "I") for x in layouts]
             self._memo[key] = np.array([24 * self.numel(term) / way / MEMORY_BANDWIDTH for way in ways])
-        return self.add(self._memo[key], layouts, term)
+        return self.add(self._memo[key], layouts, term, parameter=True)
 
     def edge(self, have: tuple[Placements, ...], want: tuple[Placements, ...], size: float) -> Array:
         """Seconds to redistribute, forward and backward, axis by axis."""
@@ -196,6 +205,8 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     llama = commands.add_parser("llama", help="a synthetic Llama-3-8B")
     llama.add_argument("--layers", type=int, default=32)
+    llama.add_argument("--memory", type=float, help="limit on what the strategies hold in sum, GiB per rank")
+    llama.add_argument("--time-limit", type=float)
     llama.add_argument("--mesh", default="4,8", help="sizes of the mesh axes")
     contest = commands.add_parser("iopddl", help="a contest instance, with its memory limit")
     contest.add_argument("path", type=Path)
@@ -204,14 +215,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "llama":
         mesh = tuple(map(int, options.mesh.split(",")))
-        network, memory, limit = Llama(mesh).build(options.layers), None, None
+        model = Llama(mesh)
+        network, memory = model.build(options.layers), None
+        if options.memory:
+            memory = Memory(tuple(model.held), options.memory * 2**30)
         name = f"llama, {options.layers} layers, mesh {mesh}"
     else:
         network, memory = iopddl(options.path)
-        name, limit = options.path.name, options.time_limit
+        name = options.path.name
         memory = None if options.no_memory else memory
     start = time.perf_counter()
-    solution = solve(network, memory=memory, time_limit=limit)
+    solution = solve(network, memory=memory, time_limit=options.time_limit)
     report(name, network, solution, time.perf_counter() - start)
 
 

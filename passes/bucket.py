@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.layout import Layout
-from autoshard.passes.blocks import Segment, reads
+from autoshard.passes.blocks import Segment, reads, segments
+from autoshard.passes.cost import saves_operand
 from autoshard.passes.ir import Ref
 from autoshard.passes.lower import Program, Statement
 from autoshard.passes.rules.base import Call, Local
@@ -55,6 +56,30 @@ def bucketed(segment: Segment, program: Program) -> Segment:
         bucket.append(s)
         bucket_of[s.outputs[0]] = bucket
     return replace(segment, statements=tuple(_placed(statements, bucket_of)))
+
+
+def regathered(program: Program) -> set[str]:
+    """Local names of gathered parameters that the backward gathers again: all of a bucket if it needs one of them."""
+    readers: dict[str, list[Statement]] = {}
+    for s in program.statements:
+        for name in reads(s):
+            readers.setdefault(name, []).append(s)
+    found: set[str] = set()
+    for segment in segments(program):
+        for s in bucketed(segment, program).statements:
+            if s.call.fn == "gather_parameters" and any(_kept(o, readers, program) for o in s.outputs):
+                found.update(s.outputs)
+    return found
+
+
+def _kept(name: str, readers: Mapping[str, list[Statement]], program: Program) -> bool:
+    """Whether an op saves the value of ``name``, or of a conversion of it, for its backward."""
+    for s in readers.get(name, ()):
+        if s.step is not None and any(_kept(o, readers, program) for o in s.outputs):
+            return True
+        if s.step is None and s.node is not None and saves_operand(s.node, program.types, reads(s).index(name)):
+            return True
+    return False
 
 
 def _fused(segment: Segment) -> tuple[Statement, ...]:

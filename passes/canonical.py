@@ -19,7 +19,7 @@ DROPPED = {
 }
 """checks that cost time and say nothing about values"""
 
-STRIDED = {aten.as_strided.default, aten.as_strided_scatter.default, aten.view_as_complex.default, aten.view.dtype}
+STRIDED = {aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype}
 """ops that read their operand's memory layout: it is made contiguous first, as it was in the traced run"""
 
 _NO_OPS = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.clone.default}

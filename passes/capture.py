@@ -52,12 +52,14 @@ def capture(
             model.train(training)
         program, eager_grads = _export(model, example, training)
         graph = translate(program, model, example, training)
-    if training:
+    if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)
     return graph
 
 
-def _export(model: nn.Module, example: Example, training: bool) -> tuple[torch.export.ExportedProgram, list[bool]]:
+def _export(
+    model: nn.Module, example: Example, training: bool
+) -> tuple[torch.export.ExportedProgram, list[bool] | None]:
     """The functional exported program, and which tensors of the output needed a gradient while it was traced."""
     trace = _Trace(model)
     try:
@@ -81,14 +83,18 @@ class _Trace:
     def __init__(self, model: nn.Module) -> None:
         self.error: Exception | None = None
         self.watch: Any = contextlib.nullcontext()
-        self.output_grads: list[bool] = []
+        self.output_grads: list[bool] | None = None  # stays so for an fx.GraphModule: export interprets its graph
         forward = model.forward
 
         @functools.wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
             try:
+                before = [(module, dict(vars(module))) for module in model.modules()]
                 with self.watch:
-                    return forward(*args, **kwargs)
+                    output = forward(*args, **kwargs)
+                for module, attributes in before:
+                    _warn_changed(module, attributes)
+                return output
             except Exception as error:
                 self.error = error
                 raise _StoppedError from None
@@ -119,8 +125,6 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     before = [(module, dict(vars(module)), _contents(module)) for module in model.modules()]
     try:
         yield
-        for module, attributes, _ in before:
-            _warn_changed(module, attributes)
     finally:
         for module, attributes, contents in before:
             vars(module).clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -64,6 +64,23 @@ def backward_factor(node: Node, graph: Graph) -> float:
     wanting = sum(graph.types[name].grad for name in node.inputs)
     # Attention has three differentiable operands and five products in its backward against two in its forward.
     return 2.0 if "attention" in str(node.op) else float(min(wanting, 2))
+
+
+_KEEP_NOTHING = VIEWS | {"add", "sub", "neg", "sum", "mean", "cat", "stack", "embedding", "_to_copy", "clone", "dropout"}
+_WITH_BIAS = frozenset({"linear", "conv1d", "conv2d", "conv3d", "convolution", "layer_norm", "native_layer_norm"})
+
+
+def saves_operand(node: Node, types: Mapping[str, TensorType], position: int) -> bool:
+    """Whether autograd keeps the value of operand ``position`` of ``node`` for the backward.
+
+    A product keeps an operand for the gradients of the others; sums and indexing keep none; a bias is never kept.
+    """
+    name = node.op._schema.name.removeprefix("aten::")
+    if name in _KEEP_NOTHING or (name in _WITH_BIAS and position == 2):
+        return False
+    if len(node.inputs) == 1:
+        return True
+    return any(types[other].grad for i, other in enumerate(node.inputs) if i != position)
 
 
 def node_flops(node: Node, graph: Graph, rule: Rule | None) -> float:

@@ -78,33 +78,33 @@ class _Translation:
         self.nodes: list[Node] = []
         self.gradients = Gradients()
         self.detached: dict[str, Ref] = {}
+        self.inputs: dict[str, Input] = {}
+        self.constants: dict[str, torch.Tensor] = {}
 
     def graph(self) -> Graph:
-        inputs, constants, flat_inputs = self.inputs()
+        flat_inputs = self.read_inputs()
         for node in self.program.graph.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
                 self.node(node)
         outputs, mutations = self.outputs()
         graph = Graph(
-            inputs=inputs,
+            inputs=tuple(self.inputs.values()),
             nodes=tuple(self.nodes),
             types=self.types,
             outputs=outputs,
             out_spec=self.program.call_spec.out_spec,
             in_spec=pytree.tree_structure(self.example),
             mutations=mutations,
-            constants=constants,
+            constants=self.constants,
             flat_inputs=flat_inputs,
             training=self.training,
         )
         return remove_dead(graph)
 
-    def inputs(self) -> tuple[tuple[Input, ...], dict[str, torch.Tensor], tuple[str | None, ...]]:
+    def read_inputs(self) -> tuple[str | None, ...]:
         leaves, _ = pytree.tree_flatten_with_path(self.example)
         order = iter(_export_order(self.program, self.example))
         flat: list[str | None] = [None] * len(leaves)
-        inputs: dict[str, Input] = {}
-        constants: dict[str, torch.Tensor] = {}
         for spec in self.program.graph_signature.input_specs:
             kind, name = _KINDS.get(spec.kind), spec.arg.name
             index = next(order) if kind == "input" else -1
@@ -122,18 +122,18 @@ class _Translation:
                     leaves[index][1].requires_grad,
                 )
             elif kind == "constant":
-                constants[name] = self.constant(spec)
+                self.constants[name] = self.constant(spec)
                 new, grad = Input(name, kind, str(spec.target)), False
             else:
                 first, *aliases = self.names[str(spec.target)]
                 tensor = _own_tensor(self.model, spec)
                 new, grad = Input(name, kind, first, tuple(aliases)), tensor is not None and tensor.requires_grad
-                if twin := next((i.name for i in inputs.values() if i.fqn == first and i.kind == kind), None):
+                if twin := next((i.name for i in self.inputs.values() if i.fqn == first and i.kind == kind), None):
                     self.values[name] = Ref(twin)
                     continue
-            inputs[name] = new
+            self.inputs[name] = new
             self.define(name, self.fx_nodes[name], self.fx_nodes[name].meta["val"], grad)
-        return tuple(inputs.values()), constants, tuple(flat)
+        return tuple(flat)
 
     def constant(self, spec: InputSpec) -> torch.Tensor:
         tensor = self.program.constants[str(spec.target)]
@@ -168,6 +168,8 @@ class _Translation:
             self.broadcast(node, args[0])
         elif op is aten.detach.default and args[0].name in self.detached:
             self.values[node.name] = self.detached[args[0].name]
+        elif op is aten.as_strided_scatter.default:
+            self.values[node.name] = self.scatter(node, *args, **kwargs)
         elif op is aten.copy.default:
             self.values[node.name] = self.cast(node, args[1], node.meta["val"])
         elif same := self.same(node, args, kwargs):
@@ -206,12 +208,28 @@ class _Translation:
             ref = self.emit(node, aten._to_copy.default, (ref,), {"dtype": value.dtype})
         return ref
 
+    def scatter(
+        self, node: fx.Node, ref: Ref, src: Ref, size: list[int], stride: list[int], storage_offset: int | None = None
+    ) -> Ref:
+        """as_strided_scatter as an index_put: torch 2.13's own backward gives the gradient of the wrong elements."""
+        shape = self.types[ref.name].shape
+        name = f"{node.name}_index"
+        positions = torch.arange(self.types[ref.name].numel).as_strided(size, stride, storage_offset or 0)
+        self.constants[name] = positions.reshape(-1)
+        self.inputs[name] = Input(name, "constant", name)
+        self.define(name, node, self.constants[name], False)
+        flat = self.emit(node, aten.reshape.default, (ref, [-1]), {})
+        values = self.emit(node, aten.reshape.default, (src, [-1]), {})
+        put = self.emit(node, aten.index_put.default, (flat, [Ref(name)], values), {})
+        return self.emit(node, aten.reshape.default, (put, list(shape)), {})
+
     def emit(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> Ref:
         """Add an op with one result that stands for part of ``node``."""
-        name, number = node.name, 0
-        while name in self.types or (number == 0 and op is not node.target and op is aten.clone.default):
+        stem, number = f"{node.name}_{op._schema.name.rpartition(':')[2].strip('_')}", 1
+        name = stem
+        while name in self.types or name in self.fx_nodes:
             number += 1
-            name = f"{node.name}_{op._schema.name.rpartition(':')[2].strip('_')}" + (f"_{number}" if number > 1 else "")
+            name = f"{stem}_{number}"
         metas = pytree.tree_map_only(Ref, self._meta, args)
         value = op(*metas, **kwargs)
         grads = self.gradients.flags(op, args, kwargs, self.types, [value])
@@ -351,6 +369,6 @@ def _argument_path(model: nn.Module, path: Sequence[Any]) -> str:
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
     ]
     if first.idx < len(positional) and positional[first.idx].kind != inspect.Parameter.VAR_POSITIONAL:
-        return positional[first.idx].name + "".join(map(str, rest))
+        return str(positional[first.idx].name) + "".join(map(str, rest))
     spread = positional[-1].name if positional else "args"
     return f"{spread}[{first.idx - max(len(positional) - 1, 0)}]" + "".join(map(str, rest))

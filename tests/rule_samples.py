@@ -183,7 +183,7 @@ MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
     aten.linalg_slogdet.default: [call(f(3, 2, 2))],
     aten.linalg_cholesky.default: [call(f(3, 2, 2) * 0.1 + 3 * torch.eye(2))],
     aten._grouped_mm.default: [
-        call(f(7, 8).bfloat16(), f(5, 8, 8).bfloat16(), torch.tensor([2, 2, 5, 6, 7], dtype=torch.int32)),
+        call(f(7, 16).bfloat16(), f(5, 16, 24).bfloat16(), torch.tensor([2, 2, 5, 6, 7], dtype=torch.int32)),
     ],
     aten.tensordot.default: [call(f(2, 3, 4), f(4, 3, 5), [2, 1], [0, 1]), call(f(2, 3), f(3, 4), [1], [0])],
 }

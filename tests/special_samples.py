@@ -135,6 +135,7 @@ ATTENTION: dict[Any, list[Sample]] = {
         call(*_GROUPS, None, 0.0, True, enable_gqa=True),
         call(*_UNEVEN_GROUPS, f(1, 6, 4, 4), enable_gqa=True),
         call(f(4, 5, 3), f(4, 5, 3), f(4, 5, 3), is_causal=True),
+        call(f(3, 4, 5), f(3, 4, 5), f(2, 3, 4, 5)),
         call(*_HEADS, None, 0.4, True),
         call(*_HEADS, _MASK, 0.4),
         call(*_GROUPS, None, 0.4, True, enable_gqa=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import special_samples
 import torch
@@ -9,13 +11,14 @@ from rule_samples import NO_DERIVATIVE, SHAPES_ONLY, call, f
 from rule_samples import SAMPLES as GENERAL
 
 from autoshard.errors import RuleError
-from autoshard.layout import P, R, Shard
+from autoshard.layout import I, P, R, Shard
 from autoshard.passes.notation import rule
 from autoshard.passes.rules import all_rules, register, rule_for
 from autoshard.passes.rules.base import Rule, Strategy
 from autoshard.passes.rules.factors import Factors, numbered, sizes_of
+from autoshard.passes.rules.grouped import grouped_rule
 from autoshard.passes.rules.shape import view_groups
-from autoshard.testing import check_rule
+from autoshard.testing import check_rule, register_rule
 
 aten = torch.ops.aten
 SAMPLES = {**GENERAL, **special_samples.SAMPLES}
@@ -28,7 +31,7 @@ def _has_derivative(op: torch._ops.OpOverload) -> bool:
 
 
 @pytest.mark.parametrize("op", [rule.op for rule in all_rules()], ids=str)
-@pytest.mark.filterwarnings("ignore:The use of `x.T`")
+@pytest.mark.filterwarnings("ignore:The use of `x.T`", "ignore:at::frobenius_norm", "ignore:torch.meshgrid")
 def test_rule(op: torch._ops.OpOverload) -> None:
     assert op in SAMPLES, f"{op} has a rule and no samples; add some to tests/rule_samples.py"
     check = check_rule(op, SAMPLES[op], values=op not in SHAPES_ONLY, gradients=_has_derivative(op))
@@ -47,6 +50,11 @@ def test_rule(op: torch._ops.OpOverload) -> None:
         aten.mean.dim,
         aten.index.Tensor,
         aten.index_put.default,
+        aten.gather.default,
+        aten.scatter_add.default,
+        aten.index_add.default,
+        aten.index_select.default,
+        aten.select.int,
         aten.expand.default,
         aten.arange.default,
         aten.where.self,
@@ -58,6 +66,34 @@ def test_rule(op: torch._ops.OpOverload) -> None:
 def test_pairs_of_strategies(op: torch._ops.OpOverload) -> None:
     """Strategies of two mesh axes combine freely."""
     check_rule(op, SAMPLES[op], meshes=TWO_AXES)
+
+
+def test_grouped_products_by_rows_and_by_experts() -> None:
+    """The ops of mixtures of experts that other libraries define: found by name, exact on every factor."""
+
+    @torch.library.custom_op("autoshard_tests::grouped_mm", mutates_args=())
+    def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        out = x.new_zeros(x.shape[0], weight.shape[2])
+        for start, end, w in zip([0, *ends.tolist()], ends.tolist(), weight, strict=False):
+            out[start:end] = x[start:end] @ w
+        return out
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight, ends = ctx.saved_tensors
+        to_weight = torch.zeros_like(weight)
+        for g, (start, end) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False)):
+            to_weight[g] = x[start:end].T @ gradient[start:end]
+        return grouped(gradient, weight.transpose(1, 2).contiguous(), ends), to_weight, None
+
+    grouped.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    op = torch.ops.autoshard_tests.grouped_mm.default
+    samples = [
+        call(f(7, 4), f(5, 4, 3), torch.tensor([2, 2, 5, 6, 7])),
+        call(f(6, 3), f(4, 3, 4), torch.tensor([0, 3, 3, 5])),
+    ]
+    check = check_rule(grouped_rule(op), samples)
+    assert {"s", "e", "k", "n"} <= check.strategies
+    check_rule(grouped_rule(op), samples, meshes=TWO_AXES)
 
 
 # Negative controls: each wrong rule is caught.
@@ -120,8 +156,6 @@ def test_wrong_rules_are_caught(name: str) -> None:
 
 def test_a_wrong_gradient_alone_is_caught() -> None:
     """A value that is right with a gradient that is not: R and I hold the same value."""
-    from autoshard.layout import I
-
     with pytest.raises(RuleError, match="gradient of operand 1"):
         check_rule(_wrong(aten.mul.Tensor, Strategy("wrong", (Shard(0), I), (Shard(0),), 4)), [call(f(4), f())])
 
@@ -137,6 +171,39 @@ def test_report_says_what_where_and_with_which_shapes() -> None:
 def test_nothing_to_check_is_an_error() -> None:
     with pytest.raises(RuleError, match="no sample could be run"):
         check_rule(aten.neg.default, [])
+
+
+@pytest.fixture
+def scaled() -> torch._ops.OpOverload:
+    """A user's op: x · weight, row by row."""
+    if not hasattr(torch.ops.autoshard_tests, "scaled"):
+
+        @torch.library.custom_op("autoshard_tests::scaled", mutates_args=())
+        def op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x * weight
+
+        op.register_autograd(
+            lambda ctx, g: (g * ctx.saved_tensors[1], (g * ctx.saved_tensors[0]).flatten(0, -2).sum(0)),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        )
+    return torch.ops.autoshard_tests.scaled.default
+
+
+def test_users_rules_are_checked_and_registered(scaled: torch._ops.OpOverload) -> None:
+    check = register_rule(scaled, "... d, d -> ... d", linear=((0,), (1,)))
+    assert check.strategies == {"I", "R", "...0", "d", "P(0)", "P(1)"}
+    assert rule_for(scaled) is not None
+
+
+def test_users_wrong_rules_are_refused(scaled: torch._ops.OpOverload) -> None:
+    before = rule_for(scaled)
+    with pytest.raises(RuleError, match="is wrong in"):
+        register_rule(scaled, "... d, d -> ... d", linear=((0, 1),))
+    assert rule_for(scaled) is before
+    with pytest.raises(RuleError, match=r"the op needs sizes?; give samples="):
+        register_rule(aten.view.default, "... -> ...")
+    with pytest.raises(RuleError, match=r"the rule given is one of aten\.neg\.default"):
+        register_rule(scaled, rule(aten.neg.default, "... -> ..."))
 
 
 def test_register_replaces() -> None:

@@ -1,15 +1,13 @@
-"""Redistribution: steps are value-exact in both directions, minimal where a closed form is known, and fast."""
+"""Redistribution: known plans, the laws its cost obeys, other planners beside it, the table for the search, speed."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import itertools
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -19,288 +17,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard import runtime
 from autoshard.errors import LayoutError
-from autoshard.layout import I, Layout, P, Partial, R, Shard, chunk
+from autoshard.layout import I, Layout, P, Partial, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.redistribute import Step, cost_matrix, emit, redistribution
+from autoshard.passes.redistribute import cost_matrix, emit, redistribution
 from autoshard.passes.rules.base import Local
 
-Chunks = list[np.ndarray]
 S0, S1 = Shard(0), Shard(1)
-
-
-# ---- a simulator of the steps, from their definitions ---------------------------------------------------------------
-
-
-def cut(x: np.ndarray, dim: int, sizes: list[int]) -> Chunks:
-    """Nested torch.chunk, outer to inner, in rank order."""
-    if not sizes:
-        return [x]
-    spans = [chunk(x.shape[dim], sizes[0], i) for i in range(sizes[0])]
-    outer = [np.take(x, range(start, start + length), dim) for start, length in spans]
-    return [piece for part in outer for piece in cut(part, dim, sizes[1:])]
-
-
-def forward(step: Step, parts: Chunks, sizes: list[int]) -> Chunks:
-    """What one group holds after the step; ``parts`` in the group's order. ``sizes``: of the group's axes."""
-    n, dims, zero = len(parts), step.dims, [np.zeros_like(p) for p in parts]
-    if step.kind in ("enter", "leave"):
-        return parts
-    if step.kind == "partial":
-        return [parts[0], *zero[1:]]
-    if step.kind == "all_reduce":
-        source = step.src[step.axes[0]]
-        reduce = {"sum": sum, "max": np.maximum.reduce, "min": np.minimum.reduce}[source.op]
-        return [reduce(parts)] * n
-    if step.kind == "reduce_scatter":
-        return cut(sum(parts), dims[0], sizes)
-    if step.kind == "all_gather":
-        return [np.concatenate(parts, dims[0])] * n
-    if step.kind == "slice":
-        return [cut(p, dims[0], sizes)[i] for i, p in enumerate(parts)]
-    if step.kind == "pad":
-        return [np.concatenate([*zero[:i], p, *zero[i + 1 :]], dims[0]) for i, p in enumerate(parts)]
-    assert step.kind == "all_to_all"
-    pieces = [cut(p, dims[1], sizes) for p in parts]
-    return [np.concatenate([pieces[j][i] for j in range(n)], dims[0]) for i in range(n)]
-
-
-def backward(step: Step, grads: Chunks, before: Chunks, sizes: list[int]) -> Chunks:
-    """The gradients before the step from those after it; ``before``: the values before it, for their shapes."""
-    n, of = len(grads), step.src[step.axes[0]]
-    to = step.dst[step.axes[0]]
-    first_keeps = [grads[0], *(np.zeros_like(g) for g in grads[1:])]
-    if step.kind == "enter" or (step.kind == "all_reduce" and to == R):
-        return [sum(grads)] * n
-    if step.kind == "leave" or (step.kind == "partial" and of == R):
-        return first_keeps
-    if step.kind in ("all_reduce", "partial"):
-        return grads
-    if step.kind == "all_to_all":
-        pieces = [np.split(g, ends([b.shape[step.dims[0]] for b in before]), step.dims[0]) for g in grads]
-        return [np.concatenate([pieces[j][i] for j in range(n)], step.dims[1]) for i in range(n)]
-    dim = step.dims[0]
-    if step.kind == "reduce_scatter" or (step.kind == "slice" and of == I):
-        return [np.concatenate(grads, dim)] * n
-    if step.kind == "slice":
-        zero = [np.zeros_like(g) for g in grads]
-        return [np.concatenate([*zero[:i], g, *zero[i + 1 :]], dim) for i, g in enumerate(grads)]
-    whole = [sum(grads)] * n if step.kind == "all_gather" and to == R else grads
-    return [np.split(g, ends([b.shape[dim] for b in before]), dim)[i] for i, g in enumerate(whole)]
-
-
-def ends(lengths: list[int]) -> list[int]:
-    return list(itertools.accumulate(lengths))[:-1]
-
-
-def apply(step: Step, chunks: Chunks) -> Chunks:
-    """The chunks of all ranks after the step."""
-    mesh, out = step.src.mesh, list(chunks)
-    for group in mesh.groups(step.axes):
-        if step.kind == "permute":
-            new = [chunks[r] for r in group]
-            for r, part in zip(mesh.group(group[0], step.order), new, strict=True):
-                out[r] = part
-            continue
-        new = forward(step, [chunks[r] for r in group], [mesh.size_of(a) for a in step.axes])
-        for r, part in zip(group, new, strict=True):
-            out[r] = part
-    return out
-
-
-def unapply(step: Step, grads: Chunks, before: Chunks) -> Chunks:
-    """The gradients of all ranks before the step."""
-    mesh, out = step.src.mesh, list(grads)
-    for group in mesh.groups(step.axes):
-        if step.kind == "permute":
-            new = [grads[r] for r in mesh.group(group[0], step.order)]
-        else:
-            new = backward(
-                step, [grads[r] for r in group], [before[r] for r in group], [mesh.size_of(a) for a in step.axes]
-            )
-        for r, part in zip(group, new, strict=True):
-            out[r] = part
-    return out
-
-
-def spread(layout: Layout, full: np.ndarray, rng: np.random.Generator) -> Chunks:
-    """Chunks that hold ``full`` in ``layout``; Partial: random summands, or values that max and min ignore."""
-    chunks = [full[box(layout, full.shape, r)].copy() for r in range(layout.mesh.size)]
-    for axis, placement in zip(layout.mesh.axes, layout.placements, strict=True):
-        if not isinstance(placement, Partial):
-            continue
-        for group in layout.mesh.groups(axis):
-            noise = [rng.integers(0, 9, chunks[r].shape) for r in group[1:]]
-            if placement.op == "sum":
-                chunks[group[0]] = chunks[group[0]] - sum(noise)
-            for r, x in zip(group[1:], noise, strict=True):
-                chunks[r] = {"sum": x, "max": chunks[r] - x, "min": chunks[r] + x}[placement.op]
-    return chunks
-
-
-def box(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
-    spans = [layout.chunk_of(d, n, rank) for d, n in enumerate(shape)]
-    return tuple(slice(start, start + length) for start, length in spans)
-
-
-def holds(layout: Layout, chunks: Chunks, full: np.ndarray) -> bool:
-    """Whether the ranks hold ``full`` as ``layout`` says."""
-    mesh, partial = layout.mesh, layout.axes_with(Partial)
-    for rank in range(mesh.size):
-        parts = [chunks[r] for r in (mesh.group(rank, partial) if partial else (rank,))]
-        expected = full[box(layout, full.shape, rank)]
-        if any(p.shape != expected.shape for p in parts):
-            return False
-        op = layout[partial[0]].op if partial else "sum"
-        total = {"sum": sum, "max": np.maximum.reduce, "min": np.minimum.reduce}[op](parts)
-        if not np.array_equal(total, expected):
-            return False
-    return True
-
-
-# ---- random cases ---------------------------------------------------------------------------------------------------
-
-
-MESHES = [(2,), (3,), (2, 2), (2, 4), (3, 2), (1, 4), (2, 2, 2), (2, 3, 2), (2, 1, 3), (2, 2, 2, 2), (2, 1, 3, 2)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    src: Layout
-    dst: Layout
-    shape: tuple[int, ...]
-    grad: bool
-    minimize: str
-    seed: int
-
-    @property
-    def plan(self) -> tuple[Step, ...]:
-        mesh = self.src.mesh
-        return redistribution(
-            self.src, self.dst, self.shape, mesh, torch.int64, self.grad, minimize=self.minimize
-        ).steps
-
-
-@st.composite
-def cases(draw: Callable, kinds: tuple = (R, I, P), grads: tuple[bool, ...] = (False, True)) -> Case:
-    sizes = draw(st.sampled_from(MESHES))
-    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=2 if len(sizes) == 4 else 3)))
-    hardware = draw(st.sampled_from(["h100", "cpu", "ideal_network"]))
-    mesh = Mesh(dict(zip("abcd", sizes, strict=False)), hardware)
-    placements = st.sampled_from([*kinds, *map(Shard, range(len(shape)))])
-    src, dst = (Layout(mesh, [draw(placements) for _ in sizes], draw(st.permutations(mesh.axes))) for _ in range(2))
-    minimize = draw(st.sampled_from(["bytes", "seconds"]))
-    return Case(src, dst, shape, draw(st.sampled_from(grads)), minimize, draw(st.integers(0, 2**32 - 1)))
-
-
-def values(case: Case) -> tuple[np.ndarray, Chunks, np.random.Generator]:
-    rng = np.random.default_rng(case.seed)
-    full = rng.integers(-99, 99, case.shape)
-    return full, spread(case.src, full, rng), rng
-
-
-@settings(max_examples=300, deadline=None)
-@given(cases())
-def test_steps_give_the_exact_shards_and_gradients(case: Case) -> None:
-    full, chunks, rng = values(case)
-    history = [chunks]
-    for step in case.plan:
-        history.append(apply(step, history[-1]))
-        assert holds(step.dst, history[-1], full), step
-    assert holds(case.dst, history[-1], full)
-    if case.grad:
-        gradient = rng.integers(-99, 99, case.shape)
-        grads = spread(case.dst.gradient(), gradient, rng)
-        for step, before in zip(reversed(case.plan), reversed(history[:-1]), strict=True):
-            grads = unapply(step, grads, before)
-            assert holds(step.src.gradient(), grads, gradient), f"backward of {step}"
-        assert holds(case.src.gradient(), grads, gradient)
-
-
-@settings(max_examples=80, deadline=None)
-@given(cases(kinds=(R, Partial("max")), grads=(False,)))
-def test_max_is_reduced_exactly(case: Case) -> None:
-    new = {a: R for a in case.dst.axes_with(Partial) if case.src[a] != Partial("max")}
-    case = dataclasses.replace(case, dst=case.dst.replace(new))
-    full, chunks, _ = values(case)
-    for step in case.plan:
-        chunks = apply(step, chunks)
-    assert holds(case.dst, chunks, full)
-
-
-def test_the_check_sees_a_wrong_step() -> None:
-    mesh = Mesh({"a": 2, "b": 2})
-    src, dst = Layout(mesh, [S0, S0]), Layout(mesh, [S1, S1])
-    (step,) = redistribution(src, dst, (4, 4), mesh).steps
-    full = np.arange(16).reshape(4, 4)
-    chunks = spread(src, full, np.random.default_rng(0))
-    wrong = dataclasses.replace(step, axes=("b", "a"))
-    assert holds(dst, apply(step, chunks), full)
-    assert not holds(dst, apply(wrong, chunks), full)
-
-
-# ---- the runtime carries the steps out ------------------------------------------------------------------------------
-
-
-def call(step: Step, x: torch.Tensor) -> torch.Tensor:
-    name, args, kwargs = emit(step)
-    local = {k: runtime.size(v.size, v.axes) if isinstance(v, Local) else v for k, v in kwargs.items()}
-    return getattr(runtime, name)(x, *args, **local)
-
-
-@settings(max_examples=150, deadline=None)
-@given(cases())
-def test_runtime_agrees(case: Case) -> None:
-    full, chunks, rng = values(case)
-    leaves = [torch.tensor(c, dtype=torch.float64, requires_grad=case.grad) for c in chunks]
-
-    def rank_main(x: torch.Tensor) -> torch.Tensor:
-        for step in case.plan:
-            x = call(step, x)
-        return x
-
-    mesh = case.src.mesh
-    world = runtime.World(dict(zip(mesh.axes, mesh.shape, strict=True)))
-    outs = world.run(rank_main, [(x,) for x in leaves])
-    assert holds(case.dst, [x.detach().numpy() for x in outs], full)
-    if case.grad:
-        gradient = rng.integers(-99, 99, case.shape)
-        grads = [torch.tensor(g, dtype=torch.float64) for g in spread(case.dst.gradient(), gradient, rng)]
-        torch.autograd.backward(outs, grads)
-        assert holds(case.src.gradient(), [x.grad.numpy() for x in leaves], gradient)
-
-
-@settings(max_examples=80, deadline=None)
-@given(cases())
-def test_runtime_moves_the_predicted_bytes(case: Case) -> None:
-    """Where sizes divide, what runs puts exactly the planned bytes on the wire, forward and backward."""
-    mesh = case.src.mesh
-    case = dataclasses.replace(case, shape=tuple(n * mesh.size for n in case.shape))
-    leaves = [torch.tensor(c, dtype=torch.float64, requires_grad=case.grad) for c in values(case)[1]]
-    world = runtime.World(dict(zip(mesh.axes, mesh.shape, strict=True)))
-    world.log = []
-    steps = case.plan
-
-    def rank_main(x: torch.Tensor) -> torch.Tensor:
-        for step in steps:
-            x = call(step, x)
-        return x
-
-    outs = world.run(rank_main, [(x,) for x in leaves])
-    if case.grad:
-        torch.autograd.backward(outs, [torch.zeros_like(x) for x in outs])
-    planned = {
-        "forward": [(s.kind, s.forward_bytes) for s in steps],
-        "backward": [(s.backward, s.backward_bytes) for s in reversed(steps)],
-    }
-    for phase, calls in planned.items():
-        executed = [(c.kind, c.bytes) for c in world.log if c.phase == phase and c.bytes]
-        assert executed == [(kind, pytest.approx(n)) for kind, n in calls if n]
 
 
 # ---- what the steps are ---------------------------------------------------------------------------------------------
 
+MESHES = [(2,), (3,), (2, 2), (2, 4), (3, 2), (1, 4), (2, 2, 2), (2, 3, 2), (2, 1, 3)]
 M24 = Mesh({"a": 2, "b": 4})
 M22 = Mesh({"a": 2, "b": 2})
 M248 = Mesh({"a": 2, "b": 4, "c": 8})
@@ -393,7 +121,7 @@ def test_triangle_inequality(grad: bool) -> None:
     assert (np.diag(size) == 0).all()
 
 
-@given(st.sampled_from(MESHES[:9]), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.booleans())
+@given(st.sampled_from(MESHES), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_all_reduce_is_never_dearer_than_its_halves(sizes: tuple[int, ...], shape: list[int], grad: bool) -> None:
     mesh = Mesh(dict(zip("abc", sizes, strict=False)))

@@ -277,6 +277,20 @@ def test_dropout_is_that_of_one_device(dtype: torch.dtype, p: float) -> None:
     assert p in (0.0, 1.0) or not torch.equal(*expected)
 
 
+def test_dropout_of_permuted_memory_is_that_of_one_device() -> None:
+    x = torch.randn(6, 2, 5, 3).permute(3, 1, 0, 2)  # an attention output, its heads merged by a transpose
+    torch.manual_seed(3)
+    expected = torch.nn.functional.dropout(x, 0.5)
+
+    def f() -> torch.Tensor:
+        start, rows = runtime.offset(6, "a"), runtime.size(6, "a")
+        mine = x.permute(2, 1, 3, 0)[start : start + rows].permute(3, 1, 0, 2)
+        return runtime.dropout(mine, 0.5, x.shape, {2: "a"})
+
+    torch.manual_seed(3)
+    assert torch.equal(torch.cat(runtime.World({"a": 4}).run(f), 2), expected)
+
+
 def test_shared_draws_once_and_gives_each_rank_its_own() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)

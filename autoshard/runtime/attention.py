@@ -29,9 +29,12 @@ def kv_heads(x: torch.Tensor, heads: int, axes: Axes, groups: int, group_axes: A
 
 
 def causal_mask(
-    query: torch.Tensor, key: torch.Tensor, queries: int, query_axes: Axes, keys: int = 0, key_axes: Axes = ()
+    query: torch.Tensor, key: torch.Tensor, queries: int = 0, query_axes: Axes = (), keys: int = 0, key_axes: Axes = ()
 ) -> torch.Tensor:
-    """This rank's part of the lower triangle [queries, keys]: query i sees keys 0…i. [local s, local t] bool."""
+    """This rank's part of the lower triangle: query i sees keys 0…i. query [..., s, e], key [..., t, e] → [s, t] bool.
+
+    ``queries`` and ``keys``: global lengths, cut by ``query_axes`` and ``key_axes``; left out where nothing cuts them.
+    """
     row = offset(queries, query_axes) + torch.arange(query.shape[-2], device=query.device)
     column = offset(keys, key_axes) + torch.arange(key.shape[-2], device=query.device)
     return column <= row.unsqueeze(-1)

@@ -188,7 +188,7 @@ def _through(bucket: Bucket, xs: Sequence[torch.Tensor]) -> Tensors:
         again = _Again(bucket, tuple(xs))
         for i, y in enumerate(out):
             storage = y.untyped_storage()
-            _gathered[storage._cdata] = (StorageWeakRef(storage), again, i)  # type: ignore[no-untyped-call]
+            _gathered[storage._cdata] = (StorageWeakRef(storage), again, i)
     return out
 
 
@@ -274,5 +274,5 @@ def regather() -> Iterator[None]:
 
 
 def _forget_freed() -> None:
-    for address in [a for a, (storage, _, _) in _gathered.items() if storage.expired()]:  # type: ignore[no-untyped-call]
+    for address in [a for a, (storage, _, _) in _gathered.items() if storage.expired()]:
         del _gathered[address]

@@ -44,7 +44,8 @@ def dropout(x: torch.Tensor, p: float, shape: Sequence[int], dims: Mapping[int, 
     """``F.dropout(training=True)`` of the global tensor, on this rank's part ``x``.
 
     ``shape``: the global shape; ``dims``: the axes that cut each sharded tensor dim. Every element is dropped exactly
-    when the unsharded model drops it, from the same seed, for contiguous inputs.
+    when the unsharded model drops it, from the same seed, provided that ``x`` lies in memory as the unsharded model's
+    tensor does (contiguous, or its dims permuted): eager dropout draws in memory order.
     """
     if not 0.0 <= p <= 1.0:
         raise LayoutError(f"dropout probability {p} is not between 0 and 1")
@@ -53,7 +54,7 @@ def dropout(x: torch.Tensor, p: float, shape: Sequence[int], dims: Mapping[int, 
     if p == 1.0:
         return x * 0.0
     noise = current().shared(_noise, (tuple(shape), p, x.dtype, x.device), {})
-    return x * _part(noise, dims)
+    return x * _part(_in_memory_order_of(x, noise), dims)
 
 
 def _noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -62,6 +63,14 @@ def _noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.d
         return torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p).div_(1 - p)
     ones = torch.ones(shape, dtype=dtype, device=device)
     return torch.native_dropout(ones, p, True)[0]
+
+
+def _in_memory_order_of(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """``noise`` as if drawn into a tensor whose dims lie in memory as those of ``x`` do."""
+    order = sorted(range(x.dim()), key=lambda d: -x.stride()[d])
+    if x.is_contiguous() or not x.permute(order).is_contiguous():
+        return noise
+    return noise.view([noise.shape[d] for d in order]).permute([order.index(d) for d in range(x.dim())])
 
 
 def _part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:

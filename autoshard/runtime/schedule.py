@@ -145,7 +145,7 @@ class ThreadState:
     def __init__(self) -> None:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.device = torch.get_default_device()
-        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        cuda = torch.cuda.is_initialized()
         self.stream = torch.cuda.current_stream() if cuda else None
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())

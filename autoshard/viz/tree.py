@@ -61,6 +61,30 @@ class Drawing:
     root: Box
     edges: tuple[tuple[int, int, str], ...]
 
+    def representative(self, fqn: str) -> str:
+        """``fqn`` inside the layer that is drawn for it: ``blocks.7.mlp`` → ``blocks.1.mlp``."""
+        box = self.root
+        while True:
+            inner = next((b for b in _boxes(box) if _member(b, fqn) is not None), None)
+            if inner is None:
+                return fqn
+            fqn = inner.path + fqn[len(_member(inner, fqn) or "") :]
+            box = inner
+
+
+def _boxes(box: Box) -> Iterator[Box]:
+    """The module boxes right below ``box``, those inside parts included."""
+    for child in box.children:
+        if isinstance(child, Box):
+            if child.path == box.path:
+                yield from _boxes(child)
+            else:
+                yield child
+
+
+def _member(box: Box, fqn: str) -> str | None:
+    return next((m for m in box.members if fqn == m or fqn.startswith(m + ".")), None)
+
 
 def drawing(plan: Plan) -> Drawing:
     """The drawing of ``plan``."""

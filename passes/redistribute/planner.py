@@ -42,21 +42,28 @@ def redistribution(
     Raises :class:`LayoutError` where a layout does not fit the shape, for a conversion that does not exist (into
     Partial max/min), and where no sequence keeps ``peak_limit``.
     """
-    mesh = Mesh.of(mesh)
-    a, b = (x if isinstance(x, Layout) else _layout(mesh, _key(x)) for x in (src, dst))
-    return _plan(a, b, tuple(shape), mesh, dtype, bool(grad), peak_limit, minimize)
+    keys = (x if isinstance(x, Layout) else _key(x) for x in (src, dst))
+    on = _key(mesh) if isinstance(mesh, Mapping) else Mesh.of(mesh)
+    return _resolve(*keys, tuple(shape), on, dtype, bool(grad), peak_limit, minimize)
 
 
-def _key(placements: Mapping[str, Placement] | Sequence[Placement]) -> tuple[Any, ...]:
-    return tuple(placements.items() if isinstance(placements, Mapping) else placements)
+def _key(given: Mapping[str, Any] | Sequence[Placement]) -> tuple[Any, ...]:
+    """Something to look up by; a mapping becomes its items."""
+    return tuple(given.items() if isinstance(given, Mapping) else given)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=16384)
+def _resolve(src: Any, dst: Any, shape: tuple[int, ...], mesh: Any, *rest: Any) -> Redistribution:
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh(dict(mesh))
+    a, b = (x if isinstance(x, Layout) else _layout(mesh, x) for x in (src, dst))
+    return _plan(a, b, shape, mesh, *rest)
+
+
 def _layout(mesh: Mesh, key: tuple[Any, ...]) -> Layout:
     return Layout(mesh, dict(key) if key and isinstance(key[0], tuple) else key)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=16384)
 def _plan(
     src: Layout,
     dst: Layout,

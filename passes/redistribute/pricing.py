@@ -27,7 +27,7 @@ class Prices:
     """per move: elements of the smaller chunk, the unit of volume"""
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def price(mesh: Mesh, shape: tuple[int, ...], itemsize: int, kinds: tuple[str, ...], grad: bool, base: State) -> Prices:
     """Prices of all moves of ``space(mesh.shape, kinds, base)`` for a tensor of global ``shape``.
 

@@ -49,14 +49,14 @@ def _one_by_one(
     return np.array([[seconds(src, dst) for dst in targets] for src in sources])
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=1024)
 def _to_one(prices: Prices, goal: int) -> Floats:
     """From every state to one."""
     found = distances(prices, prices.seconds, goal)
     return np.where(found < FORBIDDEN, found, np.inf)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _all_pairs(prices: Prices) -> Floats:
     """Floyd-Warshall over all states."""
     graph = prices.space

@@ -11,7 +11,7 @@ import torch
 from autoshard.layout import R, Shard, chunk
 from autoshard.passes.ir import Graph, Node
 from autoshard.passes.rules.base import Call, Internal, Rule, Site, Strategy
-from autoshard.passes.rules.factors import Dims, Factors, argument, shape_of
+from autoshard.passes.rules.factors import Dims, Factors, argument, output_shapes, shape_of, whole
 from autoshard.passes.rules.named import (
     axes_of,
     broadcast_shape,
@@ -56,6 +56,8 @@ def _strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """
     shapes = _shapes(node, graph)
     shape = weights_shape(node, graph)
+    if output_shapes(node, graph)[0][:-2] != shape[:-2]:  # the value alone has more batch dims
+        return whole(len(node.inputs), len(node.outputs))
     lead = tuple("heads" if d == len(shape) - 3 else f"batch{d}" for d in range(len(shape) - 2))
     sizes = dict(zip(lead, shape, strict=False))
     sizes |= {"queries": shape[-2], "keys": shape[-1], "embed": shapes["value"][-1]}
@@ -114,9 +116,9 @@ def _local(site: Site) -> Call:
         key, value = (Call("kv_heads", (x, *heads), {}) for x in (key, value))
         grouped = False
     if causal and (row_axes or key_axes or probability):
-        extent: tuple[Any, ...] = (shape[-2], spell(row_axes))
-        extent += (shape[-1], spell(key_axes)) if key_axes else ()
-        mask = Call("causal_mask", (query, argument(node, "key"), *extent), {})
+        extent: dict[str, Any] = {"queries": shape[-2], "query_axes": spell(row_axes)} if row_axes else {}
+        extent |= {"keys": shape[-1], "key_axes": spell(key_axes)} if key_axes else {}
+        mask = Call("causal_mask", (query, argument(node, "key")), extent)
         causal = False
     if key_axes or probability:
         return _spelled_out(site, (query, key, value), mask, shape, {last: key_axes, last - 1: row_axes})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,6 +108,7 @@ def by_factors(names: str, factors: FactorsOf, local: LocalFormOf | None = None,
 # What rules read of a node.
 
 
+@cache
 def tensor_arguments(op: torch._ops.OpOverload) -> tuple[str, ...]:
     """Names of the op's arguments that take tensors, in schema order."""
     return tuple(a.name for a in op._schema.arguments if "Tensor" in str(a.type))

@@ -18,10 +18,15 @@ def _grouped(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     if [len(s) for s in shapes] != [2, 3, 1]:
         return whole(len(shapes), 1)
     (s, k), (e, _, n), _ = shapes
+    even: frozenset[str] = frozenset()
+    if node.op is aten._grouped_mm.default:  # its kernels want rows of whole 16 bytes, so those units are cut
+        unit = 16 // graph.types[node.inputs[0]].dtype.itemsize
+        k, n, even = k // unit, n // unit, frozenset("kn")
     factors = Factors(
         (("s", "k"), ("e", "k", "n"), (None,)),
         (("s", "n"),),
         {"s": s, "k": k, "n": n, "e": e},
+        even,
         linear=((0,), (1,)),
     )
     return factors.strategies(node, graph)

@@ -26,7 +26,7 @@ from autoshard.passes.rules.factors import (
     sizes_of,
     whole,
 )
-from autoshard.passes.rules.named import axes_of, spell
+from autoshard.passes.rules.named import axes_of, broadcast_shape, spell
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ def _index_factors(
     """
     indexed = [d for d, ref in enumerate(indices) if ref is not None]
     shapes = [shape_of(graph, ref) for ref in indices if ref is not None]
-    common = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    common = broadcast_shape(*shapes)
     names: Dims = tuple(f"i{k}" for k in range(len(common)))
     sizes = {f"i{k}": n for k, n in enumerate(common)}
     sizes |= sizes_of(source)

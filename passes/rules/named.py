@@ -48,7 +48,8 @@ def unchanged(site: Site, **changes: Any) -> Call:
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
     """The shape that tensors of these shapes broadcast to."""
-    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    found: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call,unused-ignore]
+    return tuple(found)
 
 
 def wide_bytes(dtype: torch.dtype) -> int:

@@ -28,7 +28,9 @@ from autoshard.passes.rules.named import spell
 aten = torch.ops.aten
 
 
-def _in_place(whole: Callable[[Node, tuple[int, ...]], Sequence[int]], linear: bool = True) -> FactorsOf:
+def _in_place(
+    whole: Callable[[Node, tuple[int, ...]], Sequence[int]], linear: bool = True, even: bool = False
+) -> FactorsOf:
     """Ops that keep the number of dims; ``whole(node, shape)``: the dims that must be whole."""
 
     def factors(node: Node, graph: Graph) -> Factors:
@@ -39,6 +41,7 @@ def _in_place(whole: Callable[[Node, tuple[int, ...]], Sequence[int]], linear: b
             (dims,) * len(shapes),
             (dims,) * len(node.outputs),
             sizes_of(shapes[0]),
+            frozenset(sizes_of(shapes[0])) if even else frozenset(),
             linear=(every,) if linear else (),
         )
 
@@ -159,6 +162,7 @@ def _unfold(node: Node, graph: Graph) -> Factors:
     return Factors((dims,), ((*dims, None),), sizes_of(shape), linear=((0,),))
 
 
+# A transform of no rows is an error, so no rank may hold an empty chunk: chunks are even.
 _FFT = """
     fft_fft.default fft_ifft.default fft_rfft.default fft_irfft.default fft_hfft.default fft_ihfft.default
     fft_fftn.default fft_ifftn.default fft_rfftn.default fft_irfftn.default fft_fftshift.default fft_ifftshift.default
@@ -191,8 +195,8 @@ RULES: tuple[Rule, ...] = (
     rule(aten.pixel_unshuffle.default, "... c (h r) (w s) -> ... (c q) h w", linear=((0,),)),
     rule(aten.im2col.default, "... c _ _ -> ... (c k) _", linear=((0,),)),
     rule(aten.col2im.default, "... (c k) _ -> ... c _ _", linear=((0,),)),
-    *by_factors(_FFT, _in_place(_dim), None, "dim whole"),
-    *by_factors(_FFT2, _in_place(_dim), None, "dims whole"),
+    *by_factors(_FFT, _in_place(_dim, even=True), None, "dim whole"),
+    *by_factors(_FFT2, _in_place(_dim, even=True), None, "dims whole"),
     *by_factors("diagonal.default", _diagonal, None, "both dims whole"),
     *by_factors("unfold.default", _unfold, None, "dim whole"),
 )

@@ -5,6 +5,7 @@ Source: Kolmogorov, Convergent tree-reweighted message passing (2006), in the re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,13 +30,16 @@ class Dual:
     ``bound`` is a lower bound of the optimum: the sum of every table's minimum. It never falls.
     """
 
-    def __init__(self, network: Eliminator) -> None:
+    def __init__(self, network: Eliminator, extra: Mapping[int, Array] | None = None, constant: float = 0.0) -> None:
+        """``extra`` vectors are added to the nodes' costs, ``constant`` to the total (prices of memory)."""
         self.order = sorted(network.alive)
         rank = {node: k for k, node in enumerate(self.order)}
         arrays = network.tables.arrays
         self.node = {i: np.array(arrays[network.factors[i,]]) for i in self.order if (i,) in network.factors}
         for i in self.order:
             self.node.setdefault(i, np.zeros(network.sizes[i]))
+            if extra is not None:
+                self.node[i] = self.node[i] + extra[i]
         self.edges: dict[Scope, _Edge] = {}
         self.after: dict[int, list[Scope]] = {i: [] for i in self.order}
         self.before: dict[int, list[Scope]] = {i: [] for i in self.order}
@@ -47,7 +51,7 @@ class Dual:
                 first, second = sorted(scope, key=rank.__getitem__)
                 self.after[first].append(scope)
                 self.before[second].append(scope)
-        self.bound = network.constant
+        self.bound = network.constant + constant
         self.kept: dict[int, Classes] = {i: np.arange(network.sizes[i]) for i in self.order}
 
     def sweep(self, upper: float) -> None:

@@ -177,6 +177,11 @@ class Eliminator:
         table = self.usage.get(node)
         return np.zeros(self.sizes[node]) if table is None else self.tables.arrays[table]
 
+    @property
+    def gone(self) -> dict[int, float]:
+        """What each eliminated node holds, whichever strategy it takes."""
+        return {node: float(self.held(node)[0]) for node in self.usage.keys() - self.alive}
+
     def free(self, node: int) -> bool:
         """Whether the node may be eliminated: all its strategies hold the same."""
         return node not in self.usage or bool(np.ptp(self.held(node)) == 0)

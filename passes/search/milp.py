@@ -72,6 +72,9 @@ def solve_core(
     Variables: x[i, s] binary, y[edge, s, t] ≥ 0 with Σ_t y = x[i, s] and Σ_s y = x[j, t] (the local polytope, whose
     LP is mostly integral on these networks). ``upper``: nothing that costs more is of interest. ``time_limit``: s.
     """
+    if not factors:
+        fits = all(limit.limit >= 0 for limit in limits)
+        return CoreSolution({} if fits else None, 0.0 if fits else math.inf, True)
     least = {scope: float(array.min()) for scope, array in factors}
     constant = sum(least.values())
     if math.isinf(constant):
@@ -127,10 +130,10 @@ def _programme(
             rows.put(first + index, columns, 1.0)
             rows.put(first + np.arange(sizes[node]), start[node] + np.arange(sizes[node]), -1.0)
     for limit in limits:
-        row = rows.reserve(1, -math.inf, 1.0)
+        row = rows.reserve(1, -math.inf, limit.limit)
         for node, usage in limit.usage.items():
             used = np.flatnonzero(usage)
-            rows.put(np.full(len(used), row), start[node] + used, usage[used] / limit.limit)
+            rows.put(np.full(len(used), row), start[node] + used, usage[used])
     return _assemble(np.concatenate(cost) * scale, binaries, rows), start
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from ...errors import PlanError
 from .bound import Dual
 from .eliminate import Eliminator, Step
+from .memory import rows_of, solve_within
 from .milp import solve_core
 from .network import CostNetwork, Memory, Solution
 from .prune import NO_CHOICE, Pruner, restrict
@@ -36,6 +37,7 @@ class _Run:
     network: Eliminator
     pruner: Pruner
     deadline: float
+    milp: bool = True
     incumbent: dict[int, int] = field(default_factory=dict)
     mark: int = 0  # the incumbent chooses for the nodes that were left after this many steps
     upper: float = math.inf
@@ -53,10 +55,30 @@ def solve(network: CostNetwork, *, time_limit: float | None = None, memory: Memo
     Costs are rounded to 2^-50 of the sum of the tables' ranges, so that float64 sums are exact and do not depend on
     their order: forbid with ``inf``, not with a huge number. Raises PlanError when no choice is feasible.
     """
-    begin = time.perf_counter()
+    limit = math.inf if time_limit is None else time_limit
+    exponent = grid(network)
     tables = Tables()
-    work = Eliminator.of(on_grid(network), tables)
-    run = _Run(work, Pruner(tables), begin + (math.inf if time_limit is None else time_limit))
+    pruner = Pruner(tables)
+    if memory is None:
+        return _solve(on_grid(network, exponent), network, pruner, time.perf_counter() + limit)
+
+    def relaxed(penalised: CostNetwork, deadline: float) -> Solution:
+        return _solve(on_grid(penalised, exponent), penalised, pruner, deadline, milp=False)
+
+    def make() -> tuple[Eliminator, Pruner]:
+        fresh = Eliminator.of(on_grid(network, exponent), tables)
+        fresh.usage = {i: tables.intern(usage) for i, usage in enumerate(rows_of(network, memory).usage)}
+        return fresh, pruner
+
+    return solve_within(network, memory, relaxed, make, limit)
+
+
+def _solve(
+    rounded: CostNetwork, network: CostNetwork, pruner: Pruner, deadline: float, milp: bool = True
+) -> Solution:
+    """Solve ``network`` through its ``rounded`` form; without ``milp`` only as far as the quick methods get."""
+    work = Eliminator.of(rounded, pruner.tables)
+    run = _Run(work, pruner, deadline, milp)
     _timed(run, "reduce", reduce)
     if not work.fits(EASY_JOIN):
         _timed(run, "bound", tighten)
@@ -69,20 +91,23 @@ def solve(network: CostNetwork, *, time_limit: float | None = None, memory: Memo
         "eliminated": sum(isinstance(step, Step) for step in work.steps),
         "core": {"nodes": run.core[0], "strategies": run.core[1]},
         "sweeps": run.sweeps,
-        "tables": len(tables.arrays),
+        "tables": len(pruner.tables.arrays),
         "seconds": run.seconds,
     }
     return Solution(chosen, cost, cost if exact else min(run.bound, cost), exact, stats)
 
 
-def on_grid(network: CostNetwork) -> CostNetwork:
-    """The network with costs rounded so that every sum of them is exact in float64. Shared arrays stay shared."""
+def grid(network: CostNetwork) -> int:
+    """The exponent of the power of two whose multiples add up exactly, whatever the choice."""
     arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
-    ranges = {key: _largest(array) for key, array in arrays.items()}
-    total = sum(ranges[id(a)] for a in network.nodes) + sum(ranges[id(edge[2])] for edge in network.edges)
-    if not total:
-        return network
-    exponent = math.frexp(total)[1] - GRID_BITS
+    largest = {key: _largest(array) for key, array in arrays.items()}
+    total = sum(largest[id(a)] for a in network.nodes) + sum(largest[id(edge[2])] for edge in network.edges)
+    return math.frexp(total)[1] - GRID_BITS
+
+
+def on_grid(network: CostNetwork, exponent: int) -> CostNetwork:
+    """The network with costs rounded to multiples of 2^exponent. Shared arrays stay shared."""
+    arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
     rounded = {key: np.ldexp(np.rint(np.ldexp(array, -exponent)), exponent) for key, array in arrays.items()}
     return CostNetwork(
         tuple(rounded[id(a)] for a in network.nodes), tuple((i, j, rounded[id(a)]) for i, j, a in network.edges)
@@ -144,6 +169,10 @@ def finish(run: _Run) -> bool:
         return True
     if run.incumbent and run.upper - run.bound <= TOLERANCE * (abs(run.upper) + abs(run.bound)):
         return True
+    if not run.milp and (run.incumbent or time.perf_counter() > run.deadline):
+        if not run.incumbent:
+            raise PlanError("the time is up")
+        return False
     left = max(run.deadline - time.perf_counter(), 1.0)
     found = solve_core(list(work.core()), work.sizes, upper=run.upper - work.constant, time_limit=left)
     run.bound = max(run.bound, work.constant + found.lower_bound)

@@ -25,7 +25,7 @@ Params = list[list[torch.Tensor]]
 def meshes() -> list[dict[str, int]]:
     """The meshes that this many ranks can form."""
     n = dist.get_world_size()
-    return [{"a": n}] if n == 2 else [{"a": n}, {"a": 2, "b": 2}, {"a": 1, "b": 4}]
+    return [{"a": n}] if n == 2 else [{"a": n}, {"a": 2, "b": 2}]
 
 
 def run_cases(change: Callable[[torch.Tensor], torch.Tensor], wanted: Callable[[rc.Case], bool]) -> None:
@@ -44,11 +44,11 @@ def run_cases(change: Callable[[torch.Tensor], torch.Tensor], wanted: Callable[[
 
 
 def check_values_and_gradients() -> None:
-    run_cases(torch.clone, lambda case: True)
+    run_cases(torch.clone, lambda case: case.shape != rc.SHAPES["empty chunks"] or len(case.mesh) > 1)
 
 
 def check_scrambled_memory() -> None:
-    run_cases(rc.scrambled, lambda case: case.shape == rc.SHAPES["uneven"])
+    run_cases(rc.scrambled, lambda case: case.shape == rc.SHAPES["uneven"] and len(case.axes) == len(case.mesh))
 
 
 def check_a_backward_that_sums_again_is_caught() -> None:

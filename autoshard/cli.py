@@ -1,0 +1,210 @@
+"""``autoshard plan|compile|verify|show MODEL --mesh dp=2,tp=4``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import AutoshardError, CaptureError, HintError, MeshError
+from autoshard.hardware import PRESETS
+from autoshard.layout import Shard
+from autoshard.mesh import Mesh
+
+Loaded = tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status. A user's error is one message on stderr and status 2."""
+    options = _parser().parse_args(argv)
+    try:
+        status: int = options.run(options)
+    except AutoshardError as error:
+        print(f"autoshard: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="autoshard", description="Shard a PyTorch model over a device mesh.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, run, text in (
+        ("plan", _plan, "choose layouts and print the plan; needs no weights, any mesh size"),
+        ("compile", _compile, "write rank_module.py, plan.json and shards to a directory"),
+        ("verify", _verify, "compare the sharded model with the unsharded one"),
+        ("show", _show, "print the source, or draw the plan to .html .dot .svg .json .txt"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        command.add_argument("model", metavar="MODEL", help="gpt, llama:8b, …, hf:llama, or package.module:function")
+        command.add_argument("--mesh", required=True, help="axes and sizes, for example dp=2,tp=4")
+        command.add_argument("--hardware", default="h100", help=f"one of {', '.join(PRESETS)} (default h100)")
+        command.add_argument("--batch", type=int, default=4, help="global batch size (default 4)")
+        command.add_argument("--seq", type=int, default=32, help="sequence length (default 32)")
+        command.add_argument(
+            "--hint", action="append", default=[], metavar="PATTERN=HINT", help="colwise, rowwise, replicate, S(0), …"
+        )
+        command.add_argument("--inference", action="store_true", help="no gradients")
+        if name == "plan":
+            command.add_argument("--json", type=Path, help="also write the plan here")
+        if name in ("compile", "show"):
+            command.add_argument("--out", type=Path, required=name == "compile", help="where to write")
+        if name == "verify":
+            command.add_argument("--steps", type=int, default=1, help="AdamW steps (default 1)")
+            command.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
+    return parser
+
+
+def _mesh(options: argparse.Namespace) -> Mesh:
+    axes: dict[str, int] = {}
+    for part in options.mesh.split(","):
+        name, _, size = part.partition("=")
+        if not size.isdigit():
+            raise MeshError(f"--mesh {options.mesh!r}: write axes and sizes as dp=2,tp=4")
+        axes[name.strip()] = int(size)
+    return Mesh(axes, options.hardware)
+
+
+def _hints(options: argparse.Namespace) -> dict[str, Any]:
+    hints: dict[str, Any] = {}
+    for item in options.hint:
+        pattern, _, text = item.rpartition("=")
+        if not pattern:
+            raise HintError(f"--hint {item!r}: write PATTERN=HINT, for example '*.up.weight=S(0)'")
+        hints[pattern] = Shard(int(text[2:-1])) if text.startswith("S(") and text[2:-1].isdigit() else text
+    return hints
+
+
+def load(name: str, batch: int, seq: int) -> Loaded:
+    """A model factory and example inputs for a MODEL argument. Raises :class:`CaptureError` for an unknown one.
+
+    ``package.module:function`` is called without arguments and returns ``model`` or ``(model, args, kwargs)``.
+    """
+    if name.startswith("hf:"):
+        return _hugging_face(name.removeprefix("hf:"), batch, seq)
+    module, colon, function = name.partition(":")
+    if colon and "." in module or _importable(module, function):
+        return _user_function(module, function)
+    from autoshard import models
+
+    reference = models.get(name)
+    args, kwargs = reference.inputs(batch=batch, seq=seq)
+    return reference.model, tuple(args), dict(kwargs)
+
+
+def _importable(module: str, function: str) -> bool:
+    from autoshard import models
+
+    known = {n.partition(":")[0] for n in models.names()}
+    return bool(function) and module not in known
+
+
+def _user_function(module: str, function: str) -> Loaded:
+    sys.path.insert(0, "")
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise CaptureError(f"MODEL {module}:{function} cannot be loaded: {error}") from error
+    if isinstance(made, nn.Module):
+        raise CaptureError(
+            f"{module}:{function} returns a model without example inputs; return (model, args, kwargs) instead"
+        )
+    model, args, kwargs = (*made, {})[:3]
+    return (lambda: model), tuple(args), dict(kwargs)
+
+
+def _hugging_face(family: str, batch: int, seq: int) -> Loaded:
+    """A small random model of a transformers family, from its config: never a download."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise CaptureError("hf: models need the transformers package: pip install transformers") from error
+    known = {
+        "llama": ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 2}),
+        "mistral": ("MistralConfig", "MistralForCausalLM", {"num_key_value_heads": 2}),
+        "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"num_key_value_heads": 2}),
+        "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}),
+        "bert": ("BertConfig", "BertForMaskedLM", {}),
+        "t5": ("T5Config", "T5ForConditionalGeneration", {"d_kv": 16, "decoder_start_token_id": 0}),
+    }
+    if family not in known:
+        raise CaptureError(f"hf:{family} is not known here. Known: {', '.join('hf:' + k for k in known)}")
+    config_name, model_name, extra = known[family]
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if family not in ("gpt2",):
+        sizes["intermediate_size"] = 128
+    config = getattr(transformers, config_name)(**sizes, **extra, bos_token_id=0, eos_token_id=1)
+    config.use_cache = False
+    tokens = torch.randint(0, 256, (batch, seq), generator=torch.Generator().manual_seed(0))
+    return (lambda: getattr(transformers, model_name)(config)), (), {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _plan(options: argparse.Namespace) -> int:
+    import autoshard
+
+    make, args, kwargs = load(options.model, options.batch, options.seq)
+    with torch.device("meta"):
+        model = make()
+    plan = autoshard.plan(
+        model, _mesh(options), args, kwargs, hints=_hints(options), training=not options.inference
+    )
+    print(plan)
+    if options.json:
+        options.json.write_text(plan.to_json(), encoding="utf-8")
+        print(f"plan written to {options.json}")
+    return 0
+
+
+def _compile(options: argparse.Namespace) -> int:
+    sharded = _sharded(options)
+    sharded.save(options.out)
+    ranks = sharded.mesh.size
+    print(f"{options.out}: rank_module.py, plan.json, inputs.json and {ranks} shards. Run it with:")
+    print(f"  torchrun --nproc-per-node {ranks} {options.out}/rank_module.py")
+    return 0
+
+
+def _sharded(options: argparse.Namespace) -> Any:
+    import autoshard
+
+    make, args, kwargs = load(options.model, options.batch, options.seq)
+    torch.manual_seed(0)
+    training = not options.inference
+    return autoshard.compile(make(), _mesh(options), args, kwargs, hints=_hints(options), training=training)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    import autoshard
+
+    make, args, kwargs = load(options.model, options.batch, options.seq)
+    dtype = getattr(torch, options.dtype)
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    if options.inference:
+        model.eval()
+    args, kwargs = torch.utils._pytree.tree_map(
+        lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
+    )
+    report = autoshard.verify(model, _mesh(options), args, kwargs, steps=options.steps, hints=_hints(options))
+    print(report)
+    return 0 if report.ok else 1
+
+
+def _show(options: argparse.Namespace) -> int:
+    sharded = _sharded(options)
+    if options.out is None:
+        print(sharded.source)
+    else:
+        sharded.visualize(options.out)
+        print(f"written to {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

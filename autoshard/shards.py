@@ -1,0 +1,82 @@
+"""A tensor and its parts on a mesh: cut it as a layout says, and compare parts with what they should make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autoshard.errors import RuleError
+from autoshard.layout import Layout, Partial
+
+Tensors = list[torch.Tensor]
+
+
+def scatter(value: torch.Tensor, layout: Layout, random: torch.Generator) -> Tensors:
+    """What every rank holds of ``value`` under ``layout``; Partial axes hold random summands."""
+    summed = layout.axes_with(Partial)
+    count = layout.mesh.size_of(summed) if summed else 1
+    summands = [noise(value, random) for _ in range(count - 1)]
+    rest = value.clone()
+    for s in summands:
+        rest = rest - s
+    summands.append(rest)
+    return [_cut(summands[layout.mesh.index_along(r, summed)], layout, r).clone() for r in range(layout.mesh.size)]
+
+
+def _cut(value: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    for d, n in enumerate(value.shape):
+        value = value.narrow(d, *layout.chunk_of(d, n, rank))
+    return value
+
+
+def noise(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Random values of the same shape and dtype."""
+    if like.is_floating_point() or like.is_complex():
+        return torch.randn(like.shape, generator=random, dtype=like.dtype)
+    if like.dtype == torch.bool:
+        raise RuleError("a boolean tensor has no summands; leave Partial out of strategies for bool")
+    return torch.randint(-9, 10, like.shape, generator=random).to(like.dtype)
+
+
+def differs(parts: Tensors, layout: Layout, expected: torch.Tensor, tolerance: float) -> str | None:
+    """How the ranks' parts of a value under ``layout`` fail to make ``expected``, in words; None where they do.
+
+    ``tolerance``: relative to the largest element of ``expected``. Copies are each compared; summands are added.
+    """
+    mesh, summed = layout.mesh, layout.axes_with(Partial)
+    for r, part in enumerate(parts):
+        if tuple(part.shape) != layout.local_shape(expected.shape, r):
+            want = list(layout.local_shape(expected.shape, r))
+            return f"rank {r} holds shape {list(part.shape)}, should hold {want} of {list(expected.shape)}"
+        if part.dtype != expected.dtype:
+            return f"rank {r} holds {part.dtype}, should hold {expected.dtype}"
+    for r in range(mesh.size):
+        group = mesh.group(r, summed) if summed else (r,)
+        found = parts[group[0]]
+        for other in group[1:]:
+            found = _combine(found, parts[other], layout, summed)
+        wrong = _distance(found, _cut(expected, layout, r), tolerance)
+        if wrong:
+            what = f"combined over {', '.join(summed)}" if summed else "its part"
+            return f"rank {r}, {what}: {wrong}"
+    return None
+
+
+def _combine(a: torch.Tensor, b: torch.Tensor, layout: Layout, axes: Sequence[str]) -> torch.Tensor:
+    p = layout[axes[0]]
+    op = p.op if isinstance(p, Partial) else "sum"
+    return a + b if op == "sum" else torch.maximum(a, b) if op == "max" else torch.minimum(a, b)
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str | None:
+    if tolerance == float("inf") or not expected.numel():
+        return None
+    if not (expected.is_floating_point() or expected.is_complex()):
+        bad = int((found != expected).sum())
+        return f"{bad} of {expected.numel()} elements differ" if bad else None
+    scale = float(expected[expected.isfinite()].abs().max()) if bool(expected.isfinite().any()) else 0.0
+    if torch.allclose(found, expected, rtol=0, atol=tolerance * max(scale, 1.0), equal_nan=True):
+        return None
+    error = float((found - expected).abs().nan_to_num(float("inf")).max())
+    return f"largest error {error:.3g} (largest element {scale:.3g})"

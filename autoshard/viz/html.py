@@ -1,0 +1,158 @@
+"""One HTML file that shows a plan: no server, no network, works from file://."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from autoshard.layout import Layout
+from autoshard.plans import Plan
+from autoshard.report import hot_spots, itemsize, local_bytes, memory_parts, short_op, utilisation
+from autoshard.viz.trace import memory_over_time
+from autoshard.viz.tree import Box, Drawing, Item, drawing, is_view
+
+_SCRIPTS = ("dom.js", "layout.js", "graph.js", "details.js", "tables.js", "charts.js", "app.js")
+
+
+def html(plan: Plan, before: Plan | None = None) -> str:
+    """``plan`` as a page; with ``before``, the two side by side.
+
+    All text of the model travels as JSON and is put into the page as text nodes, never as markup.
+    """
+    data = [_payload(p, name) for p, name in ((plan, "after"), (before, "before")) if p is not None]
+    text = json.dumps({"plans": data}, ensure_ascii=True, separators=(",", ":"))
+    safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    page = _asset("page.html").replace("/*style*/", _asset("style.css"))
+    page = page.replace("/*script*/", "\n".join(_asset(name) for name in _SCRIPTS))
+    return page.replace("/*data*/", safe)
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("autoshard.viz").joinpath(name).read_text("utf-8")
+
+
+def _payload(plan: Plan, name: str) -> dict[str, Any]:
+    return _Payload(plan).build(name)
+
+
+class _Payload:
+    """What the page's script reads. Layouts and values are numbered, so that each is written once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.layouts: dict[str, int] = {}
+        self.values: dict[str, int] = {}
+        self.of_collective: dict[int, int] = {}
+
+    def build(self, name: str) -> dict[str, Any]:
+        plan, drawn = self.plan, drawing(self.plan)
+        tree = self.box(drawn.root)
+        mfu, hfu = utilisation(plan)
+        return {
+            "name": name,
+            "title": plan.title or "model",
+            "mesh": list(zip(plan.mesh.axes, plan.mesh.shape, strict=True)),
+            "hardware": plan.mesh.hardware.name,
+            "capacity": plan.mesh.hardware.memory_bytes,
+            "training": plan.training,
+            "cost": {**asdict(plan.cost), "lower_bound": plan.lower_bound, "mfu": mfu, "hfu": hfu},
+            "notes": list(plan.notes),
+            "tree": tree,
+            "edges": [[a, b] for a, b, _ in drawn.edges],
+            "collectives": self.collectives(drawn),
+            "parameters": [self.value(n) for n, kind in plan.kinds.items() if kind != "value"],
+            "values": [self.value_row(n) for n in self.values],
+            "layouts": list(self.layouts),
+            "memory": _thinned(memory_over_time(plan)),
+            "memoryParts": list(memory_parts(plan).items()),
+            "hot": hot_spots(plan, 14),
+        }
+
+    def layout(self, layout: Layout | str) -> int:
+        return self.layouts.setdefault(str(layout), len(self.layouts))
+
+    def value(self, name: str) -> int:
+        if name not in self.values:
+            self.values[name] = len(self.values)
+            self.layout(self.plan.layouts[name])
+        return self.values[name]
+
+    def value_row(self, name: str) -> list[Any]:
+        plan = self.plan
+        layout, shape = plan.layouts[name], plan.shapes[name]
+        local = list(layout.max_local_shape(shape))
+        kind, dtype = plan.kinds.get(name, "value"), plan.dtypes.get(name, "")
+        return [name, kind, list(shape), local, self.layout(layout), dtype, local_bytes(plan, name), itemsize(plan, name)]
+
+    def box(self, box: Box) -> dict[str, Any]:
+        seconds, sent, count = self.totals(box)
+        return {
+            "title": box.title,
+            "path": box.path,
+            "cls": box.class_name,
+            "members": list(box.members),
+            "seconds": seconds,
+            "commSeconds": sent,
+            "comms": count,
+            "children": [self.box(c) if isinstance(c, Box) else self.item(c) for c in box.children],
+        }
+
+    def totals(self, box: Box) -> tuple[float, float, int]:
+        """Compute seconds, communication seconds and number of collectives of everything the box stands for."""
+        plan, compute, sent, count = self.plan, 0.0, 0.0, 0
+        for item in box.items():
+            if item.kind == "op":
+                compute += item.times * plan.choices[item.name].seconds
+            sent += item.times * sum(plan.collectives[i].seconds for i in item.collectives)
+            count += item.times * len(item.collectives)
+        return compute, sent, count
+
+    def item(self, item: Item) -> dict[str, Any]:
+        row = {"id": item.id, "kind": item.kind, "title": item.title, "fqn": item.fqn, "times": item.times}
+        if item.kind == "op":
+            return row | self.op(item.name)
+        if item.kind == "comm":
+            self.of_collective |= dict.fromkeys(item.collectives, item.id)
+            return row | {"collectives": list(item.collectives)}
+        return row | {"value": self.value(item.name)}
+
+    def op(self, name: str) -> dict[str, Any]:
+        c = self.plan.choices[name]
+        return {
+            "name": name,
+            "op": c.op,
+            "short": short_op(c),
+            "source": c.source,
+            "labels": list(c.labels),
+            "flops": c.flops,
+            "seconds": c.seconds,
+            "view": is_view(c),
+            "rule": c.has_rule,
+            "inputs": [[self.value(v), self.layout(use)] for v, use in zip(c.inputs, c.uses, strict=True)],
+            "outputs": [self.value(o) for o in c.outputs],
+            "others": [[list(labels), seconds] for labels, seconds in c.alternatives],
+        }
+
+    def collectives(self, drawn: Drawing) -> list[list[Any]]:
+        """A row each; the last entry is the item that shows it, found in the folded layer where needed."""
+        by_key = {self.key(i): at for i, at in self.of_collective.items()}
+        rows: list[list[Any]] = []
+        for i, c in enumerate(self.plan.collectives):
+            at = self.of_collective.get(i, by_key.get(self.key(i, drawn.representative(c.fqn)), -1))
+            rows.append([c.kind, list(c.axes), c.phase, c.bytes, c.seconds, c.fqn, c.value, c.reason, at])
+        return rows
+
+    def key(self, i: int, fqn: str | None = None) -> Any:
+        c = self.plan.collectives[i]
+        return (c.kind, c.axes, c.phase, c.bytes, c.fqn if fqn is None else fqn, c.reason.partition(": ")[2])
+
+
+def _thinned(points: tuple[tuple[float, float], ...], limit: int = 1500) -> list[list[float]]:
+    """At most about ``limit`` points; the highest of each stretch stays."""
+    size = -(-len(points) // limit)
+    stretches = (points[i : i + size] for i in range(0, len(points), size))
+    return [[t, b] for t, b in (max(s, key=lambda p: p[1]) for s in stretches)]

@@ -1,0 +1,157 @@
+"""The predicted step as a timeline: one stream for compute, one per set of mesh axes for communication.
+
+Written in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open. The order is that of the
+cost model: nothing overlaps, so the end is the predicted step time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoshard.plans import Choice, Collective, Plan
+from autoshard.report import hot_spots, local_bytes, memory_parts, short_op
+from autoshard.viz.tree import is_view
+
+_BACKWARD_SHARE = 2 / 3
+"""of an operation's predicted time, where a gradient flows: two products against one, twice the memory traffic"""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that takes time on a rank. ``start``, ``seconds``: seconds; ``stream``: compute or an axis list."""
+
+    name: str
+    stream: str
+    phase: str
+    start: float
+    seconds: float
+    fqn: str
+    op: str
+    """key of ``plan.choices``, or ""; for a collective the operation it is made for"""
+    bytes: float = 0.0
+    source: str = ""
+
+
+def collective_name(c: Collective) -> str:
+    """``all_gather@tp blocks.0.attention.q forward``."""
+    return f"{c.kind}@{','.join(c.axes)} {c.fqn or '(root)'} {c.phase}"
+
+
+def timeline(plan: Plan) -> tuple[Event, ...]:
+    """Every event of one step in order; the last one ends at ``plan.cost.total_s``."""
+    events: list[Event] = []
+    now = 0.0
+    for event in _sequence(plan, _trained(plan)):
+        events.append(Event(*event[:3], now, *event[3:]))
+        now += events[-1].seconds
+    return tuple(events)
+
+
+_Untimed = tuple[str, str, str, float, str, str, float, str]
+
+
+def _trained(plan: Plan) -> frozenset[str]:
+    """Values that get a gradient."""
+    return frozenset(plan.differentiable) if plan.training else frozenset()
+
+
+def _sequence(plan: Plan, trained: frozenset[str]) -> Iterator[_Untimed]:
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for c in plan.collectives:
+        moment = "after" if c.value == c.op else "again" if c.reason.endswith("(gathered again)") else c.phase
+        groups.setdefault((c.op, moment), []).append(c)
+
+    def send(op: str, moment: str) -> Iterator[_Untimed]:
+        for c in groups.get((op, moment), ()):
+            stream = f"communication {','.join(c.axes)}"
+            yield collective_name(c), stream, c.phase, c.seconds, c.fqn, op, c.bytes, c.reason
+
+    for name, choice in plan.choices.items():
+        yield from send(name, "forward")
+        yield from _compute(name, choice, "forward", trained)
+        yield from send(name, "after")
+    yield from send("", "forward")
+    yield from send("", "backward")
+    for name, choice in reversed(plan.choices.items()):
+        yield from send(name, "again")
+        yield from _compute(name, choice, "backward", trained)
+        yield from send(name, "backward")
+
+
+def _compute(name: str, choice: Choice, phase: str, trained: frozenset[str]) -> Iterator[_Untimed]:
+    share = _BACKWARD_SHARE if trained.intersection(choice.outputs) else 0.0
+    seconds = choice.seconds * (share if phase == "backward" else 1 - share)
+    if seconds > 0:
+        title = f"{short_op(choice)} {choice.fqn or '(root)'} {phase}"
+        yield title, "compute", phase, seconds, choice.fqn, name, 0.0, choice.source
+
+
+def memory_over_time(plan: Plan) -> tuple[tuple[float, float], ...]:
+    """(seconds, bytes on the fullest rank) whenever it changes.
+
+    In training: parameters, gradients and optimizer state all the time, each result from its forward to its
+    backward. In inference: parameters, and each value until it is last read. Views hold nothing of their own.
+    """
+    parts = memory_parts(plan)
+    now = sum(size for what, size in parts.items() if not what.startswith("activations"))
+    trained = _trained(plan)
+    held = {name: _held(plan, c, trained) for name, c in plan.choices.items()}
+    freed = _freed_by(plan) if not plan.training else {}
+    points = [(0.0, now)]
+    for event in timeline(plan):
+        if event.stream != "compute":
+            continue
+        if event.phase == "backward":
+            now -= held[event.op]
+        else:
+            now += held[event.op]
+            now -= sum(held[name] for name in freed.get(event.op, ()))
+        points.append((event.start + event.seconds, now))
+    return tuple(points)
+
+
+def _held(plan: Plan, choice: Choice, trained: frozenset[str]) -> float:
+    if is_view(choice):
+        return 0.0
+    kept = (o for o in choice.outputs if not plan.training or o in trained)
+    return float(sum(local_bytes(plan, o) for o in kept))
+
+
+def _freed_by(plan: Plan) -> dict[str, list[str]]:
+    """Operation → the operations whose results nobody reads after it (a view keeps its operand alive)."""
+    base: dict[str, str] = {}
+    last: dict[str, str] = {}
+    for name, choice in plan.choices.items():
+        for value in choice.inputs:
+            if value in base:
+                last[base[value]] = name
+        owner = base.get(choice.inputs[0], name) if is_view(choice) and choice.inputs else name
+        base.update(dict.fromkeys(choice.outputs, owner))
+    freed: dict[str, list[str]] = {}
+    for name, reader in last.items():
+        freed.setdefault(reader, []).append(name)
+    return freed
+
+
+def trace_json(plan: Plan) -> str:
+    """The timeline as Chrome trace JSON; timestamps are microseconds."""
+    events = timeline(plan)
+    streams = list(dict.fromkeys(["compute", *sorted({e.stream for e in events})]))
+    rows: list[dict[str, object]] = [
+        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"{plan.title or 'model'}: predicted, one rank"}}
+    ]
+    rows += [
+        {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": stream}}
+        for i, stream in enumerate(streams)
+    ]
+    for e in events:
+        detail = {"module": e.fqn, "phase": e.phase, "at": e.source}
+        args: dict[str, object] = detail if e.stream == "compute" else {**detail, "bytes": e.bytes}
+        row = {"ph": "X", "pid": 0, "tid": streams.index(e.stream), "name": e.name, "cat": e.phase}
+        rows.append({**row, "ts": e.start * 1e6, "dur": e.seconds * 1e6, "args": args})
+    for at, size in memory_over_time(plan):
+        rows.append({"ph": "C", "pid": 0, "name": "memory", "ts": at * 1e6, "args": {"bytes": size}})
+    top = [what for what, _, _ in hot_spots(plan)]
+    return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"dominates": top}})

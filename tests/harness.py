@@ -1,0 +1,53 @@
+"""Train a model sharded and unsharded, and insist that everything agrees and that the work is really divided."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+import autoshard
+
+MESHES = {
+    "tp2": {"tp": 2},
+    "tp4": {"tp": 4},
+    "dp4": {"dp": 4},
+    "dp2tp2": {"dp": 2, "tp": 2},
+    "dp2tp2sp2": {"dp": 2, "tp": 2, "sp": 2},
+    "tp1": {"tp": 1},
+}
+
+
+def ideal(axes: dict[str, int]) -> autoshard.Mesh:
+    """A mesh on which everything that can be split is split."""
+    return autoshard.Mesh(axes, hardware="ideal_network")
+
+
+def double(tree: Any) -> Any:
+    """Floating point tensors as float64."""
+    return pytree.tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree)
+
+
+def assert_equal_training(
+    model: nn.Module,
+    axes: dict[str, int],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    share: float | None = None,
+    steps: int = 3,
+    hints: dict[str, Any] | None = None,
+    hardware: str = "ideal_network",
+) -> autoshard.VerifyReport:
+    """float64, relative error ≤ 1e-9 (100 times that for weights after AdamW). ``share``: flops_per_rank · ranks / flops."""
+    args, kwargs = double((args, kwargs or {}))
+    mesh = autoshard.Mesh(axes, hardware=hardware)
+    report = autoshard.verify(model.double(), mesh, args, kwargs, steps=steps, hints=hints)
+    assert report.ok, str(report)
+    cost, ranks = report.plan.cost, math.prod(axes.values())
+    if share is not None:
+        assert cost.flops_per_rank <= share * cost.flops / ranks, f"work is not divided: {cost}"
+    return report

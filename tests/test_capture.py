@@ -1,0 +1,602 @@
+"""capture: the graph computes what eager computes (values, gradients, buffers), or is refused with a reason."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autoshard.errors import CaptureError
+from autoshard.passes.capture import capture
+from autoshard.passes.interpret import interpret, outputs
+from autoshard.passes.ir import Graph, Node
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Model(nn.Module):
+    """``forward`` from a function of (self, x, …), with a parameter, a layer and a buffer to use."""
+
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4))
+        self.lin = nn.Linear(4, 4)
+        self.buf: torch.Tensor
+        self.register_buffer("buf", torch.zeros(4))
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def graph_inputs(graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The model's own tensors and the call's, by input name."""
+    values = {n: x for n, x in zip(graph.flat_inputs, pytree.tree_leaves((args, kwargs)), strict=True) if n}
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return values | {i.name: state[i.fqn] for i in graph.inputs if i.kind in ("parameter", "buffer")}
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """A scalar in which every element of every differentiable output counts differently."""
+    parts = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return sum((t * torch.linspace(0.5, 1.5, t.numel()).reshape(t.shape)).sum() for t in parts)  # type: ignore[return-value]
+
+
+def distance(ours: Any, theirs: Any) -> float:
+    """Largest relative difference of two outputs' tensors; infinite where their structure or flags differ."""
+    a, b = pytree.tree_leaves(ours), pytree.tree_leaves(theirs)
+    if type(ours) is not type(theirs) or len(a) != len(b):
+        return float("inf")
+    worst = 0.0
+    for x, y in zip(a, b, strict=True):
+        if not isinstance(y, torch.Tensor):
+            if x is not y and x != y:
+                return float("inf")
+        elif x.shape != y.shape or x.dtype != y.dtype or x.requires_grad != y.requires_grad:
+            return float("inf")
+        elif y.numel():
+            difference = (x.double() - y.double()).abs().max() / y.double().abs().max().clamp_min(1e-30)
+            worst = max(worst, difference.item())
+    return worst
+
+
+def gradients(output: Any, model: nn.Module) -> list[torch.Tensor]:
+    """Gradients of :func:`loss_of`; zeros where there is none."""
+    loss, params = loss_of(output), [p for p in model.parameters() if p.requires_grad]
+    if not isinstance(loss, torch.Tensor) or not params:
+        return []
+    grads = torch.autograd.grad(loss, params, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
+
+
+def check(model: nn.Module, *args: Any, tolerance: float = 1e-12, **kwargs: Any) -> Graph:
+    """Capture, and compare the interpreted graph with eager from the same seed: outputs, gradients, buffers, types."""
+    graph = capture(model, args, kwargs)
+    reference = copy.deepcopy(model)
+    torch.manual_seed(3)
+    expected = reference(*args, **kwargs)
+    torch.manual_seed(3)
+    values = interpret(graph, graph_inputs(graph, model, args, kwargs))
+    result = outputs(graph, values)
+    assert distance(result, expected) <= tolerance
+    assert distance(gradients(result, model), gradients(expected, reference)) <= tolerance
+    buffers = dict(model.named_buffers()) | {f: values[v].detach() for f, v in graph.mutations.items()}
+    assert distance(list(buffers.values()), [reference.get_buffer(n).detach() for n in buffers]) <= tolerance
+    for name, kind in graph.types.items():
+        assert (kind.shape, kind.dtype) == (tuple(values[name].shape), values[name].dtype), name
+        if graph.training:
+            assert kind.grad == values[name].requires_grad, name
+    return graph
+
+
+def ops(graph: Graph) -> list[Any]:
+    return [node.op for node in graph.nodes]
+
+
+def node_of(graph: Graph, op: Any) -> Node:
+    return next(node for node in graph.nodes if node.op is op)
+
+
+X = torch.linspace(-1.3, 1.7, 12, dtype=torch.float64).reshape(3, 4)
+
+
+# --- values, gradients and buffers
+
+
+def test_mlp_nodes_carry_module_paths_types_and_source_lines() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    graph = check(model, X)
+    assert ops(graph) == [aten.linear.default, aten.gelu.default, aten.linear.default]
+    assert [n.fqn for n in graph.nodes] == ["0", "1", "2"]
+    assert graph.nodes[0].module_types == (("", "Sequential"), ("0", "Linear"))
+    assert [(i.kind, i.fqn) for i in graph.inputs][-2:] == [("parameter", "2.bias"), ("input", "input")]
+    inner = check(Inner(), X)
+    assert inner.nodes[0].fqn == "lin"
+    assert inner.nodes[0].source.startswith("test_capture.py:")
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x)  # type: ignore[no-any-return]
+
+
+def test_batch_norm_net_writes_its_statistics_back_and_the_model_does_not_move() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.3))
+    before = copy.deepcopy(model.state_dict())
+    graph = check(model, torch.randn(2, 3, 6, 6))
+    assert set(graph.mutations) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert aten.dropout.default in ops(graph)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert model.training
+    assert vars(model)["_forward_hooks"] == {}
+    assert "forward" not in vars(model)
+
+
+def test_asked_mode_differs_from_the_models() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).eval()
+    model[1].train()
+    graph = capture(model, (X,), training=True)
+    assert aten.dropout.default in ops(graph)
+    assert graph.training
+    assert len(graph.mutations) == 3
+    assert [m.training for m in model.modules()] == [False, False, True, False]
+    inference = capture(model, (X,))
+    assert not any(t.grad for t in inference.types.values())
+
+
+def in_place(self: Model, x: torch.Tensor) -> torch.Tensor:
+    y = x * self.w
+    y[:, 0].add_(1)
+    y.view(-1)[2:5].mul_(3)
+    y.t()[1] = x[:, 0]
+    y[1:].copy_(self.w)
+    y.diagonal().mul_(2)
+    y[0].zero_()
+    y.fill_diagonal_(0.5)
+    return y
+
+
+def test_in_place_ops_and_views_become_functional() -> None:
+    graph = check(Model(in_place), X)
+    assert not any(node.op._schema.is_mutable for node in graph.nodes)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, x: F.dropout(F.dropout(x * s.w, 0.3), 0.3, training=False),
+        lambda s, x: F.dropout(x * s.w, 0.0),
+        lambda s, x: (torch.rand(3), torch.randn(2), F.dropout(x * s.w, 0.5))[2],
+        lambda s, x: x * s.w + torch.randn_like(x) * torch.rand(3, 4) + torch.normal(0.0, 1.0, (3, 4)),
+        lambda s, x: F.alpha_dropout(x * s.w, 0.3, True) + F.gumbel_softmax(x * s.w, dim=-1),
+        lambda s, x: (x * s.w)[torch.randperm(3)],
+        lambda s, x: F.scaled_dot_product_attention(*[(x * s.w).view(1, 2, 3, 2)] * 3, dropout_p=0.2, is_causal=True),
+    ],
+)
+def test_random_ops_draw_as_in_eager(function: Callable[..., Any]) -> None:
+    check(Model(function), X)
+
+
+def test_dead_random_ops_stay_and_dead_code_goes() -> None:
+    def forward(self: Model, x: torch.Tensor) -> torch.Tensor:
+        torch.rand(3)
+        (x @ x.t()).sum()
+        return F.dropout(x * self.w)
+
+    graph = check(Model(forward), X)
+    assert ops(graph) == [aten.rand.default, aten.mul.Tensor, aten.dropout.default]
+    assert graph.nodes[0].kwargs.keys().isdisjoint({"device", "pin_memory", "layout"})
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (lambda s, x: F.mse_loss(x * s.w, x), aten.mse_loss.default),
+        (lambda s, x: F.mse_loss(x * s.w, x[:1]), aten.mse_loss.default),
+        (lambda s, x: F.cross_entropy(x * s.w, torch.tensor([0, 3, 2]), label_smoothing=0.1), None),
+        (lambda s, x: torch.where(x > 0, x * s.w, 0.0).topk(2), aten.topk.default),
+        (lambda s, x: ((x * s.w).max(1), (x * s.w).argmax(1), (x * s.w).sort(1)[0]), aten.argmax.default),
+        (lambda s, x: torch.view_as_real(torch.view_as_complex((x * s.w).view(3, 2, 2).mT.contiguous()) * 1j), None),
+        (lambda s, x: torch.fft.rfft(x * s.w).abs(), aten.fft_rfft.default),
+        (lambda s, x: (x * s.w).t().contiguous().as_strided((3, 2), (3, 1)), aten.as_strided.default),
+        (lambda s, x: torch.vmap(lambda r: s.lin(r).sum())(x), None),
+        (lambda s, x: (x * s.w).unbind(1)[2] + (x * s.w).chunk(3, 1)[1].sum(), aten.unbind.int),
+        (lambda s, x: x.index_put((torch.tensor([0, 2]),), s.w, accumulate=True), aten.index_put.default),
+    ],
+)  # fmt: skip
+def test_ops(function: Callable[..., Any], op: Any) -> None:
+    graph = check(Model(function), X)
+    assert op is None or op in ops(graph)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.LayerNorm(4),
+        nn.RMSNorm(4),
+        nn.GroupNorm(1, 3),
+        nn.LSTM(4, 3, 2, bidirectional=True),
+        nn.GRU(4, 3),
+        nn.TransformerEncoderLayer(4, 2, 8),
+        torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+        torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)),
+        nn.Bilinear(4, 4, 2),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers(layer: nn.Module) -> None:
+    x = torch.randn(2, 3, 4)
+    args = (x, x) if isinstance(layer, nn.Bilinear) else (x,)
+    check(layer.double(), *args)
+    if isinstance(layer, nn.TransformerEncoderLayer):  # no fast path: gradients are on while tracing
+        assert aten.scaled_dot_product_attention.default in ops(capture(layer.eval(), args))
+
+
+# --- inputs and outputs
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    extras: Any = None
+
+
+def test_outputs_keep_their_types() -> None:
+    def forward(self: Model, x: torch.Tensor, flag: bool, *, scale: float = 1.0) -> dict[str, Any]:
+        y = x * self.w * scale if flag else x
+        return {"a": (y, x, self.w), "b": [None, 3, True, "text", 2.5], "c": Output(y + 1, {"z": y, "k": [1]})}
+
+    graph = check(Model(forward), X, True, scale=2.0)
+    assert graph.flat_inputs[1:] == (None, None)
+    result = check(Model(lambda s, x: Output(x * s.w)), X)
+    assert len(result.outputs) == 1
+
+
+def test_arguments_nested_reordered_and_shared() -> None:
+    def forward(self: Model, a: Any, b: Any = None, *, c: Any, **rest: Any) -> torch.Tensor:
+        return a["x"] * self.w + (0 if b is None else b) - c * rest["e"][1]  # type: ignore[no-any-return]
+
+    graph = check(Model(forward), {"n": 3, "x": X}, c=X * 2, e=[None, X * 5], b=X)
+    assert {i.fqn for i in graph.inputs if i.kind == "input"} >= {"c", "b", "e[1]"}
+    # One tensor under two names stays two inputs: export alone would merge them.
+    graph = check(Model(lambda s, x, labels: x * s.w + labels.detach() * 2), X, labels=X)
+    assert len({name for name in graph.flat_inputs if name}) == 2
+    model = Model(in_place)
+    same, other = (
+        outputs(graph, interpret(graph, graph_inputs(graph, model, (X,), {"labels": y}))) for y in (X, X + 1)
+    )
+    assert torch.allclose(other - same, torch.tensor(2.0))
+
+
+def test_input_that_requires_a_gradient() -> None:
+    x = X.clone().requires_grad_()
+    graph = check(Model(lambda s, x: x * 2), x)
+    assert graph.types[graph.outputs[0].name].grad
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.unused = nn.Parameter(torch.zeros(3))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.mask: torch.Tensor
+        self.register_buffer("mask", torch.ones(7), persistent=False)
+        self.twin = nn.Module()
+        self.twin.register_buffer("mask", self.mask)
+        self.table = torch.arange(7.0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        scale: torch.Tensor = self.twin.mask  # type: ignore[assignment]
+        return self.head(self.embed(ids)) * scale + self.table + torch.tensor([1.0] * 7)  # type: ignore[no-any-return]
+
+
+def test_tied_unused_and_constant_tensors() -> None:
+    graph = check(Tied(), torch.tensor([[1, 2], [6, 0]]))
+    named = {i.fqn: i for i in graph.inputs}
+    assert named["embed.weight"].aliases == ("head.weight",)
+    assert named["mask"].aliases == ("twin.mask",)
+    assert "head.weight" not in named
+    assert named["unused"].kind == "parameter"
+    assert graph.types[named["unused"].name].grad
+    assert sorted(i.kind for i in graph.inputs).count("constant") == 2
+    assert set(graph.constants) == {i.name for i in graph.inputs if i.kind == "constant"}
+
+
+# --- gradients that must not flow
+
+
+def no_grad_parameter(self: Model, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = (self.w * 2).view(2, 2)
+        with torch.enable_grad():
+            through = self.lin(x)
+        stopped = through * 2
+    return x * scale.sum() + through + stopped + self.w.detach() + self.w.data  # type: ignore[no-any-return]
+
+
+def no_grad_buffer(self: Model, x: torch.Tensor) -> torch.Tensor:
+    shown = self.buf.view(2, 2)
+    with torch.no_grad():
+        self.buf.copy_(x.mean(0)).add_(self.w)
+    return x * self.w + self.buf + shown.sum()
+
+
+def inference_mode(self: Model, x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        y = self.lin(x)
+    return y + self.w
+
+
+def autocast(self: Model, x: torch.Tensor) -> torch.Tensor:
+    x = x.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = self.lin(x)
+        with torch.no_grad():
+            z = self.lin(x)
+        q = y @ y.t()
+    return q.double().sum() + z.double().sum() * self.w.sum()
+
+
+@pytest.mark.parametrize("function", [no_grad_parameter, no_grad_buffer, inference_mode, autocast])
+def test_no_grad_and_autocast_regions(function: Callable[..., Any]) -> None:
+    model = Model(function)
+    model.lin.to(torch.float32 if function is autocast else torch.float64)
+    graph = check(model, X)
+    assert aten.detach.default in ops(graph)
+    linear = node_of(graph, aten.linear.default) if function is not no_grad_buffer else graph.nodes[0]
+    assert linear.fqn == ("lin" if function is not no_grad_buffer else "")
+    if function is autocast:
+        assert graph.types[linear.outputs[0]].dtype is torch.bfloat16
+
+
+def test_losing_a_detach_is_seen() -> None:
+    """Negative control: without its detach nodes the graph has other gradients, and ``distance`` says so."""
+    model = Model(no_grad_parameter)
+    graph = capture(model, (X,))
+    nodes = tuple(
+        dataclasses.replace(n, op=aten.clone.default) if n.op is aten.detach.default else n for n in graph.nodes
+    )
+    broken = dataclasses.replace(graph, nodes=nodes)
+    inputs = graph_inputs(graph, model, (X,), {})
+    grads = [gradients(outputs(g, interpret(g, inputs)), model) for g in (graph, broken)]
+    assert distance(grads[0], grads[1]) > 0.1
+
+
+# --- refused
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 7
+
+
+double = Double.apply  # bound at import, as many libraries do
+
+
+def activation_hook(self: Model, x: torch.Tensor) -> torch.Tensor:
+    y = x * self.w
+    y.register_hook(lambda g: g * 2)
+    return y
+
+
+def clamp_behind_autograd(self: Model, x: torch.Tensor) -> torch.Tensor:
+    y = x * self.w
+    with torch.no_grad():
+        y.clamp_(-0.1, 0.1)
+    return y
+
+
+def branch(self: Model, x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x * self.w
+    return x
+
+
+def own_gradient(self: Model, x: torch.Tensor) -> torch.Tensor:
+    y = x * self.w
+    return torch.autograd.grad(y.sum(), self.w, create_graph=True)[0]
+
+
+def seeds(self: Model, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(1)
+    return F.dropout(x * self.w)
+
+
+def swallowed(self: Model, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return double(x * self.w)  # type: ignore[no-any-return]
+    except Exception:
+        return x * self.w
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "function": (lambda s, x: double(x * s.w), r"custom autograd.Function 'Double'.*drops its backward"),
+    "swallowed": (swallowed, "custom autograd.Function 'Double'"),
+    "activation hook": (activation_hook, r"test_capture.py:\d+.*a tensor hook \(register_hook\)"),
+    "checkpoint": (lambda s, x: checkpoint(s.lin, x * s.w, use_reentrant=False), "activation checkpointing"),
+    "reentrant": (lambda s, x: checkpoint(s.lin, x * s.w, use_reentrant=True), "activation checkpointing"),
+    "branch": (branch, r"test_capture.py:\d+.*depends on the values of a tensor \(`if x.sum\(\) > 0:`\)"),
+    "item": (lambda s, x: s.w * x.sum().item(), "depends on the values of a tensor"),
+    "nonzero": (lambda s, x: s.w * x[x > 0].sum(), "depends on the values of a tensor"),
+    "input": (lambda s, x: x.add_(1) * s.w, "in place into its input"),
+    "parameter": (lambda s, x: x * s.w.data.mul_(2), "behind autograd's back"),
+    "activation": (clamp_behind_autograd, "behind autograd's back"),
+    "autograd.grad": (own_gradient, r"torch.autograd.grad\(\) is called in the forward"),
+    "requires_grad": (lambda s, x: (x * s.w).detach().requires_grad_() * 2, "turns requires_grad on"),
+    "python random": (lambda s, x: x * s.w * random.random(), "Python's random generator"),
+    "numpy random": (lambda s, x: x * s.w * np.random.rand(), "numpy's generator"),
+    "seed": (seeds, "torch's generator"),
+    "generator": (lambda s, x: x * s.w + torch.rand(4, generator=torch.Generator()), "an object that is no tensor"),
+    "cond": (lambda s, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x * s.w,)), "higher-order op cond"),
+    "shape": (lambda s, x: s.lin(x[:, :3]), r"lin \(test_capture.py:\d+\).*RuntimeError"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason_and_nothing_changed(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    function, message = REFUSED[name]
+    model = Model(function)
+    state, attributes = copy.deepcopy(model.state_dict()), set(vars(model))
+    generator = torch.get_rng_state()
+    with pytest.raises(CaptureError, match=message):
+        capture(model, (X.clone(),))
+    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+    assert set(vars(model)) == attributes
+    assert not model._forward_hooks
+    assert torch.equal(generator, torch.get_rng_state())
+    assert Double.forward.__name__ == "forward"
+    assert double(X).equal(X * 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_refused_hooks_and_tensors_on_the_model() -> None:
+    model = Model(lambda s, x: s.lin(x) * s.w)
+    handle = model.lin.weight.register_hook(lambda g: g * 2)
+    with pytest.raises(CaptureError, match=r"parameter 'lin.weight': it has a tensor hook"):
+        capture(model, (X,))
+    handle.remove()
+    backward = model.lin.register_full_backward_hook(lambda m, i, o: None)
+    with pytest.raises(CaptureError, match="lin: it has a module backward hook"):
+        capture(model, (X,))
+    backward.remove()
+    check(model, X)
+    model.extra = torch.ones(4, requires_grad=True)
+    model.function = lambda s, x: s.lin(x) * s.extra
+    with pytest.raises(CaptureError, match="'extra' requires a gradient and is not a parameter"):
+        capture(model, (X,))
+    with pytest.raises(CaptureError, match="has no shape yet"):
+        capture(nn.LazyLinear(3), (X,))
+
+
+def test_hazards_of_the_backward_do_not_matter_in_inference() -> None:
+    graph = capture(Model(lambda s, x: double(x * s.w)), (X,), training=False)
+    assert ops(graph) == [aten.mul.Tensor, aten.mul.Tensor]
+
+
+def test_forward_hooks_are_traced() -> None:
+    model = Model(lambda s, x: s.lin(x))
+    model.lin.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    model.lin.register_forward_hook(lambda m, args, output: output * 2)
+    model.register_forward_hook(lambda m, args, output: {"out": output})
+    graph = check(model, X)
+    assert len(graph.nodes) == 3
+
+
+def test_a_counter_in_the_forward_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    def forward(self: Model, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1  # type: ignore[operator]
+        return x * self.w * self.count
+
+    model = Model(forward)
+    model.count = 0  # type: ignore[assignment]
+    with caplog.at_level("WARNING", logger="autoshard"):
+        capture(model, (X,))
+    assert "Model.count changes in the forward (0 → 1)" in caplog.text
+    assert model.count == 0
+
+
+# --- graph modules, custom ops, meta device, transformers
+
+
+def test_fx_graph_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+    graph = check(torch.fx.symbolic_trace(model), X)
+    assert [i.fqn for i in graph.inputs if i.kind == "parameter"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_custom_op_stays_whole() -> None:
+    @torch.library.custom_op("autoshard_test_capture::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    twice.register_autograd(lambda ctx, grad: grad * 2)
+    graph = check(Model(lambda s, x: twice(x * s.w)), X)
+    assert ops(graph) == [aten.mul.Tensor, torch.ops.autoshard_test_capture.twice.default]
+
+
+@pytest.mark.parametrize("where", ["all", "parameters"])
+def test_meta_model_gives_the_graph_of_the_real_one(where: str) -> None:
+    model: nn.Module = nn.Sequential(Inner(), nn.BatchNorm1d(4))
+    expected = capture(model, (X,))
+    meta = copy.deepcopy(model).to("meta")
+    if where == "parameters":  # buffers are real, as Hugging Face's init_empty_weights leaves them
+        meta[1].running_mean, meta[1].running_var = torch.zeros(4), torch.ones(4)
+    graph = capture(meta, (X.to("meta") if where == "all" else X,))
+    assert str(graph) == str(expected)
+    assert all(p.is_meta for p in meta.parameters())
+    lstm = nn.LSTM(4, 3, device="meta")
+    flat = [id(p) for p in lstm._flat_weights]
+    assert node_of(capture(lstm, (X,)), aten.lstm.input).inputs[0] in ("unsqueeze", "input")
+    assert [id(p) for p in lstm._flat_weights] == flat
+
+
+def transformer(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(3, 131, (3, 16))
+    small: dict[str, Any] = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 64}
+    kwargs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if name == "llama":  # returns a DynamicCache
+        config = transformers.LlamaConfig(**small, **heads, num_key_value_heads=2)
+        return transformers.LlamaForCausalLM(config), kwargs
+    if name == "gpt2":
+        config = transformers.GPT2Config(vocab_size=131, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        return transformers.GPT2LMHeadModel(config), kwargs
+    if name == "bert":
+        mask = torch.ones_like(ids)
+        mask[0, 10:] = 0
+        config = transformers.BertConfig(**small, **heads)
+        return transformers.BertForMaskedLM(config), {**kwargs, "attention_mask": mask}
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=131, **sizes)), kwargs
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+def test_transformers(name: str) -> None:
+    model, kwargs = transformer(name)
+    if name == "t5":
+        model.config.use_cache = False
+    graph = check(model.train(), **kwargs)
+    tables = {"embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight"}
+    table = next(i for i in graph.inputs if ".".join(i.fqn.split(".")[-2:]) in tables)
+    assert bool(table.aliases) == (name != "llama")
+    paths = {node.fqn for node in graph.nodes}
+    assert {"llama": "model.layers.1.self_attn.q_proj", "gpt2": "transformer.h.1.mlp.c_fc"}.get(name, "") in paths
+    if name in ("llama", "gpt2"):
+        assert {n.op for n in graph.nodes} >= {
+            aten.scaled_dot_product_attention.default,
+            aten.cross_entropy_loss.default,
+        }
+    assert all(n.source for n in graph.nodes)
+
+
+def test_hugging_face_checkpointing_is_refused() -> None:
+    model, kwargs = transformer("gpt2")
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    with pytest.raises(CaptureError, match="gradient_checkpointing_disable"):
+        capture(model.train(), (), kwargs)

@@ -1,0 +1,95 @@
+"""Every reference model and the transformers families, trained three steps on every mesh: equal to one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import MESHES, assert_equal_training
+
+import autoshard.models
+from autoshard.errors import AutoshardError
+
+REFERENCE = ("mlp", "gpt", "llama", "moe", "dlrm", "vit")
+SLOW_MESHES = {"dp2tp2sp2"}
+
+
+def cases(names: tuple[str, ...]) -> list[object]:
+    """(model, mesh); the three-axis mesh is slow to search and runs with --run-slow, but for one model."""
+    return [
+        pytest.param(n, m, marks=[pytest.mark.slow] if m in SLOW_MESHES and n != names[0] else [], id=f"{n}-{m}")
+        for n in names
+        for m in MESHES
+    ]
+
+
+@pytest.mark.parametrize(("name", "mesh"), cases(REFERENCE))
+def test_reference_models(name: str, mesh: str) -> None:
+    torch.manual_seed(0)
+    reference = autoshard.models.get(name)
+    args, kwargs = reference.inputs(batch=4)
+    # Sizes divide these meshes for the transformers.
+    share = 1.05 if name in ("gpt", "llama", "mlp") else None
+    assert_equal_training(reference.model(), MESHES[mesh], tuple(args), dict(kwargs), share=share)
+
+
+def hugging_face(name: str, vocabulary: int) -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers")
+    common = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 1}
+    config = {
+        "llama": lambda: transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=64, use_cache=False, **common,
+        ),
+        "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, use_cache=False, **common),
+        "bert": lambda: transformers.BertConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=64, **common,
+        ),
+        "t5": lambda: transformers.T5Config(
+            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, use_cache=False, **common,
+        ),
+    }[name]()  # fmt: skip
+    kind = {
+        "llama": "LlamaForCausalLM",
+        "gpt2": "GPT2LMHeadModel",
+        "bert": "BertForMaskedLM",
+        "t5": "T5ForConditionalGeneration",
+    }[name]
+    torch.manual_seed(0)
+    model: torch.nn.Module = getattr(transformers, kind)(config)
+    return model.train()
+
+
+def tokens(batch: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocabulary, (batch, 16), generator=generator)
+    labels = torch.randint(0, vocabulary, (batch, 16), generator=generator)
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize(("name", "mesh"), cases(("llama", "gpt2", "bert", "t5")))
+def test_transformers(name: str, mesh: str) -> None:
+    assert_equal_training(hugging_face(name, 128), MESHES[mesh], (), tokens(4, 128), share=1.05)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("mesh", ["tp4", "dp2tp2"])
+def test_uneven_sizes(name: str, mesh: str) -> None:
+    """Vocabulary 131, batch 3, two key-value heads on four ranks."""
+    report = assert_equal_training(hugging_face(name, 131), MESHES[mesh], (), tokens(3, 131))
+    assert report.plan.cost.flops_per_rank < 0.6 * report.plan.cost.flops
+
+
+def test_same_tensor_for_two_arguments() -> None:
+    """Labels that are the input ids object must not be confused with them in later calls."""
+    model = hugging_face("llama", 128)
+    x = tokens(4, 128)["input_ids"]
+    sharded = autoshard.compile(model, MESHES["tp2"], (), {"input_ids": x, "labels": x})
+    other = tokens(4, 128)
+    torch.testing.assert_close(sharded(**other).loss, model(**other).loss, rtol=1e-4, atol=1e-4)
+
+
+def test_unknown_reference_model() -> None:
+    with pytest.raises(AutoshardError, match="there is no reference model 'lama'"):
+        autoshard.models.get("lama")

@@ -1,0 +1,231 @@
+"""The algebra holds the whole field: known schemes forced by hints, with their exact collectives, and equal numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_equal_training, double
+from torch import nn
+
+import autoshard
+from autoshard import Replicate, Shard
+
+WIDTH, HIDDEN, LAYERS = 16, 32, 2
+WEIGHT = WIDTH * HIDDEN * 8
+"""bytes of one weight in float64"""
+Signature = tuple[str, tuple[str, ...], str, float]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(LAYERS))
+        self.downs = nn.ModuleList(nn.Linear(HIDDEN, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(F.gelu(up(x)))
+        return x.square().mean()
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, w = x.shape
+        q, k, v = (p(x).view(b, t, self.heads, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, t, w))
+
+
+class Attentions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+class Lm(nn.Module):
+    """Embedding, tied head, cross entropy."""
+
+    def __init__(self, vocabulary: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(self.embedding(tokens), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def collectives(
+    model: nn.Module,
+    axes: dict[str, int],
+    hints: dict[str, Any],
+    args: tuple[torch.Tensor, ...],
+    hardware: str = "ideal_network",
+) -> Counter[Signature]:
+    """The plan's collectives as a multiset; what is really executed must be the same bytes per kind, axis and phase."""
+    torch.manual_seed(0)
+    assert_equal_training(model, axes, args, hints=hints, hardware=hardware)
+    args = double(args)
+    sharded = autoshard.compile(model, autoshard.Mesh(axes, hardware), args, hints=hints)
+    executed: list[Any] = []
+    sharded.record(executed)
+    sharded(*args).backward()
+    predicted_bytes: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+    executed_bytes: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+    for c in sharded.collectives:
+        predicted_bytes[c.kind, c.axes, c.phase] += c.bytes
+    for e in executed:
+        executed_bytes[e.kind, e.axes, e.phase] += e.bytes
+    assert predicted_bytes == executed_bytes
+    return Counter((c.kind, c.axes, c.phase, c.bytes) for c in sharded.collectives)
+
+
+def loss_reduction(*axes: str, ranks: int) -> Counter[Signature]:
+    return Counter({("all_reduce", axes, "forward", 2 * (ranks - 1) / ranks * 8): 1})
+
+
+BIG = (torch.randn(64, 4, WIDTH, generator=torch.Generator().manual_seed(0)),)
+
+
+def test_data_parallel() -> None:
+    """DDP: one gradient all-reduce per parameter, nothing else."""
+    found = collectives(Mlp(), {"dp": 4}, {"x": Shard(0), "*weight": "replicate"}, BIG)
+    assert found - loss_reduction("dp", ranks=4) == Counter(
+        {("all_reduce", ("dp",), "backward", 2 * 3 / 4 * WEIGHT): 2 * LAYERS}
+    )
+
+
+def test_fully_sharded() -> None:
+    """FSDP: gathered in the forward, again in the backward where the backward needs the weight, and reduce-scattered."""
+    found = collectives(Mlp(), {"dp": 4}, {"x": Shard(0), "*weight": {"dp": Shard(0)}}, BIG)
+    part = 3 / 4 * WEIGHT
+    assert found - loss_reduction("dp", ranks=4) == Counter(
+        {
+            ("all_gather", ("dp",), "forward", part): 2 * LAYERS,
+            # The first weight's input needs no gradient, so the backward does not read that weight.
+            ("all_gather", ("dp",), "backward", part): 2 * LAYERS - 1,
+            ("reduce_scatter", ("dp",), "backward", part): 2 * LAYERS,
+        }
+    )
+
+
+def test_hybrid_sharded() -> None:
+    """HSDP: the all-reduce over replicas runs on the reduced shard."""
+    everywhere = {"replica": Shard(0), "shard": Shard(0)}
+    hints = {"x": everywhere, "*weight": {"replica": Replicate(), "shard": Shard(0)}}
+    found = collectives(Mlp(), {"replica": 2, "shard": 2}, hints, BIG)
+    part = 1 / 2 * WEIGHT
+    assert found - loss_reduction("replica", "shard", ranks=4) == Counter(
+        {
+            ("all_gather", ("shard",), "forward", part): 2 * LAYERS,
+            ("all_gather", ("shard",), "backward", part): 2 * LAYERS - 1,
+            ("reduce_scatter", ("shard",), "backward", part): 2 * LAYERS,
+            ("all_reduce", ("replica",), "backward", 2 * 1 / 2 * WEIGHT / 2): 2 * LAYERS,
+        }
+    )
+
+
+SMALL = (torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(0)),)
+ACTIVATION = 2 * 4 * WIDTH * 8
+
+
+def test_tensor_parallel() -> None:
+    """Megatron: forward one all-reduce per layer (g), backward one per layer whose input needs a gradient (f)."""
+    hints = {"ups*": "colwise", "downs*": "rowwise", "x": "replicate"}
+    # Real hardware: what is not hinted stays whole, since a toy's elementwise ops are not worth splitting.
+    found = collectives(Mlp(), {"tp": 4}, hints, SMALL, "h100")
+    moved = 2 * 3 / 4 * ACTIVATION
+    assert found == Counter(
+        {("all_reduce", ("tp",), "forward", moved): LAYERS, ("all_reduce", ("tp",), "backward", moved): LAYERS - 1}
+    )
+
+
+def test_tensor_and_sequence_parallel() -> None:
+    """Reduce-scatter and all-gather of the same bytes in place of the all-reduces."""
+    split = {f"downs.{i}": Shard(1) for i in range(LAYERS)}
+    hints = {"ups*": "colwise", "downs*weight": "rowwise", **split}
+    found = collectives(Mlp(), {"tp": 4}, hints, SMALL)
+    half = 3 / 4 * ACTIVATION
+    assert found - loss_reduction("tp", ranks=4) == Counter(
+        {
+            ("reduce_scatter", ("tp",), "forward", half): LAYERS,
+            ("all_gather", ("tp",), "backward", half): LAYERS,
+            # The first layer's input is whole on every rank already, and needs no gradient.
+            ("all_gather", ("tp",), "forward", half): LAYERS - 1,
+            ("reduce_scatter", ("tp",), "backward", half): LAYERS - 1,
+        }
+    )
+
+
+def test_ulysses() -> None:
+    """S(seq) ↔ S(head) around attention: four all-to-alls each way per layer; weights as in data parallelism."""
+    x = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0))
+    hints = {"x": Shard(1), "*weight": "replicate", "layers.*.out": Shard(1)}
+    found = collectives(Attentions(), {"sp": 4}, hints, (x,))
+    turned = 3 / 4 * x.numel() * 8 / 4
+    assert found - loss_reduction("sp", ranks=4) == Counter(
+        {
+            ("all_to_all", ("sp",), "forward", turned): 4 * LAYERS,
+            ("all_to_all", ("sp",), "backward", turned): 4 * LAYERS,
+            ("all_reduce", ("sp",), "backward", 2 * 3 / 4 * 32 * 32 * 8): 4 * LAYERS,
+        }
+    )
+
+
+def test_vocabulary_parallel_embedding_and_loss() -> None:
+    """Tied table S(0): masked look-up and one all-reduce; the loss reduces maxima and packed sums, never logits."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = (torch.randint(0, 64, (4, 8), generator=generator) for _ in range(2))
+    hints = {"embedding.weight": Shard(0), "embedding": Replicate()}
+    found = collectives(Lm(), {"tp": 4}, hints, (tokens, labels))
+    rows, ring = 4 * 8, 2 * 3 / 4
+    assert found == Counter(
+        {
+            ("all_reduce", ("tp",), "forward", ring * rows * WIDTH * 8): 1,
+            ("all_reduce", ("tp",), "forward", ring * rows * 8): 1,
+            ("all_reduce", ("tp",), "forward", ring * rows * 8 * 2): 1,
+            ("all_reduce", ("tp",), "backward", ring * rows * WIDTH * 8): 1,
+        }
+    )
+
+
+def test_data_tensor_and_sequence_parallel_together() -> None:
+    """Three axes: batch on dp, features on tp, sequence on sp."""
+    hints = {
+        "x": {"dp": Shard(0), "sp": Shard(1), "tp": Replicate()},
+        "ups*weight": {"tp": Shard(0), "dp": Replicate(), "sp": Replicate()},
+        "downs*weight": {"tp": Shard(1), "dp": Replicate(), "sp": Replicate()},
+        **{f"downs.{i}": {"dp": Shard(0), "sp": Shard(1), "tp": Replicate()} for i in range(LAYERS)},
+    }
+    found = collectives(Mlp(), {"dp": 2, "tp": 2, "sp": 2}, hints, BIG)
+    activation = BIG[0].numel() * 8 / 4
+    big = Counter({k: n for k, n in found.items() if k[3] >= 64})
+    assert big == Counter(
+        {
+            ("all_reduce", ("tp",), "forward", 2 * 1 / 2 * activation): LAYERS,
+            ("all_reduce", ("tp",), "backward", 2 * 1 / 2 * activation): LAYERS - 1,
+            ("all_reduce", ("dp", "sp"), "backward", 2 * 3 / 4 * WEIGHT / 2): 2 * LAYERS,
+        }
+    )
+
+
+def test_a_wrong_collective_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: an all-reduce that forgets a rank's summand makes training differ."""
+    from autoshard import runtime
+
+    monkeypatch.setattr(runtime, "all_reduce", lambda x, axes, to="I", op="sum": x)
+    with pytest.raises(AssertionError, match="DIVERGES"):
+        assert_equal_training(Mlp(), {"tp": 2}, SMALL, steps=1)

@@ -1,0 +1,94 @@
+"""Random ops on a mesh draw what eager draws on one device, from the same seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sites import part, run, site
+from special_samples import f
+
+from autoshard import runtime
+from autoshard.layout import Layout, Shard
+from autoshard.mesh import Mesh
+from autoshard.passes.rules import attention
+from autoshard.runtime import World
+
+aten = torch.ops.aten
+SIZES = {"a": 2, "b": 3}
+MESH = Mesh(SIZES)
+
+
+def _on_every_rank(fn: Any) -> list[torch.Tensor]:
+    return World(SIZES).run(fn, [(r,) for r in range(MESH.size)])
+
+
+@pytest.mark.parametrize("cuts", [{}, {"a": 0}, {"b": 1}, {"a": 2, "b": 1}], ids=str)
+def test_dropout_drops_what_eager_drops(cuts: dict[str, int]) -> None:
+    x, layout = f(5, 7, 4), Layout(MESH, {a: Shard(d) for a, d in cuts.items()})
+    torch.manual_seed(3)
+    expected = F.dropout(x, 0.3)
+    torch.manual_seed(3)
+    dims = {d: a for a, d in cuts.items()}
+    parts = _on_every_rank(lambda r: runtime.dropout(part(x, layout, r), 0.3, (5, 7, 4), dims))
+    for r, found in enumerate(parts):
+        assert torch.equal(found, part(expected, layout, r))
+
+
+DRAWS: list[tuple[str, tuple[Any, ...], Any]] = [
+    ("rand_like", (), torch.rand_like),
+    ("randn_like", (), torch.randn_like),
+    ("uniform", (-1.0, 2.0), lambda x: torch.empty_like(x).uniform_(-1, 2)),
+    ("exponential", (2.0,), lambda x: torch.empty_like(x).exponential_(2.0)),
+    ("normal_functional", (1.0, 2.0), lambda x: torch.empty_like(x).normal_(1.0, 2.0)),
+    ("bernoulli", (0.3,), lambda x: torch.empty_like(x).bernoulli_(0.3)),
+]
+
+
+@pytest.mark.parametrize(("op", "rest", "eager"), DRAWS, ids=[name for name, _, _ in DRAWS])
+@pytest.mark.parametrize("cuts", [{"a": 0}, {"a": 1, "b": 0}], ids=str)
+def test_draws_are_those_of_eager(op: str, rest: tuple[Any, ...], eager: Any, cuts: dict[str, int]) -> None:
+    x, layout = f(6, 7), Layout(MESH, {a: Shard(d) for a, d in cuts.items()})
+    torch.manual_seed(4)
+    expected = eager(x)
+    torch.manual_seed(4)
+    dims = {d: a for a, d in cuts.items()}
+    parts = _on_every_rank(lambda r: runtime.draw_like(op, part(x, layout, r), (6, 7), dims, *rest))
+    for r, found in enumerate(parts):
+        assert torch.equal(found, part(expected, layout, r))
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["heads", "groups"])
+@pytest.mark.parametrize("masked", ["", "causal", "mask"])
+@pytest.mark.parametrize(
+    "labels", [("R", "R"), ("batch0", "heads"), ("batch0", "queries"), ("heads", "keys")], ids=", ".join
+)
+def test_attention_drops_what_eager_drops(grouped: bool, masked: str, labels: tuple[str, str]) -> None:
+    """Bit for bit, but where keys are cut: sums are then taken in another order."""
+    groups = 2 if grouped else 4
+    args: list[Any] = [f(4, 4, 5, 8), f(4, groups, 5, 8), f(4, groups, 5, 8)]
+    args += [torch.rand(5, 5) < 0.7 if masked == "mask" else None, 0.3, masked == "causal"]
+    (rule,) = attention.RULES
+    torch.manual_seed(5)
+    expected = rule.op(*args, enable_gqa=grouped)
+    at = site(rule, args, labels, Mesh({"a": 2, "b": 2}), enable_gqa=grouped)
+    torch.manual_seed(5)
+    parts, _ = run(rule, at, args)
+    for r, found in enumerate(parts):
+        wanted = part(expected, at.outputs[0], r)
+        if "keys" in labels:
+            assert torch.allclose(found + parts[r ^ 1], wanted, rtol=0, atol=1e-12)
+        else:
+            assert torch.equal(found, wanted)
+
+
+def test_another_seed_is_noticed() -> None:
+    """Negative control: equality above is not for want of dropping."""
+    x = f(5, 7)
+    torch.manual_seed(3)
+    expected = F.dropout(x, 0.3)
+    torch.manual_seed(4)
+    parts = _on_every_rank(lambda r: runtime.dropout(x, 0.3, (5, 7), {}))
+    assert not torch.equal(parts[0], expected)
