@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autoshard.passes.redistribute import Redistribution, redistribution
     from autoshard.plans import Collective, Cost, Plan
     from autoshard.verification import VerifyReport, verify
+    from autoshard.viz.layout_picture import visualize_layout
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ _LAZY = {
     "register_rule": "autoshard.testing",
     "redistribution": "autoshard.passes.redistribute",
     "Redistribution": "autoshard.passes.redistribute",
+    "visualize_layout": "autoshard.viz.layout_picture",
     "Plan": "autoshard.plans",
     "Cost": "autoshard.plans",
     "Collective": "autoshard.plans",
@@ -71,6 +73,7 @@ __all__ = [
     "plan",
     "redistribution",
     "verify",
+    "visualize_layout",
 ]
 
 

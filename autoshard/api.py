@@ -13,6 +13,10 @@ from autoshard.mesh import Mesh, MeshLike
 from autoshard.module import Settings, ShardedModule
 from autoshard.passes.capture import capture
 from autoshard.plans import Plan
+from autoshard.progress import stage
+from autoshard.stages import set_up_logs
+
+set_up_logs()
 
 
 def compile(  # noqa: A001  the public name
@@ -91,9 +95,6 @@ def plan(
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    graph = capture(model, tuple(example_args), dict(example_kwargs or {}), training=training)
-    return build(
-        graph, Mesh.of(mesh), hints=hints, memory_budget=memory_budget, title=type(model).__name__
-    ).plan
-
-
+    with stage("capture"):
+        graph = capture(model, tuple(example_args), dict(example_kwargs or {}), training=training)
+    return build(graph, Mesh.of(mesh), hints=hints, memory_budget=memory_budget, title=type(model).__name__).plan

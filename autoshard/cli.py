@@ -89,7 +89,7 @@ def load(name: str, batch: int, seq: int) -> Loaded:
     if name.startswith("hf:"):
         return _hugging_face(name.removeprefix("hf:"), batch, seq)
     module, colon, function = name.partition(":")
-    if colon and "." in module or _importable(module, function):
+    if (colon and "." in module) or _importable(module, function):
         return _user_function(module, function)
     from autoshard import models
 
@@ -151,9 +151,7 @@ def _plan(options: argparse.Namespace) -> int:
     make, args, kwargs = load(options.model, options.batch, options.seq)
     with torch.device("meta"):
         model = make()
-    plan = autoshard.plan(
-        model, _mesh(options), args, kwargs, hints=_hints(options), training=not options.inference
-    )
+    plan = autoshard.plan(model, _mesh(options), args, kwargs, hints=_hints(options), training=not options.inference)
     print(plan)
     if options.json:
         options.json.write_text(plan.to_json(), encoding="utf-8")

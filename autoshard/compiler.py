@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard import stages
 from autoshard.errors import PlanError, RuleError
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes import cost as costs
-from autoshard.passes.bucket import regathered
 from autoshard.passes.alternatives import alternatives, cheapest_use
+from autoshard.passes.bucket import regathered
 from autoshard.passes.codegen import Source, codegen
 from autoshard.passes.hints import Constraint, resolve
 from autoshard.passes.ir import Graph, Node
@@ -21,6 +22,7 @@ from autoshard.passes.propagate import Assignment, axis_strategies, canonical, p
 from autoshard.passes.rules import rule_for
 from autoshard.passes.search import Solution
 from autoshard.plans import Choice, Collective, Cost, Plan
+from autoshard.progress import stage
 
 log = logging.getLogger("autoshard.plans")
 
@@ -47,15 +49,19 @@ def build(
     title: str = "model",
 ) -> Compiled:
     """Plan, lower and emit ``graph``. ``plan``: use its choices; ``parameters``: layouts that are already fixed."""
+    dump = stages.captured(graph)
     if strict:
         check_rules(graph)
     if plan is None:
         constraints = resolve(hints, graph, mesh) | _fixed(parameters or {}, graph)
-        assignment = propagate(graph, mesh, constraints, _budget(graph, mesh, memory_budget))
+        with stage("planning"):
+            assignment = propagate(graph, mesh, constraints, _budget(graph, mesh, memory_budget))
     else:
         assignment = assignment_of(plan, graph, mesh)
     program = lower(graph, assignment)
-    return Compiled(graph, program, describe(program, title), codegen(program, title))
+    result = Compiled(graph, program, describe(program, title), codegen(program, title))
+    stages.compiled(result, dump)
+    return result
 
 
 def check_rules(graph: Graph) -> None:
@@ -155,9 +161,9 @@ def _uses(node: Node, program: Program) -> Iterator[Layout]:
 def _node_seconds(node: Node, program: Program, flops: float) -> float:
     choice = program.assignment.choices[node.name]
     types = program.graph.types
-    placements = [
-        tuple(canonical(s.inputs[i], types[n].grad) for s in choice) for i, n in enumerate(node.inputs)
-    ] + [program.assignment.layouts[n].placements for n in node.outputs]
+    placements = [tuple(canonical(s.inputs[i], types[n].grad) for s in choice) for i, n in enumerate(node.inputs)] + [
+        program.assignment.layouts[n].placements for n in node.outputs
+    ]
     return costs.node_seconds(node, program.graph, program.mesh, choice, flops, placements)
 
 
@@ -185,7 +191,7 @@ def _collectives(program: Program) -> Iterator[Collective]:
         if s.step is not None:
             yield from _of_step(program, s, backward, s.outputs[0] in again)
         elif s.node is not None:
-            yield from _of_node(program, s.node)
+            yield from _of_node(program, s, backward)
     yield from reversed(backward)
 
 
@@ -212,16 +218,22 @@ def _of_step(program: Program, s: Statement, backward: list[Collective], again: 
         backward.append(Collective(step.kind, step.axes, "backward", step.forward_bytes, fqn, why, public, seconds))
 
 
-def _of_node(program: Program, node: Node) -> Iterator[Collective]:
-    """All-reduces inside an op's local form."""
-    mesh = program.mesh
-    for axis, strategy in zip(mesh.axes, program.assignment.choices[node.name], strict=True):
-        ranks = mesh.size_of(axis)
-        if strategy.communication and ranks > 1:
-            moved = 2 * (ranks - 1) / ranks * strategy.communication
-            seconds = mesh.link(axis).seconds(moved, ranks)
-            reason = f"{node.op} along {strategy.label}"
-            yield Collective("all_reduce", (axis,), "forward", moved, node.fqn, reason, node.name, seconds, node.name)
+def _of_node(program: Program, s: Statement, backward: list[Collective]) -> Iterator[Collective]:
+    """Collectives inside an op's local form."""
+    mesh, node = program.mesh, s.node
+    if node is None:
+        return
+    for c in s.internal:
+        if mesh.size_of(c.axes) == 1 or (c.phase == "backward" and not program.graph.training):
+            continue
+        moved, seconds = costs.internal_cost(c, mesh)
+        found = Collective(
+            c.kind, c.axes, c.phase, moved, node.fqn, f"{node.op}: {c.what}", node.name, seconds, node.name
+        )
+        if c.phase == "forward":
+            yield found
+        else:
+            backward.append(found)
 
 
 def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
@@ -267,4 +279,3 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh) -> Assignment:
     outputs = tuple(None if x is None else Layout(mesh, x.placements) for x in plan.outputs)
     solution = Solution((), plan.cost.total_s, plan.lower_bound, False, {})
     return Assignment(mesh, layouts, shared, choices, outputs, solution)
-

@@ -76,7 +76,9 @@ class DistributedModule(ShardedModule):
         known = len(self._executables)
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         if self._device.type == "cpu" or not known:
-            self._agree([_signature(leaves, self.training)], "the shapes and dtypes of the inputs, or the training mode")
+            self._agree(
+                [_signature(leaves, self.training)], "the shapes and dtypes of the inputs, or the training mode"
+            )
         executable = super().specialise(args, kwargs)
         if len(self._executables) > known:
             self._agree([zlib.crc32(executable.compiled.source.text.encode())], "the generated program")
@@ -93,7 +95,9 @@ class DistributedModule(ShardedModule):
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         program = executable.compiled.program
         module = self._rank_module(executable)
-        synchronised = runtime.synchronised_rng(self._comm) if draws_random(executable.graph) else contextlib.nullcontext()
+        synchronised = (
+            runtime.synchronised_rng(self._comm) if draws_random(executable.graph) else contextlib.nullcontext()
+        )
         with runtime.bind(self._comm), synchronised:
             module.bind_tensors(self._tensors(executable))
             try:

@@ -59,9 +59,7 @@ class InProcessModule(ShardedModule):
                 leaves.append(out)
                 continue
             type_ = program.types[out.name]
-            leaves.append(
-                Join.apply(program.layouts[out.name], type_.shape, f"output {i}", *(r[i] for r in results))
-            )
+            leaves.append(Join.apply(program.layouts[out.name], type_.shape, f"output {i}", *(r[i] for r in results)))
         first = len(program.outputs)
         mutated = {
             fqn: join([r[first + i].detach() for r in results], program.layouts[name], program.types[name].shape, fqn)

@@ -125,5 +125,3 @@ class Mesh:
 
     def __str__(self) -> str:
         return ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
-
-

@@ -22,6 +22,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.ir import Graph
 from autoshard.plans import Collective, Plan
+from autoshard.progress import stage
 
 log = logging.getLogger("autoshard")
 
@@ -103,6 +104,10 @@ class ShardedModule(nn.Module):
         """Every collective of one step: forward in program order, then backward."""
         return list(self.plan.collectives)
 
+    def visualize(self, path: str | os.PathLike[str]) -> None:
+        """Draw the plan into ``path``: .html, .dot, .svg, .json, .txt or .trace.json."""
+        self.plan.visualize(path)
+
     def __str__(self) -> str:
         return str(self.plan) if self._latest is not None else f"ShardedModule({self._title}, not compiled yet)"
 
@@ -122,7 +127,8 @@ class ShardedModule(nn.Module):
 
     def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool) -> Executable:
         settings: Settings = self._settings
-        graph = capture(self._model, tuple(args), dict(kwargs), training=training)
+        with stage("capture"):
+            graph = capture(self._model, tuple(args), dict(kwargs), training=training)
         first = self._parameter_layouts is None
         compiled = build(
             graph,
@@ -187,7 +193,9 @@ class ShardedModule(nn.Module):
                 self.get_buffer(fqn).copy_(new)
         return pytree.tree_unflatten(leaves, executable.graph.out_spec)
 
-    def _flat_inputs(self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def _flat_inputs(
+        self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
         """Tensors in the order the rank module takes them."""
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         by_name = {n: leaf for n, leaf in zip(executable.graph.flat_inputs, leaves, strict=True) if n is not None}
@@ -284,5 +292,3 @@ def _skeleton(model: nn.Module) -> nn.Module:
     for b in model.buffers():
         memo[id(b)] = b.detach().to("meta")
     return copy.deepcopy(model, memo)
-
-

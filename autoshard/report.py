@@ -116,7 +116,9 @@ def local_bytes(plan: Plan, name: str) -> int:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=Text(f"\n{title}"), title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
+    table = Table(
+        title=Text(f"\n{title}"), title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1)
+    )
     for column in columns:  # always Text, so that names are never read as rich markup
         right = column.startswith(">")
         table.add_column(Text(column.removeprefix(">")), justify="right" if right else "left", no_wrap=right)
@@ -206,6 +208,7 @@ class Traffic:
     count: int
     bytes: float
     seconds: float
+    first: Collective
 
 
 def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
@@ -215,7 +218,7 @@ def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
         where, change = globbed(c.fqn), _change(c)
         groups.setdefault((c.kind, c.axes, c.phase, where, change), []).append(c)
     rows = [
-        Traffic(*key, len(found), sum(c.bytes for c in found), sum(c.seconds for c in found))
+        Traffic(*key, len(found), sum(c.bytes for c in found), sum(c.seconds for c in found), found[0])
         for key, found in groups.items()
     ]
     return tuple(sorted(rows, key=lambda t: (-t.seconds, -t.bytes)))

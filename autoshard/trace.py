@@ -98,4 +98,3 @@ def evaluate(item: Any, values: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(item, Mapping):
         return {k: evaluate(v, values) for k, v in item.items()}
     return item
-

@@ -13,10 +13,10 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard import api
+from autoshard.errors import RuntimeMismatchError
 from autoshard.mesh import MeshLike
 from autoshard.module import ShardedModule
 from autoshard.plans import Plan
-
 
 LEARNING_RATE = 1e-3
 
@@ -68,7 +68,9 @@ class VerifyReport:
         by_kind: dict[str, list[Comparison]] = {}
         for c in self.comparisons:
             by_kind.setdefault(c.kind, []).append(c)
-        lines = [f"verify on mesh {self.plan.mesh}: {'ok' if self.ok else 'DIVERGES'}  (rtol {self.rtol:.0e}, atol {self.atol:.0e})"]
+        lines = [
+            f"verify on mesh {self.plan.mesh}: {'ok' if self.ok else 'DIVERGES'}  (rtol {self.rtol:.0e}, atol {self.atol:.0e})"
+        ]
         for kind, found in by_kind.items():
             worst = max(found, key=lambda c: c.error)
             lines.append(f"  {len(found):>4} {kind + 's':<11} largest error {worst.error:.2e}  {worst.what}")
@@ -108,7 +110,11 @@ def verify(
         reference, sharded, tuple(example_args), kwargs, rtol, rtol if atol is None else atol, asked is not None
     )
     for step in range(steps):
-        runner.step(step)
+        try:
+            runner.step(step)
+        except RuntimeMismatchError as error:  # simulated ranks that should hold the same data do not
+            runner.found.append(Comparison(str(error), "replica", step, math.inf, rtol))
+            break
     found = tuple(runner.found)
     ok = all(c.ok for c in found)
     first = None if ok else _first_divergence(reference, sharded, tuple(example_args), kwargs, found, rtol)
@@ -189,7 +195,9 @@ def compare(
     """Largest deviation of ``given`` from ``want`` relative to the latter's largest value; below ``floor`` it is 0."""
     given, want = given.detach().cpu(), want.detach().cpu()
     if given.shape != want.shape or given.dtype != want.dtype:
-        return Comparison(f"{what} ({given.dtype}{list(given.shape)}, not {want.dtype}{list(want.shape)})", kind, step, math.inf, rtol)
+        return Comparison(
+            f"{what} ({given.dtype}{list(given.shape)}, not {want.dtype}{list(want.shape)})", kind, step, math.inf, rtol
+        )
     if not want.is_floating_point() and not want.is_complex():
         return Comparison(what, kind, step, 0.0 if torch.equal(given, want) else math.inf, rtol)
     if torch.equal(torch.nan_to_num(given), torch.nan_to_num(want)):
@@ -198,7 +206,9 @@ def compare(
     difference = float((given - want).abs().max())
     if difference <= floor:
         return Comparison(what, kind, step, min(difference / (scale(want) or 1.0), rtol), rtol)
-    return Comparison(what, kind, step, difference / (scale(want) or 1.0) if math.isfinite(difference) else math.inf, rtol)
+    return Comparison(
+        what, kind, step, difference / (scale(want) or 1.0) if math.isfinite(difference) else math.inf, rtol
+    )
 
 
 def scale(t: torch.Tensor) -> float:

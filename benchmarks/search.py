@@ -1,7 +1,7 @@
 """How fast the search is: a synthetic Llama of any depth and mesh, and instances of the ASPLOS'25 contest (iopddl).
 
-    python benchmarks/search.py llama --layers 32 --mesh 4,8
-    python benchmarks/search.py iopddl path/to/B.json.gz --time-limit 60
+python benchmarks/search.py llama --layers 32 --mesh 4,8
+python benchmarks/search.py iopddl path/to/B.json.gz --time-limit 60
 """
 
 from __future__ import annotations

@@ -246,8 +246,10 @@ class _Emitter:
         """Whether the named results of a split make up all of its operand."""
         types = self.program.types
         named = [o for o in s.outputs if o != "_"]
-        return s.node is not None and len(named) == len(s.outputs) and (
-            sum(types[o].numel for o in named) == types[s.node.inputs[0]].numel
+        return (
+            s.node is not None
+            and len(named) == len(s.outputs)
+            and (sum(types[o].numel for o in named) == types[s.node.inputs[0]].numel)
         )
 
     def _own(self, name: str, path: str) -> str:
@@ -266,7 +268,6 @@ class _Emitter:
         if deeper and node is self.last_of.get(node.fqn):
             return leaf
         return op_name(node.name)
-
 
     def _comment(self, s: Statement) -> str:
         if s.step is not None:
@@ -366,7 +367,10 @@ class _Emitter:
 def shape_text(type_: TensorType, layout: Layout, emitter: _Emitter) -> str:
     """``[2, 16, 64/256]``: local/global lengths; rank 0's where they differ."""
     local = layout.max_local_shape(type_.shape)
-    parts = [str(g) if g == n and not layout.axes_of(d) else f"{n}/{g}" for d, (n, g) in enumerate(zip(local, type_.shape, strict=True))]
+    parts = [
+        str(g) if g == n and not layout.axes_of(d) else f"{n}/{g}"
+        for d, (n, g) in enumerate(zip(local, type_.shape, strict=True))
+    ]
     return "[" + ", ".join(parts) + "]"
 
 

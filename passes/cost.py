@@ -11,7 +11,7 @@ import torch
 from autoshard.layout import Placement, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir import Graph, Node, TensorType
-from autoshard.passes.rules.base import Rule, Strategy
+from autoshard.passes.rules.base import Internal, Rule, Strategy
 
 # Ops that move no memory: they only change how a tensor is indexed.
 VIEWS = frozenset(
@@ -66,7 +66,19 @@ def backward_factor(node: Node, graph: Graph) -> float:
     return 2.0 if "attention" in str(node.op) else float(min(wanting, 2))
 
 
-_KEEP_NOTHING = VIEWS | {"add", "sub", "neg", "sum", "mean", "cat", "stack", "embedding", "_to_copy", "clone", "dropout"}
+_KEEP_NOTHING = VIEWS | {
+    "add",
+    "sub",
+    "neg",
+    "sum",
+    "mean",
+    "cat",
+    "stack",
+    "embedding",
+    "_to_copy",
+    "clone",
+    "dropout",
+}
 _WITH_BIAS = frozenset({"linear", "conv1d", "conv2d", "conv3d", "convolution", "layer_norm", "native_layer_norm"})
 
 
@@ -81,6 +93,14 @@ def saves_operand(node: Node, types: Mapping[str, TensorType], position: int) ->
     if len(node.inputs) == 1:
         return True
     return any(types[other].grad for i, other in enumerate(node.inputs) if i != position)
+
+
+def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:
+    """(ring bytes per rank, seconds) of a collective inside an op's local form."""
+    ranks = mesh.size_of(collective.axes)
+    passes = 2 if collective.kind == "all_reduce" else 1
+    moved = passes * (ranks - 1) / ranks * collective.bytes
+    return moved, mesh.link(collective.axes).seconds(moved, ranks)
 
 
 def node_flops(node: Node, graph: Graph, rule: Rule | None) -> float:

@@ -185,4 +185,3 @@ def _unknown(pattern: str, graph: Graph, modules: Sequence[str]) -> str:
         f"hint {pattern!r} matches no parameter, buffer, input or module. Nearest: "
         f"{', '.join(near) if near else ', '.join(names[:3])}"
     )
-

@@ -17,7 +17,7 @@ from autoshard.passes.ir import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.propagate import Assignment, canonical
 from autoshard.passes.redistribute import Step, emit, redistribution
 from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.base import Call, Site
+from autoshard.passes.rules.base import Call, Internal, Site
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Statement:
     """for a redistribution: the value"""
     parameter: bool = False
     """whether it brings a parameter from its stored layout into the layout of use"""
+    internal: tuple[Internal, ...] = ()
+    """collectives inside an op's local form"""
     members: tuple[Statement, ...] = ()
     """the statements that a bucket has been made of"""
 
@@ -118,9 +120,12 @@ class _Lowering:
         site = Site(local, self.graph, self.mesh, tuple(ins), outs, choice)
         rule = rule_for(node.op)
         call = rule.local(site) if rule is not None and rule.local is not None else Call(node.op, args, kwargs)
+        internal = rule.collectives(site) if rule is not None and rule.collectives is not None else ()
         slots = dict(zip(node.output_slots, node.outputs, strict=True))
         outputs = tuple(slots.get(i, "_") for i in range(max(slots, default=-1) + 1))
-        self.statements.append(Statement(outputs, call, tuple(self.layouts.get(o) for o in outputs), node))
+        self.statements.append(
+            Statement(outputs, call, tuple(self.layouts.get(o) for o in outputs), node, internal=internal)
+        )
 
     def _get(self, value: str, layout: Layout, reader: Node | None) -> str:
         """The local name of ``value`` in ``layout``, redistributed where it does not exist yet."""

@@ -24,7 +24,7 @@ from autoshard.passes.hints import Constraint
 from autoshard.passes.ir import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.redistribute import cost_matrix
 from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.base import Strategy
+from autoshard.passes.rules.base import Site, Strategy
 from autoshard.passes.search import CostNetwork, Solution, solve
 
 log = logging.getLogger("autoshard.plan")
@@ -338,7 +338,9 @@ def _op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
         ins = tuple(tuple(canonical(s.inputs[i], g) for s in choice) for i, g in enumerate(grads_in))
         outs = tuple(tuple(canonical(s.outputs[i], g) for s in choice) for i, g in enumerate(grads_out))
         seconds = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs))
-        seconds += _internal_seconds(choice, mesh)
+        if rule is not None and rule.collectives is not None and any(s.divides for s in choice):
+            site = site_of(node, graph, mesh, choice, (*ins, *outs))
+            seconds += sum(costs.internal_cost(c, mesh)[1] for c in rule.collectives(site))
         if (ins, outs) not in best or seconds < best[ins, outs][0]:
             best[ins, outs] = (seconds, choice)
     return OpSpace(
@@ -366,7 +368,7 @@ def canonical(placement: Placement, grad: bool) -> Placement:
 def _fitting(strategies: Sequence[Strategy], ranks: int) -> list[Strategy]:
     if ranks == 1:  # nothing to divide: one strategy is enough, and it costs no conversion of I and R
         return [s for s in strategies if s.label == "I"] or list(strategies[:1])
-    return [s for s in strategies if s.size is None or s.size >= ranks and not (s.even and s.size % ranks)]
+    return [s for s in strategies if s.size is None or (s.size >= ranks and not (s.even and s.size % ranks))]
 
 
 def _fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
@@ -381,14 +383,10 @@ def _fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
     return True
 
 
-def _internal_seconds(choice: Sequence[Strategy], mesh: Mesh) -> float:
-    """All-reduces inside an op's local form (vocabulary-parallel cross entropy, distributed softmax)."""
-    seconds = 0.0
-    for axis, strategy in zip(mesh.axes, choice, strict=True):
-        ranks = mesh.size_of(axis)
-        if strategy.communication and ranks > 1:
-            seconds += mesh.link(axis).seconds(2 * (ranks - 1) / ranks * strategy.communication, ranks)
-    return seconds
+def site_of(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Site:
+    """``node`` with its layouts; ``placed``: placements of every operand, then of every result."""
+    layouts = tuple(Layout(mesh, p) for p in placed)
+    return Site(node, graph, mesh, layouts[: len(node.inputs)], layouts[len(node.inputs) :], choice)
 
 
 def _placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = None) -> tuple[Placements, ...]:
@@ -410,5 +408,3 @@ def _leaves_chunks(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -
 def is_whole(placement: Placement) -> bool:
     """Whether every rank holds the whole value."""
     return isinstance(placement, Replicate | Invariant)
-
-

@@ -579,8 +579,6 @@ def transformer(name: str) -> tuple[nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
 def test_transformers(name: str) -> None:
     model, kwargs = transformer(name)
-    if name == "t5":
-        model.config.use_cache = False
     graph = check(model.train(), **kwargs)
     tables = {"embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight"}
     table = next(i for i in graph.inputs if ".".join(i.fqn.split(".")[-2:]) in tables)

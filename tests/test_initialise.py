@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from autoshard.errors import InitialiseError
 from autoshard.initialise import deferred_init, materialise, recording_of
 from autoshard.layout import chunk
 
+ROOT = Path(__file__).parent.parent
 OUTSIDE = torch.arange(6.0)
 
 
@@ -238,6 +242,25 @@ def test_a_program_with_interleaved_changes_still_holds_few_tensors() -> None:
         materialise(model, 0, lambda name, full: full[:1])
     states = sum(op.random for op in recording_of(model).ops) * torch.get_rng_state().nbytes
     assert mode.peak - states < 5 * 40_000 + 20 * 400
+
+
+def test_the_process_grows_by_the_shards_and_not_by_the_model() -> None:
+    """Measured from outside: malloc's holes between shards once let the process grow to the full model's size."""
+    script = """
+import resource, torch
+from torch import nn
+from autoshard.initialise import deferred_init, materialise
+rss = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+model = deferred_init(lambda: nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(48)]))
+torch.randn(1024, 1024)
+before = rss()
+shards = materialise(model, 0, lambda name, full: full.chunk(8)[0])
+print(rss() - before, sum(p.nbytes for p in model.parameters()) / 2**20)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    grown, model = map(float, done.stdout.split())
+    assert model > 190
+    assert grown < model / 8 + 16
 
 
 def test_each_live_random_op_is_drawn_once() -> None:

@@ -146,7 +146,9 @@ def layered(layers: int, size: int = 5, seed: int = 0) -> CostNetwork:
     """Equal layers in a row, all reading two hubs: (in) → a, b → out, and hub edges. Arrays are shared."""
     generator = np.random.default_rng(seed)
     vector = {k: generator.integers(0, 9, size).astype(np.float64) for k in "xabh"}
-    matrix = {k: generator.integers(0, 9, (size, size)).astype(np.float64) for k in ("xa", "xb", "ax", "bx", "ha", "kb")}
+    matrix = {
+        k: generator.integers(0, 9, (size, size)).astype(np.float64) for k in ("xa", "xb", "ax", "bx", "ha", "kb")
+    }
     nodes, edges = [vector["h"], vector["h"], vector["x"]], []
     x = 2
     for _ in range(layers):
@@ -173,9 +175,7 @@ def test_equal_layers_cost_like_one() -> None:
 
 def test_sharing_arrays_changes_nothing() -> None:
     network = layered(6)
-    copied = CostNetwork(
-        tuple(v.copy() for v in network.nodes), tuple((i, j, m.copy()) for i, j, m in network.edges)
-    )
+    copied = CostNetwork(tuple(v.copy() for v in network.nodes), tuple((i, j, m.copy()) for i, j, m in network.edges))
     assert solve(network).choice == solve(copied).choice
 
 

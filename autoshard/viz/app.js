@@ -128,7 +128,7 @@ header();
 theme();
 search();
 addTab("Graph", () => [...views.map((v) => v.element), panel], "graph");
-addTab("Collectives", () => collectiveTable(plan, revealCollective));
+addTab("Collectives", () => collectiveTables(plan, revealCollective));
 addTab("Parameters", () => parameterTable(plan));
 addTab("Memory and cost", () => charts(plan));
 if (before) addTab("Compare", () => compareTables(before, plan));

@@ -29,13 +29,15 @@ function boxDetails(box, plan) {
   return [h("h3", {}, box.path || plan.title), list, ...more];
 }
 
-function tensorBlock(value, used) {
+function tensorBlock(value, used, plan, view) {
+  const maker = plan?.makers.get(value);
   const list = h("dl");
   field(list, "global", `${showShape(value.shape)} ${value.dtype}`);
   field(list, "rank 0 holds", `${showShape(value.local)}, ${showBytes(value.bytes)}`);
   field(list, "layout", ...chips(value.layout));
   if (used !== undefined && used !== value.layout) field(list, "read as", ...chips(used));
-  return h("div", { class: "tensor-row" }, h("code", {}, value.name), list);
+  const name = maker ? h("button", { class: "link mono", type: "button", title: "Go to the operation that makes it", onclick: () => view.reveal(maker) }, value.name) : h("code", {}, value.name);
+  return h("div", { class: "tensor-row" }, name, list);
 }
 
 function tensorDetails(item, plan) {
@@ -54,7 +56,7 @@ function opDetails(item, plan, view) {
   field(list, "FLOPs", item.flops ? `${showFlops(item.flops)} on all ranks` : "");
   field(list, "drawn once for", item.times > 1 ? `${item.times} equal operations` : "");
   const warning = item.rule ? [] : [h("p", { class: "warn" }, "No sharding rule: runs on full tensors on every rank. Add one with autoshard.register_rule.")];
-  const inputs = item.inputs.map(([v, use]) => tensorBlock(plan.values[v], plan.layouts[use]));
+  const inputs = item.inputs.map(([v, use]) => tensorBlock(plan.values[v], plan.layouts[use], plan, view));
   const outputs = item.outputs.map((v) => tensorBlock(plan.values[v]));
   return [h("h3", {}, item.title), ...warning, list, h("h4", {}, "Reads"), ...inputs, h("h4", {}, "Makes"), ...outputs, ...alternatives(item, plan), ...neighbours(item, plan, view)];
 }

@@ -3,8 +3,10 @@
 function prepare(plan) {
   plan.values = plan.values.map(([name, kind, shape, local, layout, dtype, bytes]) => ({ name, kind, shape, local, layout: plan.layouts[layout], dtype, bytes }));
   plan.collectives = plan.collectives.map(([kind, axes, phase, bytes, seconds, fqn, value, reason, item], index) => ({ kind, axes, phase, bytes, seconds, fqn, value, reason, item, index }));
+  plan.traffic = plan.traffic.map(([where, reason, count, bytes, seconds, first]) => ({ ...plan.collectives[first], where, change: reason, count, bytes, seconds }));
   plan.items = new Map();
   plan.parents = new Map();
+  plan.makers = new Map();
   plan.successors = new Map();
   plan.predecessors = new Map();
   const link = (map, a, b) => (map.has(a) ? map.get(a).push(b) : map.set(a, [b]));
@@ -18,7 +20,10 @@ function prepare(plan) {
   const walk = (node, parent) => {
     plan.parents.set(node, parent);
     if (node.children) node.children.forEach((child) => walk(child, node));
-    else plan.items.set(node.id, node);
+    else {
+      plan.items.set(node.id, node);
+      (node.outputs || []).forEach((index) => plan.makers.set(plan.values[index], node));
+    }
   };
   plan.tree.root = true;
   walk(plan.tree, null);
@@ -86,7 +91,10 @@ class GraphView {
     else this.open.add(box);
     this.render();
     const after = this.drawn.get(box)?.getBoundingClientRect();
-    if (before && after) this.canvas.scrollBy(after.left + after.width / 2 - before.left - before.width / 2, after.top - before.top);
+    if (!before || !after) return;
+    this.canvas.scrollBy(0, after.top - before.top);
+    const seen = this.canvas.getBoundingClientRect();
+    if (after.left < seen.left || after.right > seen.right) this.canvas.scrollBy(after.left - seen.left - Math.max(12, (seen.width - after.width) / 2), 0);
   }
 
   render() {
@@ -106,7 +114,7 @@ class GraphView {
   arrow() {
     const tip = s("path", { d: "M0,0 L7,3.5 L0,7 z", style: "fill:var(--edge)" });
     const id = `arrow-${this.plan.name}`;
-    return s("defs", {}, s("marker", { id, viewBox: "0 0 7 7", refX: 6.5, refY: 3.5, markerWidth: 6, markerHeight: 6, orient: "auto" }, tip));
+    return s("defs", {}, s("marker", { id, viewBox: "0 0 7 7", refX: 6.5, refY: 3.5, markerWidth: 7, markerHeight: 7, markerUnits: "userSpaceOnUse", orient: "auto" }, tip));
   }
 
   contents(geometry, depth) {

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoshard.layout import Layout
 from autoshard.plans import Plan
-from autoshard.report import hot_spots, itemsize, local_bytes, memory_parts, short_op, utilisation
+from autoshard.report import hot_spots, itemsize, local_bytes, memory_parts, short_op, traffic, utilisation
 from autoshard.viz.trace import memory_over_time
 from autoshard.viz.tree import Box, Drawing, Item, drawing, is_view
 
@@ -64,6 +64,7 @@ class _Payload:
             "tree": tree,
             "edges": [[a, b] for a, b, _ in drawn.edges],
             "collectives": self.collectives(drawn),
+            "traffic": self.traffic(),
             "parameters": [self.value(n) for n, kind in plan.kinds.items() if kind != "value"],
             "values": [self.value_row(n) for n in self.values],
             "layouts": list(self.layouts),
@@ -86,7 +87,16 @@ class _Payload:
         layout, shape = plan.layouts[name], plan.shapes[name]
         local = list(layout.max_local_shape(shape))
         kind, dtype = plan.kinds.get(name, "value"), plan.dtypes.get(name, "")
-        return [name, kind, list(shape), local, self.layout(layout), dtype, local_bytes(plan, name), itemsize(plan, name)]
+        return [
+            name,
+            kind,
+            list(shape),
+            local,
+            self.layout(layout),
+            dtype,
+            local_bytes(plan, name),
+            itemsize(plan, name),
+        ]
 
     def box(self, box: Box) -> dict[str, Any]:
         seconds, sent, count = self.totals(box)
@@ -145,6 +155,12 @@ class _Payload:
             at = self.of_collective.get(i, by_key.get(self.key(i, drawn.representative(c.fqn)), -1))
             rows.append([c.kind, list(c.axes), c.phase, c.bytes, c.seconds, c.fqn, c.value, c.reason, at])
         return rows
+
+    def traffic(self) -> list[list[Any]]:
+        """Collectives with equal layers folded; the last entry is the position of the first of them."""
+        at = {id(c): i for i, c in enumerate(self.plan.collectives)}
+        rows = traffic(self.plan.collectives)
+        return [[t.where, t.reason, t.count, t.bytes, t.seconds, at[id(t.first)]] for t in rows]
 
     def key(self, i: int, fqn: str | None = None) -> Any:
         c = self.plan.collectives[i]

@@ -26,6 +26,33 @@ function sortable(columns, rows, { sort = 0, descending = false, onrow = null, p
   return h("div", {}, h("div", { class: "filter" }, input, count), h("div", { class: "scroll" }, h("table", { "data-table": name }, h("thead", {}, h("tr", {}, heads)), body)));
 }
 
+function collectiveTables(plan, onrow) {
+  const every = collectiveTable(plan, onrow), folded = trafficTable(plan, onrow);
+  const show = (table) => {
+    buttons.forEach(([button, its]) => button.setAttribute("aria-pressed", String(its === table)));
+    every.hidden = table !== every;
+    folded.hidden = table !== folded;
+  };
+  const buttons = [["Equal layers folded", folded], ["Every collective", every]].map(([text, table]) => [h("button", { type: "button", onclick: () => show(table) }, text), table]);
+  show(folded);
+  return [h("div", { class: "switch" }, buttons.map(([button]) => button)), folded, every];
+}
+
+function trafficTable(plan, onrow) {
+  const columns = [
+    { title: "kind", value: (c) => c.kind, keep: true },
+    { title: "axis", value: (c) => c.axes.join(","), keep: true },
+    { title: "phase", value: (c) => c.phase, show: (c) => (c.phase === "forward" ? "▼ forward" : "▲ backward"), keep: true },
+    { title: "module", value: (c) => place(c.where) },
+    { title: "count", value: (c) => c.count, numeric: true },
+    { title: "why", value: (c) => c.change },
+    { title: "bytes", value: (c) => c.bytes, show: (c) => showBytes(c.bytes), numeric: true },
+    { title: "time", value: (c) => c.seconds, show: (c) => showSeconds(c.seconds), numeric: true },
+    { title: "share", value: (c) => c.seconds, show: (c) => percent(c.seconds, plan.cost.total_s), numeric: true },
+  ];
+  return sortable(columns, plan.traffic, { sort: 7, descending: true, onrow: (c) => onrow(plan.collectives[c.index]), placeholder: "Filter collectives", name: "traffic" });
+}
+
 function collectiveTable(plan, onrow) {
   const columns = [
     { title: "#", value: (c) => c.index + 1, numeric: true },

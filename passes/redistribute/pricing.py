@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
 from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
-from autoshard.passes.redistribute.space import Floats, Ints, Move, Space, State, space
+from autoshard.passes.redistribute.space import Floats, Ints, Space, State, space
 
 FORBIDDEN = 1 << 60
 """bytes of a move that the shape does not allow; more than any real one, and sums of a few stay below 2**63"""
@@ -55,22 +55,26 @@ def price(mesh: Mesh, shape: tuple[int, ...], itemsize: int, kinds: tuple[str, .
 def _rates(mesh: Mesh, kinds: tuple[str, ...], grad: bool, base: State) -> tuple[Floats, Floats]:
     """Per move: fixed seconds, and seconds per byte of the smaller chunk."""
     graph = space(mesh.shape, kinds, base)
-    pairs = np.array([_rate(mesh, graph, m, grad) for m in graph.moves], np.float64).reshape(-1, 2)
+    rate = cache(lambda *call: _rate(mesh, graph, *call))
+    pairs = np.array([rate(m.kind, m.backward if grad else None, m.group, m.order) for m in graph.moves], np.float64)
+    pairs = pairs.reshape(-1, 2)
     return pairs[:, 0].copy(), pairs[:, 1].copy()
 
 
-def _rate(mesh: Mesh, graph: Space, move: Move, grad: bool) -> tuple[float, float]:
+def _rate(
+    mesh: Mesh, graph: Space, forward: str, backward: str | None, group: tuple[int, ...], order: tuple[int, ...]
+) -> tuple[float, float]:
     """(seconds, seconds per byte) of one move: α-β for each collective, memory traffic for a local copy."""
-    link = mesh.link([mesh.axes[a] for a in move.group])
+    link = mesh.link([mesh.axes[a] for a in group])
     # A permute is one message, however many ranks take part.
-    n = 2 if move.kind == "permute" else graph.count(move.group)
+    n = 2 if forward == "permute" else graph.count(group)
     fixed, rate = local_step(mesh.hardware), 0.0
-    for kind in (move.kind, move.backward) if grad else (move.kind,):
-        volume = graph.volume(kind, move) / graph.ranks
+    for kind in (forward, backward):
+        volume = graph.volume(kind, group, order) / graph.ranks
         if volume:
             fixed += link.seconds(0.0, n)
             rate += volume / link.bandwidth
-    written = {"slice": 1.0, "partial": 1.0, "pad": float(graph.count(move.group))}.get(move.kind, 0.0)
+    written = {"slice": 1.0, "partial": 1.0, "pad": float(graph.count(group))}.get(forward, 0.0)
     return fixed, rate + (1 + written) * (written > 0) / _copy_bandwidth(mesh.hardware)
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from autoshard.mesh import Mesh
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Slots = tuple[tuple[int, ...], ...]
 
 FREE = "*"
 """in a frame: an axis that may be placed anyhow"""
@@ -33,8 +34,7 @@ UNSHARDED: dict[str, Placement] = {"R": R, "I": I, "P": P, "max": Partial("max")
 _LETTER = {placement: letter for letter, placement in UNSHARDED.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """``kinds``: per axis "S" or a key of ``UNSHARDED``. ``nests``: per dim the axes that cut it, outer first."""
 
     kinds: tuple[str, ...]
@@ -51,9 +51,8 @@ class State:
         return State(kinds, tuple(nests))
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One step between two states. ``volumes``: ring volume forward and backward, in units of the smaller chunk."""
+class Move(NamedTuple):
+    """One step between two states (by number) on the flattened ``group``, and the kind its backward is."""
 
     kind: str
     group: tuple[int, ...]
@@ -121,9 +120,12 @@ class Space:
         self.ranks = math.prod(sizes)
         self.states = tuple(_states(base, kinds))
         self.index = {s: i for i, s in enumerate(self.states)}
-        permutable = self._permutable()
+        slots = [self._slots(s) for s in self.states]
+        classes = self._permutable(slots)
         self.moves = tuple(
-            m for s in self.states for m in itertools.chain(self._conversions(s), self._permutes(s, permutable))
+            m
+            for i, s in enumerate(self.states)
+            for m in itertools.chain(self._conversions(i, s), self._permutes(i, slots, classes))
         )
         self.cuts = np.array([[self.count(nest) for nest in s.nests] for s in self.states], np.int64)
         self.cuts = self.cuts.reshape(len(self.states), ndim)
@@ -134,27 +136,29 @@ class Space:
         finer = np.maximum(self.cuts[self.src], self.cuts[self.dst])
         self.pieces, piece = np.unique(finer, axis=0, return_inverse=True)
         self.piece = piece.reshape(-1)
-        self.forward = np.array([self.volume(m.kind, m) for m in self.moves], np.int64)
-        self.backward = np.array([self.volume(m.backward, m) for m in self.moves], np.int64)
-        self.needs_even = np.array([self._needs_even(m) for m in self.moves], np.bool_).reshape(len(self.moves), ndim)
+        volume = cache(self.volume)
+        self.forward = np.array([volume(m.kind, m.group, m.order) for m in self.moves], np.int64)
+        self.backward = np.array([volume(m.backward, m.group, m.order) for m in self.moves], np.int64)
+        self.needs_even = np.zeros((len(self.moves), ndim), np.bool_)
+        for number, m in enumerate(self.moves):
+            if m.kind == "permute":
+                self.needs_even[number] = self._needs_even(m)
 
     def count(self, group: tuple[int, ...]) -> int:
         """Ranks of a flattened group."""
         return math.prod(self.sizes[a] for a in group)
 
-    def volume(self, kind: str | None, move: Move) -> int:
+    def volume(self, kind: str | None, group: tuple[int, ...], order: tuple[int, ...]) -> int:
         """Ring volume per rank, in elements of the smaller of both chunks times the number of ranks (an integer)."""
-        n = self.count(move.group)
+        n = self.count(group)
         if kind == "all_reduce":
             return 2 * (n - 1) * (self.ranks // n)
         if kind == "permute":
-            moved = [[a for a in axes if self.sizes[a] > 1] for axes in (move.group, move.order)]
-            return self.ranks if moved[0] != moved[1] else 0
+            active = [[a for a in axes if self.sizes[a] > 1] for axes in (group, order)]
+            return self.ranks if active[0] != active[1] else 0
         return (n - 1) * self.ranks if kind in _COLLECTIVES else 0
 
-    def _conversions(self, s: State) -> Iterator[Move]:
-        i = self.index[s]
-
+    def _conversions(self, i: int, s: State) -> Iterator[Move]:
         def move(group: tuple[int, ...], frm: str, to: str, leave: int | None = None, join: int | None = None) -> Move:
             kind, backward = _TABLE[frm, to]
             dims = tuple(d for d in (leave, join) if d is not None)
@@ -173,23 +177,23 @@ class Space:
                 yield from (move(nest[start:], "S", to, leave=d) for to in self.kinds if ("S", to) in _TABLE)
                 yield from (move(nest[start:], "S", "S", leave=d, join=e) for e in range(self.ndim) if e != d)
 
-    def _slots(self, s: State) -> tuple[tuple[int, ...], ...]:
+    def _slots(self, s: State) -> Slots:
         """Where each axis is: per tensor dim its nest, per unsharded kind its axes in mesh order."""
         return s.nests + tuple(tuple(a for a, k in enumerate(s.kinds) if k == kind) for kind in self.kinds)
 
-    def _permutable(self) -> dict[tuple[int, ...], list[int]]:
-        """States by the number of ranks in every slot: a permutation of the ranks leads from one to another."""
+    def _permutable(self, slots: list[Slots]) -> dict[int, list[int]]:
+        """Per state those with as many ranks in every slot: a permutation of the ranks leads from one to another."""
         classes: dict[tuple[int, ...], list[int]] = {}
-        for i, s in enumerate(self.states):
-            classes.setdefault(tuple(map(self.count, self._slots(s))), []).append(i)
-        return classes
+        count = cache(self.count)
+        for i, nests in enumerate(slots):
+            classes.setdefault(tuple(map(count, nests)), []).append(i)
+        return {j: members for members in classes.values() for j in members}
 
-    def _permutes(self, s: State, classes: dict[tuple[int, ...], list[int]]) -> Iterator[Move]:
-        i, mine = self.index[s], self._slots(s)
-        for j in classes[tuple(map(self.count, mine))]:
-            pairs = [(m, t) for m, t in zip(mine, self._slots(self.states[j]), strict=True) if m != t]
-            group, order = (tuple(itertools.chain(*side)) for side in zip(*pairs, strict=True)) if pairs else ((), ())
-            if pairs:
+    def _permutes(self, i: int, slots: list[Slots], classes: dict[int, list[int]]) -> Iterator[Move]:
+        for j in classes[i]:
+            if i != j:
+                pairs = [pair for pair in zip(slots[i], slots[j], strict=True) if pair[0] != pair[1]]
+                group, order = (tuple(itertools.chain(*side)) for side in zip(*pairs, strict=True))
                 yield Move("permute", group, i, j, (), order, "permute")
 
     def _needs_even(self, move: Move) -> list[bool]:

@@ -81,9 +81,7 @@ def _strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         even=frozenset({"heads"}) if grouped else frozenset(),
         linear=((positions(node)["value"],),),
     )
-    rows = 2.0 * math.prod(shape[:-1]) * wide_bytes(graph.types[node.inputs[0]].dtype)
     found = factors.strategies(node, graph)
-    found = tuple(replace(s, communication=rows) if s.label == "keys" else s for s in found)
     return (*found, _query_heads(node, shape, dims)) if grouped else found
 
 

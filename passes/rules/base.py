@@ -30,8 +30,6 @@ class Strategy:
     """the axes on this factor must divide ``size`` (compound dims of a reshape)"""
     divides: bool = False
     """whether the op's work is divided by the axis"""
-    communication: float = 0.0
-    """bytes an all-reduce inside the op's local form moves, forward; 0 for ordinary ops. B, not ring bytes"""
 
 
 @dataclass(frozen=True, slots=True)

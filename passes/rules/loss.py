@@ -59,18 +59,7 @@ def _samples(node: Node, graph: Graph) -> Factors:
 def _cross_entropy(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """Samples: none → S, sum and mean → P. Classes: the result comes out whole (I) on every rank."""
     found = _samples(node, graph).strategies(node, graph)
-    logits = graph.types[argument(node, "self").name]
-    classes = logits.shape[min(len(logits.shape) - 1, 1)]
-    bytes_ = (1 + _sums(node, graph)) * logits.numel / classes * wide_bytes(logits.dtype)
-    found = tuple(replace(s, outputs=(I,), communication=bytes_) if s.label == "vocab" else s for s in found)
-    return found if graph.types[argument(node, "target").name].dtype.is_floating_point else _counted(found, node)
-
-
-def _counted(strategies: tuple[Strategy, ...], node: Node) -> tuple[Strategy, ...]:
-    """Where "mean" runs over sharded samples, ranks all-reduce their count."""
-    if REDUCTIONS[argument(node, "reduction")] != "mean":
-        return strategies
-    return tuple(replace(s, communication=8.0) if s.divides and s.label != "vocab" else s for s in strategies)
+    return tuple(replace(s, outputs=(I,)) if s.label == "vocab" else s for s in found)
 
 
 def _cross_entropy_collectives(site: Site) -> tuple[Internal, ...]:
@@ -148,11 +137,7 @@ def _softmax(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """Every dim is a factor; over ``dim`` the ranks all-reduce maxima and sums."""
     type_ = graph.types[node.inputs[0]]
     dims = numbered(type_.shape)
-    dim = positive(argument(node, "dim"), len(dims))
-    rows = type_.numel / max(1, type_.shape[dim]) if dims else 0
-    found = Factors((dims,), (dims,), sizes_of(type_.shape)).strategies(node, graph)
-    bytes_ = 2 * rows * wide_bytes(type_.dtype)
-    return tuple(replace(s, communication=bytes_) if s.label == f"d{dim}" else s for s in found)
+    return Factors((dims,), (dims,), sizes_of(type_.shape)).strategies(node, graph)
 
 
 def _softmax_collectives(site: Site) -> tuple[Internal, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -30,10 +29,7 @@ def _last_dims(distributed: bool) -> Callable[[Node, Graph], tuple[Strategy, ...
         statistics = tuple(d if i < first else None for i, d in enumerate(dims))
         named = {"input": dims, "weight": dims[first:], "bias": dims[first:]}
         results = tuple(dims if slot == 0 else statistics for slot in node.output_slots)
-        found = Factors(inputs(node, named), results, sizes_of(type_.shape)).strategies(node, graph)
-        rows = math.prod(type_.shape[:first]) * wide_bytes(type_.dtype)
-        costs = {f"d{d}": len(_statistics(node)) * float(rows) for d in range(first, len(type_.shape))}
-        return tuple(replace(s, communication=costs.get(s.label, 0.0)) for s in found)
+        return Factors(inputs(node, named), results, sizes_of(type_.shape)).strategies(node, graph)
 
     return strategies
 
@@ -87,9 +83,7 @@ def _group_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     dims: Dims = ("n", "groups", *numbered(type_.shape)[2:])
     sizes = {**sizes_of(type_.shape), "n": type_.shape[0], "groups": groups}
     named: dict[str, Dims] = {"input": dims, "weight": ("groups",), "bias": ("groups",)}
-    found = Factors(inputs(node, named), (dims,), sizes, even=frozenset({"groups"})).strategies(node, graph)
-    bytes_ = 2.0 * type_.shape[0] * groups * wide_bytes(type_.dtype)
-    return tuple(replace(s, communication=bytes_) if s.label in dims[2:] else s for s in found)
+    return Factors(inputs(node, named), (dims,), sizes, even=frozenset({"groups"})).strategies(node, graph)
 
 
 def _local_group_norm(site: Site) -> Call:
@@ -135,11 +129,7 @@ def _batch_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         even=frozenset({"c"}) if _trains(node) else frozenset(sizes),
         reduced={f: R for f in dims if f != "c"},
     )
-    found = factors.strategies(node, graph)
-    if not _trains(node):
-        return found
-    bytes_ = 2.0 * type_.shape[1] * wide_bytes(type_.dtype)
-    return tuple(replace(s, communication=bytes_) if s.label in sizes and s.label != "c" else s for s in found)
+    return factors.strategies(node, graph)
 
 
 def _trains(node: Node) -> bool:

@@ -82,8 +82,10 @@ class Eliminator:
         around = self.neighbours(node)
         place = {other: axis for axis, other in enumerate(around)} | {node: len(around)}
         step = Step(node, tuple((scope, self.remove(scope)) for scope in sorted(self.touching[node])))
-        spans = tuple((self._node_last(scope, table, node), tuple(sorted(map(place.__getitem__, scope))))
-                      for scope, table in step.factors)
+        spans = tuple(
+            (self._node_last(scope, table, node), tuple(sorted(map(place.__getitem__, scope))))
+            for scope, table in step.factors
+        )
         self.steps.append(step)
         self.alive.discard(node)
         self.insert(around, self.tables.eliminate(spans, len(around)))
@@ -166,9 +168,12 @@ class Eliminator:
                 continue
             total: Array = np.zeros(())
             for scope, table in step.factors:
-                total = total + self.tables.arrays[table][
-                    tuple(slice(None) if other == step.node else choice[other] for other in scope)
-                ]
+                total = (
+                    total
+                    + self.tables.arrays[table][
+                        tuple(slice(None) if other == step.node else choice[other] for other in scope)
+                    ]
+                )
             choice[step.node] = int(np.argmin(total))
         return choice
 

@@ -20,8 +20,8 @@ from .milp import Limit, solve_core
 from .network import Array, CostNetwork, Memory, Solution
 from .prune import NO_CHOICE, Pruner, restrict
 
-VERBOSE=0
-T0=time.perf_counter()
+VERBOSE = 0
+T0 = time.perf_counter()
 Relaxed = Callable[[CostNetwork, float], Solution]
 Choice = tuple[int, ...]
 
@@ -168,7 +168,24 @@ def maximise_bound(search: Search, relaxed: Relaxed, deadline: float) -> None:
             search.bound, search.prices = value, prices
         elif math.isfinite(radius):
             radius /= 2
-        if VERBOSE: print(search.iterations,round(time.perf_counter()-T0,2),'value',value,'inner gap',found.cost-found.lower_bound,'best',search.bound,search.cost,'radius',radius,'over',slope.max(initial=-1),(prices>0).sum(),flush=True)
+        if VERBOSE:
+            print(
+                search.iterations,
+                round(time.perf_counter() - T0, 2),
+                "value",
+                value,
+                "inner gap",
+                found.cost - found.lower_bound,
+                "best",
+                search.bound,
+                search.cost,
+                "radius",
+                radius,
+                "over",
+                slope.max(initial=-1),
+                (prices > 0).sum(),
+                flush=True,
+            )
         if search.closed or count == 0 or time.perf_counter() > deadline:
             return
         if not math.isfinite(radius) or radius == 0:
@@ -198,7 +215,9 @@ def _master(cuts: list[tuple[float, Array]], centre: Array, radius: float) -> tu
     highs.run()
     solution = np.asarray(highs.getSolution().col_value)
     prices = np.maximum(solution[:count] * unit, 0.0)
-    on_edge = bool((prices > (centre + radius) * (1 - 1e-9)).any() or ((prices < lower * unit * (1 + 1e-9)) & (lower > 0)).any())
+    on_edge = bool(
+        (prices > (centre + radius) * (1 - 1e-9)).any() or ((prices < lower * unit * (1 + 1e-9)) & (lower > 0)).any()
+    )
     return prices, float(solution[count] * unit), on_edge
 
 
@@ -235,11 +254,16 @@ def _look(search: Search, network: Eliminator, pruner: Pruner, target: float) ->
         search.bound = max(search.bound, target)
         return True
     limits = [
-        Limit({i: network.held(i) for i in network.alive if row[i]}, 1 - sum(network.gone[i] for i in network.gone if row[i]))
+        Limit(
+            {i: network.held(i) for i in network.alive if row[i]},
+            1 - sum(network.gone[i] for i in network.gone if row[i]),
+        )
         for row in search.rows.live
     ]
     left = max(search.deadline - time.perf_counter(), 1.0)
-    found = solve_core(list(network.core()), network.sizes, upper=target - network.constant, limits=limits, time_limit=left)
+    found = solve_core(
+        list(network.core()), network.sizes, upper=target - network.constant, limits=limits, time_limit=left
+    )
     if found.choice is not None:
         choice = network.back_substitute(dict(found.choice), len(network.steps))
         search.offer(tuple(choice[node] for node in range(len(network.sizes))))

@@ -80,7 +80,9 @@ def solve_core(
     if math.isinf(constant):
         return CoreSolution(None, math.inf, True)
     ceiling = upper - constant + 1e-9 * abs(upper) if math.isfinite(upper) else math.inf
-    reduced = [(scope, np.where(array - least[scope] <= ceiling, array - least[scope], np.inf)) for scope, array in factors]
+    reduced = [
+        (scope, np.where(array - least[scope] <= ceiling, array - least[scope], np.inf)) for scope, array in factors
+    ]
     largest = max((float(array[np.isfinite(array)].max()) for _, array in reduced), default=0.0)
     scale = SCALE / min(ceiling, largest) if min(ceiling, largest) > 0 else 1.0
     lp, start = _programme(reduced, sizes, scale, limits)

@@ -73,9 +73,7 @@ def solve(network: CostNetwork, *, time_limit: float | None = None, memory: Memo
     return solve_within(network, memory, relaxed, make, limit)
 
 
-def _solve(
-    rounded: CostNetwork, network: CostNetwork, pruner: Pruner, deadline: float, milp: bool = True
-) -> Solution:
+def _solve(rounded: CostNetwork, network: CostNetwork, pruner: Pruner, deadline: float, milp: bool = True) -> Solution:
     """Solve ``network`` through its ``rounded`` form; without ``milp`` only as far as the quick methods get."""
     work = Eliminator.of(rounded, pruner.tables)
     run = _Run(work, pruner, deadline, milp)

@@ -1,0 +1,92 @@
+"""What a compilation leaves to look at: ``AUTOSHARD_LOGS=capture,plan,…`` and ``AUTOSHARD_DUMP=folder``."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoshard.passes.ir import Graph
+
+if TYPE_CHECKING:
+    from autoshard.compiler import Compiled
+
+LOGS = ("capture", "plan", "redistribute", "collectives", "code")
+"""names for AUTOSHARD_LOGS; each is the logger ``autoshard.<name>``"""
+
+_runs = itertools.count(1)
+
+
+def set_up_logs(names: str | None = None) -> None:
+    """Send the loggers in ``names`` (comma separated; default: the variable AUTOSHARD_LOGS) to stderr at INFO.
+
+    "all" is all of them. A name that does not exist is answered with a warning that lists the known ones.
+    """
+    asked = os.environ.get("AUTOSHARD_LOGS", "") if names is None else names
+    for name in filter(None, (part.strip() for part in asked.split(","))):
+        for known in LOGS if name == "all" else (name,):
+            if known not in LOGS:
+                logging.getLogger("autoshard").warning(
+                    "AUTOSHARD_LOGS: there is no log %r; known are %s and all", name, ", ".join(LOGS)
+                )
+                continue
+            logger = logging.getLogger(f"autoshard.{known}")
+            logger.setLevel(logging.INFO)
+            if not any(isinstance(h, _Stderr) for h in logger.handlers):
+                logger.addHandler(_Stderr(known))
+
+
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    def __init__(self, name: str) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter(f"[autoshard.{name}] %(message)s"))
+
+
+def captured(graph: Graph) -> Path | None:
+    """Log the captured graph; where AUTOSHARD_DUMP names a folder, write it there and return this run's folder."""
+    _log("capture", graph)
+    folder = _folder()
+    if folder is not None:
+        _write(folder, "01_graph.txt", str(graph))
+    return folder
+
+
+def compiled(stages: Compiled, folder: Path | None = None) -> None:
+    """Log the stages after capture, and write them into ``folder`` (from :func:`captured`), one file each."""
+    _log("plan", stages.plan)
+    _log("redistribute", stages.program)
+    _log("collectives", "\n".join(map(str, stages.plan.collectives)) or "none")
+    _log("code", stages.source.text)
+    if folder is None:
+        return
+    from autoshard.viz import visualize
+
+    _write(folder, "02_plan.txt", str(stages.plan))
+    _write(folder, "03_program.txt", str(stages.program))
+    _write(folder, "04_rank_module.py", stages.source.text)
+    for name in ("plan.json", "plan.html", "plan.dot", "plan.trace.json"):
+        visualize(stages.plan, folder / name)
+
+
+def _log(name: str, what: object) -> None:
+    logger = logging.getLogger(f"autoshard.{name}")
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", what)
+
+
+def _folder() -> Path | None:
+    """AUTOSHARD_DUMP for the first compilation of this process, ``run_2`` inside it for the second, and so on."""
+    asked = os.environ.get("AUTOSHARD_DUMP")
+    if not asked or os.environ.get("RANK", "0") != "0":
+        return None
+    number = next(_runs)
+    folder = Path(asked) if number == 1 else Path(asked) / f"run_{number}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
