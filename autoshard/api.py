@@ -71,7 +71,9 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
             )
         from autoshard.distributed import DistributedModule
 
-        return DistributedModule(model, resolved, settings, mesh if hasattr(mesh, "mesh_dim_names") else None)
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DistributedModule(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
     from autoshard.in_process import InProcessModule
 
     return InProcessModule(model, resolved, settings)

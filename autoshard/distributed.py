@@ -28,6 +28,11 @@ from autoshard.simulate import shard_of
 class DistributedModule(ShardedModule):
     """A sharded module of one process; every rank of the mesh has one."""
 
+    device_mesh: DeviceMesh
+    _comm: runtime.TorchCommunicator
+    _device: torch.device
+    _loaded: dict[int, Any]
+
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
         super().__init__(model, mesh, settings)
         kind = device_mesh.device_type if device_mesh is not None else _device_type()

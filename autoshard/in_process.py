@@ -19,6 +19,9 @@ from autoshard.simulate import Cut, Join, join
 class InProcessModule(ShardedModule):
     """A sharded module whose ranks are threads of this process; for debugging, tests and one-process training."""
 
+    _world: World
+    _rank_modules: dict[int, list[Any]]
+
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__(model, mesh, settings)
         object.__setattr__(self, "_world", World(dict(zip(mesh.axes, mesh.shape, strict=True))))
@@ -26,7 +29,7 @@ class InProcessModule(ShardedModule):
 
     def record(self, log: list[Executed] | None) -> None:
         """Append every collective that is really executed to ``log`` (None: stop)."""
-        self._world.log = log  # type: ignore[union-attr]
+        self._world.log = log
 
     def _parameter(self, p: nn.Parameter, layout: Layout, name: str) -> nn.Parameter:
         return nn.Parameter(_real(p, name).clone(), requires_grad=p.requires_grad)
@@ -36,11 +39,11 @@ class InProcessModule(ShardedModule):
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         program = executable.compiled.program
-        world: World = self._world  # type: ignore[assignment]
+        world = self._world
         key = id(executable)
-        if key not in self._rank_modules:  # type: ignore[operator]
-            self._rank_modules[key] = [executable.rank_module() for _ in range(world.size)]  # type: ignore[operator, index]
-        modules = self._rank_modules[key]  # type: ignore[index]
+        if key not in self._rank_modules:
+            self._rank_modules[key] = [executable.rank_module() for _ in range(world.size)]
+        modules = self._rank_modules[key]
         tensors = self._tensors(executable)
         arguments = [self._spread(x) for x in inputs]
         for rank, module in enumerate(modules):
@@ -59,7 +62,11 @@ class InProcessModule(ShardedModule):
                 leaves.append(out)
                 continue
             type_ = program.types[out.name]
-            leaves.append(Join.apply(program.layouts[out.name], type_.shape, f"output {i}", *(r[i] for r in results)))
+            leaves.append(
+                Join.apply(  # type: ignore[no-untyped-call]
+                    program.layouts[out.name], type_.shape, f"output {i}", *(r[i] for r in results)
+                )
+            )
         first = len(program.outputs)
         mutated = {
             fqn: join([r[first + i].detach() for r in results], program.layouts[name], program.types[name].shape, fqn)
@@ -89,11 +96,11 @@ class InProcessModule(ShardedModule):
 
     def _spread(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A global input for every rank; its gradient is whole on each of them."""
-        whole = Layout(self.mesh, [I if x.requires_grad else R] * self.mesh.ndim)  # type: ignore[arg-type]
+        whole = Layout(self.mesh, [I if x.requires_grad else R] * self.mesh.ndim)
         if x.requires_grad and torch.is_grad_enabled():
             spread: tuple[torch.Tensor, ...] = Cut.apply(x, whole, "an input")
             return spread
-        return (x,) * self.mesh.size  # type: ignore[operator]
+        return (x,) * self.mesh.size
 
 
 def _real(tensor: torch.Tensor, name: str) -> torch.Tensor:

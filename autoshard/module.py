@@ -67,7 +67,13 @@ class ShardedModule(nn.Module):
     ``named_parameters()`` bear the original names. ``plan``, ``source`` and ``collectives`` say what was decided.
     """
 
+    mesh: Mesh
+    _settings: Settings
+    _model: nn.Module
+    _title: str
     _executables: dict[Any, Executable]
+    _latest: Executable | None
+    _parameter_layouts: dict[str, Layout] | None
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__()
@@ -84,10 +90,9 @@ class ShardedModule(nn.Module):
     # --- what was decided ---
 
     def _decided(self) -> Executable:
-        latest: Executable | None = self._latest  # type: ignore[assignment]
-        if latest is None:
+        if self._latest is None:
             raise PlanError("nothing is compiled yet: call the module once, or give example_args to autoshard.compile")
-        return latest
+        return self._latest
 
     @property
     def plan(self) -> Plan:
@@ -126,7 +131,7 @@ class ShardedModule(nn.Module):
         return self._executables[key]
 
     def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool) -> Executable:
-        settings: Settings = self._settings
+        settings = self._settings
         with stage("capture"):
             graph = capture(self._model, tuple(args), dict(kwargs), training=training)
         first = self._parameter_layouts is None

@@ -153,7 +153,7 @@ class _Runner:
                 leaves = [full(x) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
             outputs.append({f"output {i}": x for i, x in enumerate(leaves)})
             if training:
-                loss_of(leaves).backward()  # type: ignore[no-untyped-call]
+                loss_of(leaves).backward()
         self._compare("output", number, outputs[1], outputs[0])
         if training:
             expected = {n: p.grad for n, p in self.reference.named_parameters() if p.grad is not None}

@@ -37,7 +37,7 @@ class Constraint:
         """
         result = dict.fromkeys(s for s in states if self._meets(s, mesh))
         if not result:  # shards too small to be chosen freely are still what the user asked for
-            asked = dict(self.axes) or {mesh.axes[-1]: self.anywhere}
+            asked: dict[str, Placement | None] = {**dict(self.axes)} or {mesh.axes[-1]: self.anywhere}
             result = {tuple(_as(asked.get(a), type_, whole) for a in mesh.axes): None}
         return tuple(result)
 

@@ -136,7 +136,10 @@ class _Lowering:
         if shared is not None and shared not in made and shared != layout:
             self._get(value, shared, reader)
         type_ = self.types[value]
-        plans = [redistribution(src, layout, type_.shape, self.mesh, type_.dtype, type_.grad) for src in made]
+        plans = [
+            redistribution(src, layout, type_.shape, self.mesh, type_.dtype, type_.grad, minimize="seconds")
+            for src in made
+        ]
         best = min(plans, key=lambda r: r.seconds)
         name = made[best.src]
         for step in best.steps:

@@ -25,7 +25,7 @@ from autoshard.passes.ir import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.redistribute import cost_matrix
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site, Strategy
-from autoshard.passes.search import CostNetwork, Solution, solve
+from autoshard.passes.search import CostNetwork, Memory, Solution, solve
 
 log = logging.getLogger("autoshard.plan")
 
@@ -206,7 +206,7 @@ class _Network:
         log.info("cost network: %d variables, %d edges", len(self.seconds), len(edges))
         if memory_budget is None:
             return solve(network)
-        return solve(network, memory=(self._memory(), memory_budget))
+        return solve(network, memory=Memory(self._memory(), memory_budget))
 
     def _memory(self) -> tuple[np.ndarray, ...]:
         """Bytes per rank that each state of each variable keeps for the whole step."""

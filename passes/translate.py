@@ -56,9 +56,13 @@ def _own_tensor(model: nn.Module, spec: InputSpec) -> torch.Tensor | None:
 
 def _export_order(program: torch.export.ExportedProgram, example: Example) -> list[int]:
     """Per user input of the program the index of its leaf in the example: export may reorder kwargs."""
-    spec = program.call_spec.in_spec
-    args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
-    positions = pytree.tree_leaves((args, {k: kwargs[k] for k in example[1]}))
+    positional, keywords = program.call_spec.in_spec.children()
+    positions, start = list(range(positional.num_leaves)), positional.num_leaves
+    of_key: dict[str, range] = {}
+    for key, child in zip(keywords.context, keywords.children(), strict=True):
+        of_key[key] = range(start, start + child.num_leaves)
+        start += child.num_leaves
+    positions += [position for key in example[1] for position in of_key[key]]
     order = [0] * len(positions)
     for leaf, position in enumerate(positions):
         order[position] = leaf

@@ -40,7 +40,7 @@ def assert_equal_training(
     share: float | None = None,
     steps: int = 3,
     hints: dict[str, Any] | None = None,
-    hardware: str = "ideal_network",
+    hardware: str | autoshard.Hardware = "ideal_network",
 ) -> autoshard.VerifyReport:
     """float64, relative error ≤ 1e-9 (100 times that for weights after AdamW). ``share``: flops_per_rank · ranks / flops."""
     args, kwargs = double((args, kwargs or {}))

@@ -50,7 +50,7 @@ def call(*args: Any, **kwargs: Any) -> Sample:
 NO_DERIVATIVE = {
     *("nextafter", "heaviside", "gcd", "lcm", "igamma", "igammac", "special_zeta", "isclose", "floor_divide"),
     *("frexp", "log_sigmoid_forward", "special_ndtri", "special_log_ndtr", "special_erfcx", "special_i1e"),
-    *("copy", "remainder.Scalar_Tensor"),
+    *("copy", "remainder.Scalar_Tensor", "view.dtype"),
 }
 _INTEGER = ("bitwise", "__", "gcd", "lcm")
 _FIRST_BOOL = {"where"}
@@ -301,6 +301,8 @@ SHAPE: dict[str, list[Sample]] = {
     "tile.default": [call(f(2, 1, 3), [1, 4, 2]), call(f(3), [5, 1])],
     "slice_scatter.default": [call(f(4, 6), f(4, 2), 1, 1, 5, 2), call(f(4, 3), f(4, 3), 0)],
     "select_scatter.default": [call(f(4, 6), f(4), 1, 2)],
+    **{f"{n}.default": [call(f(4, 3, 2), unit(4, 1, 1))] for n in ("_weight_norm", "_weight_norm_interface")},
+    "view.dtype": [call(f(4, 3), torch.int64), call(f(4, 3), torch.int32)],
     "fliplr.default": [call(f(4, 3))],
     "flipud.default": [call(f(4, 3))],
     "meshgrid.default": [call([f(4), f(3)])],

@@ -593,6 +593,16 @@ def test_transformers(name: str) -> None:
     assert all(n.source for n in graph.nodes)
 
 
+def test_cache_as_an_argument() -> None:
+    model, kwargs = transformer("llama")
+    model.eval()
+    cache = model(input_ids=kwargs["input_ids"]).past_key_values
+    lengths = cache.get_seq_length()
+    graph = capture(model, (), {"input_ids": kwargs["input_ids"][:, :1], "past_key_values": cache})
+    assert sum(name is not None for name in graph.flat_inputs) == 5  # ids, and keys and values of two layers
+    assert cache.get_seq_length() == lengths
+
+
 def test_hugging_face_checkpointing_is_refused() -> None:
     model, kwargs = transformer("gpt2")
     model.gradient_checkpointing_enable()  # type: ignore[operator]

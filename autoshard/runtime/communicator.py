@@ -36,6 +36,9 @@ class Communicator:
 
     log: list[Executed] | None = None
 
+    device: torch.device | None = None
+    """where new tensors of this rank go; None: torch's default"""
+
     def __init__(self, axes: Mapping[str, int], rank: int) -> None:
         self.mesh = dict(axes)
         self.rank = rank

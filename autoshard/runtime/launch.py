@@ -23,7 +23,7 @@ from autoshard.runtime.random import synchronised_rng
 
 
 def main(rank_module: type[RankModule], file: str) -> None:
-    """Load this rank's shards from beside ``file``, take training steps (one forward without ``--train``), print the loss.
+    """Load this rank's shards from beside ``file``, take training steps, print the loss.
 
     ``--inputs``: a safetensors file with the global inputs by name; without it inputs are random, of the shapes and
     value ranges in ``inputs.json``. Raises :class:`MeshError` for a wrong number of processes.
@@ -46,7 +46,7 @@ def main(rank_module: type[RankModule], file: str) -> None:
             loss = _loss(outputs[0])
             if loss is not None and loss.requires_grad:
                 # One graph spans all ranks, and every rank's loss is the whole loss.
-                torch.autograd.backward([_loss(o) for o in outputs])  # type: ignore[misc]
+                torch.autograd.backward([x for x in map(_loss, outputs) if x is not None])
             for run in runs:
                 run.update(options.lr)
             _print(step, outputs[0], loss)
@@ -77,7 +77,7 @@ def _distributed(rank_module: type[RankModule], folder: Path, options: argparse.
                 outputs = run.forward(inputs)
                 loss = _loss(outputs)
                 if loss is not None and loss.requires_grad:
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
             run.update(options.lr)
             if comm.rank == 0:
                 _print(step, outputs, loss)

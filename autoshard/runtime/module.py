@@ -91,4 +91,4 @@ def device() -> torch.device:
     """Where new tensors of this rank go: the device of the bound communicator."""
     from autoshard.runtime.communicator import current
 
-    return getattr(current(), "device", None) or torch.get_default_device()
+    return current().device or torch.get_default_device()

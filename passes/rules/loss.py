@@ -97,7 +97,8 @@ def _sums(node: Node, graph: Graph) -> int:
 
 
 def _nll(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    return _counted(_samples(node, graph).strategies(node, graph), node)
+    found: tuple[Strategy, ...] = _samples(node, graph).strategies(node, graph)
+    return found
 
 
 def _local_classification(function: str) -> Callable[[Site], Call]:

@@ -128,6 +128,17 @@ def _select_scatter(node: Node, graph: Graph) -> Factors:
     return Factors((dims, dims[:dim] + dims[dim + 1 :]), (dims,), sizes_of(shape), linear=((0, 1),))
 
 
+def _weight_norm(node: Node, graph: Graph) -> Factors:
+    """Each slice along ``dim`` is normalised by itself; of the norms only that dim is longer than 1."""
+    shapes = input_shapes(node, graph)
+    dim = positive(argument(node, "dim"), len(shapes[0]))
+    inputs = tuple(tuple("d" if d == dim else None for d in range(len(s))) for s in shapes)
+    outputs = tuple(tuple("d" if d == dim else None for d in range(len(s))) for s in output_shapes(node, graph))
+    linear = ((1,),) if node.op is aten._weight_norm.default else ()
+    # even: the kernel dies of an empty chunk
+    return Factors(inputs, outputs, {"d": shapes[0][dim]}, frozenset("d"), linear=linear)
+
+
 def _meshgrid(node: Node, graph: Graph) -> Factors:
     """Every result has a dim per operand; ``indexing="xy"`` swaps the first two."""
     shapes, results = input_shapes(node, graph), output_shapes(node, graph)
@@ -189,6 +200,7 @@ RULES: tuple[Rule, ...] = (
     *by_factors("slice_scatter.default", _in_place(_sliced), None, "sliced dim whole"),
     *by_factors("fliplr.default", _in_place(lambda node, shape: (1,)), None, "dim 1 whole"),
     *by_factors("flipud.default", _in_place(lambda node, shape: (0,)), None, "dim 0 whole"),
+    *by_factors("_weight_norm.default _weight_norm_interface.default", _weight_norm, None, "dim"),
     *by_factors("meshgrid.default meshgrid.indexing", _meshgrid, None, "a, b -> a b, a b"),
     *by_factors("broadcast_tensors.default", _broadcast_tensors, None, "..., ... -> ..., ..."),
     rule(aten.pixel_shuffle.default, "... (c q) h w -> ... c (h r) (w s)", linear=((0,),)),

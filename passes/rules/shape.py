@@ -108,6 +108,13 @@ def _squeeze(site: Site) -> Call:
     return Call(aten.squeeze.dims, (site.node.args[0], [d for d in asked if shape[d] == 1]), {})
 
 
+def _view_dtype(node: Node, graph: Graph) -> Factors:
+    """The same bytes as another dtype: the last dim changes its length where the element size does."""
+    (source,), (result,) = input_shapes(node, graph), output_shapes(node, graph)
+    dims = numbered(source, () if source == result else (len(source) - 1,))
+    return Factors((dims,), (dims,), sizes_of(source))
+
+
 def _expand(node: Node, graph: Graph) -> Factors:
     (result,) = output_shapes(node, graph)
     dims = numbered(result)
@@ -202,6 +209,7 @@ _RESHAPES: dict[str, Any] = {
 RULES: tuple[Rule, ...] = (
     *(r for name, op in _RESHAPES.items() for r in by_factors(name, _view, _sized(op), VIEW)),
     *by_factors("flatten.using_ints ravel.default unsqueeze.default", _view, None, VIEW),
+    *by_factors("view.dtype", _view_dtype, None, "elements"),
     *by_factors("unflatten.int", _view, _unflatten, VIEW),
     *by_factors("squeeze.default squeeze.dim squeeze.dims", _view, _squeeze, VIEW),
     *by_factors(

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .eliminate import Eliminator, Scope
-from .network import Array
-from .tables import Classes
+from autoshard.passes.search.eliminate import Eliminator, Scope
+from autoshard.passes.search.network import Array
+from autoshard.passes.search.tables import Classes
 
 
 @dataclass

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from .network import Array, CostNetwork
-from .tables import Tables
+from autoshard.passes.search.network import Array, CostNetwork
+from autoshard.passes.search.tables import Tables
 
 Scope = tuple[int, ...]
 
@@ -135,13 +135,17 @@ class Eliminator:
     def _key(self, node: int) -> tuple[int, tuple[int, ...], int]:
         return self.weight(node), tuple(sorted(self.factors[scope] for scope in self.touching[node])), node
 
-    def fits(self, max_weight: int, fixed: Iterable[int] = ()) -> bool:
-        """Whether cheapest-first elimination of all but the ``fixed`` nodes stays within ``max_weight`` join entries."""
-        gone = {node for node in self.alive if self.sizes[node] == 1}.union(fixed)
-        around = {node: set(self.neighbours(node)) - gone for node in self.alive - gone}
+    def fits(self, max_weight: int, sizes: Mapping[int, int] | None = None) -> bool:
+        """Whether cheapest-first elimination of all that is left stays within ``max_weight`` join entries.
+
+        ``sizes``: numbers of strategies to assume in place of the present ones.
+        """
+        size = {node: self.sizes[node] for node in self.alive} if sizes is None else sizes
+        many = {node for node in self.alive if size[node] > 1}
+        around = {node: set(self.neighbours(node)) & many for node in many}
 
         def weight(node: int) -> int:
-            return math.prod(self.sizes[other] for other in around[node]) * self.sizes[node]
+            return math.prod(size[other] for other in around[node]) * size[node]
 
         current = {node: weight(node) for node in sorted(around)}
         heap = [(w, node) for node, w in current.items()]
@@ -176,6 +180,11 @@ class Eliminator:
                 )
             choice[step.node] = int(np.argmin(total))
         return choice
+
+    @property
+    def strategies(self) -> int:
+        """How many strategies the nodes that are left have in sum."""
+        return sum(self.sizes[node] for node in self.alive)
 
     def held(self, node: int) -> Array:
         """What each of the node's strategies holds."""

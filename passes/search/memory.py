@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import highspy
 import numpy as np
 
-from ...errors import PlanError
-from .bound import Dual
-from .eliminate import Eliminator
-from .milp import Limit, solve_core
-from .network import Array, CostNetwork, Memory, Solution
-from .prune import NO_CHOICE, Pruner, restrict
+from autoshard.errors import PlanError
+from autoshard.passes.search.bound import Dual
+from autoshard.passes.search.eliminate import Eliminator
+from autoshard.passes.search.milp import Limit, solve_core
+from autoshard.passes.search.network import Array, CostNetwork, Memory, Solution
+from autoshard.passes.search.prune import NO_CHOICE, Pruner, restrict
 
-VERBOSE = 0
 T0 = time.perf_counter()
 Relaxed = Callable[[CostNetwork, float], Solution]
 Choice = tuple[int, ...]
@@ -30,6 +29,10 @@ PATIENCE = 30.0
 # The part of the time that the bound may take, and its iterations.
 BOUND_SHARE = 0.4
 MAX_ITERATIONS = 200
+# The part of the rest that the search among mixtures of the choices seen may take.
+MIX_SHARE = 0.3
+# Entries of the largest join of an elimination.
+MAX_JOIN = 100_000_000
 # Message passing before the MILP.
 SWEEPS = 30
 # The MILP first looks only this far above the bound, as a part of it; each failure looks four times as far.
@@ -107,6 +110,7 @@ class Search:
     cost: float = math.inf
     choice: Choice | None = None
     iterations: int = 0
+    seen: list[Choice] = field(default_factory=list)
 
     def offer(self, choice: Choice) -> None:
         if self.rows.fits(choice) and (cost := self.network.cost(choice)) < self.cost:
@@ -131,7 +135,8 @@ def solve_within(
     maximise_bound(search, relaxed, begin + BOUND_SHARE * seconds)
     bounded = time.perf_counter()
     looks = 0
-    if not search.closed:
+    if not search.closed and len(search.rows.live):
+        mix(search, make, bounded + MIX_SHARE * (search.deadline - bounded))
         looks = close_gap(search, make)
     if search.choice is None:
         what = "exists" if math.isinf(search.bound) else f"was found in {seconds:.0f} s"
@@ -163,12 +168,12 @@ def maximise_bound(search: Search, relaxed: Relaxed, deadline: float) -> None:
         cost = search.network.cost(found.choice)
         value = found.lower_bound - float(prices.sum())
         search.offer(found.choice)
+        search.seen.append(found.choice)
         cuts.append((cost, slope))
         if value > search.bound:
             search.bound, search.prices = value, prices
         elif math.isfinite(radius):
             radius /= 2
-        if VERBOSE:
             print(
                 search.iterations,
                 round(time.perf_counter() - T0, 2),
@@ -235,6 +240,18 @@ def close_gap(search: Search, make: Callable[[], tuple[Eliminator, Pruner]]) -> 
     return looks
 
 
+def mix(search: Search, make: Callable[[], tuple[Eliminator, Pruner]], deadline: float) -> None:
+    """The best choice that takes every node's strategy from one of the choices seen: feasible, and often near the best."""
+    network, pruner = make()
+    for node, strategies in enumerate(zip(*search.seen, strict=True)):
+        restrict(network, node, np.unique(np.array(strategies)))
+    try:
+        shrink(network, pruner)
+    except PlanError:
+        return
+    _exact(search, network, search.cost, deadline)
+
+
 def _look(search: Search, network: Eliminator, pruner: Pruner, target: float) -> bool:
     """Search all choices that cost at most ``target``; returns whether this was completed (then the bound is known)."""
     try:
@@ -245,28 +262,34 @@ def _look(search: Search, network: Eliminator, pruner: Pruner, target: float) ->
             dual.sweep(target + GAP * abs(target))
         for node, kept in dual.kept.items():
             restrict(network, node, kept)
-        while pruner.run(network):
-            pass
-        network.run(max_degree=2, max_weight=10**8)
-        while pruner.run(network):
-            network.run(max_degree=2, max_weight=10**8)
+        shrink(network, pruner)
     except PlanError:  # nothing is left below the target
         search.bound = max(search.bound, target)
         return True
+    lower, completed = _exact(search, network, target, search.deadline)
+    search.bound = max(search.bound, min(lower, target, search.cost))
+    return completed
+
+
+def shrink(network: Eliminator, pruner: Pruner) -> None:
+    """Prune, and eliminate the nodes that always hold the same, until neither finds anything."""
+    pruner.run(network)
+    network.run(max_degree=2, max_weight=MAX_JOIN)
+    while pruner.run(network):
+        network.run(max_degree=2, max_weight=MAX_JOIN)
+
+
+def _exact(search: Search, network: Eliminator, target: float, deadline: float) -> tuple[float, bool]:
+    """(lower bound of the choices left in ``network``, whether the MILP was solved to the end); offers what it finds."""
+    gone = network.gone
     limits = [
-        Limit(
-            {i: network.held(i) for i in network.alive if row[i]},
-            1 - sum(network.gone[i] for i in network.gone if row[i]),
-        )
+        Limit({i: network.held(i) for i in network.alive if row[i]}, 1 - sum(gone[i] for i in gone if row[i]))
         for row in search.rows.live
     ]
-    left = max(search.deadline - time.perf_counter(), 1.0)
-    found = solve_core(
-        list(network.core()), network.sizes, upper=target - network.constant, limits=limits, time_limit=left
-    )
+    left = max(deadline - time.perf_counter(), 1.0)
+    upper = target - network.constant
+    found = solve_core(list(network.core()), network.sizes, upper=upper, limits=limits, time_limit=left)
     if found.choice is not None:
         choice = network.back_substitute(dict(found.choice), len(network.steps))
         search.offer(tuple(choice[node] for node in range(len(network.sizes))))
-    lower = min(target, network.constant + found.lower_bound)
-    search.bound = max(search.bound, min(lower, search.cost))
-    return found.exact
+    return network.constant + found.lower_bound, found.exact

@@ -10,8 +10,8 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-from .eliminate import Scope
-from .network import Array
+from autoshard.passes.search.eliminate import Scope
+from autoshard.passes.search.network import Array
 
 # HiGHS works with absolute tolerances of about 1e-7; costs are scaled to make this part of the gap irrelevant.
 SCALE = 1e4

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import PlanError
+from autoshard.errors import PlanError
 
 Array = NDArray[np.float64]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...errors import PlanError
-from .eliminate import Eliminator, Pruned
-from .network import Array
-from .tables import BLOCK, Classes, Tables
+from autoshard.errors import PlanError
+from autoshard.passes.search.eliminate import Eliminator, Pruned
+from autoshard.passes.search.network import Array
+from autoshard.passes.search.tables import BLOCK, Classes, Tables
 
 NO_CHOICE = "no choice of strategies is feasible: every one meets a forbidden cost"
 # Stands for "forbidden" where infinity minus infinity would arise; beyond every sum of finite costs.

@@ -9,21 +9,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...errors import PlanError
-from .bound import Dual
-from .eliminate import Eliminator, Step
-from .memory import rows_of, solve_within
-from .milp import solve_core
-from .network import CostNetwork, Memory, Solution
-from .prune import NO_CHOICE, Pruner, restrict
-from .tables import Tables
+from autoshard.errors import PlanError
+from autoshard.passes.search.bound import Dual
+from autoshard.passes.search.eliminate import Eliminator, Step
+from autoshard.passes.search.memory import rows_of, solve_within
+from autoshard.passes.search.milp import solve_core
+from autoshard.passes.search.network import CostNetwork, Memory, Solution
+from autoshard.passes.search.prune import NO_CHOICE, Pruner, restrict
+from autoshard.passes.search.tables import Tables
 
 # Entries of the largest join that elimination computes without a second thought, and at all (the MILP's turn beyond).
 EASY_JOIN = 20_000_000
 MAX_JOIN = 1_000_000_000
-# Message passing ends after this many sweeps, or when a sweep closes less than this part of the gap.
-MAX_SWEEPS = 200
-LEAST_PROGRESS = 1e-3
+# Message passing ends after this many sweeps, or when PATIENCE of them close less than this part of the gap.
+MAX_SWEEPS = 300
+PATIENCE = 10
+LEAST_PROGRESS = 0.02
 # Part of the cost that is rounding noise of message passing.
 TOLERANCE = 1e-11
 # Bits kept for the sum of all costs: float64 has 53, messages and sums need no more than the rest.
@@ -78,7 +79,9 @@ def _solve(rounded: CostNetwork, network: CostNetwork, pruner: Pruner, deadline:
     work = Eliminator.of(rounded, pruner.tables)
     run = _Run(work, pruner, deadline, milp)
     _timed(run, "reduce", reduce)
-    if not work.fits(EASY_JOIN):
+    left = math.inf
+    while not work.fits(EASY_JOIN) and work.strategies < 0.9 * left:
+        left = work.strategies
         _timed(run, "bound", tighten)
     exact = _timed(run, "core", finish)
     choice = work.back_substitute(dict(run.incumbent), run.mark)
@@ -129,11 +132,15 @@ def reduce(run: _Run) -> None:
 
 
 def tighten(run: _Run) -> None:
-    """Message passing on the core: a lower bound, an incumbent, and the removal of what cannot beat it."""
+    """Message passing on the core: a lower bound, an incumbent, and the removal of what cannot beat it.
+
+    Ends when the gap is closed, when what is left is easily eliminated, or when nothing gets better any more.
+    """
     dual = Dual(run.network)
     tolerance = 0.0
-    while run.sweeps < MAX_SWEEPS and time.perf_counter() < run.deadline:
-        before = dual.bound, dual.strategies
+    tried = dual.strategies
+    marks = [(dual.bound, run.upper, tried)]
+    for _ in range(MAX_SWEEPS):
         dual.sweep(run.upper + tolerance)
         run.sweeps += 1
         choice = dual.decode()
@@ -141,13 +148,15 @@ def tighten(run: _Run) -> None:
         if cost < run.upper:
             run.incumbent, run.upper, run.mark = choice, cost, len(run.network.steps)
             tolerance = TOLERANCE * (abs(cost) + abs(dual.bound))
-        gap = run.upper - dual.bound
-        if gap <= tolerance or (
-            math.isfinite(gap) and dual.bound - before[0] < LEAST_PROGRESS * gap and dual.strategies == before[1]
-        ):
+        marks.append((dual.bound, run.upper, dual.strategies))
+        if run.upper - dual.bound <= tolerance or _stalled(marks) or time.perf_counter() > run.deadline:
             break
+        if dual.strategies < 0.8 * tried:
+            tried = dual.strategies
+            if run.network.fits(EASY_JOIN, {node: len(kept) for node, kept in dual.kept.items()}):
+                break
     dual.sweep(run.upper + tolerance)
-    run.bound = dual.bound
+    run.bound = max(run.bound, dual.bound)
     run.pruned += sum(run.network.sizes[node] for node in dual.order) - dual.strategies
     for node, kept in dual.kept.items():
         if len(kept) < run.network.sizes[node]:
@@ -155,10 +164,21 @@ def tighten(run: _Run) -> None:
     reduce(run)
 
 
+def _stalled(marks: list[tuple[float, float, int]]) -> bool:
+    """Whether the last sweeps brought no better choice, removed nothing and hardly narrowed the gap."""
+    if len(marks) <= PATIENCE:
+        return False
+    (bound, upper, strategies), (bound_now, upper_now, strategies_now) = marks[-PATIENCE - 1], marks[-1]
+    if upper_now < upper or strategies_now < strategies:
+        return False
+    gap = upper_now - bound_now if math.isfinite(upper_now) else abs(bound_now)
+    return bound_now - bound < LEAST_PROGRESS * gap
+
+
 def finish(run: _Run) -> bool:
     """Choices for the core; returns whether they are proven optimal."""
     work = run.network
-    run.core = len(work.alive), sum(work.sizes[node] for node in work.alive)
+    run.core = len(work.alive), work.strategies
     if work.fits(MAX_JOIN):
         work.run(max_degree=len(work.sizes), max_weight=sys.maxsize)  # ties may be taken in another order than tried
         run.incumbent, run.mark = {}, len(work.steps)
@@ -184,5 +204,5 @@ def finish(run: _Run) -> bool:
 def _timed(run: _Run, name: str, stage):  # type: ignore[no-untyped-def]
     begin = time.perf_counter()
     result = stage(run)
-    run.seconds[name] = round(time.perf_counter() - begin, 4)
+    run.seconds[name] = round(run.seconds.get(name, 0.0) + time.perf_counter() - begin, 4)
     return result
