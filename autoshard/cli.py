@@ -1,4 +1,4 @@
-"""``autoshard plan|compile|verify|show MODEL --mesh dp=2,tp=4``."""
+"""``autoshard plan|compile|verify|show MODEL --mesh dp=2,tp=4``, ``autoshard demo``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,12 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--out", type=Path, required=name == "compile", help="where to write")
         if name == "verify":
             command.add_argument("--steps", type=int, default=1, help="AdamW steps (default 1)")
-            command.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
+            command.add_argument(
+                "--dtype", default="float64", choices=("float64", "float32", "bfloat16"), help="default float64"
+            )
+    shown = commands.add_parser("demo", help="the whole way on a small GPT", description="The whole way on a small GPT.")
+    shown.set_defaults(run=_demo)
+    shown.add_argument("--out", type=Path, default=Path("autoshard-demo"), help="where to write (./autoshard-demo)")
     return parser
 
 
@@ -202,6 +207,12 @@ def _show(options: argparse.Namespace) -> int:
         sharded.visualize(options.out)
         print(f"written to {options.out}")
     return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from autoshard.demo import demo
+
+    return demo(options.out)
 
 
 if __name__ == "__main__":

@@ -206,16 +206,16 @@ def _of_step(program: Program, s: Statement, backward: list[Collective], again: 
     rate = step.seconds / moved if moved else 0.0
     if step.is_collective:
         seconds = step.forward_bytes * rate
-        yield Collective(step.kind, step.axes, "forward", step.forward_bytes, fqn, reason, public, seconds)
+        yield Collective(step.kind, step.axes, "forward", step.forward_bytes, fqn, reason, public, seconds, op)
     if step.backward and program.types[s.value].grad:
         seconds = step.backward_bytes * rate
         backward.append(
-            Collective(step.backward, step.axes, "backward", step.backward_bytes, fqn, reason, public, seconds)
+            Collective(step.backward, step.axes, "backward", step.backward_bytes, fqn, reason, public, seconds, op)
         )
     if again:
         seconds = mesh.link(step.axes).seconds(step.forward_bytes, mesh.size_of(step.axes))
         why = f"{reason} (gathered again)"
-        backward.append(Collective(step.kind, step.axes, "backward", step.forward_bytes, fqn, why, public, seconds))
+        backward.append(Collective(step.kind, step.axes, "backward", step.forward_bytes, fqn, why, public, seconds, op))
 
 
 def _of_node(program: Program, s: Statement, backward: list[Collective]) -> Iterator[Collective]:

@@ -47,8 +47,22 @@ class DistributedModule(ShardedModule):
 
     # --- tensors ---
 
-    def _parameter(self, p: nn.Parameter, layout: Layout, name: str) -> nn.Parameter:
-        if p.is_meta:
+    def _seed(self) -> int:
+        return int(self._from_first(torch.tensor(torch.initial_seed())).item())
+
+    def _from_first(self, value: torch.Tensor) -> torch.Tensor:
+        """Rank 0's value, on every rank."""
+        value = value.to(self._device)
+        dist.broadcast(value, src=0)
+        return value
+
+    def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+        return full if layout is None else shard_of(full, layout, self._comm.rank)
+
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+        if initial is not None:
+            local = initial.detach().to(self._device, copy=True).contiguous()
+        elif p.is_meta:
             shape = layout.local_shape(p.shape, self._comm.rank)
             local = torch.zeros(shape, dtype=p.dtype, device=self._device)
         else:
@@ -61,8 +75,9 @@ class DistributedModule(ShardedModule):
             local, self.device_mesh, layout.to_torch(), run_check=False, shape=torch.Size(shape), stride=stride
         )
 
-    def _buffer(self, b: torch.Tensor, name: str) -> torch.Tensor:
-        return (torch.zeros_like(b, device="cpu") if b.is_meta else b.detach().clone()).to(self._device)
+    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+        zeros = torch.zeros_like(b, device="cpu") if b.is_meta and initial is None else b
+        return (zeros if initial is None else initial).detach().clone().to(self._device)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
@@ -125,7 +140,9 @@ class DistributedModule(ShardedModule):
 
     def _tensors(self, executable: Executable) -> dict[str, torch.Tensor]:
         parameters = {i.fqn: self.get_parameter(i.fqn) for i in executable.graph.inputs if i.kind == "parameter"}
-        locals_ = runtime.wait_gradients(*_Locals.apply(*parameters.values())) if parameters else ()
+        locals_: tuple[torch.Tensor, ...] = ()
+        if parameters:
+            locals_ = runtime.wait_gradients(*_Locals.apply(*parameters.values()))  # type: ignore[no-untyped-call]
         found = dict(zip(parameters, locals_, strict=True))
         for value in executable.graph.inputs:
             if value.kind == "buffer":
@@ -174,7 +191,7 @@ class _Locals(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         return tuple(
-            None if g is None else DTensor(g, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+            None if g is None else DTensor(g, spec, requires_grad=False)
             for g, spec in zip(gradients, ctx.specs, strict=True)
         )
 

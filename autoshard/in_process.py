@@ -13,7 +13,7 @@ from autoshard.module import Executable, Settings, ShardedModule
 from autoshard.passes.ir import Ref
 from autoshard.runtime.communicator import Executed
 from autoshard.runtime.in_process import World
-from autoshard.simulate import Cut, Join, join
+from autoshard.simulate import cut, join, joined
 
 
 class InProcessModule(ShardedModule):
@@ -31,11 +31,11 @@ class InProcessModule(ShardedModule):
         """Append every collective that is really executed to ``log`` (None: stop)."""
         self._world.log = log
 
-    def _parameter(self, p: nn.Parameter, layout: Layout, name: str) -> nn.Parameter:
-        return nn.Parameter(_real(p, name).clone(), requires_grad=p.requires_grad)
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+        return nn.Parameter(_real(p, initial), requires_grad=p.requires_grad)
 
-    def _buffer(self, b: torch.Tensor, name: str) -> torch.Tensor:
-        return _real(b, name).clone()
+    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+        return _real(b, initial)
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         program = executable.compiled.program
@@ -59,14 +59,7 @@ class InProcessModule(ShardedModule):
         leaves: list[Any] = []
         for i, out in enumerate(program.outputs):
             if not isinstance(out, Ref):
-                leaves.append(out)
-                continue
-            type_ = program.types[out.name]
-            leaves.append(
-                Join.apply(  # type: ignore[no-untyped-call]
-                    program.layouts[out.name], type_.shape, f"output {i}", *(r[i] for r in results)
-                )
-            )
+                leaves.append(joined([r[i] for r in results], program.layouts[out.name], type_.shape, f"output {i}"))
         first = len(program.outputs)
         mutated = {
             fqn: join([r[first + i].detach() for r in results], program.layouts[name], program.types[name].shape, fqn)
@@ -86,7 +79,7 @@ class InProcessModule(ShardedModule):
                 full = self.get_parameter(value.fqn)
             else:
                 full = self.get_buffer(value.fqn)
-            found[value.fqn] = Cut.apply(full, executable.compiled.plan.layouts[value.fqn], value.fqn)
+            found[value.fqn] = cut(full, executable.compiled.plan.layouts[value.fqn], value.fqn)
         return found
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
@@ -98,13 +91,12 @@ class InProcessModule(ShardedModule):
         """A global input for every rank; its gradient is whole on each of them."""
         whole = Layout(self.mesh, [I if x.requires_grad else R] * self.mesh.ndim)
         if x.requires_grad and torch.is_grad_enabled():
-            spread: tuple[torch.Tensor, ...] = Cut.apply(x, whole, "an input")
-            return spread
+            return cut(x, whole, "an input")
         return (x,) * self.mesh.size
 
 
-def _real(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The tensor's data; a meta tensor becomes uninitialised memory to be loaded or initialised."""
-    if tensor.is_meta:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    return tensor.detach()
+def _real(tensor: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+    """A copy of the tensor's data; a meta tensor becomes its initial value, or zeros to be loaded."""
+    if not tensor.is_meta:
+        return tensor.detach().clone()
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if initial is None else initial.detach().clone()

@@ -17,6 +17,7 @@ from torch import nn
 
 from autoshard.compiler import Compiled, build
 from autoshard.errors import CaptureError, PlanError
+from autoshard.initialise import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
@@ -156,9 +157,10 @@ class ShardedModule(nn.Module):
         taken: dict[int, torch.Tensor] = {}
         layouts = dict(layouts)
         names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
+        initial = self._initial(model, {**layouts, **{a: layouts[n] for a, n in names.items() if n in layouts}})
         for name, p in model.named_parameters(remove_duplicate=False):
             if id(p) not in taken:
-                taken[id(p)] = self._parameter(p, layouts[names.get(name, name)], name)
+                taken[id(p)] = self._parameter(p, layouts[names.get(name, name)], initial.get(name))
             self._register(name, taken[id(p)], parameter=True)
         transient = {
             f"{prefix}.{n}" if prefix else n
@@ -167,9 +169,25 @@ class ShardedModule(nn.Module):
         }
         for name, b in model.named_buffers(remove_duplicate=False):
             if id(b) not in taken:
-                taken[id(b)] = self._buffer(b, name)
+                taken[id(b)] = self._buffer(b, initial.get(name))
             self._register(name, taken[id(b)], parameter=False, persistent=name not in transient)
         object.__setattr__(self, "_model", _skeleton(model))
+
+    def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+        """Initial values (this rank's shards of parameters) of a model from ``deferred_init``; else nothing."""
+        if recording_of(model) is None:
+            if any(p.is_meta for p in model.parameters()):
+                log.warning("%s is on the meta device: its weights are zeros until they are loaded", self._title)
+            return {}
+        return materialise(model, self._seed(), lambda name, full: self._kept(full, layouts.get(name)))
+
+    def _seed(self) -> int:
+        """The seed of the default generator, the same on every rank."""
+        return torch.initial_seed()
+
+    def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+        """What this process keeps of a full initial value; ``layout`` is None for buffers."""
+        return full
 
     def _register(self, name: str, tensor: torch.Tensor, parameter: bool, persistent: bool = True) -> None:
         *path, leaf = name.split(".")
@@ -209,10 +227,10 @@ class ShardedModule(nn.Module):
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         raise NotImplementedError
 
-    def _parameter(self, p: nn.Parameter, layout: Layout, name: str) -> nn.Parameter:
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         raise NotImplementedError
 
-    def _buffer(self, b: torch.Tensor, name: str) -> torch.Tensor:
+    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
         raise NotImplementedError
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -291,7 +309,7 @@ def _key(leaf: Any) -> Any:
 
 def _skeleton(model: nn.Module) -> nn.Module:
     """A copy of ``model`` with every tensor on the meta device; ties are kept, no memory is taken."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(recording_of(model)): None}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
     for b in model.buffers():

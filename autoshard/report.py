@@ -215,10 +215,9 @@ def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
     """Collectives with equal layers folded, the most expensive first."""
     groups: dict[tuple[str, tuple[str, ...], str, str, str], list[Collective]] = {}
     for c in collectives:
-        where, change = globbed(c.fqn), _change(c)
-        groups.setdefault((c.kind, c.axes, c.phase, where, change), []).append(c)
+        groups.setdefault((c.kind, c.axes, c.phase, globbed(c.fqn), _change(c)), []).append(c)
     rows = [
-        Traffic(*key, len(found), sum(c.bytes for c in found), sum(c.seconds for c in found), found[0])
+        Traffic(*key[:3], key[3] if len(found) > 1 else found[0].fqn, key[4], len(found), sum(c.bytes for c in found), sum(c.seconds for c in found), found[0])
         for key, found in groups.items()
     ]
     return tuple(sorted(rows, key=lambda t: (-t.seconds, -t.bytes)))
@@ -228,7 +227,7 @@ def _change(c: Collective) -> str:
     """What happens to which value, without the numbers that name one layer: ``linear P@tp → S(1)@tp``."""
     value, colon, change = c.reason.partition(": ")
     if not colon or " → " not in change:
-        return c.reason.replace("aten.", "", 1).replace(".default ", " ", 1)
+        return c.reason.replace("aten.", "", 1).replace(".default", "", 1)
     change, again, _ = change.partition(" (")
     src, dst = (side.split() for side in change.split(" → "))
     before, after = " ".join(x for x in src if x not in dst), " ".join(x for x in dst if x not in src)

@@ -62,9 +62,19 @@ def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout:
         raise RuntimeMismatchError(f"{what}: rank {rank} disagrees with the ranks that hold the same data ({layout})")
 
 
-class Cut(torch.autograd.Function):
-    """A full leaf → its part on every rank; the backward puts the ranks' gradients together."""
+def cut(full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
+    """``full``'s part on every rank; the backward puts the ranks' gradients together."""
+    parts: tuple[torch.Tensor, ...] = _Cut.apply(full, layout, name)  # type: ignore[no-untyped-call]
+    return parts
 
+
+def joined(shards: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...], name: str) -> torch.Tensor:
+    """:func:`join`, differentiable: the backward cuts the gradient."""
+    full: torch.Tensor = _Join.apply(layout, shape, name, *shards)  # type: ignore[no-untyped-call]
+    return full
+
+
+class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
         ctx.layout, ctx.shape, ctx.name = layout, full.shape, name
@@ -82,9 +92,7 @@ class Cut(torch.autograd.Function):
         return join(given, ctx.layout.gradient(), ctx.shape, f"the gradient of {ctx.name}"), None, None
 
 
-class Join(torch.autograd.Function):
-    """The parts of all ranks → the full tensor; the backward cuts the gradient."""
-
+class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: Layout, shape: tuple[int, ...], name: str, *shards: torch.Tensor) -> torch.Tensor:
         ctx.layout = layout

@@ -26,7 +26,7 @@ LATENCY, BANDWIDTH, FLOPS, MEMORY_BANDWIDTH = 1e-5, 5e10, 4e14, 2e12  # s, bytes
 
 
 class Llama:
-    """Builds the cost network of a Llama: an op is a node, a use of a value is an edge, parameters are nodes of degree 1.
+    """Builds the cost network of a Llama: an op is a node, a use of a value an edge, a parameter a node of degree 1.
 
     Strategies of an op along one mesh axis: all I, all R, P through its first operand where linear, and every factor
     of its spec ("b s k, n k -> b s n"; upper-case factors stay whole). On the mesh they combine freely.

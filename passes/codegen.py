@@ -84,6 +84,7 @@ class _Emitter:
         self.classes: list[_BlockClass] = []
         self.method_of: dict[int, str] = {}
         self.tensors = self._tensors()
+        self.read_later = self._read_later()
         operations = (s.node for s in program.statements if s.step is None and s.node is not None)
         self.last_of = {node.fqn: node for node in operations}
 
@@ -126,6 +127,15 @@ class _Emitter:
             owner = next((p for p in paths if value.fqn.startswith(p + ".")), "")
             held[owner].append(value)
         return held
+
+    def _read_later(self) -> list[frozenset[str]]:
+        """Per segment: local names that later segments read, or that are returned."""
+        later = {r.name for r in self.program.outputs if isinstance(r, Ref)} | set(self.program.mutations.values())
+        found = []
+        for segment in reversed(self.segments):
+            found.append(frozenset(later))
+            later.update(segment.inputs)
+        return found[::-1]
 
     def _blocks(self) -> None:
         """One class per distinct (tensors, methods)."""
@@ -182,7 +192,7 @@ class _Emitter:
         for name in segment.inputs:
             names.fresh(name, self._argument_name(name))
         signature = ["self", *(names.of[n] for n in segment.inputs)]
-        body = self._statements(segment, names, segment.path)
+        body = self._statements(segment, names, segment.path, frozenset(segment.outputs))
         returned = ", ".join(names.of[o] for o in segment.outputs)
         lines = [*_signature("forward", signature), *body, f"        return {returned}".rstrip()]
         return "\n".join(lines) + "\n"
@@ -197,16 +207,16 @@ class _Emitter:
 
     # --- statements ---
 
-    def _statements(self, segment: Segment, names: _Names, path: str) -> list[str]:
+    def _statements(self, segment: Segment, names: _Names, path: str, kept: frozenset[str]) -> list[str]:
+        """``kept``: names whose values are read after the segment."""
         last_use = {name: i for i, s in enumerate(segment.statements) for name in reads(s)}
-        kept = set(segment.outputs)
         lines: list[str] = []
         for i, statement in enumerate(segment.statements):
             lines += self._statement(statement, names, path, i, last_use, kept)
         return lines
 
     def _statement(
-        self, s: Statement, names: _Names, path: str, i: int, last_use: Mapping[str, int], kept: set[str]
+        self, s: Statement, names: _Names, path: str, i: int, last_use: Mapping[str, int], kept: frozenset[str]
     ) -> list[str]:
         for name in reads(s):
             if name not in names.of:
@@ -254,7 +264,7 @@ class _Emitter:
 
     def _own(self, name: str, path: str) -> str:
         fqn = self.inputs[name].fqn
-        return "self." + python_path(fqn[len(path) + 1 :] if path and fqn.startswith(path + ".") else fqn)
+        return python_path(fqn[len(path) + 1 :] if path and fqn.startswith(path + ".") else fqn)
 
     def _wanted(self, s: Statement, out: str, path: str) -> str:
         node = s.node
@@ -293,7 +303,7 @@ class _Emitter:
             if segment.path:
                 body += self._block_call(number, segment, names)
             else:
-                body += self._statements(segment, names, "")
+                body += self._statements(segment, names, "", self.read_later[number])
         returned = []
         for out in (*self.program.outputs, *(Ref(n) for n in self.program.mutations.values())):
             if isinstance(out, Ref):
@@ -338,11 +348,9 @@ class _Emitter:
             if name not in names.of:
                 names.of[name] = self._own(name, "")
         method = self.method_of[number]
-        call = f"self.{python_path(segment.path)}" + ("" if method == "forward" else f".{method}")
+        call = python_path(segment.path) + ("" if method == "forward" else f".{method}")
         arguments = ", ".join(names.of[n] for n in segment.inputs)
-        later = {n for s in self.segments[number + 1 :] for n in s.inputs} | {
-            r.name for r in self.program.outputs if isinstance(r, Ref)
-        }
+        later = self.read_later[number]
         targets = []
         for out in segment.outputs:
             again = next(
@@ -397,9 +405,15 @@ def op_name(name: str) -> str:
     return re.sub(r"(_\d+)+$", "", name.split("__")[0]).strip("_") or "x"
 
 
-def python_path(fqn: str) -> str:
-    """``layers.0.mlp`` as ``layers[0].mlp``."""
-    return re.sub(r"\.?(?:(?<=\.)|^)(\d+)(?=\.|$)", r"[\1]", fqn) if re.search(r"(^|\.)\d+", fqn) else fqn
+def python_path(path: str) -> str:
+    """``self.layers[0].mlp`` for ``layers.0.mlp``; a part that is no identifier becomes an item as well."""
+    text = "self"
+    for part in path.split("."):
+        if part.isdigit():
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if part.isidentifier() and not keyword.iskeyword(part) else f"[{literal(part)}]"
+    return text
 
 
 def literal_mesh(sizes: Mapping[str, int]) -> str:

@@ -2,137 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from elementwise_samples import ELEMENTWISE, NO_DERIVATIVE, OWN
+from sample_makers import Sample, b, call, distinct, f, i, unit, z
 
-from autoshard.passes.rules import pointwise
+__all__ = ["NO_DERIVATIVE", "SAMPLES", "SHAPES_ONLY", "call", "f"]
 
 aten = torch.ops.aten
-Sample = tuple[tuple[Any, ...], dict[str, Any]]
-
-_random = torch.Generator().manual_seed(7)
-
-
-def f(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=_random, dtype=torch.float64)
-
-
-def unit(*shape: int) -> torch.Tensor:
-    """In (0.2, 0.9), where most functions are defined."""
-    return torch.rand(shape, generator=_random, dtype=torch.float64) * 0.7 + 0.2
-
-
-def z(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=_random, dtype=torch.complex128)
-
-
-def i(high: int, *shape: int) -> torch.Tensor:
-    return torch.randint(0, high, shape, generator=_random)
-
-
-def b(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=_random) < 0.5
-
-
-def distinct(*shape: int) -> torch.Tensor:
-    """No two elements equal, so that order and extremes are unique."""
-    n = int(torch.tensor(shape).prod())
-    return (torch.randperm(n, generator=_random).double() - n / 2).view(shape) / 3
-
-
-def call(*args: Any, **kwargs: Any) -> Sample:
-    return args, kwargs
-
-
-# Elementwise ops: samples from the schema.
-
-NO_DERIVATIVE = {
-    *("nextafter", "heaviside", "gcd", "lcm", "igamma", "igammac", "special_zeta", "isclose", "floor_divide"),
-    *("frexp", "log_sigmoid_forward", "special_ndtri", "special_log_ndtr", "special_erfcx", "special_i1e"),
-    *("copy", "remainder.Scalar_Tensor", "view.dtype"),
-}
-_INTEGER = ("bitwise", "__", "gcd", "lcm")
-_FIRST_BOOL = {"where"}
-_SECOND_BOOL = {"masked_fill"}
-SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (((4, 3),) * 3, ((2, 3, 4), (3, 1), (2, 1, 4)), ((3, 1), (5,), ()))
-
-
-def _operand(name: str, position: int, shape: tuple[int, ...]) -> torch.Tensor:
-    if (name in _FIRST_BOOL and position == 0) or (name in _SECOND_BOOL and position == 1):
-        return b(*shape)
-    if name.startswith(_INTEGER):
-        return i(4, *shape) + 1
-    return unit(*shape)
-
-
-_SCALARS = {"polygamma": 1, "mvlgamma": 1, "round": 1}
-
-
-def elementwise_samples(op: torch._ops.OpOverload) -> list[Sample]:
-    """Equal shapes, and shapes that broadcast, for every tensor argument; a constant for every required number."""
-    name = op._schema.name.removeprefix("aten::")
-    found = []
-    for shapes in SHAPES:
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        count = 0
-        for a in op._schema.arguments:
-            if "Tensor" in str(a.type):
-                value: Any = _operand(name, count, shapes[count])
-                count += 1
-            elif a.has_default_value() or str(a.type).startswith("Optional"):
-                continue
-            else:
-                value = _SCALARS.get(name, 2 if name.startswith(_INTEGER) or str(a.type) == "int" else 0.4)
-            if a.kwarg_only:
-                kwargs[a.name] = value
-            else:
-                args.append(value)
-        found.append((tuple(args), kwargs))
-    return found
-
-
-_OWN: dict[torch._ops.OpOverload, list[Sample]] = {
-    aten.to.dtype: [call(f(4, 3), torch.float32), call(i(9, 4, 3), torch.float64), call(f(4, 3), torch.int64)],
-    aten.to.device: [call(f(4, 3), torch.device("cpu"), torch.float64)],
-    aten.to.dtype_layout: [call(f(4, 3), dtype=torch.float64)],
-    aten._to_copy.default: [call(f(4, 3), dtype=torch.float64), call(f(4, 3), dtype=torch.int32)],
-    aten.div.Tensor_mode: [call(unit(4, 3), unit(3), rounding_mode=m) for m in (None, "floor", "trunc")],
-    aten.div.Scalar_mode: [call(unit(4, 3), 0.3, rounding_mode=m) for m in (None, "floor")],
-    aten.divide.Tensor_mode: [call(unit(4, 3), unit(3), rounding_mode="floor")],
-    aten.divide.Scalar_mode: [call(unit(4, 3), 0.3, rounding_mode="floor")],
-    aten.add.Tensor: [call(f(4, 3), f(4, 3), alpha=2), call(f(2, 4, 3), f(4, 1)), call(f(4, 3), 1.5), call(f(3), f())],
-    aten.sub.Tensor: [call(f(4, 3), f(4, 3), alpha=2), call(f(2, 4, 3), f(4, 1)), call(i(9, 4, 3), 1)],
-    aten.mul.Tensor: [call(f(4, 3), f(4, 3)), call(f(2, 4, 1), f(4, 3)), call(f(4, 3), 1.5), call(i(5, 4), b(4))],
-    aten.div.Tensor: [call(f(4, 3), unit(4, 3)), call(i(9, 4, 3), 3), call(f(4, 3), unit(3))],
-    aten.where.ScalarOther: [call(b(4, 3), f(4, 3), s) for s in (0, 1.5)],
-    aten.where.ScalarSelf: [call(b(4, 3), s, f(3)) for s in (0, 1.5)],
-    aten.where.Scalar: [call(b(4, 3), 0.5, 1.5)],
-    aten.masked_fill.Scalar: [call(f(4, 3), b(4, 3), 0), call(f(2, 4, 3), b(4, 1), -1e4)],
-    aten.masked_fill.Tensor: [call(f(4, 3), b(3), f())],
-    aten.copy.default: [call(f(4, 3), f(4, 3)), call(f(2, 4, 3), f(4, 1))],
-    aten.fill.Tensor: [call(f(4, 3), f())],
-    aten.clamp.Tensor: [call(f(4, 3), unit(3)), call(f(4, 3), None, unit(4, 1))],
-    aten.clip.Tensor: [call(f(4, 3), unit(3)), call(f(4, 3), None, unit(4, 1))],
-    aten.clamp.default: [call(f(4, 3), -0.5, 0.5), call(f(4, 3), max=0.1)],
-    aten.clip.default: [call(f(4, 3), -0.5, 0.5)],
-    aten.logical_and.default: [call(b(4, 3), b(3))],
-    aten.eq.Tensor: [call(i(3, 4, 3), i(3, 3))],
-    aten.bitwise_not.default: [call(b(4, 3)), call(i(4, 4, 3))],
-    aten.complex.default: [call(f(4, 3), f(4, 3))],
-    aten.view_as_real.default: [call(z(4, 3))],
-    aten.view_as_complex.default: [call(f(4, 3, 2))],
-    aten._conj.default: [call(z(4, 3))],
-    aten.real.default: [call(z(4, 3))],
-    aten.imag.default: [call(z(4, 3))],
-    aten.prelu.default: [call(f(4, 3, 2), f(3)), call(f(4, 3), f(1))],
-    aten.special_zeta.other_scalar: [call(unit(4, 3) + 1.5, 2.0)],
-}
-
-ELEMENTWISE = {
-    rule.op: _OWN.get(rule.op, elementwise_samples(rule.op)) for rule in pointwise.RULES if rule.op not in _OWN
-}
 
 MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
     aten.linear.default: [
@@ -182,6 +58,23 @@ MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
     aten.logdet.default: [call(f(3, 2, 2) + 3 * torch.eye(2))],
     aten.linalg_slogdet.default: [call(f(3, 2, 2))],
     aten.linalg_cholesky.default: [call(f(3, 2, 2) * 0.1 + 3 * torch.eye(2))],
+    aten.cholesky.default: [call(f(3, 2, 2) * 0.1 + 3 * torch.eye(2))],
+    aten.cholesky_inverse.default: [call(f(3, 2, 2) + 3 * torch.eye(2))],
+    aten.linalg_matrix_power.default: [call(f(3, 2, 2), 3)],
+    aten.pinverse.default: [call(f(3, 2, 2))],
+    aten.linalg_svdvals.default: [call(f(3, 3, 2))],
+    aten.linalg_eigvalsh.default: [call(f(3, 2, 2))],
+    aten.linalg_eigvals.default: [call(f(3, 2, 2))],
+    aten.linalg_cholesky_ex.default: [call(f(3, 2, 2) * 0.1 + 3 * torch.eye(2))],
+    aten.linalg_inv_ex.default: [call(f(3, 2, 2) + 3 * torch.eye(2))],
+    aten.linalg_eigh.default: [call(f(3, 2, 2))],
+    aten.linalg_eig.default: [call(f(3, 2, 2))],
+    aten.linalg_qr.default: [call(f(3, 3, 2))],
+    aten.linalg_svd.default: [call(f(3, 3, 2), False)],
+    aten.linalg_solve_triangular.default: [call(f(2, 3, 3) + 3 * torch.eye(3), f(2, 3, 5), upper=True)],
+    aten.linalg_vecdot.default: [call(f(4, 3), f(4, 3)), call(f(2, 4, 3), f(4, 3))],
+    aten.addr.default: [call(f(4, 5), f(4), f(5), beta=2), call(f(1, 5), f(4), f(5))],
+    aten.trace.default: [call(f(4, 4))],
     aten._grouped_mm.default: [
         call(f(7, 16).bfloat16(), f(5, 16, 24).bfloat16(), torch.tensor([2, 2, 5, 6, 7], dtype=torch.int32)),
     ],
@@ -227,6 +120,8 @@ REDUCE: dict[str, list[Sample]] = {
     "topk.default": [call(d, 2), call(d, 2, 1)],
     "kthvalue.default": [call(d, 2), call(d, 2, 1, True)],
     "mode.default": [call(d), call(d, 0)],
+    "cosine_similarity.default": [call(f(4, 3), f(4, 3)), call(f(2, 3, 4), f(3, 1), 1)],
+    "linalg_cross.default": [call(f(4, 3), f(4, 3)), call(f(3, 5), f(3, 5), dim=0)],
     "histc.default": [call(unit(4, 5), 4, 0, 1), call(unit(7), 3)],
     "norm.ScalarOpt_dim_dtype": [call(f(3, 4), 2, [1], False, dtype=torch.float64)],
     "linalg_norm.default": [call(f(3, 4), None, [1]), call(f(3, 4))],
@@ -303,6 +198,24 @@ SHAPE: dict[str, list[Sample]] = {
     "select_scatter.default": [call(f(4, 6), f(4), 1, 2)],
     **{f"{n}.default": [call(f(4, 3, 2), unit(4, 1, 1))] for n in ("_weight_norm", "_weight_norm_interface")},
     "view.dtype": [call(f(4, 3), torch.int64), call(f(4, 3), torch.int32)],
+    "unsqueeze_copy.default": [call(f(4, 3), 1)],
+    "squeeze_copy.default": [call(f(2, 1, 3))],
+    "squeeze_copy.dim": [call(f(2, 1, 3), 1)],
+    "squeeze_copy.dims": [call(f(2, 1, 3, 1), [1, 3])],
+    "expand_copy.default": [call(f(2, 1, 3), [2, 4, -1])],
+    "transpose_copy.int": [call(f(2, 3, 4), 1, 2)],
+    "t_copy.default": [call(f(4, 3))],
+    "permute_copy.default": [call(f(2, 3, 4), [2, 0, 1])],
+    "narrow_copy.default": [call(f(4, 3), 1, 0, 2)],
+    "split_with_sizes_copy.default": [call(f(4, 6), [1, 5], 1)],
+    "unbind_copy.int": [call(f(4, 3), 1)],
+    "diagonal_copy.default": [call(f(2, 4, 4), 0, 1, 2)],
+    "unfold_copy.default": [call(f(4, 6), 1, 3, 2)],
+    "hstack.default": [call([f(4, 3), f(4, 2)]), call([f(4), f(3)])],
+    "vstack.default": [call([f(4, 3), f(2, 3)]), call([f(4), f(4)])],
+    "dstack.default": [call([f(4, 3, 2), f(4, 3, 1)]), call([f(4, 3), f(4, 3)])],
+    "column_stack.default": [call([f(4, 3), f(4, 2)]), call([f(4), f(4)])],
+    "rot90.default": [call(f(4, 3, 5), 1, [0, 1]), call(f(4, 3), 2)],
     "fliplr.default": [call(f(4, 3))],
     "flipud.default": [call(f(4, 3))],
     "meshgrid.default": [call([f(4), f(3)])],
@@ -405,7 +318,7 @@ def _op(name: str) -> torch._ops.OpOverload:
 
 SAMPLES: dict[torch._ops.OpOverload, list[Sample]] = {
     **ELEMENTWISE,
-    **_OWN,
+    **OWN,
     **MATMUL,
     **{_op(name): samples for table in (REDUCE, SHAPE, INDEX, FACTORY) for name, samples in table.items()},
 }

@@ -31,7 +31,9 @@ def _has_derivative(op: torch._ops.OpOverload) -> bool:
 
 
 @pytest.mark.parametrize("op", [rule.op for rule in all_rules()], ids=str)
-@pytest.mark.filterwarnings("ignore:The use of `x.T`", "ignore:at::frobenius_norm", "ignore:torch.meshgrid")
+@pytest.mark.filterwarnings(
+    "ignore:The use of `x.T`", "ignore:at::frobenius_norm", "ignore:torch.meshgrid", "ignore:torch.cholesky"
+)
 def test_rule(op: torch._ops.OpOverload) -> None:
     assert op in SAMPLES, f"{op} has a rule and no samples; add some to tests/rule_samples.py"
     check = check_rule(op, SAMPLES[op], values=op not in SHAPES_ONLY, gradients=_has_derivative(op))

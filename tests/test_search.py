@@ -1,4 +1,4 @@
-"""The search against brute force on small networks, and what it promises: exactness, determinism, equal layers alike."""
+"""The search against brute force on small networks: exactness, memory limits, determinism, equal layers alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, solve, solver
+from autoshard.passes.search import CostNetwork, Memory, solve, solver, tables
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.eliminate import Eliminator
 from autoshard.passes.search.milp import solve_core
@@ -182,7 +182,8 @@ def test_sharing_arrays_changes_nothing() -> None:
 @settings(max_examples=30, deadline=None)
 @given(network=networks(forbidden=0.0))
 def test_the_same_every_time(network: CostNetwork) -> None:
-    assert solve(network) == solve(network) or solve(network).choice == solve(network).choice
+    first, second = solve(network), solve(network)
+    assert (first.choice, first.cost) == (second.choice, second.cost)
 
 
 @settings(max_examples=60, deadline=None)
@@ -205,8 +206,68 @@ def test_time_limit_leaves_a_valid_interval() -> None:
 
 
 def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: an elimination that takes the maximum is caught by the comparison with brute force."""
-    monkeypatch.setattr(Tables, "_eliminate", lambda self, factors, rank: -np.zeros(()))
-    network = CostNetwork((np.array([3.0, 4.0]),), ())
+    """Negative control: an elimination that forgets the costs is caught by the comparison with brute force."""
+    network = dense(np.random.default_rng(4), nodes=5, size=3, forbidden=0.0)
+    check(network)
+    monkeypatch.setattr(tables, "_min_sum", lambda parts, shape: np.zeros(shape))
     with pytest.raises(AssertionError):
-        assert solve(network).cost == solve(network).lower_bound == 0.0
+        check(network)
+
+
+def holds(memory: Memory, choice: tuple[int, ...]) -> float:
+    """The most that is held at any time."""
+    lives = memory.intervals or ((0, 1),) * len(choice)
+    end = max(end for _, end in lives)
+    used = [
+        sum(u[s] for u, s, (a, b) in zip(memory.usage, choice, lives, strict=True) if a <= t < b) for t in range(end)
+    ]
+    return max(used, default=0.0)
+
+
+@st.composite
+def limited_networks(draw: st.DrawFn) -> tuple[CostNetwork, Memory]:
+    network = draw(networks(max_nodes=5, max_edges=8, forbidden=0.1))
+    usage = tuple(costs(draw, vector.size, forbidden=0.0) for vector in network.nodes)
+    life = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(lambda p: (p[0], p[0] + p[1]))
+    lives = draw(st.none() | st.tuples(*(life for _ in usage)))
+    return network, Memory(usage, float(draw(st.integers(2, 14))), lives)
+
+
+@settings(max_examples=60, deadline=None)
+@given(limited=limited_networks())
+def test_memory_equals_brute_force(limited: tuple[CostNetwork, Memory]) -> None:
+    network, memory = limited
+    choices = itertools.product(*(range(v.size) for v in network.nodes))
+    best = min((network.cost(c) for c in choices if holds(memory, c) <= memory.limit), default=math.inf)
+    if math.isinf(best):
+        with pytest.raises(PlanError):
+            solve(network, memory=memory)
+        return
+    found = solve(network, memory=memory)
+    assert found.exact
+    assert found.cost == found.lower_bound == best
+    assert holds(memory, found.choice) <= memory.limit
+
+
+def test_equal_layers_may_have_to_differ_for_memory() -> None:
+    """Ten equal nodes, room for three dear ones: no price of memory makes equal nodes differ, the MILP does."""
+    cost, usage = np.array([0.0, 1.0]), np.array([10.0, 1.0])
+    memory = Memory((usage,) * 10, 3 * 10.0 + 7 * 1.0)
+    found = solve(CostNetwork((cost,) * 10, ()), memory=memory)
+    assert found.exact
+    assert found.cost == 7
+    assert sorted(found.choice) == [0] * 3 + [1] * 7
+
+
+def test_memory_that_cannot_be_met_says_what_is_needed() -> None:
+    network = CostNetwork((np.zeros(2),) * 3, ())
+    with pytest.raises(PlanError, match=r"least that any plan holds is 6"):
+        solve(network, memory=Memory((np.array([2.0, 5.0]),) * 3, 5.0))
+    with pytest.raises(PlanError, match="one vector per node"):
+        solve(network, memory=Memory((np.zeros(2),), 5.0))
+
+
+def test_memory_to_spare_changes_nothing() -> None:
+    network = layered(6)
+    memory = Memory(tuple(np.ones(v.size) for v in network.nodes), 1e9)
+    assert solve(network, memory=memory).choice == solve(network).choice

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from autoshard.runtime.communicator import Communicator
 from autoshard.runtime.in_process import World
 from autoshard.runtime.move import LOCAL, Move
-from autoshard.runtime.process_group import TorchCommunicator
+from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, reduce_scatter_single
 
 Gradients = list[torch.Tensor | None]
 Begin = Callable[[], Any]
@@ -109,7 +109,7 @@ class FlatBucket(Bucket):
         mine = xs[0].new_empty(row)
         torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
         out = xs[0].new_empty(group.size * row)
-        dist.all_gather_into_tensor(out, mine, group.handle)
+        all_gather_single(out, mine, group.handle)
         by_index = list(torch.split(out, row)) if row else [out] * group.size
         if group.order is not None:
             by_index = [by_index[group.order.index(k)] for k in range(group.size)]
@@ -132,7 +132,7 @@ class FlatBucket(Bucket):
             torch.cat(pieces, out=part[:length])
             part[length:].zero_()
         out = gradients[0].new_empty(row)
-        work = dist.reduce_scatter_tensor(out, buffer, group=group.handle, async_op=True)
+        work = reduce_scatter_single(out, buffer, group=group.handle, async_op=True)
         return out, work, _views(out, rows[group.number])
 
     def _shapes(self, moves: list[Move], shapes: Iterable[Sequence[int]], k: int) -> list[list[int]]:

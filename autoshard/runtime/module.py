@@ -13,10 +13,10 @@ from autoshard.runtime.parameters import regather
 
 
 class Scope(nn.Module):
-    """A node of the module tree; numbered children are items: ``self.layers[0]``."""
+    """A node of the module tree; children and tensors whose names are no identifiers are items: ``self.layers[0]``."""
 
-    def __getitem__(self, number: int) -> Any:
-        return self._modules[str(number)]
+    def __getitem__(self, name: int | str) -> Any:
+        return self._modules[str(name)] if str(name) in self._modules else self._parameters[str(name)]
 
     def place(self, path: str, child: nn.Module) -> None:
         """Put ``child`` at dotted ``path``, with scopes on the way."""

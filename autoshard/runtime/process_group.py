@@ -13,6 +13,10 @@ from autoshard.errors import MeshError
 from autoshard.runtime.communicator import Communicator
 from autoshard.runtime.move import LOCAL, Move
 
+# Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -126,10 +130,10 @@ def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     x = x.contiguous() if even else _padded(x, move.dim, lengths[0])
     if even and move.dim == 0 and group.order is None:
         out = x.new_empty(out_shape)
-        dist.all_gather_into_tensor(_raw(out), _raw(x), group.handle)
+        all_gather_single(_raw(out), _raw(x), group.handle)
         return out
     parts = x.new_empty([group.size, *x.shape])
-    dist.all_gather_into_tensor(_raw(parts), _raw(x).unsqueeze(0), group.handle)
+    all_gather_single(_raw(parts), _raw(x).unsqueeze(0), group.handle)
     pieces = _by_index(parts.unbind(0), group)
     return torch.cat([p.narrow(move.dim, 0, n) for p, n in zip(pieces, lengths, strict=True)], move.dim)
 
@@ -145,7 +149,7 @@ def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch
         pieces = [_padded(x.narrow(move.dim, *c), move.dim, longest) for c in chunks]
         parts = torch.cat(pieces if group.order is None else [pieces[k] for k in group.order])
     out = x.new_empty(_with(x.shape, move.dim, longest))
-    dist.reduce_scatter_tensor(out, parts, _REDUCE[move.op], group.handle)
+    reduce_scatter_single(out, parts, _REDUCE[move.op], group.handle)
     return out.narrow(move.dim, 0, mine).contiguous()
 
 

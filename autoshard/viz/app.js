@@ -120,10 +120,23 @@ function theme() {
     button.textContent = `Theme: ${choices[chosen]}`;
   };
   button.addEventListener("click", () => { chosen = (chosen + 1) % choices.length; apply(); });
+  setTheme = (name) => { chosen = choices.indexOf(name); apply(); };
   system.addEventListener("change", apply);
   apply();
 }
 
+// plan.html#tab=Collectives&theme=dark&open=2&find=blocks.0: for links and screenshots.
+function fromAddress() {
+  const asked = new URLSearchParams(location.hash.slice(1));
+  if (["light", "dark"].includes(asked.get("theme"))) setTheme(asked.get("theme"));
+  for (let i = Number(asked.get("open")) || 0; i > 0; i--) views.forEach((v) => v.openLevel());
+  const found = asked.get("find") && searchEntries().find((e) => e.name === asked.get("find"));
+  if (found) view.reveal(found.node, found.collective ?? -1);
+  if (asked.has("fit")) views.forEach((v) => v.fit());
+  if (tabs.has(asked.get("tab"))) showTab(asked.get("tab"));
+}
+
+let setTheme;
 header();
 theme();
 search();
@@ -134,3 +147,4 @@ addTab("Memory and cost", () => charts(plan));
 if (before) addTab("Compare", () => compareTables(before, plan));
 showDetails(panel, null);
 showTab("Graph");
+fromAddress();

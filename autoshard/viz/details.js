@@ -14,7 +14,7 @@ function showDetails(panel, node, plan, collective, view) {
 function overview() {
   return [h("h3", {}, "Details"), h("p", { class: "hint" }, "Click a box to open it, an operation, a tensor or a collective to read what was decided and what it costs."),
     h("h4", {}, "How to read it"),
-    h("p", {}, "Rounded: stored or given tensors. Rectangles: operations with the layout of their result; dashed ones are views and cost nothing. Hexagons: collectives. A red line at the foot shows the share of time."),
+    h("p", {}, "Rounded: stored or given tensors. Rectangles: operations with the layout of their result; dashed ones are views and cost nothing. Hexagons: collectives. Dashed arrows come from or go to another box. A red line at the foot shows the share of time."),
     h("p", {}, "S(d)@axis: dim d is cut along the mesh axis. R: every rank holds the whole; its gradients are summed where it is read. I: whole, and the gradient is whole too. P: every rank holds a summand.")];
 }
 

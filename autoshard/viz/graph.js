@@ -124,6 +124,7 @@ class GraphView {
       this.paths.push({ ...path, line });
       group.append(line);
     }
+    for (const d of geometry.stubs) group.append(s("path", { class: "edge stub", d, "marker-end": `url(#arrow-${this.plan.name})` }));
     for (const child of geometry.children) group.append(child.inner ? this.openBox(child, depth) : child.node.children ? this.closedBox(child, depth) : this.leaf(child));
     return group;
   }

@@ -72,7 +72,11 @@ function liftedEdges(box, plan) {
   const owner = new Map();
   box.children.forEach((child, index) => plan.idsIn(child).forEach((id) => owner.set(id, index)));
   const found = new Map();
+  box.fromOutside = new Set();
+  box.toOutside = new Set();
   for (const [id, index] of owner) {
+    if ((plan.predecessors.get(id) || []).some((source) => !owner.has(source))) box.fromOutside.add(index);
+    if ((plan.successors.get(id) || []).some((target) => !owner.has(target))) box.toOutside.add(index);
     for (const target of plan.successors.get(id) || []) {
       const to = owner.get(target);
       if (to !== undefined && to !== index) found.set(`${index},${to}`, { from: index, to });
@@ -184,7 +188,14 @@ function place2d(slots, children, edges, box) {
   for (const layer of slots) for (const slot of layer) { slot.cx += PAD - low; slot.x = slot.cx - slot.w / 2; }
   const width = high - low + 2 * PAD + back;
   const paths = edges.map((e) => ({ from: children[e.from].node, to: children[e.to].node, d: pathOf(e, children, width) }));
-  return { w: width, h: y - GAP_Y + PAD, children, paths };
+  return { w: width, h: y - GAP_Y + PAD, children, paths, stubs: stubs(box, children) };
+}
+
+// Short dashed arrows where a value comes from outside the box or leaves it.
+function stubs(box, children) {
+  const into = [...box.fromOutside].map((i) => ({ x: children[i].cx - children[i].w / 4, y: children[i].y - 15 }));
+  const out = [...box.toOutside].map((i) => ({ x: children[i].cx + children[i].w / 4, y: children[i].y + children[i].h }));
+  return [...into, ...out].map(({ x, y }) => `M${x},${y} v15`);
 }
 
 function pathOf(e, children, width) {

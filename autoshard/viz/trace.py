@@ -60,7 +60,13 @@ def _trained(plan: Plan) -> frozenset[str]:
 def _sequence(plan: Plan, trained: frozenset[str]) -> Iterator[_Untimed]:
     groups: dict[tuple[str, str], list[Collective]] = {}
     for c in plan.collectives:
-        moment = "after" if c.value == c.op else "again" if c.reason.endswith("(gathered again)") else c.phase
+        moment = (
+            "after"
+            if c.value == c.op and c.phase == "forward"
+            else "again"
+            if c.reason.endswith("(gathered again)")
+            else c.phase
+        )
         groups.setdefault((c.op, moment), []).append(c)
 
     def send(op: str, moment: str) -> Iterator[_Untimed]:

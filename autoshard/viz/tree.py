@@ -195,24 +195,25 @@ class _Builder:
 
 
 def _steps(plan: Plan) -> dict[tuple[str, str], list[tuple[int, ...]]]:
-    """(value, reader) → the steps made for it, in order; each the positions of its collectives."""
-    found: dict[tuple[str, str], dict[tuple[str, str, str], list[int]]] = {}
+    """(value, reader) → the steps made for it, in order; each the positions of its collectives.
+
+    All collectives inside one operation's local form count as one step."""
+    found: dict[tuple[str, str], dict[tuple[str, str], list[int]]] = {}
     forward = [i for i, c in enumerate(plan.collectives) if c.phase == "forward"]
     backward = [i for i, c in enumerate(plan.collectives) if c.phase != "forward"]
     for i in (*forward, *reversed(backward)):
         c = plan.collectives[i]
         before, after = change(c)
-        key = (before, after, "" if before else str(i))
-        found.setdefault((c.value, c.op), {}).setdefault(key, []).append(i)
+        found.setdefault((c.value, c.op), {}).setdefault((before, after), []).append(i)
     return {key: _in_order(groups) for key, groups in found.items()}
 
 
-def _in_order(groups: dict[tuple[str, str, str], list[int]]) -> list[tuple[int, ...]]:
+def _in_order(groups: dict[tuple[str, str], list[int]]) -> list[tuple[int, ...]]:
     """Steps so that each starts from a layout that an earlier one made."""
     left = dict(groups)
     result = []
     while left:
-        ends = {after for before, after, _ in left if before != after}
+        ends = {after for before, after in left if before != after}
         key = next((k for k in left if not k[0] or k[0] not in ends), next(iter(left)))
         result.append(tuple(left.pop(key)))
     return result

@@ -11,6 +11,7 @@ from autoshard.passes.ir import Graph, Node
 from autoshard.passes.notation import Groups, bind, parse, rule
 from autoshard.passes.rules.base import Rule, Strategy
 from autoshard.passes.rules.factors import Factors, argument, input_shapes, output_shapes, positive
+from autoshard.passes.rules.named import ops
 
 aten = torch.ops.aten
 
@@ -119,8 +120,13 @@ def _tensordot_factors(node: Node, graph: Graph) -> Factors:
     return Factors((tuple(a), tuple(b)), (tuple(kept),), dict(zip(a + b, left + right, strict=True)), linear=PRODUCT)
 
 
-_PER_MATRIX = (aten.linalg_inv.default, aten.inverse.default, aten.matrix_exp.default)
-"""ops on batches of matrices"""
+# Ops on batches of matrices, by what they make of each.
+_TO_MATRIX = ops(
+    "linalg_inv.default inverse.default matrix_exp.default linalg_cholesky.default cholesky.default "
+    "cholesky_inverse.default linalg_matrix_power.default pinverse.default"
+)
+_TO_VECTOR = ops("linalg_svdvals.default linalg_eigvalsh.default linalg_eigvals.default")
+_TO_NUMBER = ops("linalg_det.default logdet.default")
 
 RULES: tuple[Rule, ...] = (
     _contraction(aten.linear.default, "... k, n k, n -> ... n", addend=2),
@@ -133,10 +139,18 @@ RULES: tuple[Rule, ...] = (
     rule(aten.ger.default, "m, n -> m n", linear=PRODUCT),
     _contraction(aten.bilinear.default, "... i, ... j, n i j, n -> ... n", addend=3),
     rule(aten.cdist.default, "... m _, ... n _ -> ... m n"),
-    *(rule(op, "... _ _ -> ... _ _") for op in _PER_MATRIX),
-    *(rule(op, "... _ _ -> ...") for op in (aten.linalg_det.default, aten.logdet.default)),
+    *(rule(op, "... _ _ -> ... _ _") for op in _TO_MATRIX),
+    *(rule(op, "... _ _ -> ... _") for op in _TO_VECTOR),
+    *(rule(op, "... _ _ -> ...") for op in _TO_NUMBER),
     rule(aten.linalg_slogdet.default, "... _ _ -> ..., ..."),
-    rule(aten.linalg_cholesky.default, "... _ _ -> ... _ _"),
+    *(rule(op, "... _ _ -> ... _ _, ...") for op in ops("linalg_cholesky_ex.default linalg_inv_ex.default")),
+    *(rule(op, "... _ _ -> ... _, ... _ _") for op in ops("linalg_eigh.default linalg_eig.default")),
+    rule(aten.linalg_qr.default, "... _ _ -> ... _ _, ... _ _"),
+    rule(aten.linalg_svd.default, "... _ _ -> ... _ _, ... _, ... _ _"),
+    rule(aten.linalg_solve_triangular.default, "... _ _, ... _ n -> ... _ n", linear=((1,),)),
+    rule(aten.linalg_vecdot.default, "... _, ... _ -> ...", linear=PRODUCT),
+    rule(aten.addr.default, "m n, m, n -> m n", linear=((0, 1), (0, 2))),
+    rule(aten.trace.default, "_ _ -> ", linear=((0,),)),
     _with_addend(aten.addmm.default, "m k, k n", "m n"),
     _with_addend(aten.addmv.default, "m k, k", "m"),
     _with_addend(aten.baddbmm.default, "b m k, b k n", "b m n"),

@@ -87,6 +87,26 @@ def _cat(node: Node, graph: Graph) -> Factors:
     return Factors(inputs, (dims,), sizes_of(result), linear=(tuple(range(len(inputs))),))
 
 
+def _rotated(node: Node, graph: Graph) -> Factors:
+    """``rot90`` flips and swaps two dims, which stay whole."""
+    (shape,), (result,) = input_shapes(node, graph), output_shapes(node, graph)
+    turned = dims_argument(argument(node, "dims"), len(shape))
+    return Factors((numbered(shape, turned),), (numbered(result, turned),), sizes_of(shape), linear=((0,),))
+
+
+def _stacks(dim: int) -> FactorsOf:
+    """``hstack`` and its like: a join along ``dim`` where every operand has it; other ranks stay whole."""
+
+    def factors(node: Node, graph: Graph) -> Factors:
+        shapes, (result,) = input_shapes(node, graph), output_shapes(node, graph)
+        joined = all(len(s) == len(result) > dim for s in shapes)
+        dims = numbered(result, (dim,) if joined else range(len(result)))
+        inputs = tuple(dims if joined else (None,) * len(s) for s in shapes)
+        return Factors(inputs, (dims,), sizes_of(result), linear=(tuple(range(len(shapes))),))
+
+    return factors
+
+
 def _stack(node: Node, graph: Graph) -> Factors:
     (result,) = output_shapes(node, graph)
     dim = positive(argument(node, "dim"), len(result))
@@ -183,19 +203,28 @@ _FFT2 = "fft_fft2.default fft_ifft2.default fft_rfft2.default fft_irfft2.default
 
 RULES: tuple[Rule, ...] = (
     *by_factors("slice.Tensor", _in_place(_sliced), None, "sliced dim whole"),
-    *by_factors("narrow.default", _in_place(_dim), None, "dim whole"),
+    *by_factors("narrow.default narrow_copy.default", _in_place(_dim), None, "dim whole"),
     *by_factors("flip.default roll.default", _in_place(_dims), None, "dims whole"),
     *by_factors("tril.default triu.default", _in_place(_last_two), None, "last two dims whole"),
     *by_factors("diff.default", _in_place(_dim), None, "dim whole"),
     *by_factors("glu.default", _in_place(_dim, linear=False), None, "dim whole"),
     *by_factors("constant_pad_nd.default pad.default", _pad, None, "padded dims whole"),
     *by_factors("cat.default concat.default concatenate.default", _cat, None, "dim whole"),
+    *by_factors("hstack.default column_stack.default", _stacks(1), None, "dim 1 whole"),
+    *by_factors("vstack.default", _stacks(0), None, "dim 0 whole"),
+    *by_factors("dstack.default", _stacks(2), None, "dim 2 whole"),
+    *by_factors("rot90.default", _rotated, None, "dims whole"),
     *by_factors("stack.default", _stack, None, "new dim whole"),
-    *by_factors("split.Tensor split.sizes split_with_sizes.default chunk.default", _in_place(_dim), None, "dim whole"),
+    *by_factors(
+        "split.Tensor split.sizes split_with_sizes.default split_with_sizes_copy.default chunk.default",
+        _in_place(_dim),
+        None,
+        "dim whole",
+    ),
     *by_factors("tensor_split.sections tensor_split.indices", _in_place(_dim), None, "dim whole"),
     *by_factors("unsafe_chunk.default unsafe_split.Tensor unsafe_split_with_sizes.default", _in_place(_dim), None, "…"),
     *by_factors("select.int", _select, _local_select, "dim summed"),
-    *by_factors("unbind.int", _unbind, None, "dim whole"),
+    *by_factors("unbind.int unbind_copy.int", _unbind, None, "dim whole"),
     *by_factors("select_scatter.default", _select_scatter, None, "dim whole"),
     *by_factors("slice_scatter.default", _in_place(_sliced), None, "sliced dim whole"),
     *by_factors("fliplr.default", _in_place(lambda node, shape: (1,)), None, "dim 1 whole"),
@@ -209,6 +238,6 @@ RULES: tuple[Rule, ...] = (
     rule(aten.col2im.default, "... (c k) _ -> ... c _ _", linear=((0,),)),
     *by_factors(_FFT, _in_place(_dim, even=True), None, "dim whole"),
     *by_factors(_FFT2, _in_place(_dim, even=True), None, "dims whole"),
-    *by_factors("diagonal.default", _diagonal, None, "both dims whole"),
-    *by_factors("unfold.default", _unfold, None, "dim whole"),
+    *by_factors("diagonal.default diagonal_copy.default", _diagonal, None, "both dims whole"),
+    *by_factors("unfold.default unfold_copy.default", _unfold, None, "dim whole"),
 )

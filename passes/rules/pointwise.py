@@ -20,7 +20,10 @@ UNARY = """
     rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
     special_entr special_erfcx special_expit special_i0e special_i1 special_i1e special_log_ndtr special_ndtr
     special_ndtri sqrt square tan tanh threshold trunc
-    clamp clamp_min clamp_max clip pow float_power
+    special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_modified_bessel_i0
+    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_spherical_bessel_j0
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_polygamma
+    clamp clamp_min clamp_max clip pow float_power zero
 """.split()
 
 BINARY = """
@@ -68,7 +71,11 @@ SUM: Groups = ((0, 1),)
 PRODUCT: Groups = ((0,), (1,))
 
 LINEAR: dict[torch._ops.OpOverload, Groups | Callable[[Node, Graph], Groups]] = {
-    **{op: FIRST for n in ("neg", "negative", "positive", "clone", "alias", "detach") for op in _overloads(n)},
+    **{
+        op: FIRST
+        for n in ("neg", "negative", "positive", "clone", "alias", "alias_copy", "detach")
+        for op in _overloads(n)
+    },
     **{op: FIRST for n in ("contiguous", "lift_fresh", "lift_fresh_copy", "_to_copy") for op in _overloads(n)},
     **{op: FIRST for n in ("real", "imag", "conj", "conj_physical", "_conj", "resolve_conj") for op in _overloads(n)},
     aten.resolve_neg.default: FIRST,

@@ -15,12 +15,15 @@ from autoshard.passes.rules.factors import (
     Dims,
     Factors,
     argument,
+    broadcast,
     dims_argument,
     input_shapes,
     numbered,
+    output_shapes,
     positive,
     sizes_of,
 )
+from autoshard.passes.rules.named import broadcast_shape
 
 aten = torch.ops.aten
 
@@ -109,6 +112,18 @@ def _along_others(node: Node, graph: Graph, linear: bool = False) -> tuple[Strat
     return Factors((dims,) * len(shapes), outputs, sizes_of(shapes[0]), linear=groups).strategies(node, graph)
 
 
+def _paired(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """``cosine_similarity``: two operands that broadcast, compared along a whole ``dim`` that goes."""
+    shapes, (result,) = input_shapes(node, graph), output_shapes(node, graph)
+    common = broadcast_shape(*shapes)
+    dim = positive(argument(node, "dim"), len(common))
+    names = numbered(common, (dim,))
+    kept = names if len(result) == len(common) else names[:dim] + names[dim + 1 :]
+    return Factors(tuple(broadcast(s, common, names) for s in shapes), (kept,), sizes_of(common)).strategies(
+        node, graph
+    )
+
+
 def _scan(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return _along_others(node, graph)
 
@@ -160,5 +175,7 @@ RULES: tuple[Rule, ...] = (
     *_table("cumsum.default", _linear_scan, "dim whole"),
     *_table("cumprod.default cummax.default cummin.default logcumsumexp.default", _scan, "dim whole"),
     *_table("sort.default sort.stable argsort.default argsort.stable topk.default", _kth, "dim whole"),
+    *_table("cosine_similarity.default", _paired, "dim whole"),
+    *_table("linalg_cross.default", _paired, "dim whole"),
     *_table("kthvalue.default mode.default", _kth, "dim whole"),
 )

@@ -20,7 +20,6 @@ from autoshard.passes.search.milp import Limit, solve_core
 from autoshard.passes.search.network import Array, CostNetwork, Memory, Solution
 from autoshard.passes.search.prune import NO_CHOICE, Pruner, restrict
 
-T0 = time.perf_counter()
 Relaxed = Callable[[CostNetwork, float], Solution]
 Choice = tuple[int, ...]
 
@@ -36,14 +35,14 @@ MAX_JOIN = 100_000_000
 # Message passing before the MILP.
 SWEEPS = 30
 # The MILP first looks only this far above the bound, as a part of it; each failure looks four times as far.
-FIRST_LOOK = 0.01
-MAX_LOOKS = 5
+FIRST_LOOK = 0.002
+MAX_LOOKS = 6
 GAP = 1e-9
 
 
 @dataclass(frozen=True)
 class Rows:
-    """``live[r, i]``: whether row r counts node i; every row's sum must stay within 1 (usages are parts of the limit)."""
+    """``live[r, i]``: whether row r counts node i; a row's sum must stay within 1 (usage: parts of the limit)."""
 
     live: Array
     usage: tuple[Array, ...]
@@ -174,23 +173,6 @@ def maximise_bound(search: Search, relaxed: Relaxed, deadline: float) -> None:
             search.bound, search.prices = value, prices
         elif math.isfinite(radius):
             radius /= 2
-            print(
-                search.iterations,
-                round(time.perf_counter() - T0, 2),
-                "value",
-                value,
-                "inner gap",
-                found.cost - found.lower_bound,
-                "best",
-                search.bound,
-                search.cost,
-                "radius",
-                radius,
-                "over",
-                slope.max(initial=-1),
-                (prices > 0).sum(),
-                flush=True,
-            )
         if search.closed or count == 0 or time.perf_counter() > deadline:
             return
         if not math.isfinite(radius) or radius == 0:
@@ -205,7 +187,7 @@ def maximise_bound(search: Search, relaxed: Relaxed, deadline: float) -> None:
 
 
 def _master(cuts: list[tuple[float, Array]], centre: Array, radius: float) -> tuple[Array, float, bool]:
-    """(prices, value of the model, whether the box binds) of the cutting-plane model within ``radius`` of ``centre``."""
+    """The cutting-plane model within ``radius`` of ``centre``: (best prices, its value, whether the box binds)."""
     count = len(centre)
     unit = max(abs(cost) for cost, _ in cuts) or 1.0
     highs = highspy.Highs()
@@ -241,7 +223,7 @@ def close_gap(search: Search, make: Callable[[], tuple[Eliminator, Pruner]]) -> 
 
 
 def mix(search: Search, make: Callable[[], tuple[Eliminator, Pruner]], deadline: float) -> None:
-    """The best choice that takes every node's strategy from one of the choices seen: feasible, and often near the best."""
+    """The best choice that takes every node's strategy from one of the choices seen; often near the best of all."""
     network, pruner = make()
     for node, strategies in enumerate(zip(*search.seen, strict=True)):
         restrict(network, node, np.unique(np.array(strategies)))
@@ -280,7 +262,7 @@ def shrink(network: Eliminator, pruner: Pruner) -> None:
 
 
 def _exact(search: Search, network: Eliminator, target: float, deadline: float) -> tuple[float, bool]:
-    """(lower bound of the choices left in ``network``, whether the MILP was solved to the end); offers what it finds."""
+    """Offers what the MILP finds; returns (lower bound of the choices left, whether it was solved to the end)."""
     gone = network.gone
     limits = [
         Limit({i: network.held(i) for i in network.alive if row[i]}, 1 - sum(gone[i] for i in gone if row[i]))

@@ -1,4 +1,4 @@
-"""A cost network as a mixed-integer programme for HiGHS: for the core that elimination leaves, and for memory limits."""
+"""A cost network as a mixed-integer programme for HiGHS: the core that elimination leaves, and memory limits."""
 
 from __future__ import annotations
 

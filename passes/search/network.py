@@ -56,7 +56,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Memory:
-    """A limit on what the choices hold: ``usage[i]``: float64 [n_i], bytes held by node i's strategies; ``limit``: bytes.
+    """A limit on what the choices hold: ``usage[i]``: float64 [n_i], what node i's strategies hold; ``limit``: bytes.
 
     ``intervals[i]`` = [start, end) is node i's life, and the limit holds at every time; None: all live at once.
     """

@@ -80,10 +80,11 @@ class Pruner:
             equal = np.ones(gain.shape, dtype=bool)
         index = np.arange(len(feasible))
         beaten = (gain > 0) | ((gain == 0) & (~equal | (index[None, :] < index[:, None])))
-        return feasible[~beaten.any(axis=1)]
+        kept: Classes = feasible[~beaten.any(axis=1)]
+        return kept
 
     def least(self, table: int, axis: int) -> Array | None:
-        """[a, b] = min over x of E[a, x] − E[b, x] for the classes of equal slices a, b along ``axis``; None: too big."""
+        """[a, b] = min over x of E[a, x] − E[b, x] for classes of equal slices a, b along ``axis``; None: too big."""
         if (table, axis) not in self._least:
             array = self.tables.arrays[table]
             rows = np.unique(self.tables.classes(table, axis), return_index=True)[1]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,6 +33,9 @@ TOLERANCE = 1e-11
 GRID_BITS = 50
 
 
+Result = TypeVar("Result")
+
+
 @dataclass
 class _Run:
     """One search, and what is to be told about it."""
@@ -52,7 +57,8 @@ class _Run:
 def solve(network: CostNetwork, *, time_limit: float | None = None, memory: Memory | None = None) -> Solution:
     """The cheapest strategy per node; ties go to the lowest index.
 
-    ``time_limit``: seconds after which the best choice so far is returned, with ``exact=False`` and a valid lower bound.
+    ``time_limit``: seconds after which the best choice so far is returned, with ``exact=False`` and a valid lower
+    bound; it bounds the MILP and message passing (with ``memory`` and None: 30 s). ``memory``: see :class:`Memory`.
     Costs are rounded to 2^-50 of the sum of the tables' ranges, so that float64 sums are exact and do not depend on
     their order: forbid with ``inf``, not with a huge number. Raises PlanError when no choice is feasible.
     """
@@ -201,7 +207,7 @@ def finish(run: _Run) -> bool:
     return found.exact
 
 
-def _timed(run: _Run, name: str, stage):  # type: ignore[no-untyped-def]
+def _timed(run: _Run, name: str, stage: Callable[[_Run], Result]) -> Result:
     begin = time.perf_counter()
     result = stage(run)
     run.seconds[name] = round(run.seconds.get(name, 0.0) + time.perf_counter() - begin, 4)

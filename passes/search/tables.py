@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ Classes = NDArray[np.intp]
 
 
 class Tables:
-    """Float64 tables of any rank, numbered in the order of first appearance, with memoised operations on the numbers."""
+    """Float64 tables of any rank, numbered in order of first appearance, with memoised operations on the numbers."""
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
@@ -70,7 +70,7 @@ class Tables:
 
         return self._remember(key, compute)
 
-    def _remember(self, key: tuple[object, ...], compute) -> int:  # type: ignore[no-untyped-def]
+    def _remember(self, key: tuple[object, ...], compute: Callable[[], Array]) -> int:
         number = self._memo.get(key)
         if number is None:
             number = self._memo[key] = self.intern(compute())

@@ -1,0 +1,72 @@
+"""Make the pictures of this folder: python docs/gallery/make.py [name …]. Needs Chromium; plans take some seconds each."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import autoshard
+from autoshard import models
+
+FOLDER = Path(__file__).parent
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --hide-scrollbars --virtual-time-budget=5000 --window-size=1600,1000"
+).split()
+
+# picture → (model, mesh, example sizes)
+MODELS = {
+    "mlp": ("mlp:large", {"dp": 2, "tp": 4}, {}),
+    "llama": ("llama:8b", {"dp": 2, "tp": 4}, {"batch": 8, "seq": 2048}),
+    "moe": ("moe:8x7b", {"dp": 4, "ep": 8}, {"batch": 8, "seq": 1024}),
+    "dlrm": ("dlrm:terabyte", {"dp": 8}, {}),
+    "vit": ("vit:large", {"dp": 2, "tp": 4}, {"batch": 64}),
+}
+
+# picture → (what stands after the # of the page's address)
+VIEWS = {
+    "": "",
+    "_open": "open=1&fit=1",
+    "_dark": "theme=dark&open=2",
+    "_collectives": "tab=Collectives",
+    "_cost": "tab=Memory and cost&theme=dark",
+}
+
+
+def plan(name: str) -> autoshard.Plan:
+    """The plan of a gallery model on H100s, from a model without memory."""
+    model, mesh, sizes = MODELS[name]
+    reference = models.get(model)
+    with torch.device("meta"):
+        module = reference.model()
+    args, kwargs = reference.inputs(**sizes)
+    return autoshard.plan(module, autoshard.Mesh(mesh), args, kwargs)
+
+
+def shoot(page: Path, address: str, picture: Path) -> None:
+    """One screenshot of ``page``."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        raise SystemExit("Chromium is not installed: apt-get install chromium")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        where = [f"--user-data-dir={profile}", f"--screenshot={picture}", f"{page.as_uri()}#{address.replace(' ', '%20')}"]
+        subprocess.run([browser, *FLAGS, *where], check=True, capture_output=True, timeout=120)
+
+
+def main(names: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names or list(MODELS):
+            page = Path(folder) / f"{name}.html"
+            plan(name).visualize(page)
+            for suffix, address in VIEWS.items():
+                shoot(page, address, FOLDER / f"{name}{suffix}.png")
+            print(f"{name}: {len(VIEWS)} pictures")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

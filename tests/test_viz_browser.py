@@ -1,0 +1,250 @@
+"""The HTML page in a real Chromium: what a user does, checked against the plan."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import chromium, open_page
+from picture_samples import ODD_NAMES, chain, deep_llama, planned
+
+from autoshard.plans import Plan
+from autoshard.report import show_bytes, show_seconds
+
+# Leaves and closed boxes of one picture that lie over each other, and texts that leave their shape.
+OVERLAPS = """
+const bad = [];
+const groups = [...document.querySelectorAll('.pane g')].filter((g) => [...g.children].some((c) => c.matches('.leaf, .box')));
+for (const group of groups) {
+  const parts = [...group.children].filter((c) => c.matches('.leaf, .box')).map((c) => [c, (c.querySelector(':scope > .shape, :scope > rect')).getBoundingClientRect()]);
+  for (let i = 0; i < parts.length; i++) for (let j = i + 1; j < parts.length; j++) {
+    const [a, b] = [parts[i][1], parts[j][1]];
+    if (a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1) bad.push(parts[i][0].textContent + ' over ' + parts[j][0].textContent);
+  }
+}
+for (const leaf of document.querySelectorAll('.pane .leaf')) {
+  const shape = leaf.querySelector(':scope > .shape').getBoundingClientRect();
+  for (const text of leaf.querySelectorAll(':scope > text')) {
+    const t = text.getBoundingClientRect();
+    if (t.left < shape.left || t.right > shape.right || t.top < shape.top - 2 || t.bottom > shape.bottom + 2) bad.push('outside: ' + text.textContent);
+  }
+}
+return bad;
+"""
+
+# The least contrast of any text on the page with what it stands on (WCAG's ratio), for HTML texts.
+CONTRAST = """
+const channel = (v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
+const light = (rgb) => 0.2126 * channel(rgb[0]) + 0.7152 * channel(rgb[1]) + 0.0722 * channel(rgb[2]);
+const numbers = (css) => css.match(/[\\d.]+/g).map(Number);
+const behind = (e) => { for (; e; e = e.parentElement) { const c = numbers(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] > 0) return c; } return [255, 255, 255]; };
+let worst = 99;
+for (const e of document.querySelectorAll('.chip, h1, b, span, button, dt, dd, p, td, th')) {
+  if (!e.textContent.trim() || !e.getClientRects().length) continue;
+  const [a, b] = [light(numbers(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+  worst = Math.min(worst, (a + 0.05) / (b + 0.05));
+}
+return worst;
+"""
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    with chromium() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def no_errors(driver: Any) -> Iterator[None]:
+    yield
+    assert driver.get_log("browser") == []
+
+
+@pytest.fixture(scope="module")
+def llama() -> Plan:
+    return deep_llama()
+
+
+@pytest.fixture
+def page(driver: Any, llama: Plan, tmp_path: Path) -> Any:
+    llama.visualize(tmp_path / "plan.html")
+    open_page(driver, tmp_path / "plan.html")
+    return driver
+
+
+def css(driver: Any, selector: str) -> list[Any]:
+    return driver.find_elements("css selector", selector)
+
+
+def open_box(driver: Any, path: str) -> None:
+    (head,) = css(driver, f'.box[data-path="{path}"] > .head')
+    driver.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", head)
+
+
+def tab(driver: Any, name: str) -> None:
+    css(driver, f'[data-tab="{name}"]')[0].click()
+
+
+def set_theme(driver: Any, name: str) -> None:
+    (button,) = css(driver, "#theme")
+    while button.text != f"Theme: {name}":
+        button.click()
+    assert driver.execute_script("return document.documentElement.dataset.theme") == name
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_user_reads_the_plan_of_a_deep_llama(page: Any, llama: Plan, theme: str, tmp_path: Path) -> None:
+    plan = json.loads(llama.to_json())
+    set_theme(page, theme)
+    assert css(page, "#title")[0].text == "Llama"
+    assert show_seconds(plan["cost"]["total_s"]) in css(page, "#numbers")[0].text
+    folded = [b.get_attribute("data-path") for b in css(page, ".box")]
+    repeated = next(p for p in folded if p.startswith("blocks.") and p != "blocks.0")
+    assert "×3" in css(page, f'.box[data-path="{repeated}"]')[0].text  # ×30 or ×31
+
+    open_box(page, repeated)
+    open_box(page, f"{repeated}.attention")
+    comms = css(page, f'.box[data-path="{repeated}.attention"] .comm')
+    assert comms
+    page.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", comms[0])
+    shown = css(page, "#details dl.collective")
+    assert shown
+    for block in shown:
+        c = plan["collectives"][int(block.get_attribute("data-collective"))]
+        assert c["fqn"].startswith(f"{repeated}.attention")
+        for text in (c["kind"], c["phase"], c["reason"], show_bytes(c["bytes"]), show_seconds(c["seconds"])):
+            assert text in block.text
+    assert page.execute_script(CONTRAST) >= 4.5
+    assert page.execute_script(OVERLAPS) == []
+
+
+def test_the_tables_sort_and_agree_with_the_plan(page: Any, llama: Plan) -> None:
+    collectives = json.loads(llama.to_json())["collectives"]
+    tab(page, "Collectives")
+    css(page, ".switch button")[1].click()
+    rows = css(page, 'table[data-table="collectives"] tbody tr')
+    assert len(rows) == len(collectives)
+
+    def column(n: int) -> list[str]:
+        script = "return [...document.querySelectorAll('table[data-table=\"collectives\"] tbody tr')].map((r) => r.cells[arguments[0]].textContent)"
+        found: list[str] = page.execute_script(script, n)
+        return found
+
+    by_time = sorted(collectives, key=lambda c: -c["seconds"])
+    assert column(7) == [show_seconds(c["seconds"]) for c in by_time]
+    heads = css(page, 'table[data-table="collectives"] th button')
+    heads[6].click()
+    assert column(6) == [show_bytes(c["bytes"]) for c in sorted(collectives, key=lambda c: -c["bytes"])]
+    heads[6].click()
+    assert column(6) == [show_bytes(c["bytes"]) for c in sorted(collectives, key=lambda c: c["bytes"])]
+    heads[0].click()
+    heads[0].click()
+    assert column(5) == [c["reason"] for c in collectives]
+
+    css(page, '[aria-label="Filter collectives"]')[1].send_keys("blocks.7.attention.q")
+    assert len(column(0)) == sum("blocks.7.attention.q" == c["fqn"] for c in collectives)
+    css(page, 'table[data-table="collectives"] tbody tr')[0].click()  # to the picture, where layer 7 is folded
+    assert "blocks.7.attention.q" in css(page, "#details")[0].text
+    assert css(page, ".comm.selected")
+
+    tab(page, "Parameters")
+    stored = [n for n, kind in llama.kinds.items() if kind != "value"]
+    assert len(css(page, 'table[data-table="parameters"] tbody tr')) == len(stored)
+    text = css(page, 'table[data-table="parameters"]')[0].text
+    assert str(list(llama.layouts["head.weight"].max_local_shape(llama.shapes["head.weight"]))) in text
+
+
+def test_search_finds_a_tensor_of_a_folded_layer(page: Any, llama: Plan) -> None:
+    (box,) = css(page, "#search")
+    box.send_keys("blocks.7.attention.q.weight")
+    assert css(page, "#found li")[0].text.startswith("blocks.7.attention.q.weight")
+    box.send_keys("\ue007")  # Enter
+    assert css(page, ".tensor.selected")
+    shape = str(list(llama.shapes["blocks.1.attention.q.weight"]))
+    assert shape in css(page, "#details")[0].text
+    box.clear()
+    box.send_keys("no such thing")
+    assert css(page, "#found li")[0].text == "nothing found"
+
+
+def test_an_operation_shows_all_that_was_decided(page: Any, llama: Plan) -> None:
+    (box,) = css(page, "#search")
+    box.send_keys("blocks.0.feed_forward.down linear\ue007")
+    name, choice = next((n, c) for n, c in llama.choices.items() if c.fqn == "blocks.0.feed_forward.down")
+    text = css(page, "#details")[0].text
+    for expected in (name, choice.op, choice.source, show_seconds(choice.seconds), *choice.inputs, "ALTERNATIVES"):
+        assert expected in text
+    for value in (*choice.inputs, *choice.outputs):
+        assert str(list(llama.shapes[value])) in text
+        assert str(list(llama.layouts[value].max_local_shape(llama.shapes[value]))) in text
+    assert f"+{show_seconds(choice.alternatives[0][1])}" in text
+
+
+def test_charts_show_the_peak(page: Any, llama: Plan) -> None:
+    tab(page, "Memory and cost")
+    assert f"Peak {show_bytes(llama.cost.memory_bytes)}" in css(page, ".card p")[0].text
+    assert len(css(page, ".card svg")) == 4
+
+
+def test_before_and_after_stand_side_by_side(driver: Any, tmp_path: Path) -> None:
+    before, after = planned("mlp", tp=2), planned("mlp", dp=2, tp=2)
+    after.visualize(tmp_path / "plan.html", other=before)
+    open_page(driver, tmp_path / "plan.html")
+    assert [p.get_attribute("data-plan") for p in css(driver, ".pane")] == ["before", "after"]
+    left, right = (p.rect for p in css(driver, ".pane"))
+    assert left["x"] + left["width"] <= right["x"] + 1
+    tab(driver, "Compare")
+    cells = css(driver, 'table[data-table="compare"] tr')[1].text
+    assert show_seconds(before.cost.total_s) in cells
+    assert show_seconds(after.cost.total_s) in cells
+    assert driver.execute_script(OVERLAPS) == []
+
+
+@pytest.mark.parametrize("name", ["mlp", "moe", "dlrm", "vit", "gpt"])
+def test_nothing_overlaps_when_everything_is_open(driver: Any, name: str, tmp_path: Path) -> None:
+    planned(name, dp=2, tp=2).visualize(tmp_path / "plan.html")
+    open_page(driver, tmp_path / "plan.html")
+    for _ in range(4):
+        css(driver, ".bar button")[0].click()
+    assert len(css(driver, ".leaf")) > 5
+    assert driver.execute_script(OVERLAPS) == []
+    # The negative control: move one shape onto its neighbour, and the check sees it.
+    move = "const [a, b] = document.querySelectorAll('.leaf'); b.setAttribute('transform', a.getAttribute('transform')); b.parentElement.append(a)"
+    driver.execute_script(f"{move}; b.parentElement.append(b)")
+    assert driver.execute_script(OVERLAPS) != []
+
+
+@pytest.mark.parametrize("modules", [1, 50])
+def test_five_thousand_nodes_open_within_three_seconds(driver: Any, modules: int, tmp_path: Path) -> None:
+    plan = chain(tuple(f"part{i}" for i in range(modules)), per_module=5000 // modules)
+    plan.visualize(tmp_path / "plan.html")
+    assert (tmp_path / "plan.html").stat().st_size < 5_000_000
+    begin = time.perf_counter()
+    open_page(driver, tmp_path / "plan.html")
+    assert css(driver, ".leaf, .box")
+    assert time.perf_counter() - begin < 3
+
+
+def test_odd_names_are_text(driver: Any, tmp_path: Path) -> None:
+    plan = chain(ODD_NAMES)
+    plan.visualize(tmp_path / "plan.html")
+    open_page(driver, tmp_path / "plan.html")
+    css(driver, ".bar button")[0].click()
+    for name in ("Collectives", "Parameters", "Memory and cost", "Graph"):
+        tab(driver, name)
+    css(driver, ".switch button")
+    for leaf in css(driver, ".leaf")[:6]:
+        driver.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", leaf)
+    (box,) = css(driver, "#search")
+    box.send_keys("script")
+    assert driver.execute_script("return window.hacked") is None
+    assert css(driver, "main img, main script, header img") == []
+    assert css(driver, "#title")[0].text == ODD_NAMES[0]
+    shown = driver.execute_script("return document.querySelector('[data-table=traffic]').textContent")
+    for name in ODD_NAMES:
+        assert name in shown
+    assert driver.execute_script(OVERLAPS) == []
