@@ -69,9 +69,9 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
                 f"the mesh ({resolved}) has {resolved.size} ranks, but torch.distributed runs {ranks}. "
                 f"Start {resolved.size} processes (torchrun --nproc-per-node {resolved.size}) or use a mesh of {ranks}."
             )
-        from autoshard.distributed import DistributedModule
-
         from torch.distributed.device_mesh import DeviceMesh
+
+        from autoshard.distributed import DistributedModule
 
         return DistributedModule(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
     from autoshard.in_process import InProcessModule

@@ -59,7 +59,10 @@ class InProcessModule(ShardedModule):
         leaves: list[Any] = []
         for i, out in enumerate(program.outputs):
             if not isinstance(out, Ref):
-                leaves.append(joined([r[i] for r in results], program.layouts[out.name], type_.shape, f"output {i}"))
+                leaves.append(out)
+                continue
+            shape = program.types[out.name].shape
+            leaves.append(joined([r[i] for r in results], program.layouts[out.name], shape, f"output {i}"))
         first = len(program.outputs)
         mutated = {
             fqn: join([r[first + i].detach() for r in results], program.layouts[name], program.types[name].shape, fqn)

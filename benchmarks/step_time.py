@@ -4,7 +4,8 @@
 
 Two processes, one thread each, fp32, forward + backward + fused AdamW. The contestants take turns within one run
 (A B C … A B C …), so that whatever else the machine does meets all of them alike. A step's time is that of the slower
-rank; the table shows median and quartiles, and the ratio of medians to what each is measured against.
+rank; the table shows median and quartiles, and the ratio of medians to what each is measured against. CPU: processor
+time of the busier rank, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import autoshard
 from autoshard.models import Llama, LlamaConfig
 
 RANKS = 2
+WARM_UP = 2
 MEGATRON = {
     "*.[qkv]": "colwise",
     "*.gate": "colwise",
@@ -162,37 +164,48 @@ def one_process(batch: tuple[Tensor, Tensor]) -> Step:
     return training_step(make_model(), *batch)
 
 
-def race(contestants: list[Contestant], steps: int) -> dict[str, list[float]]:
-    """Seconds per step of the slower rank, in turns. Losses have to agree."""
-    seconds: dict[str, list[float]] = {c.name: [] for c in contestants}
-    for round_ in range(steps + 2):
+@dataclass(frozen=True)
+class Times:
+    """Seconds per step: of the slower rank, and processor time of the busier rank."""
+
+    wall: list[float]
+    cpu: list[float]
+
+
+def race(contestants: list[Contestant], steps: int) -> dict[str, Times]:
+    """Time the contestants in turns. Their losses have to agree."""
+    times = {c.name: Times([], []) for c in contestants}
+    for round_ in range(steps + WARM_UP):
         losses = {}
         for c in contestants:
             dist.barrier()
-            begin = time.perf_counter()
+            begin = time.perf_counter(), time.process_time()
             losses[c.name] = c.step()
-            took = torch.tensor(time.perf_counter() - begin)
+            took = torch.tensor([time.perf_counter() - begin[0], time.process_time() - begin[1]])
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            if round_ >= 2:
-                seconds[c.name].append(float(took))
+            if round_ >= WARM_UP:
+                times[c.name].wall.append(float(took[0]))
+                times[c.name].cpu.append(float(took[1]))
         known = [x for x in losses.values() if x == x]
         if max(known) - min(known) > 1e-3 * abs(known[0]):
             raise SystemExit(f"round {round_}: the losses differ: {losses}")
-    return seconds
+    return times
 
 
-def report(contestants: list[Contestant], seconds: dict[str, list[float]]) -> Table:
-    table = Table(title=f"{RANKS} gloo ranks, one thread each, {torch.__version__}; ms per step")
-    for column in ("", "median", "quartiles", "ratio", "target"):
-        table.add_column(column, justify="left" if not column else "right")
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
+def report(contestants: list[Contestant], times: dict[str, Times]) -> Table:
+    """One row per contestant."""
+    table = Table(title=f"{RANKS} gloo ranks, one thread each, torch {torch.__version__}; ms per step")
+    table.add_column("")
+    for column in ("median", "quartiles", "CPU", "ratio", "CPU ratio", "target"):
+        table.add_column(column, justify="right")
+    wall = {name: statistics.median(t.wall) for name, t in times.items()}
+    cpu = {name: statistics.median(t.cpu) for name, t in times.items()}
     for c in contestants:
-        low, _, high = statistics.quantiles(seconds[c.name], n=4)
-        ratio = f"{medians[c.name] / medians[c.against]:.3f} × {c.against}" if c.against else ""
-        target = f"≤ {c.target}" if c.target else ""
-        table.add_row(
-            c.name, f"{medians[c.name] * 1e3:.0f}", f"{low * 1e3:.0f} … {high * 1e3:.0f}", ratio, target
-        )
+        low, _, high = statistics.quantiles(times[c.name].wall, n=4)
+        ratios = [f"{of[c.name] / of[c.against]:.2f}" if c.against else "" for of in (wall, cpu)]
+        shown = [f"{s * 1e3:.0f}" for s in (wall[c.name], low, high, cpu[c.name])]
+        target = f"≤ {c.target} × {c.against}" if c.target else f"(to {c.against})" if c.against else ""
+        table.add_row(c.name, shown[0], f"{shown[1]} … {shown[2]}", shown[3], *ratios, target)
     return table
 
 
@@ -212,9 +225,9 @@ def rank_main(options: argparse.Namespace) -> None:
         Contestant("DDP", data_parallel(batch), "one process"),
         Contestant("one process", one_process(batch)),
     ]
-    seconds = race(contestants, options.steps)
+    times = race(contestants, options.steps)
     if options.rank == 0:
-        Console().print(report(contestants, seconds))
+        Console(width=110).print(report(contestants, times))
     dist.destroy_process_group()
 
 

@@ -79,7 +79,7 @@ class _Printer:
     def call(self, call: Call) -> Expression:
         if isinstance(call.fn, str):
             return self.function(f"runtime.{call.fn}", call.args, call.kwargs)
-        name = call.fn._schema.name.removeprefix("aten::")
+        name = call.fn._schema.name.rpartition("::")[2]
         special = _SPECIAL.get(name)
         if special is not None and call.fn.namespace == "aten":
             printed = special(self, call)

@@ -146,7 +146,7 @@ def test_the_tables_sort_and_agree_with_the_plan(page: Any, llama: Plan) -> None
     assert column(5) == [c["reason"] for c in collectives]
 
     css(page, '[aria-label="Filter collectives"]')[1].send_keys("blocks.7.attention.q")
-    assert len(column(0)) == sum("blocks.7.attention.q" == c["fqn"] for c in collectives)
+    assert len(column(0)) == sum(c["fqn"] == "blocks.7.attention.q" for c in collectives)
     css(page, 'table[data-table="collectives"] tbody tr')[0].click()  # to the picture, where layer 7 is folded
     assert "blocks.7.attention.q" in css(page, "#details")[0].text
     assert css(page, ".comm.selected")

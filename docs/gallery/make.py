@@ -19,28 +19,22 @@ FLAGS = (
     "--disable-component-update --disable-sync --hide-scrollbars --virtual-time-budget=5000 --window-size=1600,1000"
 ).split()
 
-# picture → (model, mesh, example sizes)
+# picture → (model, mesh, example sizes, what to look at in the open picture)
 MODELS = {
-    "mlp": ("mlp:large", {"dp": 2, "tp": 4}, {}),
-    "llama": ("llama:8b", {"dp": 2, "tp": 4}, {"batch": 8, "seq": 2048}),
-    "moe": ("moe:8x7b", {"dp": 4, "ep": 8}, {"batch": 8, "seq": 1024}),
-    "dlrm": ("dlrm:terabyte", {"dp": 8}, {}),
-    "vit": ("vit:large", {"dp": 2, "tp": 4}, {"batch": 64}),
+    "mlp": ("mlp:large", {"dp": 2, "tp": 4}, {}, "blocks.1.down linear"),
+    "llama": ("llama:8b", {"dp": 2, "tp": 4}, {"batch": 8, "seq": 2048}, "blocks.1.feed_forward.down linear"),
+    "moe": ("moe:8x7b", {"dp": 4, "ep": 8}, {"batch": 8, "seq": 1024}, "blocks.1.feed_forward.experts.down"),
+    "dlrm": ("dlrm:terabyte", {"dp": 8}, {}, "top.0 linear"),
+    "vit": ("vit:large", {"dp": 2, "tp": 4}, {"batch": 64}, "blocks.1.mlp.down linear"),
 }
 
-# picture → (what stands after the # of the page's address)
-VIEWS = {
-    "": "",
-    "_open": "open=1&fit=1",
-    "_dark": "theme=dark&open=2",
-    "_collectives": "tab=Collectives",
-    "_cost": "tab=Memory and cost&theme=dark",
-}
+# picture → what stands after the # of the page's address
+VIEWS = {"": "", "_open": "find={0}", "_dark": "theme=dark&find={0}", "_collectives": "tab=Collectives", "_cost": "tab=Memory and cost&theme=dark"}
 
 
 def plan(name: str) -> autoshard.Plan:
     """The plan of a gallery model on H100s, from a model without memory."""
-    model, mesh, sizes = MODELS[name]
+    model, mesh, sizes, _ = MODELS[name]
     reference = models.get(model)
     with torch.device("meta"):
         module = reference.model()
@@ -64,7 +58,7 @@ def main(names: list[str]) -> None:
             page = Path(folder) / f"{name}.html"
             plan(name).visualize(page)
             for suffix, address in VIEWS.items():
-                shoot(page, address, FOLDER / f"{name}{suffix}.png")
+                shoot(page, address.format(MODELS[name][3]), FOLDER / f"{name}{suffix}.png")
             print(f"{name}: {len(VIEWS)} pictures")
 
 

@@ -1,0 +1,160 @@
+"""The emitted Python: golden files, one class per distinct block, formatted, plain tensors, odd names."""
+
+from __future__ import annotations
+
+import ast
+import py_compile
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import models, runtime
+from autoshard.compiler import build
+from autoshard.models.llama import Llama, LlamaConfig
+from autoshard.passes.capture import capture
+
+IDEAL = autoshard.Mesh({"tp": 2}, hardware="ideal_network")
+
+
+def emitted(name: str, mesh: autoshard.Mesh = IDEAL) -> str:
+    reference = models.get(name)
+    args, kwargs = reference.inputs()
+    return autoshard.compile(reference.model(), mesh, args, kwargs).source
+
+
+def classes(source: str) -> list[str]:
+    return [n.name for n in ast.parse(source).body if isinstance(n, ast.ClassDef)]
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_golden(name: str, golden: Callable[[str, str], None]) -> None:
+    golden(f"{name}_tp2.py", emitted(name))
+
+
+def test_golden_sees_a_change(golden: Callable[[str, str], None], request: pytest.FixtureRequest) -> None:
+    """Negative control."""
+    if request.config.getoption("--update-golden"):
+        pytest.skip("would overwrite the file")
+    with pytest.raises(AssertionError, match=r"mlp_tp2\.py differs"):
+        golden("mlp_tp2.py", emitted("mlp") + "\n")
+
+
+def test_equal_layers_are_one_class() -> None:
+    """32 layers, tiny widths, on the meta device: one decoder-layer class."""
+    config = replace(LlamaConfig.tiny(), layers=32)
+    with torch.device("meta"):
+        model = Llama(config)
+    args, kwargs = models.llama.example_inputs(config)
+    graph = capture(model, args, kwargs)
+    source = build(graph, IDEAL, title="Llama").source.text
+    assert classes(source) == ["Layer", "RankModule"]
+    assert "{f\"layers.{i}\": Layer for i in range(32)}" in source
+    assert all(source.count(f"self.layers[{i}](") == 1 for i in range(32))
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "moe", "dlrm", "vit"])
+def test_the_file_compiles_and_is_formatted(name: str, tmp_path: Path) -> None:
+    mesh = autoshard.Mesh({"dp": 2, "tp": 2}, hardware="ideal_network")
+    path = tmp_path / "rank_module.py"
+    path.write_text(emitted(name, mesh), encoding="utf-8")
+    py_compile.compile(str(path), doraise=True)
+    assert format_difference(path) == ""
+
+
+def format_difference(path: Path) -> str:
+    ruff = shutil.which("ruff")
+    if ruff is None:
+        pytest.skip("ruff (extra: dev) is not installed")
+    done = subprocess.run([ruff, "format", "--isolated", "--diff", path], capture_output=True, text=True)
+    return done.stdout
+
+
+def test_a_badly_formatted_file_is_seen(tmp_path: Path) -> None:
+    """Negative control."""
+    path = tmp_path / "rank_module.py"
+    path.write_text(emitted("mlp").replace(", ", ","), encoding="utf-8")
+    assert format_difference(path) != ""
+
+
+def test_the_forward_runs_on_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[type] = []
+
+    def watched(name: str) -> Callable[..., Any]:
+        original = getattr(runtime, name)
+
+        def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.extend(type(t) for t in (x if isinstance(x, tuple | list) else [x]))
+            made = original(x, *args, **kwargs)
+            seen.extend(type(t) for t in (made if isinstance(made, tuple | list) else [made]))
+            return made
+
+        return call
+
+    names = "enter_parameters gather_parameters all_reduce all_gather reduce_scatter enter slice partial attention"
+    for name in names.split():
+        monkeypatch.setattr(runtime, name, watched(name))
+    reference = models.get("llama")
+    args, kwargs = reference.inputs()
+    sharded = autoshard.compile(reference.model(), IDEAL, args, kwargs)
+    sharded(*args, **kwargs).loss.backward()
+    assert len(seen) > 20
+    assert set(seen) <= {torch.Tensor, nn.Parameter}
+
+
+class Odd(nn.Module):
+    """Names that Python, the emitted file or its base classes have taken, and names that are no identifiers."""
+
+    NAMES = ("lambda", "a-b", "runtime", "torch", "self_", "scope", "3", "F", "_x", "ünï", "plan", "mesh", "source")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.NAMES:
+            self.add_module(name, nn.Linear(8, 8))
+        self.register_parameter("class", nn.Parameter(torch.ones(8)))
+        self.register_parameter("def", nn.Parameter(torch.ones(8)))
+        self.register_buffer("with", torch.ones(8))
+
+    def forward(self, x: torch.Tensor, runtime: torch.Tensor) -> torch.Tensor:
+        for name in self.NAMES:
+            x = torch.tanh(getattr(self, name)(x))
+        return x * getattr(self, "class") * runtime + getattr(self, "def") * getattr(self, "with")
+
+
+def test_odd_names() -> None:
+    model, args = Odd().double(), (torch.randn(4, 8).double(), torch.randn(8).double())
+    report = autoshard.verify(model, IDEAL, args)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_numbered_children_of_the_root(depth: int) -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    for _ in range(depth - 1):
+        model = nn.Sequential(model, nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    report = autoshard.verify(model.double(), IDEAL, (torch.randn(4, 8).double(),))
+    assert report.ok, str(report)
+
+
+def test_a_class_name_that_the_file_uses_itself() -> None:
+    """A block of the user's that is called RankModule is not the root class."""
+
+    class RankModule(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    report = autoshard.verify(nn.Sequential(RankModule(), RankModule()).double(), IDEAL, (torch.randn(4, 8).double(),))
+    assert report.ok, str(report)
