@@ -217,7 +217,15 @@ def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
     for c in collectives:
         groups.setdefault((c.kind, c.axes, c.phase, globbed(c.fqn), _change(c)), []).append(c)
     rows = [
-        Traffic(*key[:3], key[3] if len(found) > 1 else found[0].fqn, key[4], len(found), sum(c.bytes for c in found), sum(c.seconds for c in found), found[0])
+        Traffic(
+            *key[:3],
+            key[3] if len(found) > 1 else found[0].fqn,
+            key[4],
+            len(found),
+            sum(c.bytes for c in found),
+            sum(c.seconds for c in found),
+            found[0],
+        )
         for key, found in groups.items()
     ]
     return tuple(sorted(rows, key=lambda t: (-t.seconds, -t.bytes)))

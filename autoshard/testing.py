@@ -1,333 +1,135 @@
-"""Rules of users, and the check of every rule: its local form on every rank's shards, put together again.
-
-``check_rule(op, samples)`` tries every strategy of the op's rule on small meshes, for values and for gradients.
-After DTensor's strategy validation.
-"""
+"""Rules of users: add them, and check them against the op itself."""
 
 from __future__ import annotations
 
-import itertools
+import logging
 import math
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autoshard.errors import AutoshardError, RuleError
-from autoshard.layout import Layout
-from autoshard.local_forms import evaluate, flat, run
-from autoshard.mesh import Mesh
-from autoshard.passes.ir import Graph, Node, Ref, TensorType
-from autoshard.passes.notation import Dim, Linear, parse, rule
-from autoshard.passes.rules import register, rule_for
-from autoshard.passes.rules.base import Call, Rule, Site, Strategy
+from autoshard.errors import RuleError
+from autoshard.passes.ir import Graph, Node, Ref, map_refs
+from autoshard.passes.notation import Dim, Linear, Term, parse, rule
+from autoshard.passes.rules import register
+from autoshard.passes.rules.base import Rule, Strategy
 from autoshard.passes.rules.factors import tensor_arguments
-from autoshard.shards import Tensors, differs, noise, scatter
+from autoshard.rule_check import SEED, Op, RuleCheck, Sample, check_rule, overload
 
-Sample = tuple[Sequence[Any], Mapping[str, Any]]
-"""``(args, kwargs)`` of one concrete call, with float64 tensors where gradients are to be compared"""
+__all__ = ["RuleCheck", "Sample", "check_rule", "register_rule"]
 
-MESHES: tuple[Mapping[str, int], ...] = ({"x": 2}, {"x": 3})
-SEED = 20
-
-
-@dataclass(frozen=True)
-class RuleCheck:
-    """What :func:`check_rule` has tried: the number of cases, and the labels of the strategies that ran."""
-
-    op: str
-    cases: int
-    strategies: frozenset[str]
-
-    def __str__(self) -> str:
-        return f"{self.op}: {self.cases} cases agree ({', '.join(sorted(self.strategies))})"
+log = logging.getLogger("autoshard")
+LARGEST = 1 << 16
+"""elements of a call that is still checked when a model is compiled"""
 
 
 def register_rule(
-    op: torch._ops.OpOverload,
+    op: Op,
     notation: str | Rule,
     samples: Iterable[Sample] | None = None,
     *,
     linear: Linear = (),
     addends: Iterable[int] = (),
     flops: Callable[[Node, Graph], float] | None = None,
-) -> RuleCheck:
-    """Add a sharding rule for ``op``, an ATen op or one of ``torch.library``; it is checked first.
+) -> RuleCheck | None:
+    """Add a sharding rule for ``op``, an ATen op or one of ``torch.library``; of a packet the default overload is meant.
 
-    ``notation``: for example ``"... k, n k -> ... n"`` (see :mod:`autoshard.passes.notation`), or a
-    :class:`~autoshard.passes.rules.base.Rule` written by hand. ``samples``: calls ``(args, kwargs)`` to
-    check it on; without them, random float64 tensors that fit the notation. ``linear``, ``addends``, ``flops``: see
-    :func:`autoshard.passes.notation.rule`. Raises :class:`RuleError` where the rule is malformed or wrong; the op then
-    has no rule or keeps the one it had.
+    ``notation``: for example ``"... k, n k -> ... n"``, a term per tensor argument and result (see
+    :mod:`autoshard.passes.notation`), or a :class:`~autoshard.passes.rules.base.Rule` written by hand. ``samples``:
+    calls ``(args, kwargs)`` to check it on; without them, random float64 tensors that fit the notation. Where the op
+    cannot be called on those (it takes ints, or integer tensors), the rule is checked on the first call that is
+    compiled, and the result is None. ``linear``, ``addends``, ``flops``: see :func:`autoshard.passes.notation.rule`.
+    Raises :class:`RuleError` where the rule is malformed or wrong; the op then has no rule or keeps the one it had.
     """
+    op = overload(op)
     new = notation if isinstance(notation, Rule) else rule(op, notation, linear=linear, addends=addends, flops=flops)
     if new.op is not op:
         raise RuleError(f"register_rule for {op}: the rule given is one of {new.op}")
-    check = check_rule(new, _invented(new) if samples is None else samples)
+    if samples is None and (samples := _invented(new)) is None:
+        register(_checked_when_used(new))
+        return None
+    check = check_rule(new, samples)
     register(new)
     return check
 
 
-def _invented(new: Rule) -> list[Sample]:
-    """One call of the op from its rule's notation: random float64 tensors, with dims of 4 to 7."""
-    required = [a.name for a in new.op._schema.arguments if not a.has_default_value()]
-    extra = [name for name in required if name not in tensor_arguments(new.op)]
-    if extra or not new.notation:
-        reason = f"the op needs {', '.join(extra)}" if extra else "the rule has no notation"
-        raise RuleError(f"{new.op}: {reason}; give samples=[(args, kwargs), …] to check the rule on")
-    terms = parse(new.notation).operands
+def _invented(new: Rule) -> list[Sample] | None:
+    """One call of the op from its rule's notation: float64 tensors, with dims of 4 to 7. None where that is no call."""
+    if not new.notation:
+        return None
+    terms = dict(zip(tensor_arguments(new.op), parse(new.notation).operands, strict=True))
     lengths: dict[str, int] = {"...": 4, "_": 3}
+    random = torch.Generator().manual_seed(SEED)
 
     def length(dim: Dim) -> int:
         return math.prod(lengths.setdefault(factor, 4 + len(lengths) % 4) for factor in dim)
 
-    random = torch.Generator().manual_seed(SEED)
-    shapes = [[length(dim) for dim in term] for term in terms]
-    return [([torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes], {})]
+    def tensor(term: Term) -> torch.Tensor:
+        return torch.randn([length(dim) for dim in term], generator=random, dtype=torch.float64)
 
-
-@dataclass(frozen=True)
-class _Example:
-    """One sample as a graph of one node, with its operands and what the op makes of them."""
-
-    node: Node
-    graph: Graph
-    operands: Tensors
-    results: Tensors
-    cotangents: list[torch.Tensor | None]
-    gradients: list[torch.Tensor | None]
-
-
-def check_rule(
-    op: torch._ops.OpOverload | Rule,
-    samples: Iterable[Sample],
-    *,
-    meshes: Sequence[Mapping[str, int]] = MESHES,
-    tolerance: float = 1e-9,
-    values: bool = True,
-    gradients: bool = True,
-    results: Collection[int] | None = None,
-) -> RuleCheck:
-    """Compare every strategy of a rule with the unsharded op, value and gradients, on every sample and mesh.
-
-    ``op``: an op with a registered rule, or a rule. On a mesh of several axes every combination of strategies is
-    tried. ``tolerance``: relative error, of the largest element. ``values=False`` compares shapes only, for ops such as
-    ``empty``; ``gradients=False`` takes operands as constants, for ops without a derivative. ``results``:
-    positions of the results that are read (default: all).
-    Raises :class:`RuleError` that lists what differs, or says that nothing could be checked.
-    """
-    tested = op if isinstance(op, Rule) else rule_for(op)
-    if tested is None:
-        raise RuleError(f"{op} has no rule; write one with autoshard.register_rule")
-    cases, failures = 0, list[str]()
-    labels = set[str]()
-    for number, sample in enumerate(samples):
-        example = _example(tested, sample, gradients, results)
-        allowed = max(tolerance, 8 * _rounding(example)) if values else float("inf")
-        for sizes in meshes:
-            mesh = Mesh(sizes)
-            for graph, choice in _choices(tested, example, mesh):
-                cases += 1
-                labels.update(s.label for s in choice)
-                difference = _differs(tested, example, graph, mesh, choice, allowed)
-                if difference:
-                    failures.append(f"  {_describe(example, number, mesh, choice)}\n    {difference}")
-    if failures:
-        more = f"\n  … and {len(failures) - 5} more" if len(failures) > 5 else ""
-        raise RuleError(
-            f"the rule of {tested.op} ({tested.notation or 'hand-written'}) is wrong in "
-            f"{len(failures)} of {cases} cases:\n" + "\n".join(failures[:5]) + more
-        )
-    if not cases:
-        raise RuleError(f"{tested.op}: no sample could be run on meshes {list(meshes)}; give samples with longer dims")
-    return RuleCheck(str(tested.op), cases, frozenset(labels))
-
-
-def _describe(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy, ...]) -> str:
-    parts = []
-    for axis, s in zip(mesh.axes, choice, strict=True):
-        ins, outs = ", ".join(map(str, s.inputs)), ", ".join(map(str, s.outputs))
-        parts.append(f"{s.label}@{axis}: ({ins}) → ({outs})")
-    types = ", ".join(str(example.graph.types[name]) for name in example.node.inputs)
-    return f"sample {number} ({types}), mesh {mesh}, strategy " + "; ".join(parts)
-
-
-def _example(rule: Rule, sample: Sample, moves: bool, wanted: Collection[int] | None) -> _Example:
-    """Run the sample; arguments for which the op has no derivative (a loss's class weights) are constants."""
-    constants: set[str] = set()
-    while True:
-        try:
-            return _run_whole(rule, sample, moves, constants, wanted)
-        except RuntimeError as error:
-            refused = re.search(r"not differentiable with respect to argument '(\w+)'", str(error))
-            if refused is None or refused.group(1) in constants:
-                raise
-            constants.add(refused.group(1))
-
-
-def _run_whole(
-    rule: Rule, sample: Sample, moves: bool, constants: Collection[str], wanted: Collection[int] | None
-) -> _Example:
-    """Run the sample on whole tensors, forward and backward."""
-    operands: Tensors = []
-
-    def lift(value: Any, name: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            differentiable = moves and name not in constants and (value.is_floating_point() or value.is_complex())
-            operands.append(value.detach().clone().requires_grad_(differentiable))
-            return Ref(f"x{len(operands) - 1}")
-        if isinstance(value, tuple | list):
-            return [lift(v, name) for v in value]
-        return value
-
-    names_of_arguments = [a.name for a in rule.op._schema.arguments]
-    args = tuple(lift(a, name) for a, name in zip(sample[0], names_of_arguments, strict=False))
-    kwargs = {k: lift(v, k) for k, v in sample[1].items()}
-    names = {f"x{i}": x for i, x in enumerate(operands)}
-    torch.manual_seed(SEED)
-    if torch.Tag.nondeterministic_seeded in rule.op.tags:
-        results = _alone(rule, args, kwargs, names)
-    else:
-        results = flat(evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
-    slots = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and (wanted is None or i in wanted)]
-    outputs = [results[i] for i in slots]
-    node, graph = _graph(rule.op, args, kwargs, operands, outputs, slots)
-    random = torch.Generator().manual_seed(SEED)
-    cotangents = [noise(y, random) if y.requires_grad else None for y in outputs]
-    gradients = _backward(outputs, cotangents, operands)
-    return _Example(node, graph, operands, [y.detach() for y in outputs], cotangents, gradients)
-
-
-def _rounding(example: _Example) -> float:
-    """The relative rounding error of the narrowest floating dtype in the call."""
-    dtypes = {x.dtype for x in example.operands + example.results}
-    return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex), default=0.0)
-
-
-def _graph(
-    op: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    operands: Tensors,
-    outputs: Tensors,
-    slots: list[int],
-) -> tuple[Node, Graph]:
-    names = tuple(f"y{i}" for i in slots)
-    node = Node("node", op, args, kwargs, names, tuple(slots))
-    types = {f"x{i}": TensorType(tuple(x.shape), x.dtype, x.requires_grad) for i, x in enumerate(operands)}
-    types |= {n: TensorType(tuple(y.shape), y.dtype, y.requires_grad) for n, y in zip(names, outputs, strict=True)}
-    return node, Graph((), (node,), types, tuple(map(Ref, names)), None, None)
-
-
-def _alone(rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Mapping[str, torch.Tensor]) -> Tensors:
-    """A random op's reference: its own local form on one rank, so that draws are comparable."""
-    operands = list(names.values())
-    shapes = flat(evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
-    slots = [i for i, r in enumerate(shapes) if isinstance(r, torch.Tensor)]
-    node, graph = _graph(rule.op, args, kwargs, operands, [shapes[i] for i in slots], slots)
-    mesh = Mesh({"x": 1})
-    choice = (next(s for s in rule.strategies(node, graph) if s.label == "R"),)
-    torch.manual_seed(SEED)
-    (results,) = run(rule, _site(node, graph, mesh, choice), [operands])
-    return results
-
-
-def _choices(rule: Rule, example: _Example, mesh: Mesh) -> Iterator[tuple[Graph, tuple[Strategy, ...]]]:
-    """Strategies for every axis; those that exist only without a gradient run on a graph without gradients."""
-    still = {n: TensorType(t.shape, t.dtype) for n, t in example.graph.types.items()}
-    without = Graph((), (example.node,), still, example.graph.outputs, None, None)
-    moving = rule.strategies(example.node, example.graph)
-    for graph, strategies in (example.graph, moving), (without, rule.strategies(example.node, without)):
-        for choice in itertools.product(strategies, repeat=mesh.ndim):
-            new = graph is example.graph or not all(s in moving for s in choice)
-            if new and _fits(choice, mesh):
-                yield graph, choice
-
-
-def _fits(choice: tuple[Strategy, ...], mesh: Mesh) -> bool:
-    """Whether every factor is long enough for the axes on it, and divides where it must."""
-    ranks: dict[str, int] = {}
-    for s, n in zip(choice, mesh.shape, strict=True):
-        ranks[s.label] = ranks.get(s.label, 1) * n
-    return all(
-        s.size is None or (ranks[s.label] <= s.size and not (s.even and s.size % ranks[s.label])) for s in choice
-    )
-
-
-def _site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...]) -> Site:
-    for s in choice:
-        if len(s.inputs) != len(node.inputs) or len(s.outputs) != len(node.outputs):
-            raise RuleError(
-                f"{node.op}: strategy {s.label!r} places {len(s.inputs)} operands and {len(s.outputs)} results; "
-                f"the call has {len(node.inputs)} and {len(node.outputs)}"
-            )
-    inputs = tuple(Layout(mesh, [s.inputs[i] for s in choice]) for i in range(len(node.inputs)))
-    outputs = tuple(Layout(mesh, [s.outputs[i] for s in choice]) for i in range(len(node.outputs)))
-    for name, layout in zip(node.inputs + node.outputs, inputs + outputs, strict=True):
-        layout.check(graph.types[name].shape)
-    return Site(node, graph, mesh, inputs, outputs, choice)
-
-
-def _differs(
-    rule: Rule, example: _Example, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], tolerance: float
-) -> str | None:
-    """What the strategies get wrong, in words."""
-    random = torch.Generator().manual_seed(SEED)
-    try:
-        site = _site(example.node, graph, mesh, choice)
-        parts = [scatter(x.detach(), at, random) for x, at in zip(example.operands, site.inputs, strict=True)]
-        held = [[part[r].requires_grad_(x.requires_grad) for part, x in zip(parts, example.operands, strict=True)]
-                for r in range(mesh.size)]  # fmt: skip
-        torch.manual_seed(SEED)
-        made = run(rule, site, held)
-        for i, (result, at) in enumerate(zip(example.results, site.outputs, strict=True)):
-            wrong = differs([row[i].detach() for row in made], at, result, tolerance)
-            if wrong:
-                return f"result {i} ({at}): {wrong}"
-        if graph is not example.graph:
-            return None
-        return _gradients_differ(example, site, held, made, random, tolerance)
-    except (AutoshardError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def _gradients_differ(
-    example: _Example, site: Site, held: list[Tensors], made: list[Tensors], random: torch.Generator, tolerance: float
-) -> str | None:
-    """The gradient of every operand, put together by the placement of the gradient."""
-    outputs: Tensors = []
-    cotangents: list[torch.Tensor | None] = []
-    for i, cotangent in enumerate(example.cotangents):
-        if cotangent is not None:
-            outputs += [row[i] for row in made]
-            cotangents += scatter(cotangent, site.outputs[i].gradient(), random)
-    if not outputs:
-        return None
-    leaves = [x for row in held for x in row]
-    found = _backward(outputs, cotangents, leaves)
-    for i, (gradient, at) in enumerate(zip(example.gradients, site.inputs, strict=True)):
-        if gradient is None:
+    args, kwargs = list[Any](), dict[str, Any]()
+    for argument in new.op._schema.arguments:
+        kind = str(argument.type)
+        if argument.name in terms:
+            term = terms[argument.name]
+            value = [tensor(term), tensor(term)] if "List" in kind else tensor(term)
+        elif argument.has_default_value():
             continue
-        locals_ = [g if g is not None else torch.zeros_like(x) for g, x in zip(found, leaves, strict=True)]
-        wrong = differs(locals_[i :: len(example.operands)], at.gradient(), gradient, tolerance)
-        if wrong:
-            return f"gradient of operand {i} ({at}, so its gradient is {at.gradient()}): {wrong}"
-    return None
+        elif kind not in _PLAIN:
+            return None
+        else:
+            value = _PLAIN[kind]
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        elif len(args) == [a.name for a in new.op._schema.arguments].index(argument.name):
+            args.append(value)
+        else:
+            kwargs[argument.name] = value
+    try:
+        new.op(*args, **kwargs)
+    except Exception as error:  # whatever a user's op raises for operands it does not take
+        log.debug("%s does not take invented operands: %s", new.op, error)
+        return None
+    return [(args, kwargs)]
 
 
-def _backward(
-    outputs: Tensors, cotangents: Sequence[torch.Tensor | None], leaves: Tensors
-) -> list[torch.Tensor | None]:
-    """Gradients of the leaves (None where there is none)."""
-    pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None and y.requires_grad]
-    wanted = [i for i, x in enumerate(leaves) if x.requires_grad]
-    if not pairs or not wanted:
-        return [None] * len(leaves)
-    ys, gs = zip(*pairs, strict=True)
-    found = torch.autograd.grad(ys, [leaves[i] for i in wanted], gs, allow_unused=True)
-    by_leaf: list[torch.Tensor | None] = [None] * len(leaves)
-    for i, g in zip(wanted, found, strict=True):
-        by_leaf[i] = torch.zeros_like(leaves[i]) if g is None else g
-    return by_leaf
+_PLAIN: Mapping[str, Any] = {"float": 0.5, "bool": False}
+"""values for arguments that say nothing about shapes"""
+
+
+def _checked_when_used(new: Rule) -> Rule:
+    """``new``, checked on the shapes of the first call that asks for its strategies."""
+    pending = [new]
+
+    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+        if pending:
+            sample = _sample_of(node, graph)
+            if sample is None:
+                log.warning("the rule of %s is not checked: give register_rule samples=[(args, kwargs), …]", new.op)
+            else:
+                check_rule(new, [sample])
+            pending.clear()
+        return new.strategies(node, graph)
+
+    return replace(new, strategies=strategies)
+
+
+def _sample_of(node: Node, graph: Graph) -> Sample | None:
+    """A call like ``node`` on random operands; None where it is too large or needs particular integers."""
+    types = [graph.types[name] for name in node.inputs]
+    if sum(t.numel for t in types) > LARGEST or not all(t.dtype.is_floating_point for t in types):
+        return None
+    random = torch.Generator().manual_seed(SEED)
+
+    def tensor(ref: Ref) -> torch.Tensor:
+        return torch.randn(graph.types[ref.name].shape, generator=random, dtype=torch.float64)
+
+    args, kwargs = map_refs((node.args, dict(node.kwargs)), tensor)
+    try:
+        node.op(*args, **kwargs)
+    except Exception as error:
+        log.debug("%s does not take float64 operands: %s", node.op, error)
+        return None
+    return args, kwargs

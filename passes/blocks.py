@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autoshard.passes.ir import Ref, refs
 from autoshard.passes.lower import Program, Statement
 
-_INDEXED = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")
+_INDEXED = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)

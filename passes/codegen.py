@@ -244,7 +244,7 @@ class _Emitter:
         if not targets:
             return ""
         if s.members:
-            return ", ".join(targets) + (" = " if len(targets) > 1 else ", = ")
+            return f"{', '.join(targets)} = " if len(targets) > 1 else f"({targets[0]},) = "
         returns = s.node.op._schema.returns if s.node is not None and s.step is None else ()
         is_list = len(returns) == 1 and "List" in str(returns[0].type)
         if len(returns) <= 1 and not is_list:

@@ -4,7 +4,7 @@ A letter (or word) is a factor, shared between operands and results. ``...`` sta
 broadcast from the right; ``(h d)`` is one tensor dim made of several factors, the first the outermost; ``_`` is a
 dim that must be whole. A factor missing from the results is summed over. An operand whose dim is 1 where
 the factor is longer lacks the factor (it broadcasts). Operands stand in the order of the op's schema;
-optional ones (a bias) may be absent from a call. After einops and Shardy's factor rules.
+optional ones (a bias) may be absent from a call; a list of tensors has one term, which is that of each. After einops and Shardy's factor rules.
 """
 
 from __future__ import annotations
@@ -130,10 +130,9 @@ def bind(
 ) -> Factors:
     """The factors of ``node`` under ``notation``, from its operands' and results' global shapes."""
     slots = operands(node)
-    if len(set(slots)) != len(slots):
-        raise RuleError(f"{node.op}: rule {notation.text!r} cannot describe a list of tensors; write a Rule by hand")
     terms = [notation.operands[s] for s in slots]
-    results = [notation.results[s] for s in node.output_slots]
+    listed = len(node.op._schema.returns) == 1  # its results then are those of a list, if it has several
+    results = [notation.results[0 if listed else s] for s in node.output_slots]
     shapes = [*input_shapes(node, graph), *output_shapes(node, graph)]
     texts = [f"operand {s}" for s in slots] + [f"result {s}" for s in node.output_slots]
     spelled = _spell_ellipsis([*terms, *results], shapes, texts, f"{node.op}: rule {notation.text!r}")

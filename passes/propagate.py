@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
-from autoshard.layout import I, Invariant, Layout, Placement, R, Replicate, Shard
+from autoshard.layout import I, Invariant, Layout, Partial, Placement, R, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes import cost as costs
 from autoshard.passes.hints import Constraint
@@ -355,9 +356,28 @@ def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """The strategies of ``node`` along one axis; an op without a rule runs on full tensors."""
     rule = rule_for(node.op)
     if rule is not None:
-        return rule.strategies(node, graph)
+        return _exact(rule.strategies(node, graph), node, graph)
     whole = (len(node.inputs), len(node.outputs))
-    return tuple(Strategy(str(p), (p,) * whole[0], (p,) * whole[1]) for p in (I, R))
+    return _exact(tuple(Strategy(str(p), (p,) * whole[0], (p,) * whole[1]) for p in (I, R)), node, graph)
+
+
+def _exact(strategies: tuple[Strategy, ...], node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Without those that sum float32 values, or gradients of them, over ranks where the model is float64.
+
+    Whoever trains in float64 compares digits; a float32 sum in another order differs in the eighth.
+    """
+    names = (*node.inputs, *node.outputs)
+    single = [graph.types[n].dtype == torch.float32 for n in names]
+    if not any(single) or not any(t.dtype == torch.float64 and t.grad for t in graph.types.values()):
+        return strategies
+    return tuple(
+        s
+        for s in strategies
+        if not any(
+            low and (isinstance(p, Partial) or (isinstance(p, Replicate) and graph.types[n].grad))
+            for low, n, p in zip(single, names, (*s.inputs, *s.outputs), strict=True)
+        )
+    )
 
 
 def canonical(placement: Placement, grad: bool) -> Placement:

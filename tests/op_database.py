@@ -149,7 +149,10 @@ def _run_sample(name: str, shapes_only: bool, number: int, call: OpCall, ranks: 
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = run(call, call.inputs())
+        try:
+            expected = run(call, call.inputs())
+        except RuntimeError:
+            return  # the sample is no call on tensors of their own (as_strided beyond a view)
         inputs = call.inputs()
         try:
             with limit(LIMIT):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -225,7 +226,7 @@ def test_text_is_one_line_per_thing(odd: Plan, llama: Plan) -> None:
 def test_the_timeline_is_the_predicted_step(name: str) -> None:
     plan = planned(name, dp=2, tp=2)
     events = timeline(plan)
-    for a, b in zip(events, events[1:], strict=False):
+    for a, b in itertools.pairwise(events):
         assert b.start == pytest.approx(a.start + a.seconds)
     assert events[-1].start + events[-1].seconds == pytest.approx(plan.cost.total_s)
     sent = [e for e in events if e.stream != "compute"]

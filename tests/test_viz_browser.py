@@ -15,41 +15,8 @@ from picture_samples import ODD_NAMES, chain, deep_llama, planned
 from autoshard.plans import Plan
 from autoshard.report import show_bytes, show_seconds
 
-# Leaves and closed boxes of one picture that lie over each other, and texts that leave their shape.
-OVERLAPS = """
-const bad = [];
-const groups = [...document.querySelectorAll('.pane g')].filter((g) => [...g.children].some((c) => c.matches('.leaf, .box')));
-for (const group of groups) {
-  const parts = [...group.children].filter((c) => c.matches('.leaf, .box')).map((c) => [c, (c.querySelector(':scope > .shape, :scope > rect')).getBoundingClientRect()]);
-  for (let i = 0; i < parts.length; i++) for (let j = i + 1; j < parts.length; j++) {
-    const [a, b] = [parts[i][1], parts[j][1]];
-    if (a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1) bad.push(parts[i][0].textContent + ' over ' + parts[j][0].textContent);
-  }
-}
-for (const leaf of document.querySelectorAll('.pane .leaf')) {
-  const shape = leaf.querySelector(':scope > .shape').getBoundingClientRect();
-  for (const text of leaf.querySelectorAll(':scope > text')) {
-    const t = text.getBoundingClientRect();
-    if (t.left < shape.left || t.right > shape.right || t.top < shape.top - 2 || t.bottom > shape.bottom + 2) bad.push('outside: ' + text.textContent);
-  }
-}
-return bad;
-"""
-
-# The least contrast of any text on the page with what it stands on (WCAG's ratio), for HTML texts.
-CONTRAST = """
-const channel = (v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
-const light = (rgb) => 0.2126 * channel(rgb[0]) + 0.7152 * channel(rgb[1]) + 0.0722 * channel(rgb[2]);
-const numbers = (css) => css.match(/[\\d.]+/g).map(Number);
-const behind = (e) => { for (; e; e = e.parentElement) { const c = numbers(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] > 0) return c; } return [255, 255, 255]; };
-let worst = 99;
-for (const e of document.querySelectorAll('.chip, h1, b, span, button, dt, dd, p, td, th')) {
-  if (!e.textContent.trim() || !e.getClientRects().length) continue;
-  const [a, b] = [light(numbers(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
-  worst = Math.min(worst, (a + 0.05) / (b + 0.05));
-}
-return worst;
-"""
+CHECKS = (Path(__file__).parent / "page_checks.js").read_text("utf-8")
+OVERLAPS, CONTRAST, COLUMN = (f"{CHECKS}\nreturn {name}(...arguments);" for name in ("overlaps", "contrast", "column"))
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +97,7 @@ def test_the_tables_sort_and_agree_with_the_plan(page: Any, llama: Plan) -> None
     assert len(rows) == len(collectives)
 
     def column(n: int) -> list[str]:
-        script = "return [...document.querySelectorAll('table[data-table=\"collectives\"] tbody tr')].map((r) => r.cells[arguments[0]].textContent)"
-        found: list[str] = page.execute_script(script, n)
+        found: list[str] = page.execute_script(COLUMN, "collectives", n)
         return found
 
     by_time = sorted(collectives, key=lambda c: -c["seconds"])
@@ -213,8 +179,7 @@ def test_nothing_overlaps_when_everything_is_open(driver: Any, name: str, tmp_pa
     assert len(css(driver, ".leaf")) > 5
     assert driver.execute_script(OVERLAPS) == []
     # The negative control: move one shape onto its neighbour, and the check sees it.
-    move = "const [a, b] = document.querySelectorAll('.leaf'); b.setAttribute('transform', a.getAttribute('transform')); b.parentElement.append(a)"
-    driver.execute_script(f"{move}; b.parentElement.append(b)")
+    driver.execute_script(f"{CHECKS}\nputOneOverAnother();")
     assert driver.execute_script(OVERLAPS) != []
 
 

@@ -147,4 +147,5 @@ addTab("Memory and cost", () => charts(plan));
 if (before) addTab("Compare", () => compareTables(before, plan));
 showDetails(panel, null);
 showTab("Graph");
+views.forEach((v) => v.center());
 fromAddress();

@@ -75,8 +75,7 @@ def _attributes(item: Item, plan: Plan) -> str:
     choice = plan.choices[item.name]
     values = [line for o in choice.outputs for line in _value(plan, o)]
     layout = plan.layouts[choice.outputs[0]] if choice.outputs else None
-    text = f"{layout}"
-    color = _CUT if "S(" in text else _PARTIAL if "P" in text else _WHOLE
+    color = _CUT if "S(" in str(layout) else _PARTIAL if "P@" in str(layout) else _WHOLE
     return f'fillcolor="{color}", label={quoted(item.title, *values)}'
 
 

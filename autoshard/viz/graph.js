@@ -80,6 +80,10 @@ class GraphView {
     this.resize();
   }
 
+  center() {
+    this.canvas.scrollLeft = (this.canvas.scrollWidth - this.canvas.clientWidth) / 2;
+  }
+
   resize() {
     this.svg.setAttribute("width", this.size.w * this.zoom);
     this.svg.setAttribute("height", this.size.h * this.zoom);

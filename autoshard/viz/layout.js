@@ -1,6 +1,6 @@
 // Where everything goes: layered drawing of one box at a time, boxes inside boxes.
 
-const GAP_X = 18, GAP_Y = 26, PAD = 14, HEAD = 30, LINE = 15;
+const GAP_X = 18, GAP_Y = 26, PAD = 14, HEAD = 30, LINE = 15, WIDEST = 1500;
 
 function measure(item, plan) {
   if (item.children) return measureClosed(item);
@@ -86,25 +86,37 @@ function liftedEdges(box, plan) {
   return box.lifted;
 }
 
+// Children stand in order of execution, so one sweep in that order is a topological one. A layer that has grown wide
+// takes no more: twenty embedding tables stand in several rows.
 function intoLayers(children, edges) {
-  const level = children.map(() => 0);
-  const down = children.map(() => []);
-  const incoming = children.map(() => 0);
+  const up = children.map(() => []), down = children.map(() => []);
   for (const e of edges) {
     e.back = e.from > e.to;
-    if (!e.back) { down[e.from].push(e.to); incoming[e.to] += 1; }
+    if (!e.back) { down[e.from].push(e.to); up[e.to].push(e.from); }
   }
-  // Children stand in order of execution, so one sweep in that order is a topological one.
-  for (let i = 0; i < children.length; i++) for (const j of down[i]) level[j] = Math.max(level[j], level[i] + 1);
-  // Sources (parameters, inputs) stand right above their first reader.
+  const widths = [];
+  const room = (level, child) => !widths[level] || widths[level] + child.w + GAP_X <= WIDEST;
+  const put = (child, level) => { child.level = level; widths[level] = (widths[level] || 0) + child.w + GAP_X; };
+  const floating = [];
+  children.forEach((child, i) => {
+    let level = Math.max(0, ...up[i].map((j) => children[j].level + 1));
+    while (!room(level, child)) level += 1;
+    put(child, level);
+    floating[i] = !up[i].length || (child.node.kind === "comm" && up[i].every((j) => floating[j]));
+  });
+  // Parameters, inputs and what is sent of them stand right above their first reader.
   for (let i = children.length - 1; i >= 0; i--) {
-    if (!incoming[i] && down[i].length) level[i] = Math.max(0, Math.min(...down[i].map((j) => level[j])) - 1);
+    if (!floating[i] || !down[i].length) continue;
+    const child = children[i];
+    let level = Math.min(...down[i].map((j) => children[j].level)) - 1;
+    while (level > child.level && !room(level, child)) level -= 1;
+    if (level > child.level) {
+      widths[child.level] -= child.w + GAP_X;
+      put(child, level);
+    }
   }
   const layers = [];
-  children.forEach((child, i) => {
-    child.level = level[i];
-    (layers[level[i]] ||= []).push(child);
-  });
+  children.forEach((child) => (layers[child.level] ||= []).push(child));
   return layers.filter(Boolean);
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.plans import Choice, Collective, Plan
 from autoshard.report import hot_spots, local_bytes, memory_parts, short_op
@@ -44,12 +44,9 @@ def timeline(plan: Plan) -> tuple[Event, ...]:
     events: list[Event] = []
     now = 0.0
     for event in _sequence(plan, _trained(plan)):
-        events.append(Event(*event[:3], now, *event[3:]))
-        now += events[-1].seconds
+        events.append(replace(event, start=now))
+        now += event.seconds
     return tuple(events)
-
-
-_Untimed = tuple[str, str, str, float, str, str, float, str]
 
 
 def _trained(plan: Plan) -> frozenset[str]:
@@ -57,7 +54,8 @@ def _trained(plan: Plan) -> frozenset[str]:
     return frozenset(plan.differentiable) if plan.training else frozenset()
 
 
-def _sequence(plan: Plan, trained: frozenset[str]) -> Iterator[_Untimed]:
+def _sequence(plan: Plan, trained: frozenset[str]) -> Iterator[Event]:
+    """All events in order, each as if it started at 0."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for c in plan.collectives:
         moment = (
@@ -69,10 +67,10 @@ def _sequence(plan: Plan, trained: frozenset[str]) -> Iterator[_Untimed]:
         )
         groups.setdefault((c.op, moment), []).append(c)
 
-    def send(op: str, moment: str) -> Iterator[_Untimed]:
+    def send(op: str, moment: str) -> Iterator[Event]:
         for c in groups.get((op, moment), ()):
             stream = f"communication {','.join(c.axes)}"
-            yield collective_name(c), stream, c.phase, c.seconds, c.fqn, op, c.bytes, c.reason
+            yield Event(collective_name(c), stream, c.phase, 0.0, c.seconds, c.fqn, op, c.bytes, c.reason)
 
     for name, choice in plan.choices.items():
         yield from send(name, "forward")
@@ -80,18 +78,18 @@ def _sequence(plan: Plan, trained: frozenset[str]) -> Iterator[_Untimed]:
         yield from send(name, "after")
     yield from send("", "forward")
     yield from send("", "backward")
-    for name, choice in reversed(plan.choices.items()):
+    for name, choice in reversed(list(plan.choices.items())):
         yield from send(name, "again")
         yield from _compute(name, choice, "backward", trained)
         yield from send(name, "backward")
 
 
-def _compute(name: str, choice: Choice, phase: str, trained: frozenset[str]) -> Iterator[_Untimed]:
+def _compute(name: str, choice: Choice, phase: str, trained: frozenset[str]) -> Iterator[Event]:
     share = _BACKWARD_SHARE if trained.intersection(choice.outputs) else 0.0
     seconds = choice.seconds * (share if phase == "backward" else 1 - share)
     if seconds > 0:
         title = f"{short_op(choice)} {choice.fqn or '(root)'} {phase}"
-        yield title, "compute", phase, seconds, choice.fqn, name, 0.0, choice.source
+        yield Event(title, "compute", phase, 0.0, seconds, choice.fqn, name, 0.0, choice.source)
 
 
 def memory_over_time(plan: Plan) -> tuple[tuple[float, float], ...]:
@@ -153,8 +151,9 @@ def trace_json(plan: Plan) -> str:
         for i, stream in enumerate(streams)
     ]
     for e in events:
-        detail = {"module": e.fqn, "phase": e.phase, "at": e.source}
-        args: dict[str, object] = detail if e.stream == "compute" else {**detail, "bytes": e.bytes}
+        args: dict[str, object] = {"module": e.fqn, "phase": e.phase, "at": e.source}
+        if e.stream != "compute":
+            args["bytes"] = e.bytes
         row = {"ph": "X", "pid": 0, "tid": streams.index(e.stream), "name": e.name, "cat": e.phase}
         rows.append({**row, "ts": e.start * 1e6, "dur": e.seconds * 1e6, "args": args})
     for at, size in memory_over_time(plan):

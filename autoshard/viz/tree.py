@@ -95,7 +95,7 @@ def drawing(plan: Plan) -> Drawing:
     _inline(builder.root)
     _cut(builder.root)
     drawn = {item.id: item for item in builder.root.items()}
-    edges = {}
+    edges: dict[tuple[int, int], str] = {}
     for src, dst, value in builder.edges:
         a, b = stands_for.get(src, src), stands_for.get(dst, dst)
         # An edge from one folded layer to the next would point from the box's end to its beginning.

@@ -1,4 +1,4 @@
-"""Make the pictures of this folder: python docs/gallery/make.py [name …]. Needs Chromium; plans take some seconds each."""
+"""Make the pictures of this folder with Chromium: python docs/gallery/make.py [name …]."""
 
 from __future__ import annotations
 
@@ -23,13 +23,19 @@ FLAGS = (
 MODELS = {
     "mlp": ("mlp:large", {"dp": 2, "tp": 4}, {}, "blocks.1.down linear"),
     "llama": ("llama:8b", {"dp": 2, "tp": 4}, {"batch": 8, "seq": 2048}, "blocks.1.feed_forward.down linear"),
-    "moe": ("moe:8x7b", {"dp": 4, "ep": 8}, {"batch": 8, "seq": 1024}, "blocks.1.feed_forward.experts.down"),
-    "dlrm": ("dlrm:terabyte", {"dp": 8}, {}, "top.0 linear"),
+    "moe": ("moe:8x7b", {"dp": 4, "ep": 8}, {"batch": 8, "seq": 1024}, "blocks.1.feed_forward.experts bmm"),
+    "dlrm": ("dlrm:terabyte", {"dp": 8}, {"batch": 16384}, "tables.2 embedding"),
     "vit": ("vit:large", {"dp": 2, "tp": 4}, {"batch": 64}, "blocks.1.mlp.down linear"),
 }
 
 # picture → what stands after the # of the page's address
-VIEWS = {"": "", "_open": "find={0}", "_dark": "theme=dark&find={0}", "_collectives": "tab=Collectives", "_cost": "tab=Memory and cost&theme=dark"}
+VIEWS = {
+    "": "",
+    "_open": "find={0}",
+    "_dark": "theme=dark&find={0}",
+    "_collectives": "tab=Collectives",
+    "_cost": "tab=Memory and cost&theme=dark",
+}
 
 
 def plan(name: str) -> autoshard.Plan:
@@ -48,7 +54,11 @@ def shoot(page: Path, address: str, picture: Path) -> None:
     if browser is None:
         raise SystemExit("Chromium is not installed: apt-get install chromium")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        where = [f"--user-data-dir={profile}", f"--screenshot={picture}", f"{page.as_uri()}#{address.replace(' ', '%20')}"]
+        where = [
+            f"--user-data-dir={profile}",
+            f"--screenshot={picture}",
+            f"{page.as_uri()}#{address.replace(' ', '%20')}",
+        ]
         subprocess.run([browser, *FLAGS, *where], check=True, capture_output=True, timeout=120)
 
 

@@ -28,10 +28,15 @@ def redistribution(
     dtype: torch.dtype = torch.float32,
     grad: bool = False,
     *,
+    dst_shape: Sequence[int] | None = None,
     peak_limit: int | None = None,
     minimize: str = "bytes",
 ) -> Redistribution:
     """The cheapest way to bring a tensor of global ``shape`` from ``src`` to ``dst``.
+
+    ``dst_shape``: the tensor is reshaped to it on the way, and ``dst`` is the layout afterwards; see
+    :mod:`autoshard.passes.redistribute.reshape`. An axis whose chunks are not chunks of the other shape is moved or
+    gathered before the reshape, and :attr:`Redistribution.gathered` names it.
 
     ``src`` and ``dst`` are layouts, or what :class:`Layout` takes. With ``grad`` the backward is priced too, and only
     conversions with a defined gradient are used; without it Invariant and Replicate are one. ``minimize="bytes"``:
@@ -39,12 +44,13 @@ def redistribution(
     then fewest steps. ``"seconds"``: least time on the mesh's links first, which may move more bytes over a faster
     axis. ``peak_limit``: no local tensor of more elements on the way.
 
-    Raises :class:`LayoutError` where a layout does not fit the shape, for a conversion that does not exist (into
-    Partial max/min), and where no sequence keeps ``peak_limit``.
+    Raises :class:`LayoutError` where a layout does not fit its shape, for a conversion that does not exist (into
+    Partial max/min), for shapes of different sizes, and where no sequence keeps ``peak_limit``.
     """
     keys = (x if isinstance(x, Layout) else _key(x) for x in (src, dst))
     on = _key(mesh) if isinstance(mesh, Mapping) else Mesh.of(mesh)
-    return _resolve(*keys, tuple(shape), on, dtype, bool(grad), peak_limit, minimize)
+    shapes = (tuple(shape), None if dst_shape is None else tuple(dst_shape))
+    return _resolve(*keys, *shapes, on, dtype, bool(grad), peak_limit, minimize)
 
 
 def _key(given: Mapping[str, Any] | Sequence[Placement]) -> tuple[Any, ...]:
@@ -53,10 +59,16 @@ def _key(given: Mapping[str, Any] | Sequence[Placement]) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=16384)
-def _resolve(src: Any, dst: Any, shape: tuple[int, ...], mesh: Any, *rest: Any) -> Redistribution:
+def _resolve(
+    src: Any, dst: Any, shape: tuple[int, ...], dst_shape: tuple[int, ...] | None, mesh: Any, *rest: Any
+) -> Redistribution:
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(dict(mesh))
     a, b = (x if isinstance(x, Layout) else _layout(mesh, x) for x in (src, dst))
-    return _plan(a, b, shape, mesh, *rest)
+    if dst_shape is None or dst_shape == shape:
+        return plan(a, b, shape, mesh, *rest)
+    from autoshard.passes.redistribute.reshape import plan_reshaped
+
+    return plan_reshaped(a, b, shape, dst_shape, mesh, *rest)
 
 
 def _layout(mesh: Mesh, key: tuple[Any, ...]) -> Layout:
@@ -64,7 +76,7 @@ def _layout(mesh: Mesh, key: tuple[Any, ...]) -> Layout:
 
 
 @lru_cache(maxsize=16384)
-def _plan(
+def plan(
     src: Layout,
     dst: Layout,
     shape: tuple[int, ...],
@@ -74,12 +86,8 @@ def _plan(
     peak_limit: int | None,
     minimize: str,
 ) -> Redistribution:
-    for layout in (src, dst):
-        layout.check(shape)
-        if layout.mesh != mesh:
-            raise LayoutError(f"{layout} lies on the mesh ({layout.mesh}), not on ({mesh})")
-    if minimize not in ("bytes", "seconds"):
-        raise LayoutError(f"minimize={minimize!r} is not 'bytes' or 'seconds'")
+    """:func:`redistribution` of one shape, all arguments resolved."""
+    check((src, shape), (dst, shape), mesh, minimize)
     kinds, ends = kinds_of((src, dst), grad), [state_of(x, len(shape), grad=grad) for x in (src, dst)]
     prices = price(mesh, shape, dtype.itemsize, kinds, grad, frame(*ends))
     start, goal = (prices.space.index[x] for x in ends)
@@ -103,6 +111,16 @@ def _plan(
         sum(s.seconds for s in steps),
         max(int(prices.numel[v]) for v in visited),
     )
+
+
+def check(src: tuple[Layout, tuple[int, ...]], dst: tuple[Layout, tuple[int, ...]], mesh: Mesh, minimize: str) -> None:
+    """Raise :class:`LayoutError` where a layout does not fit its shape or the mesh."""
+    for layout, shape in (src, dst):
+        layout.check(shape)
+        if layout.mesh != mesh:
+            raise LayoutError(f"{layout} lies on the mesh ({layout.mesh}), not on ({mesh})")
+    if minimize not in ("bytes", "seconds"):
+        raise LayoutError(f"minimize={minimize!r} is not 'bytes' or 'seconds'")
 
 
 def kinds_of(layouts: Sequence[Layout], grad: bool) -> tuple[str, ...]:
@@ -147,14 +165,10 @@ def _path(prices: Prices, start: int, goal: int, peak_limit: int | None, minimiz
     """The best sequence of moves, None where there is none."""
     if start == goal:
         return []
-    first: Ints | Floats = prices.bytes if minimize == "bytes" else prices.seconds
-    second: Ints | Floats = prices.seconds if minimize == "bytes" else prices.bytes
+    first, second = costs(prices, peak_limit, minimize)
     graph = prices.space
-    if peak_limit is not None:
-        over = (prices.numel > peak_limit)[graph.dst]
-        first = np.where(over, FORBIDDEN if minimize == "bytes" else np.inf, first)
-        if max(prices.numel[start], prices.numel[goal]) > peak_limit:
-            return None
+    if peak_limit is not None and max(prices.numel[start], prices.numel[goal]) > peak_limit:
+        return None
     distance = distances(prices, first, goal)
     if distance[start] >= FORBIDDEN:
         return None
@@ -169,11 +183,29 @@ def _path(prices: Prices, start: int, goal: int, peak_limit: int | None, minimiz
     return None
 
 
+def costs(prices: Prices, peak_limit: int | None, minimize: str) -> tuple[Ints | Floats, Ints | Floats]:
+    """What each move costs first and second; a move into a state above ``peak_limit`` is forbidden."""
+    if minimize == "bytes":
+        first: Ints | Floats = prices.bytes
+        second: Ints | Floats = prices.seconds
+    else:
+        first, second = prices.seconds, prices.bytes
+    if peak_limit is not None:
+        over = (prices.numel > peak_limit)[prices.space.dst]
+        first = np.where(over, FORBIDDEN if minimize == "bytes" else np.inf, first)
+    return first, second
+
+
 def distances(prices: Prices, cost: Any, goal: int) -> Any:
-    """The least cost from every state to ``goal``: Bellman-Ford, all moves at once; paths have few steps."""
-    graph = prices.space
-    distance = np.full(len(graph.states), FORBIDDEN, cost.dtype)
+    """The least cost from every state to ``goal``."""
+    distance = np.full(len(prices.space.states), FORBIDDEN, cost.dtype)
     distance[goal] = 0
+    return relaxed(prices, cost, distance)
+
+
+def relaxed(prices: Prices, cost: Any, distance: Any) -> Any:
+    """``distance`` per state, lowered by all moves: Bellman-Ford, all moves at once; paths have few steps."""
+    graph = prices.space
     has_moves = graph.first[:-1] < graph.first[1:]
     starts = graph.first[:-1][has_moves]
     while True:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoshard.layout import Layout, Partial, Placement, R
+from autoshard.layout import Layout, Partial, Placement, R, Shard
 from autoshard.passes.rules.base import Local
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
@@ -24,7 +24,7 @@ class Step:
 
     kind: str
     """the function of ``autoshard.runtime``: all_gather, reduce_scatter, all_reduce, all_to_all, permute, slice, pad,
-    enter, leave or partial"""
+    enter, leave or partial; or reshape"""
     axes: tuple[str, ...]
     """the group, flattened, first axis outermost"""
     src: Layout
@@ -41,6 +41,8 @@ class Step:
     backward_bytes: float = 0
     seconds: float = field(default=0.0, compare=False)
     """forward, and backward where a gradient flows"""
+    to_shape: tuple[int, ...] = ()
+    """of a reshape: the global shape afterwards"""
 
     @property
     def is_collective(self) -> bool:
@@ -48,6 +50,8 @@ class Step:
         return self.kind in COLLECTIVES
 
     def __str__(self) -> str:
+        if self.kind == "reshape":
+            return f"reshape {list(self.shape)} → {list(self.to_shape)}: {self.src} → {self.dst}    local"
         group = ", ".join(self.axes)
         what = f"{self.kind}({group})" if not self.order else f"{self.kind}({group} to {', '.join(self.order)})"
         text = f"{what}: {self.src} → {self.dst}"
@@ -73,6 +77,15 @@ class Redistribution:
     """predicted time of all steps, with the backward if ``grad``"""
     peak_numel: int
     """elements of the largest local tensor on the way, both ends included"""
+    dst_shape: tuple[int, ...] | None = None
+    """the global shape at the end, if it is reshaped on the way"""
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Axes that both ends cut by, but that no reshape on the way can keep: gather, reshape, slice."""
+        cut = [s.src for s in self.steps if s.kind == "reshape"]
+        ends = [a for a in self.src.mesh.axes if isinstance(self.src[a], Shard) and isinstance(self.dst[a], Shard)]
+        return tuple(a for a in ends if any(not isinstance(layout[a], Shard) for layout in cut))
 
     @property
     def bytes(self) -> float:
@@ -81,20 +94,31 @@ class Redistribution:
 
     def __str__(self) -> str:
         head = f"{self.src} → {self.dst}  {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        head += f" → {list(self.dst_shape)}" if self.dst_shape is not None else ""
         if not self.steps:
             return f"{head}: nothing to do"
         total = f"{_bytes(self.forward_bytes)} forward"
         total += f", {_bytes(self.backward_bytes)} backward" if self.grad else ""
         lines = [f"{head}: {total}, {self.seconds * 1e6:.3g} µs, peak {self.peak_numel} elements"]
-        return "\n".join(lines + [f"  {i}. {step}" for i, step in enumerate(self.steps, 1)])
+        lines += [f"  {i}. {step}" for i, step in enumerate(self.steps, 1)]
+        if self.gathered:
+            lines.append(
+                f"  gathered for the reshape, whose shapes have no factor to cut in common: {', '.join(self.gathered)}"
+            )
+        return "\n".join(lines)
 
 
-def emit(step: Step) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
-    """The runtime call of ``step``: ``(function name, positional arguments after the tensor, keyword arguments)``.
+def emit(step: Step) -> tuple[str | torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]]:
+    """The call of ``step``: ``(runtime function, positional arguments after the tensor, keyword arguments)``.
+
+    A reshape is no runtime function but ``aten.reshape`` to the local shape.
 
     Several axes are a tuple, one is its name. ``size`` is given where the cut is uneven: an int where no axis is left
     on the dim, else a :class:`Local`.
     """
+    if step.kind == "reshape":
+        sizes = [Local(n, axes) if (axes := step.dst.axes_of(d)) else n for d, n in enumerate(step.to_shape)]
+        return torch.ops.aten.reshape.default, (sizes,), {}
     axes: Any = step.axes if len(step.axes) > 1 else step.axes[0]
     if step.kind in ("enter", "leave"):
         return step.kind, (axes,), {}

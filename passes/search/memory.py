@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import highspy
@@ -19,6 +19,7 @@ from autoshard.passes.search.eliminate import Eliminator
 from autoshard.passes.search.milp import Limit, solve_core
 from autoshard.passes.search.network import Array, CostNetwork, Memory, Solution
 from autoshard.passes.search.prune import NO_CHOICE, Pruner, restrict
+from autoshard.passes.search.tables import Classes
 
 Relaxed = Callable[[CostNetwork, float], Solution]
 Choice = tuple[int, ...]
@@ -30,6 +31,8 @@ BOUND_SHARE = 0.4
 MAX_ITERATIONS = 200
 # The part of the rest that the search among mixtures of the choices seen may take.
 MIX_SHARE = 0.3
+# The part that one look may take.
+LOOK_SHARE = 0.5
 # Entries of the largest join of an elimination.
 MAX_JOIN = 100_000_000
 # Message passing before the MILP.
@@ -135,7 +138,7 @@ def solve_within(
     bounded = time.perf_counter()
     looks = 0
     if not search.closed and len(search.rows.live):
-        mix(search, make, bounded + MIX_SHARE * (search.deadline - bounded))
+        mix(search, make, _part(search, MIX_SHARE))
         looks = close_gap(search, make)
     if search.choice is None:
         what = "exists" if math.isinf(search.bound) else f"was found in {seconds:.0f} s"
@@ -215,18 +218,53 @@ def close_gap(search: Search, make: Callable[[], tuple[Eliminator, Pruner]]) -> 
         last = looks == MAX_LOOKS or not 0 < reach < math.inf
         target = search.cost if last else min(search.cost, search.bound + reach)
         looks += 1
-        completed = _look(search, *make(), target)
-        if last or (completed and target == search.cost):
+        completed = _look(search, *make(), target, _part(search, LOOK_SHARE))
+        if not completed:
+            enrich(search, make)
+        if last or not completed or target == search.cost:
             break
         reach *= 4
     return looks
 
 
-def mix(search: Search, make: Callable[[], tuple[Eliminator, Pruner]], deadline: float) -> None:
-    """The best choice that takes every node's strategy from one of the choices seen; often near the best of all."""
+def enrich(search: Search, make: Callable[[], tuple[Eliminator, Pruner]]) -> None:
+    """Where a look was too wide for its time: mixtures of the choices seen and of ever more promising strategies."""
     network, pruner = make()
-    for node, strategies in enumerate(zip(*search.seen, strict=True)):
-        restrict(network, node, np.unique(np.array(strategies)))
+    pruner.run(network)
+    dual = _dual(search, network)
+    for _ in range(SWEEPS):
+        dual.sweep(search.cost)
+    count = 1
+    while not search.closed and time.perf_counter() < search.deadline and count < max(map(len, dual.kept.values())):
+        count *= 2
+        best = network.original(dual.candidates(count))
+        mix(search, make, _part(search, MIX_SHARE), best)
+
+
+def _part(search: Search, share: float) -> float:
+    """The time when ``share`` of what is left will have passed."""
+    now = time.perf_counter()
+    return now + share * max(search.deadline - now, 0.0)
+
+
+def _dual(search: Search, network: Eliminator) -> Dual:
+    """The dual of the network with memory paid at the best prices."""
+    weight = search.prices @ search.rows.live
+    return Dual(network, {i: weight[i] * network.held(i) for i in network.alive}, -float(search.prices.sum()))
+
+
+def mix(
+    search: Search,
+    make: Callable[[], tuple[Eliminator, Pruner]],
+    deadline: float,
+    more: Mapping[int, Classes] | None = None,
+) -> None:
+    """The best choice that takes every node's strategy from a choice seen, or from ``more``; often near the best."""
+    network, pruner = make()
+    seen = search.seen if search.choice is None else [*search.seen, search.choice]
+    for node, strategies in enumerate(zip(*seen, strict=True)):
+        also = more.get(node, ()) if more is not None else ()
+        restrict(network, node, np.unique(np.array([*strategies, *also], dtype=np.intp)))
     try:
         shrink(network, pruner)
     except PlanError:
@@ -234,12 +272,11 @@ def mix(search: Search, make: Callable[[], tuple[Eliminator, Pruner]], deadline:
     _exact(search, network, search.cost, deadline)
 
 
-def _look(search: Search, network: Eliminator, pruner: Pruner, target: float) -> bool:
+def _look(search: Search, network: Eliminator, pruner: Pruner, target: float, deadline: float) -> bool:
     """Search all choices that cost at most ``target``; returns whether this was completed (then the bound is known)."""
     try:
         pruner.run(network)
-        weight = search.prices @ search.rows.live
-        dual = Dual(network, {i: weight[i] * network.held(i) for i in network.alive}, -float(search.prices.sum()))
+        dual = _dual(search, network)
         for _ in range(SWEEPS):
             dual.sweep(target + GAP * abs(target))
         for node, kept in dual.kept.items():
@@ -248,7 +285,7 @@ def _look(search: Search, network: Eliminator, pruner: Pruner, target: float) ->
     except PlanError:  # nothing is left below the target
         search.bound = max(search.bound, target)
         return True
-    lower, completed = _exact(search, network, target, search.deadline)
+    lower, completed = _exact(search, network, target, deadline)
     search.bound = max(search.bound, min(lower, target, search.cost))
     return completed
 

@@ -16,6 +16,9 @@ from autoshard.passes.search.network import Array
 # HiGHS works with absolute tolerances of about 1e-7; costs are scaled to make this part of the gap irrelevant.
 SCALE = 1e4
 
+# A programme of more variables than this per second allowed is not tried: HiGHS would not even end in time.
+ENTRIES_PER_SECOND = 30_000
+
 Factors = Sequence[tuple[Scope, Array]]
 
 
@@ -83,6 +86,9 @@ def solve_core(
     reduced = [
         (scope, np.where(array - least[scope] <= ceiling, array - least[scope], np.inf)) for scope, array in factors
     ]
+    entries = sum(int(np.isfinite(array).sum()) for _, array in reduced)
+    if entries > ENTRIES_PER_SECOND * time_limit:
+        return CoreSolution(None, constant, False)
     largest = max((float(array[np.isfinite(array)].max()) for _, array in reduced), default=0.0)
     scale = SCALE / min(ceiling, largest) if min(ceiling, largest) > 0 else 1.0
     lp, start = _programme(reduced, sizes, scale, limits)

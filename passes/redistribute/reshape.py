@@ -1,0 +1,234 @@
+"""Redistribution through a reshape: planned on the common refinement of both shapes, after MindSpore's unification.
+
+``[b, s, h·d]`` and ``[b, s, h, d]`` have the factors ``[b, s, h, d]`` in common: a layout of either shape is a layout of
+the factors wherever chunks are whole factors. So the plan is a shortest path through three graphs of layouts, joined
+where a layout exists in both: that of the source shape, of the factors, and of the target shape. What no factors
+express (a cut of 12 into 2 where the target has 3·4) is moved or gathered before the reshape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoshard.errors import LayoutError
+from autoshard.layout import Layout
+from autoshard.mesh import Mesh
+from autoshard.passes.redistribute.planner import check, costs, distances, kinds_of, plan, relaxed
+from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price
+from autoshard.passes.redistribute.space import EXACT_AXES, Ints, State, everything, layout_of, state_of
+from autoshard.passes.redistribute.steps import Redistribution, Step
+
+Shape = tuple[int, ...]
+Parts = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """The factors two shapes of one tensor have in common, in row-major order."""
+
+    shape: Shape
+    src: Parts
+    """per dim of the source shape: the factors, outermost first, whose chunks are chunks of the dim"""
+    dst: Parts
+    """the same per dim of the target shape"""
+
+
+def refine(src: Sequence[int], dst: Sequence[int]) -> Refinement:
+    """The common refinement of two shapes of equally many elements.
+
+    >>> refine((2, 12), (2, 3, 4))
+    Refinement(shape=(2, 3, 4), src=((0,), (1, 2)), dst=((0,), (1,), (2,)))
+
+    Where neither boundary divides the other, the rest of both dims is one factor that neither shape can cut. Raises
+    :class:`LayoutError` where the numbers of elements differ.
+    """
+    if math.prod(src) != math.prod(dst):
+        raise LayoutError(f"cannot reshape {list(src)} to {list(dst)}: {math.prod(src)} elements to {math.prod(dst)}")
+    shape: list[int] = [0] if 0 in src else []
+    parts: tuple[list[list[int]], list[list[int]]] = ([[] for _ in src], [[] for _ in dst])
+    left, right = ([(d, n) for d, n in enumerate(side) if n != 1] for side in (src, dst))
+    while left and 0 not in src and right:
+        (i, m), (j, n) = left.pop(0), right.pop(0)
+        common = math.gcd(m, n)
+        if common > 1:
+            parts[0][i].append(len(shape))
+            parts[1][j].append(len(shape))
+            shape.append(common)
+        m, n = m // common, n // common
+        if m > 1 and n > 1:
+            while m != n:
+                if m < n:
+                    m *= left.pop(0)[1]
+                else:
+                    n *= right.pop(0)[1]
+            shape.append(m)
+        elif m > 1:
+            left.insert(0, (i, m))
+        elif n > 1:
+            right.insert(0, (j, n))
+    return Refinement(tuple(shape), *(tuple(map(tuple, p)) for p in parts))
+
+
+def plan_reshaped(
+    src: Layout,
+    dst: Layout,
+    shape: Shape,
+    dst_shape: Shape,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    grad: bool,
+    peak_limit: int | None,
+    minimize: str,
+) -> Redistribution:
+    """:func:`redistribution` with a reshape on the way, all arguments resolved."""
+    check((src, shape), (dst, dst_shape), mesh, minimize)
+    if mesh.ndim > EXACT_AXES:
+        raise LayoutError(f"a redistribution through a reshape is planned on at most {EXACT_AXES} mesh axes")
+    shared = refine(shape, dst_shape)
+    kinds = kinds_of((src, dst), grad)
+    layers = [
+        price(mesh, s, dtype.itemsize, kinds, grad, everything(mesh.ndim, len(s)))
+        for s in (shape, shared.shape, dst_shape)
+    ]
+    joins = (
+        _joined(layers[0], layers[1], shape, shared.src, shared.shape),
+        _joined(layers[2], layers[1], dst_shape, shared.dst, shared.shape),
+    )
+    start = layers[0].space.index[state_of(src, len(shape), grad=grad)]
+    goal = layers[2].space.index[state_of(dst, len(dst_shape), grad=grad)]
+    way = _cheapest(layers, joins, start, goal, peak_limit, minimize)
+    if way is None:
+        limit = f" with local tensors of at most {peak_limit} elements" if peak_limit is not None else ""
+        raise LayoutError(
+            f"no sequence of steps leads from {src}, shape {list(shape)}, to {dst}, {list(dst_shape)}{limit}"
+        )
+    before, after = way
+    inner = [layout_of(layers[1].space.states[j[s]], mesh) for j, s in zip(joins, (before, after), strict=True)]
+    outer = [layout_of(layers[i].space.states[s], mesh) for i, s in ((0, before), (2, after))]
+    legs = (
+        plan(src, outer[0], shape, mesh, dtype, grad, peak_limit, minimize),
+        plan(inner[0], inner[1], shared.shape, mesh, dtype, grad, peak_limit, minimize),
+        plan(outer[1], dst, dst_shape, mesh, dtype, grad, peak_limit, minimize),
+    )
+    if legs[1].steps:
+        middle = (
+            *_reshape(outer[0], inner[0], shape, shared.shape),
+            *legs[1].steps,
+            *_reshape(inner[1], outer[1], shared.shape, dst_shape),
+        )
+    else:
+        middle = _reshape(outer[0], outer[1], shape, dst_shape)
+    return Redistribution(
+        src,
+        dst,
+        shape,
+        dtype,
+        grad,
+        (*legs[0].steps, *middle, *legs[2].steps),
+        sum(leg.forward_bytes for leg in legs),
+        sum(leg.backward_bytes for leg in legs),
+        sum(leg.seconds for leg in legs),
+        max(leg.peak_numel for leg in legs),
+        dst_shape,
+    )
+
+
+def _reshape(src: Layout, dst: Layout, shape: Shape, to_shape: Shape) -> tuple[Step, ...]:
+    """The local step; none where the factors are the shape itself."""
+    return (Step("reshape", (), src, dst, shape, to_shape=to_shape),) if shape != to_shape else ()
+
+
+@lru_cache(maxsize=64)
+def _joined(outer: Prices, inner: Prices, shape: Shape, parts: Parts, factors: Shape) -> Ints:
+    """Per state of ``outer``, the graph of one shape: the same chunks as a state of the factors, -1 where none are."""
+    found = (_expressed(s, outer.space.sizes, shape, parts, factors) for s in outer.space.states)
+    return np.array([-1 if s is None else inner.space.index[s] for s in found], np.int64)
+
+
+def _expressed(state: State, sizes: Shape, shape: Shape, parts: Parts, factors: Shape) -> State | None:
+    """``state`` of a tensor of ``shape`` as a state of the factors.
+
+    A dim that is one factor is cut anyhow. Else the outer axes must divide the first factor, and the next one may be
+    cut once the first is used up: only then a contiguous part of the dim is a part of each factor.
+    """
+    nests: list[tuple[int, ...]] = [()] * len(factors)
+    for nest, n, mine in zip(state.nests, shape, parts, strict=True):
+        if len(mine) == 1 and factors[mine[0]] == n:
+            nests[mine[0]] = nest
+            continue
+        left = list(nest)
+        for k in mine:
+            cut = 1
+            while left and factors[k] % (cut * sizes[left[0]]) == 0:
+                cut *= sizes[left[0]]
+                nests[k] = (*nests[k], left.pop(0))
+            if cut != factors[k]:
+                break
+        if left:
+            return None
+    return State(state.kinds, tuple(nests))
+
+
+def _cheapest(
+    layers: Sequence[Prices], joins: tuple[Ints, Ints], start: int, goal: int, peak_limit: int | None, minimize: str
+) -> tuple[int, int] | None:
+    """The states of the source and of the target shape between which the tensor is reshaped, None where there are none.
+
+    Found backwards from the goal: the least first cost, then the least second cost among the moves that keep it.
+    """
+    numel = max(layers[0].numel[start], layers[2].numel[goal])
+    if peak_limit is not None and numel > peak_limit:
+        return None
+    first, second = zip(*(costs(layer, peak_limit, minimize) for layer in layers), strict=True)
+    ways = _ways(layers, first, joins, goal)
+    best = ways[0].distance[start]
+    if best >= FORBIDDEN:
+        return None
+    slack = 0 if minimize == "bytes" else 1e-12 * best
+    tight = [
+        np.where(c + w.distance[x.space.dst] <= w.distance[x.space.src] + slack, other.astype(np.float64), np.inf)
+        for x, c, other, w in zip(layers, first, second, ways, strict=True)
+    ]
+    source, factors, target = (w.distance for w in ways)
+    keeps = (factors[joins[0]] <= source + slack, target <= factors[joins[1]] + slack)
+    ways = _ways(layers, tight, (np.where(keeps[0], joins[0], -1), np.where(keeps[1], joins[1], -1)), goal)
+    before = ways[0].walk(layers[0], start)
+    middle = ways[1].walk(layers[1], int(joins[0][before]))
+    candidates = np.flatnonzero((joins[1] == middle) & keeps[1])
+    return before, int(candidates[ways[2].distance[candidates].argmin()])
+
+
+@dataclass(frozen=True)
+class _Way:
+    """In one graph: per move its cost, per state what it costs to the goal, and to it if the graph is left at once."""
+
+    cost: Any
+    distance: Any
+    leave: Any
+
+    def walk(self, prices: Prices, state: int) -> int:
+        """The state in which the graph is left, on a cheapest way from ``state``."""
+        graph = prices.space
+        while self.distance[state] < self.leave[state]:
+            low, high = graph.first[state], graph.first[state + 1]
+            state = int(graph.dst[low + (self.cost[low:high] + self.distance[graph.dst[low:high]]).argmin()])
+        return state
+
+
+def _ways(layers: Sequence[Prices], cost: Sequence[Any], joins: tuple[Ints, Ints], goal: int) -> list[_Way]:
+    """From the target backwards through the factors to the source."""
+    target = distances(layers[2], cost[2], goal)
+    at_factors = np.full(len(layers[1].space.states), FORBIDDEN, target.dtype)
+    joined = joins[1] >= 0
+    np.minimum.at(at_factors, joins[1][joined], target[joined])
+    factors = relaxed(layers[1], cost[1], at_factors.copy())
+    at_source = np.where(joins[0] >= 0, factors[joins[0]], FORBIDDEN)
+    source = relaxed(layers[0], cost[0], at_source.copy())
+    return [_Way(cost[0], source, at_source), _Way(cost[1], factors, at_factors), _Way(cost[2], target, target)]

@@ -1,0 +1,330 @@
+"""One rank of a gloo world that trains models sharded and unsharded; rank 0 writes the outcome of each check as JSON.
+
+Started by test_training_gloo.py with the arguments: rank, ranks, rendezvous file, result file, checks (comma separated).
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import functools
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import double
+from test_compile_models import hugging_face, tokens
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+import autoshard.models
+from autoshard.errors import MeshError, RuntimeMismatchError
+from autoshard.runtime import process_group
+
+TOLERANCE = 1e-9
+FOLDER = Path(sys.argv[3]).parent
+MESHES: dict[int, dict[str, int]] = {2: {"tp": 2}, 4: {"dp": 2, "tp": 2}}
+Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+def mesh() -> autoshard.Mesh:
+    return autoshard.Mesh(MESHES[dist.get_world_size()], hardware="ideal_network")
+
+
+def case(name: str) -> Case:
+    """The model in float64, its arguments and keyword arguments; the same on every rank."""
+    torch.manual_seed(0)
+    if name.startswith("hf_"):
+        return hugging_face(name.removeprefix("hf_"), 128).double(), (), tokens(4, 128)
+    reference = autoshard.models.get(name)
+    args, kwargs = double(reference.inputs(batch=4))
+    return reference.model().double().train(), args, kwargs
+
+
+def seed(step: int) -> None:
+    """Another seed on every rank; rank 0 has the one the reference is given."""
+    torch.manual_seed(100 * dist.get_rank() + step)
+
+
+def assert_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
+    """Relative to each tensor's largest value, but no less than 1e-3 of the largest value of all."""
+    assert found.keys() == expected.keys(), f"{what}: {found.keys() ^ expected.keys()}"
+    largest = max(float(x.detach().abs().max()) for x in expected.values() if x.numel())
+    for name, x in expected.items():
+        assert found[name].shape == x.shape, f"{what} {name}"
+        error = float((found[name].detach() - x.detach()).abs().max()) if x.numel() else 0.0
+        scale = max(float(x.detach().abs().max()), 1e-3 * largest) if x.numel() else 1.0
+        assert error <= TOLERANCE * scale, f"{what} {name}: relative error {error / scale:.2e}"
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    # With a larger eps a gradient that is zero but for rounding stays a small step.
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+
+
+def assert_trains_alike(name: str, steps: int = 3) -> None:
+    """Loss, all gradients, and the state dict after every AdamW step."""
+    model, args, kwargs = case(name)
+    reference = copy.deepcopy(model)
+    sharded = autoshard.compile(model, mesh(), args, kwargs)
+    cost = sharded.plan.cost
+    assert cost.flops_per_rank < 0.8 * cost.flops, f"work is not divided: {cost}"
+    ours, theirs = optimizer(sharded), optimizer(reference)
+    for step in range(steps):
+        torch.manual_seed(step)
+        expected = reference(*args, **kwargs).loss
+        seed(step)
+        loss = sharded(*args, **kwargs).loss
+        assert_close({"loss": loss}, {"loss": expected}, f"step {step}")
+        expected.backward()
+        loss.backward()
+        gradients = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+        assert_close(sharded.full_gradients(), gradients, f"step {step}, gradient of")
+        for each in (ours, theirs):
+            each.step()
+            each.zero_grad()
+        assert_close(sharded.full_state_dict(), reference.state_dict(), f"step {step}, weight")
+
+
+def train_mlp() -> None:
+    assert_trains_alike("mlp")
+
+
+def train_gpt() -> None:
+    """With dropout: the ranks come with different seeds and still draw rank 0's masks."""
+    assert any(isinstance(m, nn.Dropout) and m.p > 0 for m in case("gpt")[0].modules())
+    assert_trains_alike("gpt")
+
+
+def train_llama() -> None:
+    assert_trains_alike("llama")
+
+
+def train_dlrm() -> None:
+    assert_trains_alike("dlrm")
+
+
+def train_hf_llama() -> None:
+    assert_trains_alike("hf_llama")
+
+
+def train_hf_t5() -> None:
+    assert_trains_alike("hf_t5")
+
+
+def wrong_reduction_is_seen() -> None:
+    """Negative control: an all-reduce that leaves every rank its summand."""
+    right = process_group._COLLECTIVES["all_reduce"]
+    process_group._COLLECTIVES["all_reduce"] = lambda comm, move, group, x: x.clone()
+    try:
+        assert_trains_alike("mlp", steps=1)
+    except AssertionError:
+        return
+    finally:
+        process_group._COLLECTIVES["all_reduce"] = right
+    raise AssertionError("a missing all-reduce went unnoticed")
+
+
+@functools.cache
+def llama() -> tuple[nn.Module, autoshard.ShardedModule, tuple[Any, ...], dict[str, Any]]:
+    """A Llama, the same sharded, and its inputs; checks leave the weights alone."""
+    model, args, kwargs = case("llama")
+    return model, autoshard.compile(copy.deepcopy(model), mesh(), args, kwargs), args, kwargs
+
+
+def parameters_are_dtensors() -> None:
+    model, sharded, _, _ = llama()
+    expected = {n: p.shape for n, p in model.named_parameters()}
+    assert {n: p.shape for n, p in sharded.named_parameters()} == expected
+    assert all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in sharded.parameters())
+    for name, p in sharded.named_parameters():
+        assert autoshard.Layout.from_torch(sharded.mesh, p.placements).placements == tuple(
+            autoshard.Replicate() if isinstance(x, autoshard.Invariant) else x
+            for x in sharded.plan.layouts[name].placements
+        )
+
+
+def only_shards_are_allocated() -> None:
+    """This rank's parameters and gradients take the bytes of their chunks and no more."""
+    model, sharded, args, kwargs = llama()
+    sharded(*args, **kwargs).loss.backward()
+    total = 0
+    for name, p in sharded.named_parameters():
+        shape = sharded.plan.layouts[name].local_shape(p.shape, dist.get_rank())
+        for local in (p.to_local(), p.grad.to_local()):
+            assert tuple(local.shape) == tuple(shape), name
+        assert p.to_local().untyped_storage().nbytes() == math.prod(shape) * p.element_size(), name
+        total += math.prod(shape)
+    sharded.zero_grad()
+    full = sum(p.numel() for p in model.parameters())
+    assert total <= 0.55 * full, f"{total} of {full} numbers are on this rank"
+
+
+def outputs_next_to_a_loss_keep_their_layout() -> None:
+    model, sharded, args, kwargs = llama()
+    expected, found = model(*args, **kwargs), sharded(*args, **kwargs)
+    assert type(found) is type(expected)
+    assert type(found.loss) is torch.Tensor
+    assert isinstance(found.logits, DTensor)
+    assert any(p.is_shard() for p in found.logits.placements)
+    assert_close({"logits": found.logits.full_tensor()}, {"logits": expected.logits}, "output")
+
+
+def inference_returns_full_tensors() -> None:
+    model, args, kwargs = case("llama")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh(), args, training=False)
+    with torch.no_grad():
+        found = sharded(*args).logits
+        assert type(found) is torch.Tensor
+        assert_close({"logits": found}, {"logits": model(*args).logits}, "output")
+
+
+def gathered_on_request_with_gradients() -> None:
+    """``gather_outputs=True`` in training: the logits are plain, and gradients flow through them."""
+    model, args, _ = case("llama")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh(), args, gather_outputs=True)
+    found, expected = sharded(*args).logits, model(*args).logits
+    assert type(found) is torch.Tensor
+    found.square().mean().backward()
+    expected.square().mean().backward()
+    assert_close(sharded.full_gradients(), {n: p.grad for n, p in model.named_parameters()}, "gradient of")
+
+
+def gradients_through_sharded_logits() -> None:
+    """A loss outside the model, on logits that are a DTensor."""
+    model, sharded, args, _ = llama()
+    model = copy.deepcopy(model)
+    sharded(*args).logits.square().mean().full_tensor().backward()
+    model(*args).logits.square().mean().backward()
+    assert_close(sharded.full_gradients(), {n: p.grad for n, p in model.named_parameters()}, "gradient of")
+    sharded.zero_grad()
+
+
+def clipping() -> None:
+    model, sharded, args, kwargs = llama()
+    model = copy.deepcopy(model)
+    norms = []
+    for m in (model, sharded):
+        m(*args, **kwargs).loss.backward()
+        norm = nn.utils.clip_grad_norm_(m.parameters(), 1e-3)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    assert_close({"norm": norms[1]}, {"norm": norms[0]}, "clipping")
+    assert_close(sharded.full_gradients(), {n: p.grad for n, p in model.named_parameters()}, "clipped gradient of")
+    sharded.zero_grad()
+
+
+def checkpoint() -> None:
+    """torch.distributed.checkpoint writes the state dict; another mesh's module reads it back."""
+    import torch.distributed.checkpoint as dcp
+
+    model, sharded, args, kwargs = llama()
+    folder = FOLDER / "checkpoint"
+    dcp.save({"model": sharded.state_dict()}, checkpoint_id=folder)
+    other, _, _ = case("llama")
+    with torch.no_grad():
+        for p in other.parameters():
+            p.fill_(7.0)
+    flat = autoshard.Mesh({"dp": dist.get_world_size()}, hardware="ideal_network")
+    reader = autoshard.compile(other, flat, args, kwargs)
+    state = {"model": reader.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    reader.load_state_dict(state["model"])
+    for name, x in model.state_dict().items():
+        assert torch.equal(reader.full_state_dict()[name], x), name
+
+
+def full_state_dict_round_trip() -> None:
+    model, sharded, args, kwargs = llama()
+    state = {n: torch.randn_like(x) for n, x in model.state_dict().items()}
+    for x in state.values():
+        dist.broadcast(x, 0)
+    before = sharded.full_state_dict()
+    sharded.load_full_state_dict(state)
+    assert all(torch.equal(x, state[n]) for n, x in sharded.full_state_dict().items())
+    sharded.load_full_state_dict(before)
+    assert_close({"loss": sharded(*args, **kwargs).loss}, {"loss": model(*args, **kwargs).loss}, "after loading back")
+
+
+def assert_all_raise(error: type[Exception], text: str, call: Callable[[], Any]) -> None:
+    """``call`` raises on this and on every other rank, and the ranks can go on afterwards."""
+    try:
+        call()
+    except error as found:
+        assert str(found) == text, str(found)
+    else:
+        raise AssertionError(f"rank {dist.get_rank()} did not raise {error.__name__}")
+    count = torch.ones(())
+    dist.all_reduce(count)
+    assert float(count) == dist.get_world_size()
+
+
+def different_inputs_are_refused() -> None:
+    model, args, kwargs = case("mlp")
+    sharded = autoshard.compile(model, mesh(), args, kwargs)
+    shifted = tuple(x + dist.get_rank() if x.is_floating_point() else x for x in args)
+    values = "the ranks disagree on the values of the inputs (every rank takes the same global batch)"
+    assert_all_raise(RuntimeMismatchError, values, lambda: sharded(*shifted, **kwargs))
+    sharded(*args, **kwargs)
+    assert_all_raise(RuntimeMismatchError, values, lambda: sharded(*shifted, **kwargs))
+    shorter = tuple(x[: 4 - 2 * (dist.get_rank() == 1)] for x in args)
+    labels = {n: x[: 4 - 2 * (dist.get_rank() == 1)] for n, x in kwargs.items()}
+    shapes = "the ranks disagree on the shapes and dtypes of the inputs, or the training mode"
+    assert_all_raise(RuntimeMismatchError, shapes, lambda: sharded(*shorter, **labels))
+    if dist.get_rank() == 1:
+        sharded.eval()
+    assert_all_raise(RuntimeMismatchError, shapes, lambda: sharded(*args, **kwargs))
+    sharded.train()
+    sharded(*args, **kwargs)
+
+
+def wrong_mesh_size() -> None:
+    model, args, kwargs = case("mlp")
+    ranks = dist.get_world_size()
+    text = (
+        f"the mesh (tp=3) has 3 ranks, but torch.distributed runs {ranks}. "
+        f"Start 3 processes (torchrun --nproc-per-node 3) or use a mesh of {ranks}."
+    )
+    assert_all_raise(MeshError, text, lambda: autoshard.compile(model, {"tp": 3}, args, kwargs))
+
+
+def device_mesh() -> None:
+    """A torch DeviceMesh may be given instead of a Mesh."""
+    model, args, kwargs = case("mlp")
+    axes = MESHES[dist.get_world_size()]
+    torch_mesh = dist.device_mesh.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    expected = float(model(*args, **kwargs).loss)
+    sharded = autoshard.compile(model, torch_mesh, args, kwargs)
+    assert (sharded.mesh.axes, sharded.mesh.shape) == (tuple(axes), tuple(axes.values()))
+    assert abs(float(sharded(*args, **kwargs).loss) - expected) <= TOLERANCE * abs(expected)
+
+
+def main() -> None:
+    rank, ranks, rendezvous, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    torch.set_num_threads(1)
+    # A rank that fails alone leaves the others waiting; they must not wait for the half hour that is the default.
+    wait = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=wait)
+    outcomes: dict[str, str] = {}
+    for name in sys.argv[5].split(","):
+        try:
+            globals()[name]()
+            mine = ""
+        except Exception:
+            mine = traceback.format_exc()
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, mine)
+        outcomes[name] = next((f"rank {r}:\n{e}" for r, e in enumerate(everyone) if e), "")
+        if rank == 0:
+            Path(result).write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
