@@ -72,6 +72,8 @@ def _mesh(options: argparse.Namespace) -> Mesh:
         name, _, size = part.partition("=")
         if not size.isdigit():
             raise MeshError(f"--mesh {options.mesh!r}: write axes and sizes as dp=2,tp=4")
+        if name.strip() in axes:
+            raise MeshError(f"--mesh {options.mesh!r}: axis {name.strip()!r} is given twice")
         axes[name.strip()] = int(size)
     return Mesh(axes, options.hardware)
 

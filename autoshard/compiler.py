@@ -15,12 +15,14 @@ from autoshard.passes import cost as costs
 from autoshard.passes.alternatives import alternatives, cheapest_use
 from autoshard.passes.bucket import regathered
 from autoshard.passes.codegen import Source, codegen
+from autoshard.passes.dynamic import is_rigid
 from autoshard.passes.hints import Constraint, resolve
 from autoshard.passes.ir import Graph, Node
 from autoshard.passes.lower import Program, Statement, lower
 from autoshard.passes.propagate import Assignment, axis_strategies, canonical, propagate, state_bytes
 from autoshard.passes.rules import rule_for
 from autoshard.passes.search import Solution
+from autoshard.passes.verify import check_graph, check_program
 from autoshard.plans import Choice, Collective, Cost, Plan
 from autoshard.progress import stage
 
@@ -49,6 +51,7 @@ def build(
     title: str = "model",
 ) -> Compiled:
     """Plan, lower and emit ``graph``. ``plan``: use its choices; ``parameters``: layouts that are already fixed."""
+    check_graph(graph)
     dump = stages.captured(graph)
     if strict:
         check_rules(graph)
@@ -59,6 +62,7 @@ def build(
     else:
         assignment = assignment_of(plan, graph, mesh)
     program = lower(graph, assignment)
+    check_program(program)
     result = Compiled(graph, program, describe(program, title), codegen(program, title))
     stages.compiled(result, dump)
     return result
@@ -67,13 +71,24 @@ def build(
 def check_rules(graph: Graph) -> None:
     """``strict=True``: raise :class:`RuleError` for the first op without a sharding rule."""
     for node in graph.nodes:
-        if rule_for(node.op) is None:
+        where = f"in module {node.fqn or '(root)'!r} at {node.source}"
+        if any(graph.types[name].unknown for name in (*node.inputs, *node.outputs)):
+            raise RuleError(
+                f"{node.op} {where} runs on full tensors, because a length in it depends on the data. "
+                "Use a mask or a fixed size, or compile with strict=False."
+            )
+        if not has_rule(node, graph):
             shapes = ", ".join(str(graph.types[n]) for n in node.inputs)
             raise RuleError(
-                f"no sharding rule for {node.op}({shapes}) in module {node.fqn or '(root)'!r} at {node.source}. "
+                f"no sharding rule for {node.op}({shapes}) {where}. "
                 f'Add one: autoshard.register_rule(torch.ops.{node.op}, "...") with one letter per dim, '
                 "or compile with strict=False to run it on full tensors."
             )
+
+
+def has_rule(node: Node, graph: Graph) -> bool:
+    """Whether a rule says how ``node`` may be divided, or it is whole because a size or number depends on the data."""
+    return rule_for(node.op) is not None or is_rigid(node, graph.types)
 
 
 def _fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constraint]:
@@ -108,7 +123,6 @@ def describe(program: Program, title: str = "") -> Plan:
         seconds = _node_seconds(node, program, work)
         flops, share, compute = flops + work, share + work * costs.divided(choice, mesh), compute + seconds
         labels = tuple(s.label for s in choice)
-        known = rule_for(node.op) is not None
         choices[node.name] = Choice(
             op=str(node.op),
             fqn=node.fqn,
@@ -116,7 +130,7 @@ def describe(program: Program, title: str = "") -> Plan:
             labels=labels,
             flops=work,
             seconds=seconds,
-            has_rule=known,
+            has_rule=has_rule(node, graph),
             inputs=tuple(public.get(n, n) for n in node.inputs),
             outputs=node.outputs,
             uses=tuple(str(layout) for layout in _uses(node, program)),
@@ -206,16 +220,16 @@ def _of_step(program: Program, s: Statement, backward: list[Collective], again: 
     rate = step.seconds / moved if moved else 0.0
     if step.is_collective:
         seconds = step.forward_bytes * rate
-        yield Collective(step.kind, step.axes, "forward", step.forward_bytes, fqn, reason, public, seconds, op)
+        yield Collective(step.kind, step.group, "forward", step.forward_bytes, fqn, reason, public, seconds, op)
     if step.backward and program.types[s.value].grad:
         seconds = step.backward_bytes * rate
         backward.append(
-            Collective(step.backward, step.axes, "backward", step.backward_bytes, fqn, reason, public, seconds, op)
+            Collective(step.backward, step.group, "backward", step.backward_bytes, fqn, reason, public, seconds, op)
         )
     if again:
         seconds = mesh.link(step.axes).seconds(step.forward_bytes, mesh.size_of(step.axes))
         why = f"{reason} (gathered again)"
-        backward.append(Collective(step.kind, step.axes, "backward", step.forward_bytes, fqn, why, public, seconds, op))
+        backward.append(Collective(step.kind, step.group, "backward", step.forward_bytes, fqn, why, public, seconds, op))
 
 
 def _of_node(program: Program, s: Statement, backward: list[Collective]) -> Iterator[Collective]:
@@ -242,8 +256,15 @@ def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
     for number, axis in enumerate(mesh.axes):
         if mesh.size_of(axis) > 1 and not any(isinstance(x[axis], Shard) for x in program.layouts.values()):
             yield f"axis {axis} is not used: every tensor is replicated along it, because {_why_whole(choices, number)}"
+    rigid = [n for n in program.graph.nodes if any(program.graph.types[x].unknown for x in (*n.inputs, *n.outputs))]
+    if rigid:
+        first = rigid[0]
+        yield (
+            f"replicated: {len(rigid)} operations run on full tensors, because a length in them depends on the data; "
+            f"the first is {first.op} in {first.fqn or '(root)'} at {first.source}"
+        )
     for node in program.graph.nodes:
-        if rule_for(node.op) is None:
+        if not has_rule(node, program.graph):
             yield f"replicated: no rule for {node.op} in {node.fqn or '(root)'} at {node.source}"
 
 

@@ -38,6 +38,7 @@ class DistributedModule(ShardedModule):
     _comm: runtime.TorchCommunicator
     _device: torch.device
     _loaded: dict[int, Any]
+    _calls: int
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
         super().__init__(model, mesh, settings)
@@ -87,7 +88,14 @@ class DistributedModule(ShardedModule):
         return (zeros if initial is None else initial).detach().clone().to(self._device)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+        if not isinstance(tensor, DTensor):
+            return tensor.clone()
+        # DTensor.full_tensor gathers axis by axis, with a warning; ours gathers the flattened axes at once.
+        layout, local = Layout.from_torch(self.mesh, tensor.placements), tensor.to_local()
+        plan = redistribution(layout, Layout(self.mesh), tuple(tensor.shape), self.mesh, tensor.dtype, False)
+        with torch.no_grad(), runtime.bind(self._comm):
+            full = execute(plan, local)
+        return full.clone() if full is local else full
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         if isinstance(tensor, DTensor):
@@ -150,14 +158,14 @@ class DistributedModule(ShardedModule):
         return self._loaded[id(executable)]
 
     def _tensors(self, executable: Executable) -> dict[str, torch.Tensor]:
-        parameters = {i.fqn: self.get_parameter(i.fqn) for i in executable.graph.inputs if i.kind == "parameter"}
+        parameters = {i.fqn: self.tensor(i.fqn) for i in executable.graph.inputs if i.kind == "parameter"}
         locals_: tuple[torch.Tensor, ...] = ()
         if parameters:
             locals_ = runtime.wait_gradients(*_Locals.apply(*parameters.values()))  # type: ignore[no-untyped-call]
         found = dict(zip(parameters, locals_, strict=True))
         for value in executable.graph.inputs:
             if value.kind == "buffer":
-                found[value.fqn] = self.get_buffer(value.fqn)
+                found[value.fqn] = self.tensor(value.fqn)
             elif value.kind == "constant":
                 found[value.fqn] = executable.graph.constants[value.name].to(self._device)
         for value in executable.graph.inputs:

@@ -61,7 +61,8 @@ class InProcessModule(ShardedModule):
             if not isinstance(out, Ref):
                 leaves.append(out)
                 continue
-            shape = program.types[out.name].shape
+            type_ = program.types[out.name]
+            shape = None if type_.unknown else type_.shape
             leaves.append(joined([r[i] for r in results], program.layouts[out.name], shape, f"output {i}"))
         first = len(program.outputs)
         mutated = {
@@ -79,9 +80,9 @@ class InProcessModule(ShardedModule):
             if value.kind == "constant":
                 full = executable.graph.constants[value.name]
             elif value.kind == "parameter":
-                full = self.get_parameter(value.fqn)
+                full = self.tensor(value.fqn)
             else:
-                full = self.get_buffer(value.fqn)
+                full = self.tensor(value.fqn)
             found[value.fqn] = cut(full, executable.compiled.plan.layouts[value.fqn], value.fqn)
         return found
 

@@ -204,6 +204,14 @@ class ShardedModule(nn.Module):
         if not persistent:
             scope._non_persistent_buffers_set.add(leaf)
 
+    def tensor(self, fqn: str) -> Any:
+        """The parameter or buffer of this original name, also where an attribute of this class has that name."""
+        *path, leaf = fqn.split(".")
+        scope: nn.Module = self
+        for part in path:
+            scope = scope._modules[part]  # type: ignore[assignment]
+        return scope._parameters[leaf] if leaf in scope._parameters else scope._buffers[leaf]
+
     # --- running ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +221,7 @@ class ShardedModule(nn.Module):
         leaves, mutated = self._run(executable, inputs)
         with torch.no_grad():
             for fqn, new in mutated.items():
-                self.get_buffer(fqn).copy_(new)
+                self.tensor(fqn).copy_(new)
         return pytree.tree_unflatten(leaves, executable.graph.out_spec)
 
     def _flat_inputs(

@@ -61,9 +61,9 @@ def overload(op: Op) -> torch._ops.OpOverload:
     """One overload: of ``torch.ops.mylib.scale`` the default one. Raises :class:`RuleError` for anything else."""
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
     if isinstance(op, torch._ops.OpOverloadPacket):
-        known = op.overloads()
+        known = [name for name in op.overloads() if "Tensor" in str(getattr(op, name)._schema)]
         if len(known) != 1 and "default" not in known:
-            raise RuleError(f"{op} has the overloads {', '.join(known)}: name one, such as {op}.{known[0]}")
+            raise RuleError(f"{op} has the overloads {', '.join(known)}: name one, such as torch.ops.{op}.{known[0]}")
         op = getattr(op, "default" if "default" in known else known[0])
     if not isinstance(op, torch._ops.OpOverload):
         raise RuleError(f"{op!r} is no op; give one such as torch.ops.mylib.scale or torch.ops.aten.add.Tensor")
@@ -126,12 +126,18 @@ def _describe(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy
 
 
 def _example(rule: Rule, sample: Sample, moves: bool, wanted: Collection[int] | None) -> _Example:
-    """Run the sample; arguments for which the op has no derivative (a loss's class weights) are constants."""
+    """Run the sample; arguments for which the op has no derivative (a loss's class weights) are constants.
+
+    A user's op without a backward is compared for values only.
+    """
     constants: set[str] = set()
     while True:
         try:
             return _run_whole(rule, sample, moves, constants, wanted)
         except RuntimeError as error:
+            if "no autograd formula was registered" in str(error) and moves:
+                moves = False
+                continue
             refused = re.search(r"not differentiable with respect to argument '(\w+)'", str(error))
             if refused is None or refused.group(1) in constants:
                 raise

@@ -23,11 +23,13 @@ def shard_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     return torch.zeros_like(local) if any(coordinates[i] for i in partial) else local
 
 
-def join(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int], what: str) -> torch.Tensor:
+def join(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int] | None, what: str) -> torch.Tensor:
     """The full tensor of which ``shards`` (by rank) are the parts. ``what`` names it in an error.
 
+    ``shape``: the global shape; None where it depends on the data, and every rank has all of it.
     Raises :class:`RuntimeMismatchError` where ranks that should hold the same data do not.
     """
+    shape = shards[0].shape if shape is None else shape
     full = shards[0].new_zeros(tuple(shape))
     whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Partial | Shard)]
     summed = layout.axes_with(Partial)
@@ -67,7 +69,7 @@ def cut(full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ..
     return parts
 
 
-def joined(shards: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...], name: str) -> torch.Tensor:
+def joined(shards: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...] | None, name: str) -> torch.Tensor:
     """:func:`join`, differentiable: the backward cuts the gradient."""
     full: torch.Tensor = _Join.apply(layout, shape, name, *shards)  # type: ignore[no-untyped-call]
     return full
@@ -93,7 +95,9 @@ class _Cut(torch.autograd.Function):
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: Layout, shape: tuple[int, ...], name: str, *shards: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, layout: Layout, shape: tuple[int, ...] | None, name: str, *shards: torch.Tensor
+    ) -> torch.Tensor:
         ctx.layout = layout
         return join(shards, layout, shape, name)
 

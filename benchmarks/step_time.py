@@ -211,9 +211,7 @@ def report(contestants: list[Contestant], times: dict[str, Times]) -> Table:
 
 def rank_main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{options.rendezvous}", rank=options.rank, world_size=RANKS
-    )
+    dist.init_process_group("gloo", init_method=f"file://{options.rendezvous}", rank=options.rank, world_size=RANKS)
     shape = (options.batch, options.sequence + 1)
     text = torch.randint(0, LlamaConfig.small().vocab, shape, generator=torch.Generator().manual_seed(0))
     batch = (text[:, :-1].contiguous(), text[:, 1:].contiguous())

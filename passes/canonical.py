@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from autoshard.passes.dynamic import is_symbolic
 from autoshard.passes.ir import Ref, TensorType, map_refs, refs
 
 aten = torch.ops.aten
@@ -15,6 +16,7 @@ DROPPED = {
     aten._assert_scalar.default,
     aten._assert_async.default,
     aten._assert_async.msg,
+    aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 }
 """checks that cost time and say nothing about values"""
@@ -24,6 +26,16 @@ STRIDED = {aten.as_strided.default, aten.view_as_complex.default, aten.view.dtyp
 
 _NO_OPS = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.clone.default}
 _SHAPES = {aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+_UNINITIALISED = {
+    aten.empty.memory_format: (aten.zeros.default, 1),
+    aten.empty_permuted.default: (aten.zeros.default, 1),
+    aten.empty_strided.default: (aten.zeros.default, 1),
+    aten.empty_like.default: (aten.zeros_like.default, 1),
+    aten.new_empty.default: (aten.new_zeros.default, 2),
+    aten.new_empty_strided.default: (aten.new_zeros.default, 2),
+}
+"""op → what is made instead, and how many of its positional arguments that takes"""
 
 
 def same_as(op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], result: Any) -> Ref | None:
@@ -41,9 +53,12 @@ def same_as(op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], resul
         return operand if args[1] == 0 or args[2] is False else None
     if not isinstance(result, torch.Tensor):
         return None
-    unchanged = before.shape == tuple(result.shape) and before.dtype == result.dtype
-    if op in _SHAPES or op in (aten._to_copy.default, aten.slice.Tensor):
-        return operand if unchanged else None
+    if op is aten._to_copy.default:
+        return operand if before.dtype == result.dtype else None
+    if op in _SHAPES or op is aten.slice.Tensor:
+        # A length that depends on the data is only known to be equal at run time.
+        open_ = before.unknown or any(is_symbolic(n) for n in result.shape)
+        return operand if not open_ and before.shape == tuple(result.shape) else None
     return None
 
 
@@ -53,9 +68,14 @@ def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> t
     - Every way to reshape is ``reshape``, which also serves local tensors of any strides.
     - ``native_dropout`` whose mask is unused is ``dropout``.
     - What overwrites a value wholly (``zero``, ``fill``) makes a new one: the old one has no part in the gradient.
+    - Memory that is not initialised is zeros: it would differ from rank to rank.
     - No op names a device, a layout or pinned memory: a program runs on the device of its module.
     """
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "layout", "non_blocking")}
+    if op in _UNINITIALISED:
+        kwargs.pop("memory_format", None)
+        make, operands = _UNINITIALISED[op]
+        return make, args[:operands], kwargs
     if op is aten.zero.default:
         return aten.zeros_like.default, args, kwargs
     if op is aten.fill.Scalar:
@@ -89,8 +109,10 @@ class Gradients:
 
     @staticmethod
     def _ask(op: Any, args: Any, kwargs: Any, types: dict[str, TensorType]) -> tuple[bool, ...] | None:
-        def tensor(ref: Ref) -> torch.Tensor:
+        def tensor(ref: Ref) -> Any:
             t = types[ref.name]
+            if t.number is not None:
+                return t.number
             return torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.grad)
 
         try:

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.errors import CaptureError
 from autoshard.passes import hazards
+from autoshard.passes.decompose import decompose
 from autoshard.passes.ir import Graph, Ref
 from autoshard.passes.regions import detach_no_grad
 from autoshard.passes.translate import gradient_sources, translate
@@ -68,7 +69,7 @@ def _export(
                 program = torch.export.export(model, *_without_data(model, example), strict=False)
             if training:
                 detach_no_grad(program.graph_module, gradient_sources(program, model, example))
-            return program.run_decompositions({}), trace.output_grads
+            return decompose(program.run_decompositions({})), trace.output_grads
     except Exception as error:
         raise hazards.explain(model, trace.error or error) from (trace.error or error)
 

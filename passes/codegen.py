@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from autoshard.layout import Layout, Shard
 from autoshard.passes.blocks import Segment, reads, segments
 from autoshard.passes.bucket import bucketed
@@ -15,6 +17,16 @@ from autoshard.passes.lower import Program, Statement
 from autoshard.passes.printing import WIDTH, expression, literal
 
 _BUILTIN = frozenset({"F", "torch", "aten", "runtime", "self", "MESH"}) | frozenset(keyword.kwlist)
+_NO_ATTRIBUTES = frozenset(keyword.kwlist) | frozenset(
+    "MESH BLOCKS TENSORS GATHERS place scope tensor_names bind_tensors release_tensors".split()
+)
+"""names that Python or the base classes of rank modules have taken"""
+_SHORT = {
+    "scaled_dot_product_attention": "attention",
+    "cross_entropy_loss": "loss",
+    "binary_cross_entropy_with_logits": "loss",
+}
+"""ops whose results read better under another name"""
 
 
 @dataclass(frozen=True)
@@ -228,7 +240,7 @@ class _Emitter:
                 targets.append("_")
                 continue
             source = reads(s)[len(targets)] if s.step is not None else ""
-            dead = source and last_use.get(source) == i and source not in kept and "." not in names.of[source]
+            dead = source and last_use.get(source) == i and source not in kept and names.of[source] in names.taken
             targets.append(names.reuse(out, source) if dead else names.fresh(out, self._wanted(s, out, path)))
         comment = self._comment(s)
         prefix = self._targets(s, targets)
@@ -256,6 +268,10 @@ class _Emitter:
         """Whether the named results of a split make up all of its operand."""
         types = self.program.types
         named = [o for o in s.outputs if o != "_"]
+        if s.node is not None and s.node.op is torch.ops.aten.where.default:
+            return len(named) == len(s.outputs) == len(types[s.node.inputs[0]].shape)
+        if any(types[o].unknown for o in named):
+            return False
         return (
             s.node is not None
             and len(named) == len(s.outputs)
@@ -374,10 +390,11 @@ class _Emitter:
 
 def shape_text(type_: TensorType, layout: Layout, emitter: _Emitter) -> str:
     """``[2, 16, 64/256]``: local/global lengths; rank 0's where they differ."""
+    if type_.number is not None:
+        return "a number"
     local = layout.max_local_shape(type_.shape)
     parts = [
-        str(g) if g == n and not layout.axes_of(d) else f"{n}/{g}"
-        for d, (n, g) in enumerate(zip(local, type_.shape, strict=True))
+        g if not layout.axes_of(d) else f"{n}/{g}" for d, (n, g) in enumerate(zip(local, type_.lengths, strict=True))
     ]
     return "[" + ", ".join(parts) + "]"
 
@@ -402,7 +419,8 @@ def step_comment(s: Statement) -> str:
 
 def op_name(name: str) -> str:
     """A node's name without its number."""
-    return re.sub(r"(_\d+)+$", "", name.split("__")[0]).strip("_") or "x"
+    plain = re.sub(r"(_\d+)+$", "", name.split("__")[0]).strip("_") or "x"
+    return _SHORT.get(plain, plain)
 
 
 def python_path(path: str) -> str:
@@ -412,7 +430,7 @@ def python_path(path: str) -> str:
         if part.isdigit():
             text += f"[{part}]"
         else:
-            text += f".{part}" if part.isidentifier() and not keyword.iskeyword(part) else f"[{literal(part)}]"
+            text += f".{part}" if part.isidentifier() and part not in _NO_ATTRIBUTES else f"[{literal(part)}]"
     return text
 
 

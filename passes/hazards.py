@@ -7,6 +7,7 @@ Python's random generator leaves no trace in the graph, so each is looked for he
 from __future__ import annotations
 
 import contextlib
+import keyword
 import linecache
 import os
 import random
@@ -53,6 +54,11 @@ def check_model(model: nn.Module, training: bool) -> None:
             )
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
+            if taken := [part for part in name.split(".") if keyword.iskeyword(part)]:
+                raise CaptureError(
+                    f"{kind} {name!r}: torch.export cannot trace the name {taken[0]!r}, which is a Python keyword. "
+                    "Rename it."
+                )
             _check_tensor(kind, name, tensor, training)
 
 

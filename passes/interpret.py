@@ -38,7 +38,8 @@ def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor], observe: Observe
 
 def makes_tensor(node: Node) -> bool:
     """Whether the op makes a tensor from none (arange, zeros, …), so that it has to be told the device."""
-    return not node.inputs and any(a.name == "device" for a in node.op._schema.arguments)
+    kinds = {a.name: str(a.type) for a in node.op._schema.arguments}
+    return "device" in kinds and not any("Tensor" in kind for kind in kinds.values())
 
 
 def outputs(graph: Graph, values: Mapping[str, Any]) -> Any:

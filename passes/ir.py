@@ -18,6 +18,10 @@ class TensorType:
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool = False
+    unknown: tuple[int, ...] = ()
+    """dims whose length depends on the data: ``shape`` has an estimate there, and the value is always whole"""
+    number: int | float | None = None
+    """an estimate of its value, if it is no tensor but a Python number that depends on the data"""
 
     @property
     def numel(self) -> int:
@@ -29,7 +33,14 @@ class TensorType:
 
     def __str__(self) -> str:
         short = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("bf", "bf").replace("int", "i")
-        return f"{short}[{', '.join(map(str, self.shape))}]"
+        if self.number is not None:
+            return f"{short} number"
+        return f"{short}[{', '.join(self.lengths)}]"
+
+    @property
+    def lengths(self) -> tuple[str, ...]:
+        """The shape as text: ``~20`` for a length that is an estimate."""
+        return tuple(f"~{n}" if d in self.unknown else str(n) for d, n in enumerate(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,8 @@ class Node:
     """the module stack, outermost first: (path, class name)"""
     source: str = ""
     """the user's ``file:line``"""
+    origin: str = ""
+    """the op without a rule that it was decomposed from"""
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:

@@ -13,6 +13,8 @@ from typing import Any
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
+from autoshard.passes.dynamic import is_rigid
+from autoshard.passes.hazards import is_random
 from autoshard.passes.ir import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.propagate import Assignment, canonical
 from autoshard.passes.redistribute import Step, emit, redistribution
@@ -119,6 +121,8 @@ class _Lowering:
         outs = tuple(self.layouts[o] for o in node.outputs)
         site = Site(local, self.graph, self.mesh, tuple(ins), outs, choice)
         rule = rule_for(node.op)
+        if is_rigid(node, self.types) and not is_random(node.op):  # a random op is drawn once for all ranks
+            rule = None
         call = rule.local(site) if rule is not None and rule.local is not None else Call(node.op, args, kwargs)
         internal = rule.collectives(site) if rule is not None and rule.collectives is not None else ()
         slots = dict(zip(node.output_slots, node.outputs, strict=True))

@@ -117,6 +117,12 @@ def rule(
             f"{op}: rule {notation!r} has {len(parsed.operands)} operands, the op takes {len(takes)} tensors "
             f"({', '.join(takes)}); write one term per tensor argument, optional ones included"
         )
+    gives = len(op._schema.returns)
+    if len(parsed.results) != gives and not (parsed.results == ((),) and not gives):
+        raise RuleError(
+            f"{op}: rule {notation!r} has {len(parsed.results)} results, the op gives {gives}; write one term per "
+            "result (one for a list of tensors), and none behind '->' for an op without results"
+        )
 
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         groups = linear(node, graph) if callable(linear) else linear

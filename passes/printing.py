@@ -18,9 +18,12 @@ Names = Mapping[str, str]
 
 _BINARY = {"add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">"}
 _BINARY |= {"ge": ">=", "__and__": "&", "bitwise_and": "&", "__or__": "|", "bitwise_or": "|", "matmul": "@", "mm": "@"}
-_BINARY |= {"bmm": "@", "pow": "**"}
+_BINARY |= {"bmm": "@", "pow": "**", "floordiv": "//"}
 _UNARY = {"neg": "-", "bitwise_not": "~"}
-_METHODS = frozenset("transpose permute unsqueeze squeeze expand sum mean amax amin masked_fill split unbind".split())
+_METHODS = frozenset(
+    "transpose permute unsqueeze squeeze expand sum mean amax amin masked_fill split unbind "
+    "item nonzero masked_select".split()
+)
 _TORCH = frozenset(
     "rsqrt sqrt exp log sin cos tanh sigmoid relu abs where cumsum tril triu topk sort argmax argmin outer "
     "gather index_select scatter_add clamp reciprocal square erf log1p bernoulli baddbmm addmm logsumexp isnan".split()
@@ -67,6 +70,22 @@ class Expression:
         return [*lines, indent + self.close + suffix]
 
 
+class Operation(Expression):
+    """``left sign right``; wrapped in parentheses, and at the sign if that is not enough."""
+
+    def __init__(self, left: str, sign: str, right: str) -> None:
+        super().__init__(f"{left}{sign}{right}")
+        self.left, self.right = left, f"{sign.lstrip()}{right}"
+
+    def lines(self, prefix: str, indent: str, suffix: str = "") -> list[str]:
+        """See :meth:`Expression.lines`."""
+        one, inner = f"{indent}{prefix}{self.head}{suffix}", f"{indent}    "
+        if len(one) <= WIDTH:
+            return [one]
+        body = [inner + self.head] if len(inner + self.head) <= WIDTH else [inner + self.left, inner + self.right]
+        return [f"{indent}{prefix}(", *body, f"{indent}){suffix}"]
+
+
 def atom(text: str) -> Expression:
     """An expression that is never wrapped."""
     return Expression(text)
@@ -81,7 +100,7 @@ class _Printer:
             return self.function(f"runtime.{call.fn}", call.args, call.kwargs)
         name = call.fn._schema.name.rpartition("::")[2]
         special = _SPECIAL.get(name)
-        if special is not None and call.fn.namespace == "aten":
+        if special is not None and call.fn.namespace in ("aten", "prim"):
             printed = special(self, call)
             if printed is not None:
                 return printed
@@ -93,7 +112,7 @@ class _Printer:
         plain = call.fn.namespace == "aten" if not isinstance(call.fn, str) else False
         if plain and name in _BINARY and len(args) == 2 and not kwargs:
             sign = _BINARY[name] if name == "pow" else f" {_BINARY[name]} "
-            return atom(f"{self.value(args[0]).flat}{sign}{self.value(args[1]).flat}")
+            return Operation(self.value(args[0]).flat, sign, self.value(args[1]).flat)
         if plain and name in _UNARY and len(args) == 1:
             return atom(f"{_UNARY[name]}{self.value(args[0]).flat}")
         if plain and name in _METHODS and args and isinstance(args[0], Ref):
@@ -191,11 +210,11 @@ def _contiguous(p: _Printer, call: Call) -> Expression | None:
 
 def _slice(p: _Printer, call: Call) -> Expression | None:
     x, dim, start, end, step = (*call.args, *(0, None, None, 1)[len(call.args) - 1 :])[:5]
-    if not isinstance(dim, int) or not all(isinstance(v, int | type(None)) for v in (start, end, step)):
+    if not isinstance(dim, int) or not all(isinstance(v, int | Ref | None) for v in (start, end, step)):
         return None
-    low = "" if not start else str(start)
-    high = "" if end is None or end >= 2**62 else str(end)
-    text = f"{low}:{high}" + (f":{step}" if step != 1 else "")
+    low = "" if not start else p.value(start).flat
+    high = "" if end is None or (isinstance(end, int) and end >= 2**62) else p.value(end).flat
+    text = f"{low}:{high}" + (f":{p.value(step).flat}" if step != 1 else "")
     index = f"..., {text}" if dim == -1 else ", ".join([":"] * dim + [text]) if dim >= 0 else None
     return atom(f"{p.value(x).flat}[{index}]") if index is not None else None
 
@@ -250,6 +269,20 @@ def _cat(p: _Printer, call: Call) -> Expression | None:
     return p.function(name, (list(call.args[0]),), dim)
 
 
+def _length(p: _Printer, call: Call) -> Expression | None:
+    return atom(f"{p.value(call.args[0]).flat}.shape[{call.args[1]}]")
+
+
+def _builtin(name: str) -> Callable[[_Printer, Call], Expression | None]:
+    """Arithmetic on numbers by a builtin of Python; the op of that name on tensors is left alone."""
+
+    def printed(p: _Printer, call: Call) -> Expression | None:
+        of_numbers = not isinstance(call.fn, str) and not any("Tensor" in str(a.type) for a in call.fn._schema.arguments)
+        return p.function(name, call.args, {}) if of_numbers else None
+
+    return printed
+
+
 _SPECIAL: dict[str, Callable[[_Printer, Call], Expression | None]] = {
     "view": _reshape,
     "_unsafe_view": _reshape,
@@ -269,6 +302,11 @@ _SPECIAL: dict[str, Callable[[_Printer, Call], Expression | None]] = {
     "_softmax": _softmax,
     "log_softmax": _softmax,
     "_log_softmax": _softmax,
+    "sym_size": _length,
+    "max": _builtin("max"),
+    "min": _builtin("min"),
+    "Float": _builtin("float"),
+    "Int": _builtin("int"),
     "cat": _cat,
     "stack": _cat,
 }

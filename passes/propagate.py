@@ -21,6 +21,7 @@ import torch
 from autoshard.layout import I, Invariant, Layout, Partial, Placement, R, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes import cost as costs
+from autoshard.passes.dynamic import is_rigid
 from autoshard.passes.hints import Constraint
 from autoshard.passes.ir import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.redistribute import cost_matrix
@@ -340,8 +341,10 @@ def _op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
         outs = tuple(tuple(canonical(s.outputs[i], g) for s in choice) for i, g in enumerate(grads_out))
         seconds = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs))
         if rule is not None and rule.collectives is not None and any(s.divides for s in choice):
-            site = site_of(node, graph, mesh, choice, (*ins, *outs))
-            seconds += sum(costs.internal_cost(c, mesh)[1] for c in rule.collectives(site))
+            internal = rule.collectives(site_of(node, graph, mesh, choice, (*ins, *outs)))
+            if internal and _single_in_double(node, graph):
+                continue
+            seconds += sum(costs.internal_cost(c, mesh)[1] for c in internal)
         if (ins, outs) not in best or seconds < best[ins, outs][0]:
             best[ins, outs] = (seconds, choice)
     return OpSpace(
@@ -353,31 +356,55 @@ def _op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
 
 
 def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """The strategies of ``node`` along one axis; an op without a rule runs on full tensors."""
+    """The strategies of ``node`` along one axis; an op without a rule, or of unknown size, runs on full tensors."""
     rule = rule_for(node.op)
-    if rule is not None:
-        return _exact(rule.strategies(node, graph), node, graph)
+    if rule is not None and not is_rigid(node, graph.types):
+        numbers = [i for i, name in enumerate(node.inputs) if graph.types[name].number is not None]
+        strategies = tuple(s for s in rule.strategies(node, graph) if all(is_whole(s.inputs[i]) for i in numbers))
+        return _exact(strategies, node, graph)
     whole = (len(node.inputs), len(node.outputs))
     return _exact(tuple(Strategy(str(p), (p,) * whole[0], (p,) * whole[1]) for p in (I, R)), node, graph)
 
 
 def _exact(strategies: tuple[Strategy, ...], node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """Without those that sum float32 values, or gradients of them, over ranks where the model is float64.
+    """Without those under which float32 values, or gradients of them, are summed otherwise than on one device.
 
-    Whoever trains in float64 compares digits; a float32 sum in another order differs in the eighth.
+    Only where the model is float64. Sums over rows are taken in an order that depends on the number of columns.
     """
-    names = (*node.inputs, *node.outputs)
-    single = [graph.types[n].dtype == torch.float32 for n in names]
-    if not any(single) or not any(t.dtype == torch.float64 and t.grad for t in graph.types.values()):
+    if not _single_in_double(node, graph):
         return strategies
-    return tuple(
-        s
-        for s in strategies
-        if not any(
-            low and (isinstance(p, Partial) or (isinstance(p, Replicate) and graph.types[n].grad))
-            for low, n, p in zip(single, names, (*s.inputs, *s.outputs), strict=True)
-        )
-    )
+    types = [graph.types[n] for n in (*node.inputs, *node.outputs)]
+    rows = _sums_rows(node, graph)
+
+    def is_exact(type_: TensorType, placement: Placement) -> bool:
+        if type_.dtype != torch.float32 or isinstance(placement, Invariant):
+            return True
+        if isinstance(placement, Shard):
+            return not rows
+        return isinstance(placement, Replicate) and not type_.grad
+
+    return tuple(s for s in strategies if all(map(is_exact, types, (*s.inputs, *s.outputs))))
+
+
+def _sums_rows(node: Node, graph: Graph) -> bool:
+    """Whether an operand with a gradient is broadcast over a dim before the last, so that its gradient is a sum."""
+    for out in node.outputs:
+        shape = graph.types[out].shape
+        for type_ in (graph.types[n] for n in node.inputs):
+            padded = (1,) * (len(shape) - len(type_.shape)) + type_.shape
+            spread = len(padded) == len(shape) and all(a in (1, n) for a, n in zip(padded, shape, strict=True))
+            if type_.grad and spread and padded[:-1] != shape[:-1]:
+                return True
+    return False
+
+
+def _single_in_double(node: Node, graph: Graph) -> bool:
+    """Whether ``node`` computes in float32 while the model is float64, as norms and losses often do.
+
+    Whoever trains in float64 compares digits, and a float32 sum in another order differs in the eighth.
+    """
+    single = any(graph.types[n].dtype == torch.float32 for n in (*node.inputs, *node.outputs))
+    return single and any(t.dtype == torch.float64 and t.grad for t in graph.types.values())
 
 
 def canonical(placement: Placement, grad: bool) -> Placement:
@@ -413,7 +440,8 @@ def _placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = Non
     """Every assignment of shards that leaves each rank a chunk; whole axes are ``replicated`` (None: R and I)."""
     whole: tuple[Placement, ...] = (replicated,) if replicated is not None else (R, I) if type_.grad else (R,)
     per_axis = [
-        (*whole, *(Shard(d) for d, n in enumerate(type_.shape) if ranks > 1 and n >= ranks)) for ranks in mesh.shape
+        (*whole, *(Shard(d) for d, n in enumerate(type_.shape) if ranks > 1 and n >= ranks and not type_.unknown))
+        for ranks in mesh.shape
     ]
     return tuple(p for p in itertools.product(*per_axis) if _leaves_chunks(type_.shape, p, mesh))
 

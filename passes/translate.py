@@ -15,8 +15,10 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 
 from autoshard.errors import CaptureError
 from autoshard.passes.canonical import DROPPED, STRIDED, Gradients, canonical, same_as
+from autoshard.passes.dynamic import constant, is_symbolic, number_op, type_of
+from autoshard.passes.decompose import origin
 from autoshard.passes.hazards import DATA_DEPENDENT, is_random
-from autoshard.passes.ir import Graph, Input, Node, Ref, TensorType
+from autoshard.passes.ir import Graph, Input, Node, Ref, TensorType, map_refs, refs
 from autoshard.passes.provenance import fqn, module_types, source, where
 
 aten = torch.ops.aten
@@ -79,6 +81,8 @@ class _Translation:
         self.types: dict[str, TensorType] = {}
         self.values: dict[str, Any] = {}
         """fx name → the Ref, or whatever else, that stands for it"""
+        self.fakes: dict[str, Any] = {}
+        """value → the tensor without data, or the symbol, that it was when traced"""
         self.nodes: list[Node] = []
         self.gradients = Gradients()
         self.detached: dict[str, Ref] = {}
@@ -154,28 +158,33 @@ class _Translation:
         return tensor.detach()
 
     def define(self, name: str, node: fx.Node, value: Any, grad: bool) -> None:
-        self.types[name] = TensorType(tuple(value.shape), value.dtype, grad and self.training)
+        self.types[name] = type_of(value, grad and self.training)
+        self.fakes[name] = value
         self.values[name] = Ref(name)
 
     def node(self, node: fx.Node) -> None:
         op, value = node.target, node.meta.get("val")
         if op in DROPPED:
             return
+        if (fixed := constant(value)) is not None:
+            self.values[node.name] = fixed
+            return
         for result in value if isinstance(value, tuple | list) else (value,):
-            check_static(node, result)
+            check_result(node, result)
+        op = number_op(op, value) or op
         if not isinstance(op, torch._ops.OpOverload):
             raise CaptureError(f"{where(node)}: {_not_an_op(node)}")
         args, kwargs = self.argument(node.args), self.argument(dict(node.kwargs))
-        if any(isinstance(a, torch.SymInt | torch.SymFloat) for a in pytree.tree_leaves((args, kwargs))):
+        if any(is_symbolic(a) for a in pytree.tree_leaves((args, kwargs))):
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
-        if op is aten.broadcast_tensors.default:
+        if op is aten.broadcast_tensors.default and not self.is_open(args):
             self.broadcast(node, args[0])
         elif op is aten.detach.default and args[0].name in self.detached:
             self.values[node.name] = self.detached[args[0].name]
         elif op is aten.as_strided_scatter.default:
             self.values[node.name] = self.scatter(node, *args, **kwargs)
         elif op is aten.copy.default:
-            self.values[node.name] = self.cast(node, args[1], node.meta["val"])
+            self.values[node.name] = self.cast(node, args[1], node.meta["val"], args[0])
         elif same := self.same(node, args, kwargs):
             self.rename(node, same)
         else:
@@ -203,11 +212,17 @@ class _Translation:
             slot: Any = get.args[1]
             self.values[get.name] = self.cast(get, operands[slot], get.meta["val"])
 
-    def cast(self, node: fx.Node, ref: Ref, value: torch.Tensor) -> Ref:
+    def is_open(self, tree: Any) -> bool:
+        """Whether a length of an operand in ``tree`` depends on the data, or an operand is a number that does."""
+        return any(self.types[ref.name].unknown or self.types[ref.name].number is not None for ref in refs(tree))
+
+    def cast(self, node: fx.Node, ref: Ref, value: torch.Tensor, like: Ref | None = None) -> Ref:
         """``ref`` with the shape and dtype of ``value``."""
-        shape = tuple(value.shape)
-        if self.types[ref.name].shape != shape:
-            ref = self.emit(node, aten.expand.default, (ref, list(shape)), {})
+        if [str(n) for n in self.fakes[ref.name].shape] != [str(n) for n in value.shape]:
+            if like is not None and self.is_open((ref, like)):
+                ref = self.emit(node, aten.expand_as.default, (ref, like), {})
+            else:
+                ref = self.emit(node, aten.expand.default, (ref, list(value.shape)), {})
         if self.types[ref.name].dtype != value.dtype:
             ref = self.emit(node, aten._to_copy.default, (ref,), {"dtype": value.dtype})
         return ref
@@ -216,6 +231,8 @@ class _Translation:
         self, node: fx.Node, ref: Ref, src: Ref, size: list[int], stride: list[int], storage_offset: int | None = None
     ) -> Ref:
         """as_strided_scatter as an index_put: torch 2.13's own backward gives the gradient of the wrong elements."""
+        if self.is_open((ref, src)):
+            raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what='a write through as_strided')}")
         shape = self.types[ref.name].shape
         name = f"{node.name}_index"
         positions = torch.arange(self.types[ref.name].numel).as_strided(size, stride, storage_offset or 0)
@@ -234,7 +251,7 @@ class _Translation:
         while name in self.types or name in self.fx_nodes:
             number += 1
             name = f"{stem}_{number}"
-        metas = pytree.tree_map_only(Ref, self._meta, args)
+        metas = map_refs(args, (lambda ref: self.fakes[ref.name]) if self.is_open(args) else self._meta)
         value = op(*metas, **kwargs)
         grads = self.gradients.flags(op, args, kwargs, self.types, [value])
         self.add(node, name, op, args, kwargs, [(name, 0, value)], grads)
@@ -269,6 +286,7 @@ class _Translation:
                 fqn=fqn(node),
                 module_types=module_types(node),
                 source=source(node),
+                origin=origin(node),
             )
         )
 
@@ -293,7 +311,7 @@ class _Translation:
         if isinstance(arg, fx.Node):
             if arg.name in self.values:
                 return self.values[arg.name]
-            return arg.meta.get("val")  # a number that depends on the data; the caller refuses it
+            return arg.meta.get("val")  # what no node computes; the caller refuses a symbol
         if isinstance(arg, tuple):
             return tuple(self.argument(a) for a in arg)
         if isinstance(arg, list):
@@ -327,13 +345,10 @@ class _Translation:
         return f"the forward has an effect on {target!r} that a graph cannot express ({kind.name.lower()})."
 
 
-def check_static(node: fx.Node, value: Any) -> None:
-    """Refuse a result that is a number or whose shape depends on the data."""
-    if isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in value.shape):
-        return
-    if value is not None:
-        made = f"the shape {list(value.shape)} of" if isinstance(value, torch.Tensor) else "a number out of"
-        raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'{made} {node.target}')}")
+def check_result(node: fx.Node, value: Any) -> None:
+    """Refuse a result that is neither a tensor nor a number that is known at run time."""
+    if value is not None and not isinstance(value, torch.Tensor) and not is_symbolic(value):
+        raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'a result of {node.target}')}")
 
 
 def remove_dead(graph: Graph) -> Graph:

@@ -55,8 +55,8 @@ def test_equal_layers_are_one_class() -> None:
     args, kwargs = models.llama.example_inputs(config)
     graph = capture(model, args, kwargs)
     source = build(graph, IDEAL, title="Llama").source.text
-    assert classes(source) == ["Layer", "RankModule"]
-    assert "{f\"layers.{i}\": Layer for i in range(32)}" in source
+    assert classes(source) == ["Block", "RankModule"]
+    assert "{f\"layers.{i}\": Block for i in range(32)}" in source
     assert all(source.count(f"self.layers[{i}](") == 1 for i in range(32))
 
 
@@ -112,26 +112,39 @@ def test_the_forward_runs_on_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> N
 class Odd(nn.Module):
     """Names that Python, the emitted file or its base classes have taken, and names that are no identifiers."""
 
-    NAMES = ("lambda", "a-b", "runtime", "torch", "self_", "scope", "3", "F", "_x", "ünï", "plan", "mesh", "source")
+    NAMES = ("a-b", "runtime", "torch", "self_", "scope", "3", "F", "_x", "ünï", "plan", "mesh", "source", "TENSORS")
 
     def __init__(self) -> None:
         super().__init__()
         for name in self.NAMES:
             self.add_module(name, nn.Linear(8, 8))
-        self.register_parameter("class", nn.Parameter(torch.ones(8)))
-        self.register_parameter("def", nn.Parameter(torch.ones(8)))
-        self.register_buffer("with", torch.ones(8))
+        self.register_parameter("c-d", nn.Parameter(torch.ones(8)))
+        self.register_parameter("save", nn.Parameter(torch.ones(8)))
+        self.register_buffer("e f", torch.ones(8))
 
     def forward(self, x: torch.Tensor, runtime: torch.Tensor) -> torch.Tensor:
         for name in self.NAMES:
             x = torch.tanh(getattr(self, name)(x))
-        return x * getattr(self, "class") * runtime + getattr(self, "def") * getattr(self, "with")
+        return x * getattr(self, "c-d") * runtime + self.save * getattr(self, "e f")
 
 
 def test_odd_names() -> None:
     model, args = Odd().double(), (torch.randn(4, 8).double(), torch.randn(8).double())
     report = autoshard.verify(model, IDEAL, args)
     assert report.ok, str(report)
+
+
+def test_a_name_that_is_a_keyword_is_refused() -> None:
+    """fx writes attribute names into Python of its own."""
+    model = nn.Module()
+    model.add_module("lambda", nn.Linear(8, 8))
+    text = (
+        "parameter 'lambda.weight': torch.export cannot trace the name 'lambda', which is a Python keyword. "
+        "Rename it."
+    )
+    with pytest.raises(autoshard.CaptureError) as caught:
+        autoshard.compile(model, IDEAL, (torch.randn(4, 8),))
+    assert str(caught.value) == text
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -202,8 +202,6 @@ def test_users_wrong_rules_are_refused(scaled: torch._ops.OpOverload) -> None:
     with pytest.raises(RuleError, match="is wrong in"):
         register_rule(scaled, "... d, d -> ... d", linear=((0, 1),))
     assert rule_for(scaled) is before
-    with pytest.raises(RuleError, match=r"the op needs sizes?; give samples="):
-        register_rule(aten.view.default, "... -> ...")
     with pytest.raises(RuleError, match=r"the rule given is one of aten\.neg\.default"):
         register_rule(scaled, rule(aten.neg.default, "... -> ..."))
 

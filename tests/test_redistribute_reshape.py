@@ -52,7 +52,7 @@ def test_refine(src: tuple, dst: tuple, factors: tuple, src_parts: tuple, dst_pa
 B, S, H, D = 2, 16, 8, 64
 NAMED = [
     ("heads stay with their ranks", TP4, [S2], [S2], (B, S, H * D), (B, S, H, D), ["reshape"], 0),
-    ("heads to positions", TP4, [S2], [S1], (B, S, H * D), (B, S, H, D), ["reshape", "all_to_all"], 3 / 16 * B * S * H * D),
+    ("heads to positions", TP4, [S2], [S1], (B, S, H * D), (B, S, H, D), ["reshape", "all_to_all"], 3072),
     ("slice before the reshape", TP4, [R], [S3], (B, S, H * D), (B, S, H, D), ["reshape", "slice"], 0),
     ("on the factors", TP4, [S1], [S1], (8, 4 * 64), (32, 64), ["reshape", "all_to_all", "reshape"], 3 / 16 * 8 * 256),
     ("reduce-scatter", TP4, [P], [S0], (4, 8), (32,), ["reshape", "reduce_scatter"], 3 / 4 * 32),
@@ -60,7 +60,9 @@ NAMED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mesh", "src", "dst", "shape", "to", "steps", "size"), [c[1:] for c in NAMED], ids=[c[0] for c in NAMED])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mesh", "src", "dst", "shape", "to", "steps", "size"), [c[1:] for c in NAMED], ids=[c[0] for c in NAMED]
+)
 def test_named(mesh: Mesh, src: list, dst: list, shape: tuple, to: tuple, steps: list[str], size: float) -> None:
     plan = redistribution(src, dst, shape, mesh, torch.uint8, dst_shape=to)
     assert sorted(kinds(plan)) == sorted(steps)
@@ -110,7 +112,8 @@ def cases(draw: Callable) -> Case:
     shape, to = shapes if draw(st.booleans()) else shapes[::-1]
 
     def layout(ndim: int) -> Layout:
-        return Layout(mesh, [draw(st.sampled_from([R, I, P, *map(Shard, range(ndim))])) for _ in sizes], draw(st.permutations(mesh.axes)))  # fmt: skip
+        placements = st.sampled_from([R, I, P, *map(Shard, range(ndim))])
+        return Layout(mesh, [draw(placements) for _ in sizes], draw(st.permutations(mesh.axes)))
 
     return layout(len(shape)), layout(len(to)), shape, to, draw(st.booleans()), draw(st.integers(0, 2**32 - 1))
 
@@ -123,8 +126,7 @@ def call(step: Step, x: torch.Tensor) -> torch.Tensor:
             return [local(v) for v in value]
         return runtime.size(value.size, value.axes) if isinstance(value, Local) else value
 
-    found = getattr(runtime, fn) if isinstance(fn, str) else fn
-    return found(x, *map(local, args), **{k: local(v) for k, v in kwargs.items()})
+    return getattr(runtime, fn)(x, *map(local, args), **{k: local(v) for k, v in kwargs.items()})
 
 
 @settings(max_examples=200, deadline=None)
@@ -168,8 +170,11 @@ def test_the_check_sees_a_wrong_plan() -> None:
 def chunks(layout: Layout, shape: tuple[int, ...]) -> tuple[object, ...]:
     """Which elements every rank holds, and what else the layout says: equal exactly where a reshape is local."""
     ids = np.arange(math.prod(shape)).reshape(shape)
-    boxes = (tuple(slice(a, a + n) for a, n in (layout.chunk_of(d, m, r) for d, m in enumerate(shape))) for r in range(layout.mesh.size))  # fmt: skip
-    return (*(ids[box].tobytes() for box in boxes), *(str(p) if not isinstance(p, Shard) else "S" for p in layout.placements))  # fmt: skip
+    held = []
+    for rank in range(layout.mesh.size):
+        spans = [layout.chunk_of(d, n, rank) for d, n in enumerate(shape)]
+        held.append(ids[tuple(slice(start, start + length) for start, length in spans)].tobytes())
+    return (*held, *("S" if isinstance(p, Shard) else str(p) for p in layout.placements))
 
 
 def all_layouts(mesh: Mesh, ndim: int) -> Iterator[Layout]:

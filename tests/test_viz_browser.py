@@ -161,6 +161,7 @@ def test_before_and_after_stand_side_by_side(driver: Any, tmp_path: Path) -> Non
     after.visualize(tmp_path / "plan.html", other=before)
     open_page(driver, tmp_path / "plan.html")
     assert [p.get_attribute("data-plan") for p in css(driver, ".pane")] == ["before", "after"]
+    assert [p.text for p in css(driver, ".pane .bar strong")] == ["before", "after"]
     left, right = (p.rect for p in css(driver, ".pane"))
     assert left["x"] + left["width"] <= right["x"] + 1
     tab(driver, "Compare")

@@ -3,6 +3,8 @@
 Imports torch and nothing of the compiler.
 """
 
+from torch import reshape
+
 from autoshard.runtime.collectives import (
     all_gather,
     all_reduce,
@@ -51,6 +53,7 @@ __all__ = [
     "permute",
     "reduce_scatter",
     "regather",
+    "reshape",
     "shared",
     "size",
     "slice",

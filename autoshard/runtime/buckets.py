@@ -132,7 +132,7 @@ class FlatBucket(Bucket):
             torch.cat(pieces, out=part[:length])
             part[length:].zero_()
         out = gradients[0].new_empty(row)
-        work = reduce_scatter_single(out, buffer, group=group.handle, async_op=True)
+        work = reduce_scatter_single(out, buffer, group.handle, async_op=True)
         return out, work, _views(out, rows[group.number])
 
     def _shapes(self, moves: list[Move], shapes: Iterable[Sequence[int]], k: int) -> list[list[int]]:

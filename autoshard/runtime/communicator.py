@@ -19,7 +19,7 @@ Chunks = tuple[tuple[int, int], ...]
 
 
 class Executed(NamedTuple):
-    """One executed collective. ``bytes``: ring bytes per rank."""
+    """One executed collective. ``bytes``: ring bytes per rank. The axes of a permute stand in mesh order."""
 
     kind: str
     axes: tuple[str, ...]
@@ -127,7 +127,11 @@ class Communicator:
     def record(self, kind: str, axes: tuple[str, ...], phase: str, ring_bytes: float) -> None:
         """Append to :attr:`log`, if there is one."""
         if self.log is not None:
-            self.log.append(Executed(kind, axes, phase, ring_bytes))
+            self.log.append(Executed(kind, self.named(kind, axes), phase, ring_bytes))
+
+    def named(self, kind: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """How a log names a group: a permute renumbers its axes, so their order says nothing."""
+        return tuple(a for a in self.mesh if a in axes) if kind == "permute" else axes
 
 
 def _cut(start: int, length: int, ranks: int) -> list[tuple[int, int]]:

@@ -93,7 +93,7 @@ class World:
         verb, axes = moves[0].verb, moves[0].axes
         if self.log is not None and verb not in LOCAL:
             ring = moves[0].ring_bytes(xs[0], self.ranks[0].size_of(axes))
-            self.log.append(Executed(verb, axes, phase, ring))
+            self.ranks[0].record(verb, axes, phase, ring)
         return self.carry_out(moves, xs)
 
     def carry_out(self, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -139,7 +139,7 @@ class InProcessCommunicator(Communicator):
     def record(self, kind: str, axes: tuple[str, ...], phase: str, ring_bytes: float) -> None:
         """Append to the world's log, if there is one."""
         if self.world.log is not None:
-            self.world.log.append(Executed(kind, axes, phase, ring_bytes))
+            self.world.log.append(Executed(kind, self.named(kind, axes), phase, ring_bytes))
 
 
 def _joint(world: World, moves: tuple[Move, ...], xs: Tensors, phase: str) -> Sequence[torch.Tensor]:

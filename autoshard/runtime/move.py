@@ -72,20 +72,23 @@ class Move(NamedTuple):
         return Move(source, target, self.axes, self.dim, self.size)
 
     def ring_bytes(self, x: torch.Tensor, ranks: int) -> float:
-        """Bytes on the wire per rank, ring algorithm, for this rank's input ``x`` in a group of ``ranks``."""
+        """Bytes on the wire per rank, ring algorithm, for this rank's input ``x`` in a group of ``ranks``.
+
+        Chunks that differ in length all count as the longest, as in the plan. That is what is sent by an all-gather and
+        a reduce-scatter, which pad; an all-to-all and a permute send no more than that.
+        """
         shape = list(x.shape)
-        if self.source == "S" and self.dim >= 0:
-            shape[self.dim] = self.size
-        whole = math.prod(shape) * x.element_size()
+        for dim, size in ((self.dim, self.size), (self.to_dim, self.to_size)):
+            if dim >= 0:
+                shape[dim] = -(-size // ranks)
+        piece = math.prod(shape) * x.element_size()
         match self.verb:
             case "all_reduce":
-                return 2 * (ranks - 1) * whole / ranks
-            case "all_gather" | "reduce_scatter":
-                return (ranks - 1) * whole / ranks
-            case "all_to_all":
-                return (ranks - 1) * whole / ranks / ranks
+                return 2 * (ranks - 1) * piece / ranks
+            case "all_gather" | "reduce_scatter" | "all_to_all":
+                return (ranks - 1) * piece
             case "permute":
-                return whole / ranks if self.dim >= 0 else whole
+                return piece
         return 0.0
 
     def __str__(self) -> str:

@@ -15,9 +15,39 @@ from autoshard.runtime.move import LOCAL, Move
 
 # Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def reduce_scatter_single(out: torch.Tensor, parts: torch.Tensor, group: Any, async_op: bool = False) -> Any | None:
+    """Sum ``parts``, one shaped as ``out`` for each rank, one after another, into every rank's ``out``.
+
+    With ``async_op`` something to wait for once. gloo's own sends as much as an all-reduce; the parts are exchanged and
+    added here instead, which is half of that.
+    """
+    if dist.get_backend(group) != "gloo":
+        return _reduce_scatter_single(out, parts, group=group, async_op=async_op)
+    received = torch.empty_like(parts)
+    added = _Added(dist.all_to_all_single(received, parts, group=group, async_op=True), received, out)
+    if async_op:
+        return added
+    added.wait()
+    return None
+
+
+class _Added(NamedTuple):
+    """A reduce-scatter under way as an all-to-all."""
+
+    work: Any
+    received: torch.Tensor
+    out: torch.Tensor
+
+    def wait(self) -> None:
+        """Wait for the others' parts and add them up."""
+        self.work.wait()
+        ranks = self.received.numel() // max(1, self.out.numel())
+        torch.sum(self.received.view(ranks, *self.out.shape), 0, dtype=self.out.dtype, out=self.out)
 
 
 class _Group(NamedTuple):
@@ -149,7 +179,7 @@ def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch
         pieces = [_padded(x.narrow(move.dim, *c), move.dim, longest) for c in chunks]
         parts = torch.cat(pieces if group.order is None else [pieces[k] for k in group.order])
     out = x.new_empty(_with(x.shape, move.dim, longest))
-    reduce_scatter_single(out, parts, _REDUCE[move.op], group.handle)
+    reduce_scatter_single(out, parts, group.handle)
     return out.narrow(move.dim, 0, mine).contiguous()
 
 

@@ -3,7 +3,7 @@
 const plans = JSON.parse(document.getElementById("data").textContent).plans.map(prepare);
 const [plan, before] = plans;
 const panel = h("aside", { id: "details", "aria-label": "Details", "aria-live": "polite" });
-const views = [...(before ? [before] : []), plan].map((p) => new GraphView(p, (...what) => showDetails(panel, ...what)));
+const views = [...(before ? [before] : []), plan].map((p) => new GraphView(p, (...what) => showDetails(panel, ...what), before ? p.name : ""));
 const view = views[views.length - 1];
 const main = document.getElementById("main");
 const tabs = new Map();
@@ -129,7 +129,7 @@ function theme() {
 function fromAddress() {
   const asked = new URLSearchParams(location.hash.slice(1));
   if (["light", "dark"].includes(asked.get("theme"))) setTheme(asked.get("theme"));
-  for (let i = Number(asked.get("open")) || 0; i > 0; i--) views.forEach((v) => v.openLevel());
+  for (let i = Number(asked.get("open")) || 0; i > 0; i--) views.forEach((v) => { v.openLevel(); v.center(); });
   const found = asked.get("find") && searchEntries().find((e) => e.name === asked.get("find"));
   if (found) view.reveal(found.node, found.collective ?? -1);
   if (asked.has("fit")) views.forEach((v) => v.fit());

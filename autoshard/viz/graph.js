@@ -32,7 +32,8 @@ function prepare(plan) {
 }
 
 class GraphView {
-  constructor(plan, onSelect) {
+  constructor(plan, onSelect, label = "") {
+    this.label = label;
     this.plan = plan;
     this.open = new Set([plan.tree]);
     this.onSelect = onSelect;
@@ -50,7 +51,7 @@ class GraphView {
   bar() {
     const button = (text, title, act) => h("button", { type: "button", title, onclick: act }, text);
     const legend = [["S(0)", "s0"], ["S(1)", "s1"], ["S(2)", "s2"], ["S(3)", "s3"], ["replicate", "r"], ["partial", "p"]];
-    return h("div", { class: "bar" },
+    return h("div", { class: "bar" }, this.label ? h("strong", {}, this.label) : null,
       button("Open one level", "Open every closed box that is shown", () => this.openLevel()),
       button("Close all", "Close every box", () => { this.open = new Set([this.plan.tree]); this.render(); }),
       button("−", "Smaller", () => this.scale(1 / 1.25)), button("+", "Larger", () => this.scale(1.25)),

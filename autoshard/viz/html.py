@@ -10,7 +10,7 @@ from typing import Any
 
 from autoshard.layout import Layout
 from autoshard.plans import Plan
-from autoshard.report import hot_spots, itemsize, local_bytes, memory_parts, short_op, traffic, utilisation
+from autoshard.report import hot_spots, local_bytes, memory_parts, short_op, traffic, utilisation
 from autoshard.viz.trace import memory_over_time
 from autoshard.viz.tree import Box, Drawing, Item, drawing, is_view
 
@@ -22,7 +22,7 @@ def html(plan: Plan, before: Plan | None = None) -> str:
 
     All text of the model travels as JSON and is put into the page as text nodes, never as markup.
     """
-    data = [_payload(p, name) for p, name in ((plan, "after"), (before, "before")) if p is not None]
+    data = [_Payload(p).build(name) for p, name in ((plan, "after"), (before, "before")) if p is not None]
     text = json.dumps({"plans": data}, ensure_ascii=True, separators=(",", ":"))
     safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     page = _asset("page.html").replace("/*style*/", _asset("style.css"))
@@ -33,10 +33,6 @@ def html(plan: Plan, before: Plan | None = None) -> str:
 @cache
 def _asset(name: str) -> str:
     return files("autoshard.viz").joinpath(name).read_text("utf-8")
-
-
-def _payload(plan: Plan, name: str) -> dict[str, Any]:
-    return _Payload(plan).build(name)
 
 
 class _Payload:
@@ -95,7 +91,6 @@ class _Payload:
             self.layout(layout),
             dtype,
             local_bytes(plan, name),
-            itemsize(plan, name),
         ]
 
     def box(self, box: Box) -> dict[str, Any]:

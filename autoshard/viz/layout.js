@@ -191,6 +191,7 @@ function place2d(slots, children, edges, box) {
     for (const slot of layer) {
       slot.y = y + (slot.route ? 0 : (tall - slot.h) / 2);
       if (slot.route) slot.h = tall;
+      [slot.top, slot.bottom] = [y, y + tall];
       low = Math.min(low, slot.cx - slot.w / 2);
       high = Math.max(high, slot.cx + slot.w / 2);
     }
@@ -216,13 +217,15 @@ function pathOf(e, children, width) {
     const side = width - 10;
     return `M${a.cx},${a.y + a.h} C${a.cx},${a.y + a.h + 30} ${side},${a.y + a.h + 30} ${side},${a.y} L${side},${b.y} C${side},${b.y - 30} ${b.cx},${b.y - 30} ${b.cx},${b.y}`;
   }
-  let d = `M${a.cx},${a.y + a.h}`, x = a.cx, y = a.y + a.h;
-  for (const slot of [...e.via, { cx: b.cx, y: b.y, h: 0 }]) {
-    const middle = (y + slot.y) / 2;
-    d += Math.abs(x - slot.cx) < 0.5 ? ` L${x},${slot.y}` : ` C${x},${middle} ${slot.cx},${middle} ${slot.cx},${slot.y}`;
-    if (slot.h) d += ` L${slot.cx},${slot.y + slot.h}`;
+  // Sideways only between the layers, so that no line runs behind a neighbour that is taller.
+  let d = `M${a.cx},${a.y + a.h} L${a.cx},${a.bottom}`, x = a.cx, y = a.bottom;
+  for (const slot of [...e.via, b]) {
+    const middle = (y + slot.top) / 2;
+    d += Math.abs(x - slot.cx) < 0.5 ? ` L${slot.cx},${slot.top}` : ` C${x},${middle} ${slot.cx},${middle} ${slot.cx},${slot.top}`;
+    const end = slot === b ? b.y : slot.bottom;
+    if (end > slot.top) d += ` L${slot.cx},${end}`; // a line of no length would turn the arrow's head
     x = slot.cx;
-    y = slot.y + slot.h;
+    y = slot.bottom;
   }
   return d;
 }

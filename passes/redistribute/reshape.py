@@ -1,9 +1,9 @@
 """Redistribution through a reshape: planned on the common refinement of both shapes, after MindSpore's unification.
 
-``[b, s, h·d]`` and ``[b, s, h, d]`` have the factors ``[b, s, h, d]`` in common: a layout of either shape is a layout of
-the factors wherever chunks are whole factors. So the plan is a shortest path through three graphs of layouts, joined
-where a layout exists in both: that of the source shape, of the factors, and of the target shape. What no factors
-express (a cut of 12 into 2 where the target has 3·4) is moved or gathered before the reshape.
+``[b, s, h·d]`` and ``[b, s, h, d]`` have the factors ``[b, s, h, d]`` in common: a layout of either shape is one of the
+factors wherever chunks are whole factors. So the plan is a shortest path through three graphs of layouts, joined where
+a layout exists in both: that of the source shape, of the factors, and of the target shape. What no factors express
+(a cut of 12 into 2 where the target has 3·4) is moved or gathered before the reshape.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "perm
 class Step:
     """One runtime call on one group of mesh axes.
 
-    Bytes are ring bytes on the wire per rank; where sizes do not divide, every chunk counts as the largest one.
+    Bytes are ring bytes on the wire per rank; where sizes do not divide, every chunk counts as the largest one. That
+    is what an all-gather and a reduce-scatter send, which pad; an all-to-all and a permute send no more than that.
     """
 
     kind: str
@@ -43,6 +44,13 @@ class Step:
     """forward, and backward where a gradient flows"""
     to_shape: tuple[int, ...] = ()
     """of a reshape: the global shape afterwards"""
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """``axes`` as reports and logs name them: without axes of size 1; of a permute, which renumbers, in mesh order."""
+        mesh = self.src.mesh
+        axes = mesh.axes if self.kind == "permute" else self.axes
+        return tuple(a for a in axes if a in self.axes and mesh.size_of(a) > 1)
 
     @property
     def is_collective(self) -> bool:
@@ -108,17 +116,15 @@ class Redistribution:
         return "\n".join(lines)
 
 
-def emit(step: Step) -> tuple[str | torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]]:
-    """The call of ``step``: ``(runtime function, positional arguments after the tensor, keyword arguments)``.
-
-    A reshape is no runtime function but ``aten.reshape`` to the local shape.
+def emit(step: Step) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
+    """The runtime call of ``step``: ``(function name, positional arguments after the tensor, keyword arguments)``.
 
     Several axes are a tuple, one is its name. ``size`` is given where the cut is uneven: an int where no axis is left
     on the dim, else a :class:`Local`.
     """
     if step.kind == "reshape":
-        sizes = [Local(n, axes) if (axes := step.dst.axes_of(d)) else n for d, n in enumerate(step.to_shape)]
-        return torch.ops.aten.reshape.default, (sizes,), {}
+        cuts = [(n, step.dst.axes_of(d)) for d, n in enumerate(step.to_shape)]
+        return step.kind, ([Local(n, cut) if cut else n for n, cut in cuts],), {}
     axes: Any = step.axes if len(step.axes) > 1 else step.axes[0]
     if step.kind in ("enter", "leave"):
         return step.kind, (axes,), {}

@@ -22,6 +22,12 @@ def cuts(site: Site) -> dict[int, str | tuple[str, ...]]:
     return {d: spell(layout.axes_of(d)) for d in dims}
 
 
+def _lengths(site: Site) -> tuple[Any, ...]:
+    """The operand's global shape; a length that depends on the data is read from it at run time."""
+    type_, x = site.in_type(0), site.node.args[0]
+    return tuple(Call(aten.sym_size.int, (x, d), {}) if d in type_.unknown else n for d, n in enumerate(type_.shape))
+
+
 def _same_shape(node: Node, graph: Graph) -> Factors:
     (shape,) = input_shapes(node, graph)
     dims = numbered(shape)
@@ -38,7 +44,7 @@ def _local_dropout(site: Site) -> Call:
     node = site.node
     if not argument(node, "train"):
         return unchanged(site)
-    return Call("dropout", (node.args[0], argument(node, "p"), site.in_type(0).shape, cuts(site)), {})
+    return Call("dropout", (node.args[0], argument(node, "p"), _lengths(site), cuts(site)), {})
 
 
 def _native_dropout(node: Node, graph: Graph) -> tuple[Strategy, ...]:
@@ -48,7 +54,7 @@ def _native_dropout(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 def _local_native_dropout(site: Site) -> Call:
     node = site.node
     probability = 0.0 if argument(node, "train") is False else argument(node, "p")
-    return Call("native_dropout", (node.args[0], probability, site.in_type(0).shape, cuts(site)), {})
+    return Call("native_dropout", (node.args[0], probability, _lengths(site), cuts(site)), {})
 
 
 def _like(node: Node, graph: Graph) -> tuple[Strategy, ...]:
@@ -59,7 +65,7 @@ def _like(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 def _local_like(site: Site) -> Call:
     node = site.node
     x, *rest = node.args
-    return Call("draw_like", (_name(node), x, site.out_type().shape, cuts(site), *rest), dict(node.kwargs))
+    return Call("draw_like", (_name(node), x, _lengths(site), cuts(site), *rest), dict(node.kwargs))
 
 
 def _sized(node: Node, graph: Graph) -> tuple[Strategy, ...]:

@@ -97,14 +97,6 @@ class Dual:
             edge.matrix = np.ascontiguousarray(edge.matrix.take(stay, side))
             edge.transposed = np.ascontiguousarray(edge.transposed.take(stay, 1 - side))
 
-    def candidates(self, count: int) -> dict[int, Classes]:
-        """The ``count`` strategies of every node with the least bounds on what a choice with them costs."""
-        best = {}
-        for i in self.order:
-            total = self.node[i] + sum(self._message(scope, i) for scope in self.before[i] + self.after[i])
-            best[i] = self.kept[i][np.argsort(total, kind="stable")[:count]]
-        return best
-
     def decode(self) -> dict[int, int]:
         """A choice: node by node the cheapest strategy given the nodes before it, numbered as the network does."""
         position: dict[int, int] = {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.passes.search.network import Array, CostNetwork
-from autoshard.passes.search.tables import Classes, Tables
+from autoshard.passes.search.tables import Tables
 
 Scope = tuple[int, ...]
 
@@ -163,14 +163,6 @@ class Eliminator:
                 current[other] = weight(other)
                 heapq.heappush(heap, (current[other], other))
         return True
-
-    def original(self, kept: Mapping[int, Classes]) -> dict[int, Classes]:
-        """Strategies numbered as before all pruning."""
-        result = dict(kept)
-        for step in reversed(self.steps):
-            if isinstance(step, Pruned) and step.node in result:
-                result[step.node] = np.array(step.kept, dtype=np.intp)[result[step.node]]
-        return result
 
     def back_substitute(self, choice: dict[int, int], mark: int) -> dict[int, int]:
         """All nodes' choices, given those of the nodes left after ``mark`` steps; ties go to the lowest index."""

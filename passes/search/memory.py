@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import highspy
@@ -19,7 +19,6 @@ from autoshard.passes.search.eliminate import Eliminator
 from autoshard.passes.search.milp import Limit, solve_core
 from autoshard.passes.search.network import Array, CostNetwork, Memory, Solution
 from autoshard.passes.search.prune import NO_CHOICE, Pruner, restrict
-from autoshard.passes.search.tables import Classes
 
 Relaxed = Callable[[CostNetwork, float], Solution]
 Choice = tuple[int, ...]
@@ -31,8 +30,6 @@ BOUND_SHARE = 0.4
 MAX_ITERATIONS = 200
 # The part of the rest that the search among mixtures of the choices seen may take.
 MIX_SHARE = 0.3
-# The part that one look may take.
-LOOK_SHARE = 0.5
 # Entries of the largest join of an elimination.
 MAX_JOIN = 100_000_000
 # Message passing before the MILP.
@@ -218,27 +215,11 @@ def close_gap(search: Search, make: Callable[[], tuple[Eliminator, Pruner]]) -> 
         last = looks == MAX_LOOKS or not 0 < reach < math.inf
         target = search.cost if last else min(search.cost, search.bound + reach)
         looks += 1
-        completed = _look(search, *make(), target, _part(search, LOOK_SHARE))
-        if not completed:
-            enrich(search, make)
+        completed = _look(search, *make(), target)
         if last or not completed or target == search.cost:
             break
         reach *= 4
     return looks
-
-
-def enrich(search: Search, make: Callable[[], tuple[Eliminator, Pruner]]) -> None:
-    """Where a look was too wide for its time: mixtures of the choices seen and of ever more promising strategies."""
-    network, pruner = make()
-    pruner.run(network)
-    dual = _dual(search, network)
-    for _ in range(SWEEPS):
-        dual.sweep(search.cost)
-    count = 1
-    while not search.closed and time.perf_counter() < search.deadline and count < max(map(len, dual.kept.values())):
-        count *= 2
-        best = network.original(dual.candidates(count))
-        mix(search, make, _part(search, MIX_SHARE), best)
 
 
 def _part(search: Search, share: float) -> float:
@@ -253,18 +234,11 @@ def _dual(search: Search, network: Eliminator) -> Dual:
     return Dual(network, {i: weight[i] * network.held(i) for i in network.alive}, -float(search.prices.sum()))
 
 
-def mix(
-    search: Search,
-    make: Callable[[], tuple[Eliminator, Pruner]],
-    deadline: float,
-    more: Mapping[int, Classes] | None = None,
-) -> None:
-    """The best choice that takes every node's strategy from a choice seen, or from ``more``; often near the best."""
+def mix(search: Search, make: Callable[[], tuple[Eliminator, Pruner]], deadline: float) -> None:
+    """The best choice that takes every node's strategy from one of the choices seen; often near the best of all."""
     network, pruner = make()
-    seen = search.seen if search.choice is None else [*search.seen, search.choice]
-    for node, strategies in enumerate(zip(*seen, strict=True)):
-        also = more.get(node, ()) if more is not None else ()
-        restrict(network, node, np.unique(np.array([*strategies, *also], dtype=np.intp)))
+    for node, strategies in enumerate(zip(*search.seen, strict=True)):
+        restrict(network, node, np.unique(np.array(strategies)))
     try:
         shrink(network, pruner)
     except PlanError:
@@ -272,7 +246,7 @@ def mix(
     _exact(search, network, search.cost, deadline)
 
 
-def _look(search: Search, network: Eliminator, pruner: Pruner, target: float, deadline: float) -> bool:
+def _look(search: Search, network: Eliminator, pruner: Pruner, target: float) -> bool:
     """Search all choices that cost at most ``target``; returns whether this was completed (then the bound is known)."""
     try:
         pruner.run(network)
@@ -285,7 +259,7 @@ def _look(search: Search, network: Eliminator, pruner: Pruner, target: float, de
     except PlanError:  # nothing is left below the target
         search.bound = max(search.bound, target)
         return True
-    lower, completed = _exact(search, network, target, deadline)
+    lower, completed = _exact(search, network, target, search.deadline)
     search.bound = max(search.bound, min(lower, target, search.cost))
     return completed
 

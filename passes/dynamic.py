@@ -1,0 +1,121 @@
+"""Sizes and numbers that depend on the data: what export's unbacked symbols become.
+
+A tensor whose length depends on the data is whole on every rank, and a number read out of a tensor is a plain Python
+number that flows between nodes; generated code takes both from the values at run time. For costs each has an estimate.
+All ranks agree on them by construction: a number is read from a whole value, and a whole value is on every rank
+either the result of one collective, which hands the same bits to all, or of the same ops on the same operands.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autoshard.passes.ir import Node, TensorType, refs
+
+Number = int | float | bool
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_FALLBACK = 64
+"""guessed value of a number of which only the sign is known"""
+
+aten, prim = torch.ops.aten, torch.ops.prim
+
+OPS: dict[Any, torch._ops.OpOverload] = {
+    operator.add: aten.add.default,
+    operator.sub: aten.sub.default,
+    operator.mul: aten.mul.default,
+    operator.truediv: aten.div.default,
+    operator.neg: aten.neg.Scalar,
+    operator.eq: aten.eq.default,
+    operator.ne: aten.ne.default,
+    operator.lt: aten.lt.default,
+    operator.le: aten.le.default,
+    operator.gt: aten.gt.default,
+    operator.ge: aten.ge.default,
+    operator.and_: getattr(aten, "__and__").bool,
+    operator.or_: getattr(aten, "__or__").bool,
+    torch.sym_not: getattr(aten, "__not__").default,
+    torch.sym_float: aten.Float.Scalar,
+    torch.sym_int: aten.Int.Scalar,
+    math.trunc: aten.Int.Scalar,
+    math.ceil: aten.ceil.Scalar,
+    math.floor: aten.floor.Scalar,
+}
+"""arithmetic on numbers as ops of torch, so that it is a node like any other"""
+
+_TYPED = {
+    operator.floordiv: (aten.floordiv.int, aten.floordiv.default),
+    operator.mod: (aten.remainder.int, aten.remainder.default),
+    operator.pow: (aten.pow.int_to_int, aten.pow.Scalar_Scalar),
+    torch.sym_max: (prim.max.int, prim.max.float),
+    torch.sym_min: (prim.min.int, prim.min.float),
+}
+"""(op on ints, op on others)"""
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether export left ``value`` open: a number that depends on the data."""
+    return isinstance(value, _SYMBOLIC) and constant(value) is None
+
+
+def constant(value: Any) -> Number | None:
+    """The number that ``value`` is in every call, or None if it is no number or depends on the data."""
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, _SYMBOLIC):
+        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
+        expression = value.node.expr
+        return kind(expression) if not expression.free_symbols else None
+    return None
+
+
+def number_op(target: Any, result: Any) -> torch._ops.OpOverload | None:
+    """The op for arithmetic on numbers ``target`` (a Python function), or None. ``result``: its symbolic result."""
+    if target in _TYPED:
+        return _TYPED[target][0 if isinstance(result, torch.SymInt | int) else 1]
+    return OPS.get(target)
+
+
+def estimate(value: Any) -> Number:
+    """A plausible value of a number: half of what each unknown in it is at most. Never less than 1 for an int."""
+    if isinstance(value, torch.SymBool | bool):
+        return True
+    if isinstance(value, torch.SymFloat | float):
+        return 1.0
+    if isinstance(value, int):
+        return value
+    expression, ranges = value.node.expr, value.node.shape_env.var_to_range
+    guesses = {}
+    for symbol in expression.free_symbols:
+        upper = ranges[symbol].upper if symbol in ranges else None
+        bounded = upper is not None and upper.is_Integer and upper < 2**40
+        guesses[symbol] = max(1, int(upper) // 2) if bounded else _FALLBACK
+    return max(1, int(expression.xreplace(guesses)))
+
+
+def type_of(value: Any, grad: bool) -> TensorType:
+    """The type of a fake tensor or of a symbolic number."""
+    if isinstance(value, torch.Tensor):
+        unknown = tuple(d for d, n in enumerate(value.shape) if is_symbolic(n))
+        shape = tuple(int(estimate(n)) if d in unknown else int(n) for d, n in enumerate(value.shape))
+        return TensorType(shape, value.dtype, grad, unknown)
+    kinds = {torch.SymBool: torch.bool, torch.SymFloat: torch.float64}
+    return TensorType((), kinds.get(type(value), torch.int64), number=estimate(value))
+
+
+def is_rigid(node: Node, types: Mapping[str, TensorType]) -> bool:
+    """Whether ``node`` runs on full tensors only: a length in it depends on the data, or it reads a number as such.
+
+    A number may stand where the op takes a tensor (``x * n``); it then counts as a scalar tensor.
+    """
+    if any(types[n].unknown for n in (*node.inputs, *node.outputs)) or any(
+        types[o].number is not None for o in node.outputs
+    ):
+        return True
+    named = [*zip((a.name for a in node.op._schema.arguments), node.args, strict=False), *node.kwargs.items()]
+    takes = {a.name for a in node.op._schema.arguments if "Tensor" in str(a.type)}
+    return any(types[ref.name].number is not None for name, value in named if name not in takes for ref in refs(value))

@@ -1,0 +1,132 @@
+"""``autoshard plan|compile|verify|show|demo`` as a user calls them; mistakes give one clear line and status 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autoshard
+from autoshard.cli import main
+
+MLP = ("mlp", "--mesh", "tp=2")
+
+
+def test_plan_prints_the_table_and_writes_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert main(["plan", *MLP, "--hardware", "ideal_network", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Mlp on ideal_network, mesh tp=2: 2 ranks, training step")
+    assert "blocks.*.up.weight" in printed
+    assert autoshard.Plan.from_json(path.read_text(encoding="utf-8")).mesh.axes == ("tp",)
+
+
+def test_plan_of_a_large_mesh_needs_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mlp:base", "--mesh", "dp=64,tp=8", "--batch", "512", "--inference"]) == 0
+    assert "512 ranks, inference step" in capsys.readouterr().out
+
+
+def test_plan_takes_hints(capsys: pytest.CaptureFixture[str]) -> None:
+    hints = ["--hint", "*.up.weight=S(0)", "--hint", "*.down.weight=rowwise"]
+    assert main(["plan", *MLP, *hints]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("blocks.*.up.weight"))
+    assert "S(0)@tp" in row
+
+
+def test_compile_writes_a_directory_that_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["compile", "gpt", "--mesh", "tp=2", "--hardware", "ideal_network", "--out", str(tmp_path)]) == 0
+    names = {p.name for p in tmp_path.iterdir()}
+    assert names == {"rank_module.py", "plan.json", "inputs.json", "rank0.safetensors", "rank1.safetensors"}
+    assert f"torchrun --nproc-per-node 2 {tmp_path}/rank_module.py" in capsys.readouterr().out
+    command = [sys.executable, str(tmp_path / "rank_module.py"), "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["step 0", "step 1"]
+
+
+@pytest.mark.parametrize("model", ["mlp", "hf:llama"])
+def test_verify(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify", model, "--mesh", "tp=2", "--hardware", "ideal_network", "--seq", "8", "--batch", "2"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("verify on mesh tp=2: ok  (rtol 1e-09, atol 1e-09)")
+
+
+def test_verify_that_fails_has_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Negative control: an all-reduce that forgets the other rank."""
+    monkeypatch.setattr(autoshard.runtime, "all_reduce", lambda x, axes, to="I", op="sum": x)
+    assert main(["verify", *MLP, "--hardware", "ideal_network"]) == 1
+    assert "DIVERGES" in capsys.readouterr().out
+
+
+def test_show_prints_source_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["show", *MLP]) == 0
+    assert "class RankModule(runtime.RankModule):" in capsys.readouterr().out
+    path = tmp_path / "plan.json"
+    assert main(["show", *MLP, "--out", str(path)]) == 0
+    assert json.loads(path.read_text(encoding="utf-8"))
+
+
+MODULE = """
+import torch
+from torch import nn
+
+def with_inputs():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), (torch.ones(4, 8),)
+
+def alone():
+    return nn.Linear(8, 8)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``my_models.nets`` in the working directory, as a user has it."""
+    package = tmp_path / "my_models"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "nets.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("my_models", "my_models.nets"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.usefixtures("module")
+def test_a_users_own_function(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "my_models.nets:with_inputs", "--mesh", "tp=2"]) == 0
+    assert ": ok" in capsys.readouterr().out
+
+
+MISTAKES = [
+    (["plan", "mlp", "--mesh", "tp"], "--mesh 'tp': write axes and sizes as dp=2,tp=4"),
+    (["plan", "mlp", "--mesh", "tp=0"], "mesh axis 'tp' has size 0; a size is an int of at least 1"),
+    (["plan", "mlp", "--mesh", "tp=2,tp=4"], "--mesh 'tp=2,tp=4': axis 'tp' is given twice"),
+    (["plan", "mlq", "--mesh", "tp=2"], "there is no reference model 'mlq'. Nearest: mlp:tiny"),
+    (["plan", "mlp", "--mesh", "tp=2", "--hardware", "gpu"], "unknown hardware 'gpu'. Known: a100, h100, "),
+    (["plan", "hf:lama", "--mesh", "tp=2"], "hf:lama is not known here. Known: hf:llama, hf:mistral, "),
+    (["plan", "mlp", "--mesh", "tp=2", "--hint", "rowwise"], "--hint 'rowwise': write PATTERN=HINT, for example "),
+    (["plan", "mlp", "--mesh", "tp=2", "--hint", "nowhere=rowwise"], "hint 'nowhere' matches no parameter, buffer, "),
+    (["plan", "no_such.module:f", "--mesh", "tp=2"], "MODEL no_such.module:f cannot be loaded: No module named "),
+    (["plan", "my_models.nets:missing", "--mesh", "tp=2"], "MODEL my_models.nets:missing cannot be loaded: module "),
+    (["plan", "my_models.nets:alone", "--mesh", "tp=2"], "my_models.nets:alone returns a model without example inputs"),
+]
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(("arguments", "text"), MISTAKES, ids=lambda x: x[:20] if isinstance(x, str) else x[1])
+def test_mistakes(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"autoshard: {text}")
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["plan"], ["plan", "mlp"], ["plan", "mlp", "--mesh"], ["draw", *MLP]])
+def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: autoshard" in capsys.readouterr().err

@@ -1,0 +1,221 @@
+"""What a user reads when something cannot be done: exact texts; and nothing of the model has changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Shard
+
+X = torch.ones(4, 8)
+HERE = Path(__file__).name
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.up(x).relu())
+        return y
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 3 * g
+
+
+class WithFunction(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Double.apply(x))  # type: ignore[no-any-return]
+
+
+class WithHook(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda g: 2 * g)
+        return y
+
+
+class WithBranch(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if y.sum() > 0:
+            y = 2 * y
+        return y
+
+
+def line_of(text: str) -> str:
+    """``file:line`` of a line of this file."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    (number,) = (i for i, line in enumerate(lines, 1) if line.strip() == text)
+    return f"{HERE}:{number}"
+
+
+def state(model: nn.Module) -> tuple[Any, ...]:
+    """What an error must not touch: attributes, hooks, mode, and the generator."""
+    attributes = [(n, {k: repr(v) for k, v in vars(m).items()}) for n, m in model.named_modules()]
+    tensors = [(n, id(t), t._version) for n, t in model.state_dict(keep_vars=True).items()]
+    return attributes, tensors, bytes(torch.get_rng_state().numpy())
+
+
+def message(model: nn.Module, call: Callable[[nn.Module], Any], kind: type[Exception]) -> str:
+    """The text of the error that ``call`` raises, without a change of the model."""
+    before = state(model)
+    with pytest.raises(kind) as caught:
+        call(model)
+    assert isinstance(caught.value, autoshard.AutoshardError)
+    assert state(model) == before
+    return str(caught.value)
+
+
+def compiled(hints: dict[str, Any] | None = None, mesh: Any = None) -> Callable[[nn.Module], Any]:
+    return lambda model: autoshard.compile(model, mesh or {"tp": 2}, (X,), hints=hints)
+
+
+def test_state_sees_a_change() -> None:
+    """Negative control."""
+    model = Net()
+    before = state(model)
+    model.up.register_forward_hook(lambda *_: None)
+    assert state(model) != before
+    before = state(model)
+    with torch.no_grad():
+        model.up.weight.add_(1)
+    assert state(model) != before
+
+
+def test_custom_autograd_function() -> None:
+    assert message(WithFunction(), compiled(), autoshard.CaptureError) == (
+        f"the model ({line_of('return super().forward(Double.apply(x))  # type: ignore[no-any-return]')}): custom "
+        "autograd.Function 'Double' (test_errors): tracing keeps its forward and drops its backward, so gradients would "
+        "be wrong. Write it with differentiable torch ops, or make it an op with torch.library.custom_op and "
+        "register_autograd."
+    )
+
+
+def test_tensor_hook_in_the_forward() -> None:
+    assert message(WithHook(), compiled(), autoshard.CaptureError) == (
+        f"the model ({line_of('y.register_hook(lambda g: 2 * g)')}): a tensor hook (register_hook) is called in the "
+        "forward; the compiled module would lose it. Do it on the compiled module's outputs or gradients, or remove it."
+    )
+
+
+def test_tensor_hook_on_a_parameter() -> None:
+    model = Net()
+    model.up.weight.register_hook(lambda g: 2 * g)
+    assert message(model, compiled(), autoshard.CaptureError) == (
+        "parameter 'up.weight': it has a tensor hook, which the compiled module would not call. Remove it before "
+        "compiling, and register it on the compiled module's parameter, or change .grad after backward()."
+    )
+
+
+def test_data_dependent_control_flow() -> None:
+    assert message(WithBranch(), compiled(), autoshard.CaptureError) == (
+        f"the model ({line_of('if y.sum() > 0:')}): the program depends on the values of a tensor (`if y.sum() > 0:`), "
+        "but one graph must serve all inputs. Use torch.where or a mask instead of `if`, a fixed size instead of "
+        "indexing by a boolean mask or nonzero(), and keep numbers in tensors (no .item(), int() or float())."
+    )
+
+
+def test_unknown_hint_pattern() -> None:
+    assert message(Net(), compiled({"upp.weight": Shard(0)}), autoshard.HintError) == (
+        "hint 'upp.weight' matches no parameter, buffer, input or module. Nearest: up.weight, down.weight, up.bias"
+    )
+
+
+def test_hint_that_cannot_be_met() -> None:
+    assert message(Net(), compiled({"up.weight": Shard(3)}), autoshard.HintError) == (
+        "hint 'up.weight' asks for Shard(3) on axis 'tp', but parameter 'up.weight' has 2 dims, shape [16, 8]. "
+        "Use Shard(0) to Shard(1)."
+    )
+
+
+def test_hint_on_an_axis_that_is_not_there() -> None:
+    assert message(Net(), compiled({"up.weight": {"dp": Shard(0)}}), autoshard.HintError) == (
+        "hint 'up.weight' names axis 'dp'; the mesh has tp"
+    )
+
+
+def test_hint_that_is_none() -> None:
+    assert message(Net(), compiled({"up.weight": "columnwise"}), autoshard.HintError) == (
+        "hint 'up.weight': 'columnwise' is not a hint. Use Shard(d), Replicate(), 'colwise', 'rowwise', 'replicate', "
+        "or {axis: placement}."
+    )
+
+
+def test_plan_without_example_inputs() -> None:
+    assert message(Net(), lambda model: autoshard.plan(model, {"tp": 2}), autoshard.CaptureError) == (
+        "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
+    )
+
+
+def test_plan_of_another_mesh() -> None:
+    plan = autoshard.plan(Net(), {"tp": 4}, (X,))
+    call = lambda model: autoshard.compile(model, {"tp": 2}, (X,), plan=plan)  # noqa: E731
+    assert message(Net(), call, autoshard.PlanError) == "the plan was made for the mesh tp=4, not tp=2"
+
+
+def test_strict_names_the_op_and_the_rule_to_write() -> None:
+    class Rare(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.special.airy_ai(x.detach()))
+
+    call = lambda model: autoshard.compile(model, {"tp": 2}, (X,), strict=True)  # noqa: E731
+    where = line_of("return super().forward(torch.special.airy_ai(x.detach()))")
+    assert message(Rare(), call, autoshard.RuleError) == (
+        f"no sharding rule for aten.special_airy_ai.default(float32[4, 8]) in module '(root)' at {where}. Add one: "
+        'autoshard.register_rule(torch.ops.aten.special_airy_ai.default, "...") with one letter per dim, or compile with '
+        "strict=False to run it on full tensors."
+    )
+
+
+def test_malformed_meshes() -> None:
+    def text(mesh: Any, **kwargs: Any) -> str:
+        with pytest.raises(autoshard.MeshError) as caught:
+            autoshard.Mesh(mesh, **kwargs)
+        return str(caught.value)
+
+    assert text({}) == 'a mesh needs at least one axis, for example {"tp": 2}'
+    assert text({"tp": 0}) == "mesh axis 'tp' has size 0; a size is an int of at least 1"
+    assert text({"t p": 2}) == "mesh axis name 't p' is not an identifier such as 'dp' or 'tp'"
+    assert text({"tp": 2}, hardware="h1000").startswith("unknown hardware 'h1000'. Known: a100, h100, ")
+
+
+SCRIPT = """
+import torch, torch.distributed as dist, autoshard
+dist.init_process_group("gloo")
+try:
+    autoshard.compile(torch.nn.Linear(8, 8), {"dp": 2, "tp": 2}, (torch.ones(4, 8),))
+except autoshard.MeshError as error:
+    print(f"rank {dist.get_rank()}: {error}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_mesh_larger_than_the_ranks(tmp_path: Path) -> None:
+    """Two gloo processes, a mesh of four ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    text = (
+        "the mesh (dp=2, tp=2) has 4 ranks, but torch.distributed runs 2. Start 4 processes "
+        "(torchrun --nproc-per-node 4) or use a mesh of 2."
+    )
+    assert sorted(done.stdout.strip().splitlines()) == [f"rank 0: {text}", f"rank 1: {text}"]

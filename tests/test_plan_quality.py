@@ -1,0 +1,117 @@
+"""Plans found without hints are as good as those made by hand: Megatron's tensor parallelism, DDP's all-reduces."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+
+import autoshard
+from autoshard.models.llama import Llama, LlamaConfig
+
+VOCAB, RANKS = 32768, 4
+SIZES = {"1k": (1024, 1024, 8), "2k": (2048, 2048, 16), "4k": (4096, 4096, 32)}
+"""width, sequence length, heads"""
+DTYPE = torch.bfloat16
+Signature = tuple[str, tuple[str, ...], str, float]
+
+
+@cache
+def llama(
+    size: str, layers: int, axis: str, batch: int = 1, seq: int | None = None, vocab: int = VOCAB
+) -> autoshard.Plan:
+    """The plan of a Llama on the meta device, in bfloat16, on four H100."""
+    width, length, heads = SIZES[size]
+    config = LlamaConfig(vocab, width, 7 * width // 2, heads, heads // 2, layers)
+    with torch.device("meta"):
+        model = Llama(config).to(DTYPE)
+        tokens = torch.zeros(batch, seq or length, dtype=torch.long)
+    return autoshard.plan(model, {axis: RANKS}, (tokens,), {"labels": tokens})
+
+
+def megatron(layers: int, batch: int, seq: int, width: int) -> float:
+    """Ring bytes per rank of tensor parallelism by hand (Shoeybi et al. 2019), forward and backward.
+
+    Per layer 4 all-reduces of an activation A; one of A after the embedding and one in the backward of the head; the
+    cross entropy reduces a maximum, a sum and the target's logit per token, in float32.
+    """
+    ring, activation = 2 * (RANKS - 1) / RANKS, batch * seq * width * DTYPE.itemsize
+    return ring * (4 * layers * activation + 2 * activation + 3 * 4 * batch * seq)
+
+
+def per_layer(plan: autoshard.Plan) -> list[Counter[Signature]]:
+    """The collectives of every decoder layer; those of its residual adds have the fqn of the layer itself."""
+    found: dict[int, Counter[Signature]] = {}
+    for c in plan.collectives:
+        if layer := re.match(r"blocks\.(\d+)", c.fqn):
+            found.setdefault(int(layer[1]), Counter())[c.kind, c.axes, c.phase, c.bytes] += 1
+    return [found[i] for i in sorted(found)]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 8])
+@pytest.mark.parametrize("size", SIZES)
+def test_tensor_parallel_is_no_dearer_than_megatron(size: str, layers: int) -> None:
+    plan = llama(size, layers, "tp")
+    width, seq, _ = SIZES[size]
+    assert plan.cost.flops_per_rank == pytest.approx(plan.cost.flops / RANKS, rel=0.01)
+    assert sum(c.bytes for c in plan.collectives) <= megatron(layers, 1, seq, width)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_layer_communicates_alike(size: str) -> None:
+    """Layers in the middle are the same to the byte; the first and the last meet the embedding and the head."""
+    layers = per_layer(llama(size, 8, "tp"))
+    assert len(layers) == 8
+    assert sum(layers[1].values()) >= 4
+    assert all(layer == layers[1] for layer in layers[1:-1])
+
+
+def test_the_logits_are_never_gathered() -> None:
+    logits = 1024 * VOCAB * DTYPE.itemsize
+    assert max(c.bytes for c in llama("1k", 2, "tp").collectives) < logits / RANKS
+
+
+def gradient_bytes(plan: autoshard.Plan) -> dict[str, float]:
+    """Per parameter: the ring bytes per rank of one all-reduce of its gradient."""
+    numel = {n: torch.Size(plan.shapes[n]).numel() for n, kind in plan.kinds.items() if kind == "parameter"}
+    return {n: 2 * (RANKS - 1) / RANKS * count * DTYPE.itemsize for n, count in numel.items()}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 8])
+def test_data_parallel_communicates_gradients_only(layers: int) -> None:
+    """With a batch to split: every parameter's gradient once, the loss, and nothing else."""
+    plan = llama("1k", layers, "dp", batch=32, seq=1024, vocab=4096)
+    backward = [c for c in plan.collectives if c.phase == "backward"]
+    assert {c.kind for c in backward} == {"all_reduce"}
+    assert len(backward) == len(gradient_bytes(plan))
+    assert {c.value: c.bytes for c in backward} == gradient_bytes(plan)
+    assert sum(c.bytes for c in plan.collectives if c.phase == "forward") <= 64
+    assert plan.cost.flops_per_rank == pytest.approx(plan.cost.flops / RANKS, rel=0.01)
+
+
+def test_a_large_vocabulary_is_looked_up_in_columns_instead() -> None:
+    """Where the batch has few tokens for its vocabulary, two all-to-alls of the rows are less than the table's gradient.
+
+    Everything but the embedding stays data parallel.
+    """
+    plan = llama("1k", 2, "dp", batch=32, seq=1024)
+    needed = gradient_bytes(plan)
+    table = needed.pop("embedding.weight")
+    assert {c.value: c.bytes for c in plan.collectives if c.value in needed} == needed
+    others = [c for c in plan.collectives if c.value not in needed and c.bytes > 64]
+    assert [(c.kind, c.phase) for c in others] == [("all_to_all", "forward"), ("all_to_all", "backward")]
+    assert sum(c.bytes for c in others) < table
+
+
+def test_a_worse_plan_is_seen() -> None:
+    """Negative control: with the residual stream forced to be gathered twice the bound does not hold."""
+    width, seq, heads = SIZES["1k"]
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(VOCAB, width, 7 * width // 2, heads, heads // 2, 2)).to(DTYPE)
+        tokens = torch.zeros(1, seq, dtype=torch.long)
+    hints = {"blocks.*.feed_forward": "replicate", "blocks.*.feed_forward.gate": "replicate"}
+    plan = autoshard.plan(model, {"tp": RANKS}, (tokens,), {"labels": tokens}, hints=hints)
+    assert sum(c.bytes for c in plan.collectives) > megatron(2, 1, seq, width)
