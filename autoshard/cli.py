@@ -60,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--dtype", default="float64", choices=("float64", "float32", "bfloat16"), help="default float64"
             )
-    shown = commands.add_parser("demo", help="the whole way on a small GPT", description="The whole way on a small GPT.")
+    shown = commands.add_parser(
+        "demo", help="the whole way on a small GPT", description="The whole way on a small GPT."
+    )
     shown.set_defaults(run=_demo)
     shown.add_argument("--out", type=Path, default=Path("autoshard-demo"), help="where to write (./autoshard-demo)")
     return parser
@@ -157,7 +159,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     make, args, kwargs = load(options.model, options.batch, options.seq)
     with torch.device("meta"):
-        model = make()
+        model = make().train(not options.inference)
     plan = autoshard.plan(model, _mesh(options), args, kwargs, hints=_hints(options), training=not options.inference)
     print(plan)
     if options.json:
@@ -181,7 +183,7 @@ def _sharded(options: argparse.Namespace) -> Any:
     make, args, kwargs = load(options.model, options.batch, options.seq)
     torch.manual_seed(0)
     training = not options.inference
-    return autoshard.compile(make(), _mesh(options), args, kwargs, hints=_hints(options), training=training)
+    return autoshard.compile(make().train(training), _mesh(options), args, kwargs, hints=_hints(options), training=training)
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard import stages
@@ -13,6 +13,7 @@ from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes import cost as costs
 from autoshard.passes.alternatives import alternatives, cheapest_use
+from autoshard.passes.blocks import block_path
 from autoshard.passes.bucket import regathered
 from autoshard.passes.codegen import Source, codegen
 from autoshard.passes.dynamic import is_rigid
@@ -20,6 +21,7 @@ from autoshard.passes.hints import Constraint, resolve
 from autoshard.passes.ir import Graph, Node
 from autoshard.passes.lower import Program, Statement, lower
 from autoshard.passes.propagate import Assignment, axis_strategies, canonical, propagate, state_bytes
+from autoshard.passes.rewrite import together
 from autoshard.passes.rules import rule_for
 from autoshard.passes.search import Solution
 from autoshard.passes.verify import check_graph, check_program
@@ -61,7 +63,7 @@ def build(
             assignment = propagate(graph, mesh, constraints, _budget(graph, mesh, memory_budget))
     else:
         assignment = assignment_of(plan, graph, mesh)
-    program = lower(graph, assignment)
+    program = together(lower(graph, assignment))
     check_program(program)
     result = Compiled(graph, program, describe(program, title), codegen(program, title))
     stages.compiled(result, dump)
@@ -202,11 +204,20 @@ def _collectives(program: Program) -> Iterator[Collective]:
     backward: list[Collective] = []
     again = regathered(program)
     for s in program.statements:
-        if s.step is not None:
+        if s.members:
+            yield _together([c for part in s.members for c in _of_step(program, part, backward, False)], program)
+        elif s.step is not None:
             yield from _of_step(program, s, backward, s.outputs[0] in again)
         elif s.node is not None:
             yield from _of_node(program, s, backward)
     yield from reversed(backward)
+
+
+def _together(parts: Sequence[Collective], program: Program) -> Collective:
+    """Several collectives that are made by one call."""
+    moved, first = sum(c.bytes for c in parts), parts[0]
+    seconds = program.mesh.link(first.axes).seconds(moved, program.mesh.size_of(first.axes))
+    return replace(first, bytes=moved, seconds=seconds, reason="; ".join(c.reason for c in parts))
 
 
 def _of_step(program: Program, s: Statement, backward: list[Collective], again: bool) -> Iterator[Collective]:
@@ -214,7 +225,8 @@ def _of_step(program: Program, s: Statement, backward: list[Collective], again: 
     if step is None:
         return
     public = next((i.fqn for i in program.graph.inputs if i.name == s.value), s.value)
-    fqn, op = (s.node.fqn, s.node.name) if s.node is not None else ("", "")
+    op = s.node.name if s.node is not None else ""
+    fqn = _asker(program.graph, s)
     reason = f"{public}: {step.src} → {step.dst}"
     moved = step.forward_bytes + step.backward_bytes
     rate = step.seconds / moved if moved else 0.0
@@ -229,7 +241,16 @@ def _of_step(program: Program, s: Statement, backward: list[Collective], again: 
     if again:
         seconds = mesh.link(step.axes).seconds(step.forward_bytes, mesh.size_of(step.axes))
         why = f"{reason} (gathered again)"
-        backward.append(Collective(step.kind, step.group, "backward", step.forward_bytes, fqn, why, public, seconds, op))
+        backward.append(
+            Collective(step.kind, step.group, "backward", step.forward_bytes, fqn, why, public, seconds, op)
+        )
+
+
+def _asker(graph: Graph, s: Statement) -> str:
+    """The module that a redistribution is made for; between two blocks the one that made the value."""
+    asker = s.node.fqn if s.node is not None else ""
+    maker = graph.producers.get(s.value)
+    return asker if maker is None or block_path(maker.fqn) == block_path(asker) else maker.fqn
 
 
 def _of_node(program: Program, s: Statement, backward: list[Collective]) -> Iterator[Collective]:

@@ -54,6 +54,24 @@ class Executable:
         return self.compiled.graph
 
 
+class OnDemand(torch.autograd.Function):
+    """Outputs computed without a graph; their backward computes them again, with one."""
+
+    @staticmethod
+    def forward(ctx: Any, again: Any, places: list[int], outputs: list[torch.Tensor], *wanted: torch.Tensor) -> Any:
+        ctx.again, ctx.places = again, places
+        ctx.save_for_backward(*wanted)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            leaves = ctx.again()
+        pairs = [(leaves[i], g) for i, g in zip(ctx.places, gradients, strict=True) if leaves[i].requires_grad]
+        found = torch.autograd.grad([x for x, _ in pairs], ctx.saved_tensors, [g for _, g in pairs], allow_unused=True)
+        return None, None, None, *found
+
+
 def load_source(text: str) -> type[Any]:
     """The ``RankModule`` class of generated source."""
     module = types.ModuleType("autoshard_rank_module")
@@ -86,7 +104,7 @@ class ShardedModule(nn.Module):
         set_(self, "_executables", {})
         set_(self, "_latest", None)
         set_(self, "_parameter_layouts", None)
-        self.training = model.training if settings.training is None else settings.training
+        self.training = model.training
 
     # --- what was decided ---
 
@@ -123,18 +141,26 @@ class ShardedModule(nn.Module):
 
     def specialise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Executable:
         """Compile for the shapes, dtypes and non-tensor values of these arguments; cached."""
+        found = self._specialised(args, kwargs, self._trains)
+        object.__setattr__(self, "_latest", found)
+        return found
+
+    @property
+    def _trains(self) -> bool:
+        """Whether programs are compiled with a backward."""
+        return self.training if self._settings.training is None else self._settings.training
+
+    def _specialised(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool) -> Executable:
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        training = self.training if self._settings.training is None else self._settings.training
         key = (tuple(_key(leaf) for leaf in leaves), spec, training, self.training)
         if key not in self._executables:
             self._executables[key] = self._build(args, kwargs, training)
-        object.__setattr__(self, "_latest", self._executables[key])
         return self._executables[key]
 
     def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool) -> Executable:
         settings = self._settings
         with stage("capture"):
-            graph = capture(self._model, tuple(args), dict(kwargs), training=training)
+            graph = capture(self._model, tuple(args), dict(kwargs), training=training, mode=self.training)
         first = self._parameter_layouts is None
         compiled = build(
             graph,
@@ -218,11 +244,32 @@ class ShardedModule(nn.Module):
         """The model's forward on the mesh."""
         executable = self.specialise(args, kwargs)
         inputs = self._flat_inputs(executable, args, kwargs)
-        leaves, mutated = self._run(executable, inputs)
+        wanted = [p for p in (*self.parameters(), *inputs) if p.requires_grad]
+        if executable.graph.training or not torch.is_grad_enabled() or not wanted:
+            leaves, mutated = self._run(executable, inputs)
+        else:
+            leaves, mutated = self._run_inference(executable, args, kwargs, wanted)
         with torch.no_grad():
             for fqn, new in mutated.items():
                 self.tensor(fqn).copy_(new)
         return pytree.tree_unflatten(leaves, executable.graph.out_spec)
+
+    def _run_inference(
+        self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: list[torch.Tensor]
+    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """A program without a backward, called where gradients are recorded: a backward runs another one, on demand."""
+
+        def again() -> list[Any]:
+            trained = self._specialised(args, kwargs, True)
+            return self._run(trained, self._flat_inputs(trained, args, kwargs))[0]
+
+        with torch.no_grad():
+            leaves, mutated = self._run(executable, self._flat_inputs(executable, args, kwargs))
+        places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        attached = OnDemand.apply(again, places, [leaves[i] for i in places], *wanted)  # type: ignore[no-untyped-call]
+        for i, x in zip(places, attached, strict=True):
+            leaves[i] = x
+        return leaves, mutated
 
     def _flat_inputs(
         self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]

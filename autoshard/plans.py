@@ -16,7 +16,10 @@ from autoshard.mesh import Mesh
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step. ``bytes``: ring bytes per rank; ``fqn``: the module that asked for it."""
+    """One collective of a step. ``bytes``: ring bytes per rank.
+
+    ``fqn``: the module that asked for it; between two numbered blocks, such as layers, the one that made the value.
+    """
 
     kind: str
     """all_reduce, all_gather, reduce_scatter, all_to_all or permute"""

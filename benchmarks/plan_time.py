@@ -3,7 +3,7 @@
     python benchmarks/plan_time.py --layers 1 8 32
 
 Every row is a process of its own, so that its peak memory is its own. AutoParallel's rows are figures published by its
-authors for the same mesh and are not measured here.
+authors for the same mesh and are not measured here. CPU: processor seconds of all stages together.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def measure(model: str, layers: int) -> dict[str, Any]:
     module.train()
     mesh = autoshard.Mesh(MESH, hardware="h100")
     seconds: dict[str, float] = {}
+    started = time.process_time()
 
     def timed(stage: str, run: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
@@ -106,6 +107,7 @@ def measure(model: str, layers: int) -> dict[str, Any]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "seconds": seconds,
+        "cpu": time.process_time() - started,
         "nodes": len(graph.nodes),
         "variables": size.variables,
         "lines": source.text.count("\n"),
@@ -136,7 +138,7 @@ def main() -> None:
     table = Table(
         title=f"Llama-3-8B, training, mesh {MESH}, batch {BATCH} × {SEQUENCE}, torch {torch.__version__}; seconds"
     )
-    for column in ("", "layers", *STAGES, "all", "nodes", "variables", "lines", "peak GB"):
+    for column in ("", "layers", *STAGES, "all", "CPU", "nodes", "variables", "lines", "peak GB"):
         table.add_column(column, justify="right" if column else "left")
     for model, n, row in rows(options.layers, options.models):
         times = [row["seconds"][s] for s in STAGES]
@@ -149,7 +151,7 @@ def main() -> None:
     for n, (seconds, memory) in PUBLISHED.items():
         if n in options.layers:
             table.add_row(
-                "AutoParallel (published)", str(n), *[""] * len(STAGES), f"{seconds:.0f}", "", "", "",
+                "AutoParallel (published)", str(n), *[""] * len(STAGES), f"{seconds:.0f}", "", "", "", "",
                 f"{memory:.1f}" if memory else "",
             )  # fmt: skip
     Console(width=130).print(table)

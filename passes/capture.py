@@ -36,11 +36,12 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     training: bool | None = None,
+    mode: bool | None = None,
 ) -> Graph:
     """The functional graph of one call ``model(*args, **kwargs)``, with static shapes.
 
-    ``training``: whether gradients are wanted (default: ``model.training``); when it differs from the model's
-    mode, the model is captured in the asked mode. Without gradients every type has ``grad=False``.
+    ``training``: whether gradients are wanted (default: ``model.training``). ``mode``: the train or eval mode to
+    capture in (default: as the model's modules are set). Without gradients every type has ``grad=False``.
     The model is left as it was. Parameters on the meta device need no memory, and examples may lie there too.
     Raises :class:`CaptureError` where the graph would not compute what the model computes.
     """
@@ -49,8 +50,8 @@ def capture(
     hazards.check_model(model, training)
     register_types(example)
     with _untouched(model), _quiet(), torch.enable_grad():
-        if training != model.training:
-            model.train(training)
+        if mode is not None and mode != model.training:
+            model.train(mode)
         program, eager_grads = _export(model, example, training)
         graph = translate(program, model, example, training)
     if training and eager_grads is not None:

@@ -366,6 +366,9 @@ def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return _exact(tuple(Strategy(str(p), (p,) * whole[0], (p,) * whole[1]) for p in (I, R)), node, graph)
 
 
+_SINGLE = (torch.float32, torch.complex64)
+
+
 def _exact(strategies: tuple[Strategy, ...], node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """Without those under which float32 values, or gradients of them, are summed otherwise than on one device.
 
@@ -377,7 +380,7 @@ def _exact(strategies: tuple[Strategy, ...], node: Node, graph: Graph) -> tuple[
     rows = _sums_rows(node, graph)
 
     def is_exact(type_: TensorType, placement: Placement) -> bool:
-        if type_.dtype != torch.float32 or isinstance(placement, Invariant):
+        if type_.dtype not in _SINGLE or isinstance(placement, Invariant):
             return True
         if isinstance(placement, Shard):
             return not rows
@@ -403,7 +406,7 @@ def _single_in_double(node: Node, graph: Graph) -> bool:
 
     Whoever trains in float64 compares digits, and a float32 sum in another order differs in the eighth.
     """
-    single = any(graph.types[n].dtype == torch.float32 for n in (*node.inputs, *node.outputs))
+    single = any(graph.types[n].dtype in _SINGLE for n in (*node.inputs, *node.outputs))
     return single and any(t.dtype == torch.float64 and t.grad for t in graph.types.values())
 
 

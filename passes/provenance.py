@@ -7,6 +7,7 @@ import re
 
 from torch import fx
 
+_TORCH = (f"{os.sep}torch{os.sep}", f"{os.sep}fx{os.sep}passes{os.sep}")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -25,7 +26,7 @@ def fqn(node: fx.Node) -> str:
 def source(node: fx.Node) -> str:
     """The innermost ``file:line`` outside torch, or ""."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    user = [f for f in frames if f"{os.sep}torch{os.sep}" not in f[0] and not f[0].startswith("<")]
+    user = [f for f in frames if not any(part in f[0] for part in _TORCH) and not f[0].startswith("<")]
     return f"{os.path.basename(user[-1][0])}:{user[-1][1]}" if user else ""
 
 

@@ -44,13 +44,14 @@ def check_program(program: Program) -> None:
         for name in reads(statement):
             if name not in made:
                 raise PlanError(f"invalid program: {_what(statement)} reads {name} before it is made")
-        if statement.step is None:
-            _check_operation(statement, program, value_of)
-        elif program.layouts[reads(statement)[0]] != statement.step.src:
-            source = program.layouts[reads(statement)[0]]
-            raise PlanError(f"invalid program: {statement.step} starts from a value that lies in {source}")
-        else:
-            value_of[statement.outputs[0]] = statement.value
+        for part in statement.members or (statement,):
+            if part.step is None:
+                _check_operation(part, program, value_of)
+                continue
+            source = program.layouts[reads(part)[0]]
+            if source != part.step.src:
+                raise PlanError(f"invalid program: {part.step} starts from a value that lies in {source}")
+            value_of[part.outputs[0]] = part.value
         made.update(name for name in statement.outputs if name != "_")
     promised = zip(program.outputs, program.assignment.outputs, strict=True)
     for out, layout in promised:

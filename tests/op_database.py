@@ -135,8 +135,9 @@ def samples(info: OpInfo, count: int = SAMPLES) -> list[OpCall]:
     found = list(itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad), 48))
     calls = [OpCall(info.op, s) for s in found]
     small = [c for c in calls if 1 < max((t.numel() for t in c.tensors.values()), default=0) <= 4096] or calls
+    most = max(small, key=lambda c: max((t.ndim for t in c.tensors.values()), default=0), default=None)
     step = max(1, len(small) // count)
-    return small[::step][:count]
+    return [*small[::step][:count], *([most] if most is not None and most not in small[::step][:count] else [])]
 
 
 def run_op(info: OpInfo, count: int = SAMPLES, ranks: Sequence[int] = RANKS) -> Iterator[Outcome]:
@@ -209,11 +210,13 @@ def _run_case(
 
 def divided(graph: Graph, compiled: Compiled) -> str:
     """sharded, decomposed or replicated: whether a strategy divides work, views apart where there is anything else."""
+    if not graph.nodes:  # the operand itself: sharded where it stays so
+        return "sharded" if any(x and x.axes_with(Shard) for x in compiled.program.assignment.outputs) else "replicated"
     choices = compiled.program.assignment.choices
     working = [node for node in graph.nodes if not is_view(node.op)] or list(graph.nodes)
     if not any(s.divides for node in working for s in choices[node.name]):
         return "replicated"
-    return "sharded" if len(working) == 1 else "decomposed"
+    return "sharded" if len(working) == 1 and not working[0].origin else "decomposed"
 
 
 def run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[Any]:

@@ -56,8 +56,8 @@ def test_equal_layers_are_one_class() -> None:
     graph = capture(model, args, kwargs)
     source = build(graph, IDEAL, title="Llama").source.text
     assert classes(source) == ["Block", "RankModule"]
-    assert "{f\"layers.{i}\": Block for i in range(32)}" in source
-    assert all(source.count(f"self.layers[{i}](") == 1 for i in range(32))
+    assert "{f\"blocks.{i}\": Block for i in range(32)}" in source
+    assert all(source.count(f"self.blocks[{i}](") == 1 for i in range(32))
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "moe", "dlrm", "vit"])

@@ -248,3 +248,27 @@ def test_hint_on_every_axis_and_module() -> None:
     shared = plan.shared["linear"]
     assert (shared["dp"], shared["tp"]) == (Shard(0), Shard(1))
     assert all(not isinstance(plan.layouts[f"{i}.weight"]["dp"], Shard) for i in range(2))
+
+
+def test_gradients_in_eval_mode() -> None:
+    """An inference program has no backward of its own; asking for gradients all the same gives the right ones."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.BatchNorm1d(16), nn.Linear(16, 4)).double().eval()
+    x = randn(6, 8)
+    sharded = autoshard.compile(model, ideal({"tp": 2}), (x,))
+    assert not sharded.plan.training
+    assert all(c.phase == "forward" for c in sharded.collectives)
+    model(x).square().mean().backward()
+    sharded(x).square().mean().backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    torch.testing.assert_close(sharded.full_gradients(), expected, rtol=1e-9, atol=1e-15)
+    with torch.no_grad():
+        assert not sharded(x).requires_grad
+
+
+def test_training_true_keeps_the_modules_modes() -> None:
+    """``training`` says whether gradients are wanted; dropout is on or off as the model's modules are set."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).double().eval()
+    x = randn(6, 8)
+    sharded = autoshard.compile(model, ideal({"tp": 2}), (x,), training=True)
+    assert sharded.plan.training
+    torch.testing.assert_close(sharded(x), model(x), rtol=1e-9, atol=1e-12)

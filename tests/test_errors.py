@@ -171,16 +171,26 @@ def test_plan_of_another_mesh() -> None:
     assert message(Net(), call, autoshard.PlanError) == "the plan was made for the mesh tp=4, not tp=2"
 
 
+@torch.library.custom_op("test_errors::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def test_strict_names_the_op_and_the_rule_to_write() -> None:
     class Rare(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(torch.special.airy_ai(x.detach()))
+            return super().forward(twice(x))
 
     call = lambda model: autoshard.compile(model, {"tp": 2}, (X,), strict=True)  # noqa: E731
-    where = line_of("return super().forward(torch.special.airy_ai(x.detach()))")
+    where = line_of("return super().forward(twice(x))")
     assert message(Rare(), call, autoshard.RuleError) == (
-        f"no sharding rule for aten.special_airy_ai.default(float32[4, 8]) in module '(root)' at {where}. Add one: "
-        'autoshard.register_rule(torch.ops.aten.special_airy_ai.default, "...") with one letter per dim, or compile with '
+        f"no sharding rule for test_errors.twice.default(f32[4, 8]) in module '(root)' at {where}. Add one: "
+        'autoshard.register_rule(torch.ops.test_errors.twice.default, "...") with one letter per dim, or compile with '
         "strict=False to run it on full tensors."
     )
 

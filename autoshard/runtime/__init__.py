@@ -8,6 +8,7 @@ from torch import reshape
 from autoshard.runtime.collectives import (
     all_gather,
     all_reduce,
+    all_reduce_together,
     all_to_all,
     enter,
     leave,
@@ -37,6 +38,7 @@ __all__ = [
     "World",
     "all_gather",
     "all_reduce",
+    "all_reduce_together",
     "all_to_all",
     "bind",
     "current",

@@ -72,15 +72,14 @@ class Block(runtime.Block):
         # S(2)@tp → S(1)@tp    backward: all-to-all
         add_2 = runtime.all_to_all(add_2, 2, 1, "tp")
         # [2, 2/4, 16, 16] S(1)@tp  llama.py:85
-        scaled_dot_product_attention = F.scaled_dot_product_attention(
+        attention = F.scaled_dot_product_attention(
             add_1, add_2, transpose_2, is_causal=True, enable_gqa=True
         )
-        # [2, 16, 2/4, 16] S(2)@tp  llama.py:86
-        transpose_3 = scaled_dot_product_attention.transpose(1, 2)
+        transpose_3 = attention.transpose(1, 2)  # [2, 16, 2/4, 16] S(2)@tp  llama.py:86
         # [2, 16, 32/64] S(2)@tp  llama.py:86
-        attention = transpose_3.reshape(2, 16, 32)
+        attention_1 = transpose_3.reshape(2, 16, 32)
         # [2, 16, 64] P@tp  llama.py:86
-        out = F.linear(attention, self.attention.out.weight)
+        out = F.linear(attention_1, self.attention.out.weight)
         # P@tp → S(0)@tp    backward: all-gather
         out = runtime.reduce_scatter(out, 0, "tp")
         add_3 = x + out  # [1/2, 16, 64] S(0)@tp  llama.py:111
@@ -155,12 +154,9 @@ class RankModule(runtime.RankModule):
         view_1 = labels.reshape(32)  # [32]  llama.py:158
         view_1 = runtime.slice(view_1, 0, "tp", of="R")  # R@tp → S(0)@tp
         # [] P@tp  llama.py:158
-        cross_entropy_loss = runtime.cross_entropy(
-            view, view_1, classes=128, batch_axes="tp"
-        )
-        # P@tp → I@tp
-        cross_entropy_loss = runtime.all_reduce(cross_entropy_loss, "tp", to="I")
-        return (head, cross_entropy_loss)
+        loss = runtime.cross_entropy(view, view_1, classes=128, batch_axes="tp")
+        loss = runtime.all_reduce(loss, "tp", to="I")  # P@tp → I@tp
+        return (head, loss)
 
 
 if __name__ == "__main__":
