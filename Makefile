@@ -54,5 +54,5 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv build dist out autoshard-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

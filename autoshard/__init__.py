@@ -39,6 +39,8 @@ _LAZY = {
     "deferred_init": "autoshard.initialise",
     "materialise": "autoshard.initialise",
     "register_rule": "autoshard.testing",
+    "coverage": "autoshard.coverage",
+    "CoverageReport": "autoshard.coverage",
     "redistribution": "autoshard.passes.redistribute",
     "Redistribution": "autoshard.passes.redistribute",
     "visualize_layout": "autoshard.viz.layout_picture",

@@ -42,7 +42,8 @@ def compile(  # noqa: A001  the public name
         plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``.
         hints: ``{fnmatch pattern: Shard(d) | "colwise" | "rowwise" | "replicate" | {axis: placement}}``.
         memory_budget: bytes per rank for parameters, gradients and optimizer state; default: the hardware's memory.
-        training: whether gradients are wanted; default: ``model.training``.
+        training: whether gradients are wanted; default: ``model.training``. Dropout and batch norm follow the modules'
+            own modes. A program without a backward still gives gradients, on demand, at the price of a second run.
         gather_outputs: whether outputs come back as full tensors; default: in inference yes, in training they keep
             their layout (a DTensor under torch.distributed). Scalars are always plain tensors.
         strict: raise for an op without a sharding rule instead of running it on full tensors.

@@ -172,7 +172,7 @@ def _compile(options: argparse.Namespace) -> int:
     sharded = _sharded(options)
     sharded.save(options.out)
     ranks = sharded.mesh.size
-    print(f"{options.out}: rank_module.py, plan.json, inputs.json and {ranks} shards. Run it with:")
+    print(f"{options.out}: rank_module.py, plan.json, inputs.json, lines.json and {ranks} shards. Run it with:")
     print(f"  torchrun --nproc-per-node {ranks} {options.out}/rank_module.py")
     return 0
 
@@ -183,7 +183,9 @@ def _sharded(options: argparse.Namespace) -> Any:
     make, args, kwargs = load(options.model, options.batch, options.seq)
     torch.manual_seed(0)
     training = not options.inference
-    return autoshard.compile(make().train(training), _mesh(options), args, kwargs, hints=_hints(options), training=training)
+    return autoshard.compile(
+        make().train(training), _mesh(options), args, kwargs, hints=_hints(options), training=training
+    )
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -13,10 +13,11 @@ from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes import cost as costs
 from autoshard.passes.alternatives import alternatives, cheapest_use
-from autoshard.passes.blocks import block_path
+from autoshard.passes.blocks import module_of
 from autoshard.passes.bucket import regathered
 from autoshard.passes.codegen import Source, codegen
 from autoshard.passes.dynamic import is_rigid
+from autoshard.passes.hazards import is_random
 from autoshard.passes.hints import Constraint, resolve
 from autoshard.passes.ir import Graph, Node
 from autoshard.passes.lower import Program, Statement, lower
@@ -54,6 +55,7 @@ def build(
 ) -> Compiled:
     """Plan, lower and emit ``graph``. ``plan``: use its choices; ``parameters``: layouts that are already fixed."""
     check_graph(graph)
+    check_random(graph)
     dump = stages.captured(graph)
     if strict:
         check_rules(graph)
@@ -70,11 +72,23 @@ def build(
     return result
 
 
+def check_random(graph: Graph) -> None:
+    """Raise :class:`RuleError` for a random op without a rule: each rank would draw numbers of its own."""
+    for node in graph.nodes:
+        if is_random(node.op) and rule_for(node.op) is None:
+            raise RuleError(
+                f"{node.op} in module {node.fqn or '(root)'!r} at {node.source} draws random numbers and has no sharding "
+                "rule, so ranks would draw different ones. Draw with torch.rand or dropout, or add a rule by hand "
+                "(autoshard.register_rule)."
+            )
+
+
 def check_rules(graph: Graph) -> None:
     """``strict=True``: raise :class:`RuleError` for the first op without a sharding rule."""
     for node in graph.nodes:
         where = f"in module {node.fqn or '(root)'!r} at {node.source}"
-        if any(graph.types[name].unknown for name in (*node.inputs, *node.outputs)):
+        rigid = is_rigid(node, graph.types, rule_for(node.op))
+        if rigid and any(graph.types[name].unknown for name in (*node.inputs, *node.outputs)):
             raise RuleError(
                 f"{node.op} {where} runs on full tensors, because a length in it depends on the data. "
                 "Use a mask or a fixed size, or compile with strict=False."
@@ -90,7 +104,7 @@ def check_rules(graph: Graph) -> None:
 
 def has_rule(node: Node, graph: Graph) -> bool:
     """Whether a rule says how ``node`` may be divided, or it is whole because a size or number depends on the data."""
-    return rule_for(node.op) is not None or is_rigid(node, graph.types)
+    return rule_for(node.op) is not None or is_rigid(node, graph.types, None)
 
 
 def _fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constraint]:
@@ -226,7 +240,7 @@ def _of_step(program: Program, s: Statement, backward: list[Collective], again: 
         return
     public = next((i.fqn for i in program.graph.inputs if i.name == s.value), s.value)
     op = s.node.name if s.node is not None else ""
-    fqn = _asker(program.graph, s)
+    fqn = module_of(s, program.graph)
     reason = f"{public}: {step.src} → {step.dst}"
     moved = step.forward_bytes + step.backward_bytes
     rate = step.seconds / moved if moved else 0.0
@@ -244,13 +258,6 @@ def _of_step(program: Program, s: Statement, backward: list[Collective], again: 
         backward.append(
             Collective(step.kind, step.group, "backward", step.forward_bytes, fqn, why, public, seconds, op)
         )
-
-
-def _asker(graph: Graph, s: Statement) -> str:
-    """The module that a redistribution is made for; between two blocks the one that made the value."""
-    asker = s.node.fqn if s.node is not None else ""
-    maker = graph.producers.get(s.value)
-    return asker if maker is None or block_path(maker.fqn) == block_path(asker) else maker.fqn
 
 
 def _of_node(program: Program, s: Statement, backward: list[Collective]) -> Iterator[Collective]:
@@ -277,7 +284,7 @@ def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
     for number, axis in enumerate(mesh.axes):
         if mesh.size_of(axis) > 1 and not any(isinstance(x[axis], Shard) for x in program.layouts.values()):
             yield f"axis {axis} is not used: every tensor is replicated along it, because {_why_whole(choices, number)}"
-    rigid = [n for n in program.graph.nodes if any(program.graph.types[x].unknown for x in (*n.inputs, *n.outputs))]
+    rigid = [n for n in program.graph.nodes if _is_whole_for_its_data(n, program)]
     if rigid:
         first = rigid[0]
         yield (
@@ -287,6 +294,12 @@ def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
     for node in program.graph.nodes:
         if not has_rule(node, program.graph):
             yield f"replicated: no rule for {node.op} in {node.fqn or '(root)'} at {node.source}"
+
+
+def _is_whole_for_its_data(node: Node, program: Program) -> bool:
+    """Whether a length in ``node`` depends on the data and its work is not divided."""
+    types, choice = program.graph.types, program.assignment.choices[node.name]
+    return any(types[x].unknown for x in (*node.inputs, *node.outputs)) and not any(s.divides for s in choice)
 
 
 def _why_whole(choices: Mapping[str, Choice], axis: int) -> str:

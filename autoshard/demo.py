@@ -59,6 +59,7 @@ def _say_files(out: Path, ranks: int) -> None:
         ("plan.html", "the plan as a page: open it in a browser"),
         (f"rank0 … rank{ranks - 1}.safetensors", "every rank's shards of the parameters"),
         ("inputs.json", "shapes and value ranges of the inputs"),
+        ("lines.json", "which module each line communicates for: names in profiles"),
     ):
         print(f"{out / name}  {what}")
     print(f"\nRun it in {ranks} processes, or all ranks in one:")

@@ -19,7 +19,7 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.module import Executable, Settings, ShardedModule
-from autoshard.passes.ir import Graph, Ref
+from autoshard.passes.ir import Graph, Ref, TensorType
 from autoshard.passes.redistribute import emit, redistribution
 from autoshard.passes.rules.base import Local
 from autoshard.simulate import shard_of
@@ -144,7 +144,7 @@ class DistributedModule(ShardedModule):
             finally:
                 module.release_tensors()
             leaves = [
-                self._output(results[i], program.layouts[out.name], program.types[out.name].shape)
+                self._output(results[i], program.layouts[out.name], _shape(program.types[out.name], results[i]))
                 if isinstance(out, Ref)
                 else out
                 for i, out in enumerate(program.outputs)
@@ -196,6 +196,11 @@ class DistributedModule(ShardedModule):
         asked = self._settings.gather_outputs
         training = self.training if self._settings.training is None else self._settings.training
         return not training if asked is None else asked
+
+
+def _shape(type_: TensorType, local: torch.Tensor) -> tuple[int, ...]:
+    """The global shape of an output; one whose length depends on the data is whole."""
+    return tuple(local.shape) if type_.unknown else type_.shape
 
 
 class _Locals(torch.autograd.Function):

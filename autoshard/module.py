@@ -24,6 +24,7 @@ from autoshard.passes.capture import capture
 from autoshard.passes.ir import Graph
 from autoshard.plans import Collective, Plan
 from autoshard.progress import stage
+from autoshard.runtime.profiling import name_lines
 
 log = logging.getLogger("autoshard")
 
@@ -72,10 +73,11 @@ class OnDemand(torch.autograd.Function):
         return None, None, None, *found
 
 
-def load_source(text: str) -> type[Any]:
-    """The ``RankModule`` class of generated source."""
+def load_source(text: str, modules: Mapping[int, str] | None = None) -> type[Any]:
+    """The ``RankModule`` class of generated source. ``modules``: of its lines, see :class:`Source`."""
     module = types.ModuleType("autoshard_rank_module")
     exec(compile(text, "<autoshard rank_module.py>", "exec"), module.__dict__)
+    name_lines(module.RankModule, modules or {})
     return module.RankModule  # type: ignore[no-any-return]
 
 
@@ -176,7 +178,8 @@ class ShardedModule(nn.Module):
             parameters = {i.fqn: compiled.plan.layouts[i.fqn] for i in graph.inputs if i.kind == "parameter"}
             object.__setattr__(self, "_parameter_layouts", parameters)
             self._adopt(self._model, graph, parameters)
-        return Executable(compiled, load_source(compiled.source.text), _described(graph, args, kwargs))
+        rank_module = load_source(compiled.source.text, compiled.source.modules)
+        return Executable(compiled, rank_module, _described(graph, args, kwargs))
 
     def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
@@ -289,7 +292,7 @@ class ShardedModule(nn.Module):
         raise NotImplementedError
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write ``rank_module.py``, ``plan.json``, ``inputs.json`` and ``rank<r>.safetensors`` into ``directory``.
+        """Write ``rank_module.py``, ``plan.json``, ``inputs.json``, ``lines.json`` and ``rank<r>.safetensors``.
 
         ``torchrun --nproc-per-node N directory/rank_module.py`` runs it without the original model's code.
         Under torch.distributed every rank calls it and writes its own shard.

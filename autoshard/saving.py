@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def save(sharded: ShardedModule, executable: Executable, directory: Path) -> None:
-    """``rank_module.py``, ``plan.json``, ``inputs.json`` and one safetensors file per rank (this process's ranks)."""
+    """``rank_module.py``, the JSON files beside it, and one safetensors file per rank (this process's ranks)."""
     directory.mkdir(parents=True, exist_ok=True)
     alone = not hasattr(sharded, "device_mesh")
     mine = range(sharded.mesh.size) if alone else [dist.get_rank()]
@@ -25,7 +26,10 @@ def save(sharded: ShardedModule, executable: Executable, directory: Path) -> Non
         needed = {name: tensors[name].cpu().contiguous().clone() for name in executable.rank_module().tensor_names}
         save_file(needed, str(directory / f"rank{rank}.safetensors"), metadata=metadata)
     if alone or dist.get_rank() == 0:
-        (directory / "rank_module.py").write_text(executable.compiled.source.text, encoding="utf-8")
+        source = executable.compiled.source
+        (directory / "rank_module.py").write_text(source.text, encoding="utf-8")
+        lines = {"sha256": sha256(source.text.encode()).hexdigest(), "modules": source.modules}
+        (directory / "lines.json").write_text(json.dumps(lines), encoding="utf-8")
         (directory / "plan.json").write_text(executable.compiled.plan.to_json(), encoding="utf-8")
         arguments = dict(zip(executable.compiled.source.inputs, executable.compiled.source.arguments, strict=True))
         described = {arguments[name]: entry for name, entry in executable.inputs.items() if name in arguments}

@@ -145,6 +145,7 @@ def main() -> None:
         cells = [
             *(f"{t:.2f}" for t in times),
             f"{sum(times):.1f}",
+            f"{row['cpu']:.1f}",
             *(str(row[k]) for k in ("nodes", "variables", "lines")),
         ]
         table.add_row(model, str(n), *cells, f"{row['peak'] / 1e9:.2f}")

@@ -11,7 +11,7 @@ import numpy as np
 from autoshard.layout import Layout
 from autoshard.passes.ir import Node, Ref
 from autoshard.passes.lower import Program
-from autoshard.passes.propagate import OpSpace, Placements, _op_space, _signature
+from autoshard.passes.propagate import OpSpace, Placements, op_space, signature
 from autoshard.passes.redistribute import cost_matrix
 
 Alternative = tuple[tuple[str, ...], float]
@@ -53,9 +53,9 @@ class _Alternatives:
         return {name: list(dict.fromkeys(found)) for name, found in targets.items()} | shared
 
     def _space(self, node: Node) -> OpSpace:
-        key = _signature(node, self.graph)
+        key = signature(node, self.graph)
         if key not in self.spaces:
-            self.spaces[key] = _op_space(node, self.graph, self.mesh)
+            self.spaces[key] = op_space(node, self.graph, self.mesh)
         return self.spaces[key]
 
     def _current(self, node: Node) -> int | None:
@@ -92,7 +92,7 @@ class _Alternatives:
     def _seconds(self, name: str, sources: Any, targets: Any) -> np.ndarray:
         type_ = self.graph.types[name]
         a, b = ([Layout(self.mesh, p) for p in side] for side in (sources, targets))
-        seconds = cost_matrix(a, b, type_.shape, type_.dtype, type_.grad)
+        seconds = cost_matrix(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown)
         if name in self.parameters and type_.grad:  # gathered once more in the backward
             a, b = ([layout.without_gradient() for layout in side] for side in (a, b))
             seconds = seconds + cost_matrix(a, b, type_.shape, type_.dtype, False)

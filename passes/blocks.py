@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoshard.passes.ir import Ref, refs
+from autoshard.passes.ir import Graph, Ref, refs
 from autoshard.passes.lower import Program, Statement
 
 _INDEXED = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
@@ -28,6 +28,16 @@ def block_path(fqn: str) -> str:
     """The outermost numbered module of ``fqn``: ``model.layers.3`` of ``model.layers.3.mlp``; "" if there is none."""
     found = _INDEXED.match(fqn)
     return found.group() if found else ""
+
+
+def module_of(statement: Statement, graph: Graph) -> str:
+    """The module that a statement's collectives are shown under.
+
+    For a redistribution the one that reads the value; between two blocks the one that made it.
+    """
+    asker = statement.node.fqn if statement.node is not None else ""
+    maker = graph.producers.get(statement.value) if statement.step is not None else None
+    return asker if maker is None or block_path(maker.fqn) == block_path(asker) else maker.fqn
 
 
 def segments(program: Program) -> tuple[Segment, ...]:

@@ -48,6 +48,7 @@ def capture(
     example = (tuple(args), dict(kwargs or {}))
     training = model.training if training is None else training
     hazards.check_model(model, training)
+    hazards.check_example(example)
     register_types(example)
     with _untouched(model), _quiet(), torch.enable_grad():
         if mode is not None and mode != model.training:

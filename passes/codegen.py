@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autoshard.layout import Layout, Shard
-from autoshard.passes.blocks import Segment, reads, segments
+from autoshard.passes.blocks import Segment, module_of, reads, segments
 from autoshard.passes.bucket import bucketed
 from autoshard.passes.ir import Input, Ref, TensorType
 from autoshard.passes.lower import Program, Statement
@@ -18,7 +18,7 @@ from autoshard.passes.printing import WIDTH, expression, literal
 
 _BUILTIN = frozenset({"F", "torch", "aten", "runtime", "self", "MESH"}) | frozenset(keyword.kwlist)
 _NO_ATTRIBUTES = frozenset(keyword.kwlist) | frozenset(
-    "MESH BLOCKS TENSORS GATHERS place scope tensor_names bind_tensors release_tensors".split()
+    "MESH BLOCKS TENSORS GATHERS block_path place scope tensor_names bind_tensors release_tensors".split()
 )
 """names that Python or the base classes of rank modules have taken"""
 _SHORT = {
@@ -40,19 +40,13 @@ class Source:
     """what forward calls them"""
     mutated: tuple[str, ...]
     """buffer names whose new values forward returns after the outputs"""
+    modules: Mapping[int, str] = field(default_factory=dict)
+    """line number → module, relative to the block, for lines that may communicate: names in profiles"""
 
 
 def codegen(program: Program, title: str = "model") -> Source:
     """Python source of ``program``. ``title`` names the model in the file's docstring."""
     return _Emitter(program, title).emit()
-
-
-@dataclass
-class _Method:
-    """One block call's text, and where it belongs."""
-
-    name: str
-    text: str
 
 
 @dataclass
@@ -95,6 +89,7 @@ class _Emitter:
         self.segments = tuple(bucketed(s, program) for s in segments(program))
         self.classes: list[_BlockClass] = []
         self.method_of: dict[int, str] = {}
+        self.marks: dict[str, int] = {}
         self.tensors = self._tensors()
         self.read_later = self._read_later()
         operations = (s.node for s in program.statements if s.step is None and s.node is not None)
@@ -124,8 +119,9 @@ class _Emitter:
             body = body.replace("import torch.nn.functional as F\n", "", 1)
         if "aten." not in body.split("aten = torch.ops.aten\n", 1)[1]:
             body = body.replace("aten = torch.ops.aten\n", "", 1)
+        text, modules = self._unmarked(body)
         names = tuple(self.argument_names[i.name] for i in self.arguments)
-        return Source(body, tuple(i.name for i in self.arguments), names, tuple(self.program.mutations))
+        return Source(text, tuple(i.name for i in self.arguments), names, tuple(self.program.mutations), modules)
 
     # --- blocks ---
 
@@ -247,9 +243,24 @@ class _Emitter:
         lines = printed.lines(prefix, "        ")
         if s.members and len(lines[0]) > WIDTH:
             lines = ["        (", *(f"            {t}," for t in targets), *printed.lines(") = ", "        ")]
+        mark = self._mark(s, path) if any("runtime." in line for line in lines) else ""
         if len(lines) == 1 and len(lines[0]) + len(comment) + 4 <= WIDTH:
-            return [f"{lines[0]}  # {comment}"]
-        return [f"        # {comment}", *lines]
+            return [f"{lines[0]}  # {comment}{mark}"]
+        return [f"        # {comment}", *(line + mark for line in lines)]
+
+    def _mark(self, s: Statement, path: str) -> str:
+        """What a line that may communicate ends in until line numbers are known: the number of its module."""
+        module = module_of(s, self.program.graph)
+        inside = not path or f"{module}.".startswith(f"{path}.")
+        relative = module[len(path) :].removeprefix(".") if inside else ""
+        return f"\0{self.marks.setdefault(relative, len(self.marks))}"
+
+    def _unmarked(self, text: str) -> tuple[str, dict[int, str]]:
+        """The text without marks, and the module of every marked line."""
+        lines = [line.partition("\0") for line in text.split("\n")]
+        modules = list(self.marks)
+        found = {number: modules[int(mark)] for number, (_, _, mark) in enumerate(lines, 1) if mark}
+        return "\n".join(line for line, _, _ in lines), found
 
     def _targets(self, s: Statement, targets: Sequence[str]) -> str:
         """The left side of an assignment; a result with more parts than are needed is taken apart."""

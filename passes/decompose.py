@@ -5,11 +5,13 @@ What has a rule stays whole: a linear layer or an attention is worth more than i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
+from torch.export.graph_signature import InputKind
 
 from autoshard.passes.rules import rule_for
 
@@ -19,22 +21,36 @@ ORIGIN = "autoshard_origin"
 ROUNDS = 3
 """a decomposition may lead to ops that have to be decomposed themselves"""
 
-_KEPT = """
-    aten.as_strided.default
-"""
+_TABLE = """
+    _chunk_cat _softmax_backward_data _log_softmax_backward_data _unsafe_masked_index
+    _unsafe_masked_index_put_accumulate block_diag diag_embed dist linspace logspace native_dropout_backward
+    native_group_norm native_layer_norm max_pool2d_with_indices_backward upsample_bicubic2d upsample_linear1d
+    upsample_trilinear3d pixel_unshuffle nan_to_num rrelu_with_noise
+""".split()
+"""taken from PyTorch's tables; beside these, every op that PyTorch itself writes as others (composite implicit)"""
 
 
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """``program`` without the ops that have no rule and can be written as others. Parts keep their module and line."""
     for _ in range(ROUNDS):
-        tail = {op: how for op in _without_rule(program) if (how := _table().get(op)) is not None}
+        tail = {op: how for op in _without_rule(program) if (how := _how(op)) is not None}
         if not tail:
             break
         for node in program.graph.nodes:
             if node.target in tail:
-                node.meta["custom"] = {ORIGIN: str(node.target), **node.meta.get("custom", {})}
-        program = program.run_decompositions(tail)
+                node.meta["custom"] = {ORIGIN: str(node.target), **(node.meta.get("custom") or {})}
+        written = program.run_decompositions(tail)
+        if not _is_plain(written):
+            break
+        program = written
     return program
+
+
+def _is_plain(program: torch.export.ExportedProgram) -> bool:
+    """Whether it consists of ops that autograd knows, without tokens that order effects."""
+    if any(spec.kind is InputKind.TOKEN for spec in program.graph_signature.input_specs):
+        return False
+    return not any(getattr(n.target, "namespace", "") == "prims" for n in program.graph.nodes)
 
 
 def origin(node: fx.Node) -> str:
@@ -47,9 +63,17 @@ def _without_rule(program: torch.export.ExportedProgram) -> list[torch._ops.OpOv
     return [op for op in found if rule_for(op) is None]
 
 
+def _how(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """PyTorch's decomposition of ``op``, or None where it has none or it is not among those known to be good."""
+    if op.namespace != "aten":
+        return None
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    listed = op._schema.name.removeprefix("aten::") in _TABLE
+    return _decompositions().get(op) if composite or listed else None
+
+
 @cache
-def _table() -> dict[Any, Any]:
+def _decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._decomp import core_aten_decompositions, decomposition_table
 
-    core = core_aten_decompositions()
-    return {op: how for op, how in {**decomposition_table, **dict(core.items())}.items() if op.namespace == "aten"}
+    return {**decomposition_table, **dict(core_aten_decompositions().items())}

@@ -1,7 +1,7 @@
 """Sizes and numbers that depend on the data: what export's unbacked symbols become.
 
-A tensor whose length depends on the data is whole on every rank, and a number read out of a tensor is a plain Python
-number that flows between nodes; generated code takes both from the values at run time. For costs each has an estimate.
+No dim whose length depends on the data is ever cut, and a number read out of a tensor is a plain Python number that
+flows between nodes; generated code takes both from the values at run time. For costs each has an estimate.
 All ranks agree on them by construction: a number is read from a whole value, and a whole value is on every rank
 either the result of one collective, which hands the same bits to all, or of the same ops on the same operands.
 """
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from autoshard.layout import Invariant, Replicate, Shard
 from autoshard.passes.ir import Node, TensorType, refs
+from autoshard.passes.rules.base import Rule, Strategy
 
 Number = int | float | bool
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -36,9 +38,9 @@ OPS: dict[Any, torch._ops.OpOverload] = {
     operator.le: aten.le.default,
     operator.gt: aten.gt.default,
     operator.ge: aten.ge.default,
-    operator.and_: getattr(aten, "__and__").bool,
-    operator.or_: getattr(aten, "__or__").bool,
-    torch.sym_not: getattr(aten, "__not__").default,
+    operator.and_: aten.__and__.bool,
+    operator.or_: aten.__or__.bool,
+    torch.sym_not: aten.__not__.default,
     torch.sym_float: aten.Float.Scalar,
     torch.sym_int: aten.Int.Scalar,
     math.trunc: aten.Int.Scalar,
@@ -81,7 +83,7 @@ def number_op(target: Any, result: Any) -> torch._ops.OpOverload | None:
 
 
 def estimate(value: Any) -> Number:
-    """A plausible value of a number: half of what each unknown in it is at most. Never less than 1 for an int."""
+    """A plausible value of a number: half of what each unknown in it is at most. Never less than 2 for an int."""
     if isinstance(value, torch.SymBool | bool):
         return True
     if isinstance(value, torch.SymFloat | float):
@@ -91,10 +93,10 @@ def estimate(value: Any) -> Number:
     expression, ranges = value.node.expr, value.node.shape_env.var_to_range
     guesses = {}
     for symbol in expression.free_symbols:
-        upper = ranges[symbol].upper if symbol in ranges else None
+        upper: Any = ranges[symbol].upper if symbol in ranges else None
         bounded = upper is not None and upper.is_Integer and upper < 2**40
-        guesses[symbol] = max(1, int(upper) // 2) if bounded else _FALLBACK
-    return max(1, int(expression.xreplace(guesses)))
+        guesses[symbol] = max(2, int(upper) // 2) if bounded else _FALLBACK
+    return max(2, int(expression.xreplace(guesses)))
 
 
 def type_of(value: Any, grad: bool) -> TensorType:
@@ -107,15 +109,27 @@ def type_of(value: Any, grad: bool) -> TensorType:
     return TensorType((), kinds.get(type(value), torch.int64), number=estimate(value))
 
 
-def is_rigid(node: Node, types: Mapping[str, TensorType]) -> bool:
-    """Whether ``node`` runs on full tensors only: a length in it depends on the data, or it reads a number as such.
+def is_rigid(node: Node, types: Mapping[str, TensorType], rule: Rule | None) -> bool:
+    """Whether ``node`` runs on full tensors only, although ``rule`` may know better for fixed sizes.
 
-    A number may stand where the op takes a tensor (``x * n``); it then counts as a scalar tensor.
+    That is where it makes a number or reads one as such, or where the rule's local form would compute with a length
+    that depends on the data. A number that stands where the op takes a tensor (``x * n``) is like a scalar tensor.
     """
-    if any(types[n].unknown for n in (*node.inputs, *node.outputs)) or any(
-        types[o].number is not None for o in node.outputs
-    ):
+    used = [types[name] for name in (*node.inputs, *node.outputs)]
+    if any(types[name].number is not None for name in node.outputs):
+        return True
+    if any(t.unknown for t in used) and (rule is None or rule.local is not None):
         return True
     named = [*zip((a.name for a in node.op._schema.arguments), node.args, strict=False), *node.kwargs.items()]
     takes = {a.name for a in node.op._schema.arguments if "Tensor" in str(a.type)}
     return any(types[ref.name].number is not None for name, value in named if name not in takes for ref in refs(value))
+
+
+def leaves_whole(strategy: Strategy, types: Sequence[TensorType]) -> bool:
+    """Whether ``strategy`` cuts no dim of unknown length and no number. ``types``: of every operand and result."""
+    for placement, type_ in zip((*strategy.inputs, *strategy.outputs), types, strict=True):
+        if isinstance(placement, Shard) and placement.dim in type_.unknown:
+            return False
+        if type_.number is not None and not isinstance(placement, Replicate | Invariant):
+            return False
+    return True

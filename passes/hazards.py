@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard.errors import CaptureError
+from autoshard.passes.custom_functions import inline, is_derivative
 from autoshard.passes.regions import NO_GRAD
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -60,6 +62,16 @@ def check_model(model: nn.Module, training: bool) -> None:
                     "Rename it."
                 )
             _check_tensor(kind, name, tensor, training)
+
+
+def check_example(example: Any) -> None:
+    """Refuse inputs that are no plain dense tensors."""
+    for leaf in pytree.tree_leaves(example):
+        if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
+            raise CaptureError(
+                f"an input of shape {list(leaf.shape)} is a tensor of layout {leaf.layout}; autoshard shards plain dense "
+                "tensors. Convert it first (to_dense())."
+            )
 
 
 def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) -> None:
@@ -134,7 +146,9 @@ def watching(training: bool) -> Iterator[Watch]:
         if training:
             for function in _subclasses(torch.autograd.Function):
                 if _is_foreign(function):
-                    stack.enter_context(_patched(function, "forward", staticmethod(_refuse_function(watch, function))))
+                    refuse = _refuse_function(watch, function)
+                    stack.enter_context(_patched(function, "apply", staticmethod(_inlined(function, refuse))))
+                    stack.enter_context(_patched(function, "forward", staticmethod(refuse)))
         hooks = torch.autograd.graph.saved_tensors_hooks
         if training:
             stack.enter_context(_patched(hooks, "__enter__", _refuse_saved_tensors(watch)))
@@ -193,14 +207,26 @@ def _is_foreign(function: type) -> bool:
     return not module.startswith("torch.") or module.startswith(("torch.nn.", "torch.utils.", "torch.distributed."))
 
 
+def _inlined(function: Any, refuse: Callable[..., Any]) -> Callable[..., Any]:
+    """``function.apply`` as its forward's own ops where their derivative is its backward; else it is refused."""
+    forward = function.forward
+
+    def apply(*args: Any) -> Any:
+        if function.__module__.startswith("torch.") or not is_derivative(function, forward, args):
+            return refuse(*args)
+        return inline(function, forward, args)
+
+    return apply
+
+
 def _refuse_function(watch: Watch, function: type) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if function.__module__ == "torch.utils.checkpoint":
             raise watch.refuse(CHECKPOINT)
         raise watch.refuse(
             f"custom autograd.Function {function.__qualname__!r} ({function.__module__}): tracing keeps its forward "
-            "and drops its backward, so gradients would be wrong. Write it with differentiable torch ops, or make it "
-            "an op with torch.library.custom_op and register_autograd."
+            "and drops its backward, which is not the derivative of the forward, so gradients would be wrong. Write it "
+            "with differentiable torch ops, or make it an op with torch.library.custom_op and register_autograd."
         )
 
     return forward
@@ -208,7 +234,7 @@ def _refuse_function(watch: Watch, function: type) -> Callable[..., Any]:
 
 CHECKPOINT = (
     "activation checkpointing (torch.utils.checkpoint) is erased by tracing. Turn it off "
-    "(Hugging Face: model.gradient_checkpointing_disable()); autoshard decides what is recomputed from memory_budget."
+    "(Hugging Face: model.gradient_checkpointing_disable())."
 )
 
 

@@ -19,7 +19,7 @@ class TensorType:
     dtype: torch.dtype
     grad: bool = False
     unknown: tuple[int, ...] = ()
-    """dims whose length depends on the data: ``shape`` has an estimate there, and the value is always whole"""
+    """dims whose length depends on the data: ``shape`` has an estimate there; they are never cut"""
     number: int | float | None = None
     """an estimate of its value, if it is no tensor but a Python number that depends on the data"""
 

@@ -121,7 +121,7 @@ class _Lowering:
         outs = tuple(self.layouts[o] for o in node.outputs)
         site = Site(local, self.graph, self.mesh, tuple(ins), outs, choice)
         rule = rule_for(node.op)
-        if is_rigid(node, self.types) and not is_random(node.op):  # a random op is drawn once for all ranks
+        if is_rigid(node, self.types, rule) and not is_random(node.op):  # a random op is drawn once for all ranks
             rule = None
         call = rule.local(site) if rule is not None and rule.local is not None else Call(node.op, args, kwargs)
         internal = rule.collectives(site) if rule is not None and rule.collectives is not None else ()
@@ -140,10 +140,8 @@ class _Lowering:
         if shared is not None and shared not in made and shared != layout:
             self._get(value, shared, reader)
         type_ = self.types[value]
-        plans = [
-            redistribution(src, layout, type_.shape, self.mesh, type_.dtype, type_.grad, minimize="seconds")
-            for src in made
-        ]
+        what = (type_.shape, self.mesh, type_.dtype, type_.grad)
+        plans = [redistribution(src, layout, *what, minimize="seconds", closed=type_.unknown) for src in made]
         best = min(plans, key=lambda r: r.seconds)
         name = made[best.src]
         for step in best.steps:

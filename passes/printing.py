@@ -190,7 +190,12 @@ def literal(value: Any) -> str:
 
 
 def _reshape(p: _Printer, call: Call) -> Expression | None:
-    return p.function(f"{p.value(call.args[0]).flat}.reshape", tuple(call.args[1]), {})
+    return p.function(f"{p.value(call.args[0]).flat}.reshape", _separate(call.args[1]), {})
+
+
+def _separate(sizes: Sequence[Any]) -> tuple[Any, ...]:
+    """A list of ints as separate arguments; an empty one has to stay a list."""
+    return tuple(sizes) or ((),)
 
 
 def _spread(method: str) -> Callable[[_Printer, Call], Expression | None]:
@@ -199,7 +204,7 @@ def _spread(method: str) -> Callable[[_Printer, Call], Expression | None]:
     def printed(p: _Printer, call: Call) -> Expression | None:
         if len(call.args) != 2 or call.kwargs or not isinstance(call.args[1], tuple | list):
             return None
-        return p.function(f"{p.value(call.args[0]).flat}.{method}", tuple(call.args[1]), {})
+        return p.function(f"{p.value(call.args[0]).flat}.{method}", _separate(call.args[1]), {})
 
     return printed
 
@@ -277,7 +282,9 @@ def _builtin(name: str) -> Callable[[_Printer, Call], Expression | None]:
     """Arithmetic on numbers by a builtin of Python; the op of that name on tensors is left alone."""
 
     def printed(p: _Printer, call: Call) -> Expression | None:
-        of_numbers = not isinstance(call.fn, str) and not any("Tensor" in str(a.type) for a in call.fn._schema.arguments)
+        of_numbers = not isinstance(call.fn, str) and not any(
+            "Tensor" in str(a.type) for a in call.fn._schema.arguments
+        )
         return p.function(name, call.args, {}) if of_numbers else None
 
     return printed

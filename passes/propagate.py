@@ -18,15 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoshard.layout import I, Invariant, Layout, Partial, Placement, R, Replicate, Shard
+from autoshard.errors import RuleError
+from autoshard.layout import I, Invariant, Layout, Placement, R, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes import cost as costs
-from autoshard.passes.dynamic import is_rigid
+from autoshard.passes.dynamic import is_rigid, leaves_whole
 from autoshard.passes.hints import Constraint
 from autoshard.passes.ir import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.redistribute import cost_matrix
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site, Strategy
+from autoshard.passes.rules.factors import whole
 from autoshard.passes.search import CostNetwork, Memory, Solution, solve
 
 log = logging.getLogger("autoshard.plan")
@@ -188,9 +190,9 @@ class _Network:
     # --- op spaces ---
 
     def _space(self, node: Node) -> OpSpace:
-        key = _signature(node, self.graph)
+        key = signature(node, self.graph)
         if key not in self.spaces:
-            self.spaces[key] = _op_space(node, self.graph, self.mesh)
+            self.spaces[key] = op_space(node, self.graph, self.mesh)
         return self.spaces[key]
 
     # --- solving ---
@@ -284,7 +286,7 @@ class _EdgeTables:
     def _matrix(self, type_: TensorType, parameter: bool) -> np.ndarray:
         if (type_, parameter) not in self.matrices:
             layouts = [Layout(self.mesh, p) for p in self.known[type_]]
-            matrix = cost_matrix(layouts, layouts, type_.shape, type_.dtype, type_.grad)
+            matrix = cost_matrix(layouts, layouts, type_.shape, type_.dtype, type_.grad, type_.unknown)
             if parameter and type_.grad:
                 # A gathered parameter is not kept: it is gathered once more in the backward (FSDP).
                 plain = [layout.without_gradient() for layout in layouts]
@@ -315,7 +317,7 @@ def _operands(node: Node, space: OpSpace) -> list[tuple[str, Sequence[Placements
     return result
 
 
-def _signature(node: Node, graph: Graph) -> Any:
+def signature(node: Node, graph: Graph) -> Any:
     """Equal for nodes that have the same strategies at the same cost."""
     numbers: dict[str, int] = {}
 
@@ -326,7 +328,7 @@ def _signature(node: Node, graph: Graph) -> Any:
     return (node.op, repr(arguments), tuple(graph.types[o] for o in node.outputs))
 
 
-def _op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
+def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
     """All combinations of per-axis strategies that the sizes allow; of equals in layout only the cheapest stays."""
     per_axis = axis_strategies(node, graph)
     grads_in = [graph.types[name].grad for name in node.inputs]
@@ -358,12 +360,15 @@ def _op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
 def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """The strategies of ``node`` along one axis; an op without a rule, or of unknown size, runs on full tensors."""
     rule = rule_for(node.op)
-    if rule is not None and not is_rigid(node, graph.types):
-        numbers = [i for i, name in enumerate(node.inputs) if graph.types[name].number is not None]
-        strategies = tuple(s for s in rule.strategies(node, graph) if all(is_whole(s.inputs[i]) for i in numbers))
-        return _exact(strategies, node, graph)
-    whole = (len(node.inputs), len(node.outputs))
-    return _exact(tuple(Strategy(str(p), (p,) * whole[0], (p,) * whole[1]) for p in (I, R)), node, graph)
+    found: tuple[Strategy, ...] = ()
+    if rule is not None and not is_rigid(node, graph.types, rule):
+        types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+        try:
+            found = tuple(s for s in rule.strategies(node, graph) if leaves_whole(s, types))
+        except RuleError:
+            if not any(t.unknown for t in types):
+                raise  # else: lengths that are equal may have different estimates
+    return _exact(found or whole(len(node.inputs), len(node.outputs)), node, graph)
 
 
 _SINGLE = (torch.float32, torch.complex64)
@@ -382,8 +387,8 @@ def _exact(strategies: tuple[Strategy, ...], node: Node, graph: Graph) -> tuple[
     def is_exact(type_: TensorType, placement: Placement) -> bool:
         if type_.dtype not in _SINGLE or isinstance(placement, Invariant):
             return True
-        if isinstance(placement, Shard):
-            return not rows
+        if isinstance(placement, Shard):  # complex products round differently in a vector and at its end
+            return not rows and not type_.dtype.is_complex
         return isinstance(placement, Replicate) and not type_.grad
 
     return tuple(s for s in strategies if all(map(is_exact, types, (*s.inputs, *s.outputs))))
@@ -450,10 +455,8 @@ def _placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = Non
 
 
 def _leaves_chunks(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> bool:
-    return all(
-        n >= math.prod(r for p, r in zip(placements, mesh.shape, strict=True) if p == Shard(d))
-        for d, n in enumerate(shape)
-    )
+    ranks = (math.prod(r for p, r in zip(placements, mesh.shape, strict=True) if p == Shard(d)) for d in range(len(shape)))
+    return all(n >= cut or cut == 1 for n, cut in zip(shape, ranks, strict=True))
 
 
 def is_whole(placement: Placement) -> bool:

@@ -1,11 +1,12 @@
 """Small all-reduces that are ready together become one, on a flattened tensor: their latency is paid once.
 
-Everything else that a view of the whole graph gives is decided before: conversions are shared by all readers, moved across
-cheap operations and fused by the choice of layouts and the planner (:mod:`autoshard.passes.propagate`).
+Everything else that a view of the whole graph gives is decided before, by the choice of layouts
+(:mod:`autoshard.passes.propagate`): conversions are shared by all readers, and stand on the cheaper side of cheap ops.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -59,11 +60,7 @@ def _key(s: Statement, program: Program) -> Any:
     if step is None or step.kind not in TOGETHER or s.parameter or s.call.kwargs.get("op", "sum") != "sum":
         return None
     type_ = program.types[s.value]
-    local = step.dst.max_local_shape(step.shape)
-    numel = 1
-    for n in local:
-        numel *= n
-    if numel * type_.dtype.itemsize > SMALL_BYTES:
+    if math.prod(step.dst.max_local_shape(step.shape)) * type_.dtype.itemsize > SMALL_BYTES:
         return None
     return step.kind, step.axes, s.call.kwargs.get("to"), type_.dtype
 

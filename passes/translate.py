@@ -15,8 +15,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 
 from autoshard.errors import CaptureError
 from autoshard.passes.canonical import DROPPED, STRIDED, Gradients, canonical, same_as
-from autoshard.passes.dynamic import constant, is_symbolic, number_op, type_of
 from autoshard.passes.decompose import origin
+from autoshard.passes.dynamic import constant, is_symbolic, number_op, type_of
 from autoshard.passes.hazards import DATA_DEPENDENT, is_random
 from autoshard.passes.ir import Graph, Input, Node, Ref, TensorType, map_refs, refs
 from autoshard.passes.provenance import fqn, module_types, source, where
@@ -346,7 +346,9 @@ class _Translation:
 
 
 def check_result(node: fx.Node, value: Any) -> None:
-    """Refuse a result that is neither a tensor nor a number that is known at run time."""
+    """Refuse a result that is neither a dense tensor nor a number that is known at run time."""
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        raise CaptureError(f"{where(node)}: {node.target} makes a tensor of layout {value.layout}; use dense tensors.")
     if value is not None and not isinstance(value, torch.Tensor) and not is_symbolic(value):
         raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'a result of {node.target}')}")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ from autoshard.runtime.in_process import World
 
 STATUSES = ("wrong", "crash", "sharded", "decomposed", "replicated", "refused", "not run")
 """of an op: the first of these that any of its cases has"""
-SAMPLES = 3
+SAMPLES = 4
 RANKS = (2, 3)
 LIMIT = 60
 """seconds for one case"""
@@ -96,18 +97,27 @@ class OpCall(nn.Module):
         self.fn = fn
         self.leaves = [x if not isinstance(x, torch.Tensor) else None for x in leaves]
         self.positions = {f"x{i}": i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+        self.written: tuple[str, ...] = ()
         self.tensors = {n: leaves[i].detach().requires_grad_(leaves[i].requires_grad) for n, i in self.positions.items()}
 
     def forward(self, **tensors: torch.Tensor) -> Any:
         leaves = list(self.leaves)
-        for name, tensor in tensors.items():
+        for name, tensor in [*tensors.items(), *((n, getattr(self, n)) for n in self.written)]:
             leaves[self.positions[name]] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return self.fn(*args, **kwargs)
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Fresh leaves, the same on every call."""
-        return {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in self.tensors.items()}
+        for name in self.written:
+            getattr(self, name).copy_(self.tensors[name])
+        given = {n: t for n, t in self.tensors.items() if n not in self.written}
+        return {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in given.items()}
+
+    def keep(self, name: str) -> None:
+        """Make ``x3`` a buffer: the op writes into it, as a batch norm does into its statistics."""
+        self.register_buffer(name, self.tensors[name].detach().clone())
+        self.written += (name,)
 
 
 class _Captured(InProcessModule):
@@ -117,6 +127,8 @@ class _Captured(InProcessModule):
         super().__init__(model, compiled.plan.mesh, Settings(training=graph.training))
         object.__setattr__(self, "_world", world)
         object.__setattr__(self, "_compiled", compiled)
+        for name, buffer in model.named_buffers():
+            self.register_buffer(name, buffer.detach().clone())
 
     def _build(self, args: Any, kwargs: Any, training: bool) -> Executable:
         return Executable(self._compiled, load_source(self._compiled.source.text))
@@ -135,9 +147,17 @@ def samples(info: OpInfo, count: int = SAMPLES) -> list[OpCall]:
     found = list(itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad), 48))
     calls = [OpCall(info.op, s) for s in found]
     small = [c for c in calls if 1 < max((t.numel() for t in c.tensors.values()), default=0) <= 4096] or calls
-    most = max(small, key=lambda c: max((t.ndim for t in c.tensors.values()), default=0), default=None)
-    step = max(1, len(small) // count)
-    return [*small[::step][:count], *([most] if most is not None and most not in small[::step][:count] else [])]
+    step = max(1, len(small) // (count - 2))
+    chosen = [max(small, key=_dims), max(small, key=_options), *small[::step]] if small else []
+    return list({id(c): c for c in chosen}.values())[:count]
+
+
+def _dims(call: OpCall) -> int:
+    return max((t.ndim for t in call.tensors.values()), default=0)
+
+
+def _options(call: OpCall) -> int:
+    return sum(x is not None for x in call.leaves)
 
 
 def run_op(info: OpInfo, count: int = SAMPLES, ranks: Sequence[int] = RANKS) -> Iterator[Outcome]:
@@ -159,10 +179,8 @@ def _run_sample(name: str, shapes_only: bool, number: int, call: OpCall, ranks: 
         except (RuntimeError, AssertionError) as error:  # a kernel of CUDA, or as_strided beyond the end of a view
             yield outcome("not run", None, 0, f"eager: {error}")
             return
-        inputs = call.inputs()
         try:
-            with limit(LIMIT):
-                graph = capture(call, (), inputs, training=any(t.requires_grad for t in inputs.values()))
+            graph = _graph(call)
         except AutoshardError as error:
             yield outcome("refused", None, 0, str(error))
             return
@@ -174,6 +192,19 @@ def _run_sample(name: str, shapes_only: bool, number: int, call: OpCall, ranks: 
         for n, hint in itertools.product(ranks, hints):
             status, detail = _run_case(call, graph, n, hint, expected, shapes_only)
             yield outcome(status, hint, n, detail, graph)
+
+
+def _graph(call: OpCall) -> Graph:
+    while True:
+        inputs = call.inputs()
+        try:
+            with limit(LIMIT):
+                return capture(call, (), inputs, training=any(t.requires_grad for t in inputs.values()))
+        except AutoshardError as error:
+            writes = re.search(r"writes in place into its input '(x\d+)'", str(error))
+            if writes is None or call.tensors[writes[1]].requires_grad:
+                raise
+            call.keep(writes[1])
 
 
 def _eager(call: OpCall) -> list[Any]:

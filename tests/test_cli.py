@@ -39,7 +39,8 @@ def test_plan_takes_hints(capsys: pytest.CaptureFixture[str]) -> None:
 def test_compile_writes_a_directory_that_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["compile", "gpt", "--mesh", "tp=2", "--hardware", "ideal_network", "--out", str(tmp_path)]) == 0
     names = {p.name for p in tmp_path.iterdir()}
-    assert names == {"rank_module.py", "plan.json", "inputs.json", "rank0.safetensors", "rank1.safetensors"}
+    shards = {"rank0.safetensors", "rank1.safetensors"}
+    assert names == {"rank_module.py", "plan.json", "inputs.json", "lines.json"} | shards
     assert f"torchrun --nproc-per-node 2 {tmp_path}/rank_module.py" in capsys.readouterr().out
     command = [sys.executable, str(tmp_path / "rank_module.py"), "--steps", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -56,7 +56,7 @@ def test_equal_layers_are_one_class() -> None:
     graph = capture(model, args, kwargs)
     source = build(graph, IDEAL, title="Llama").source.text
     assert classes(source) == ["Block", "RankModule"]
-    assert "{f\"blocks.{i}\": Block for i in range(32)}" in source
+    assert '{f"blocks.{i}": Block for i in range(32)}' in source
     assert all(source.count(f"self.blocks[{i}](") == 1 for i in range(32))
 
 
@@ -139,8 +139,7 @@ def test_a_name_that_is_a_keyword_is_refused() -> None:
     model = nn.Module()
     model.add_module("lambda", nn.Linear(8, 8))
     text = (
-        "parameter 'lambda.weight': torch.export cannot trace the name 'lambda', which is a Python keyword. "
-        "Rename it."
+        "parameter 'lambda.weight': torch.export cannot trace the name 'lambda', which is a Python keyword. Rename it."
     )
     with pytest.raises(autoshard.CaptureError) as caught:
         autoshard.compile(model, IDEAL, (torch.randn(4, 8),))

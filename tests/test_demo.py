@@ -29,6 +29,7 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "plan.json",
         "plan.html",
         "inputs.json",
+        "lines.json",
         *(f"rank{r}.safetensors" for r in range(4)),
     }
     done = subprocess.run([sys.executable, out / "rank_module.py"], capture_output=True, text=True, check=True)

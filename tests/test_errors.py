@@ -36,13 +36,13 @@ class Double(torch.autograd.Function):
         return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
         return 3 * g
 
 
 class WithFunction(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(Double.apply(x))  # type: ignore[no-any-return]
+        return Double.apply(super().forward(x))
 
 
 class WithHook(Net):
@@ -102,10 +102,10 @@ def test_state_sees_a_change() -> None:
 
 def test_custom_autograd_function() -> None:
     assert message(WithFunction(), compiled(), autoshard.CaptureError) == (
-        f"the model ({line_of('return super().forward(Double.apply(x))  # type: ignore[no-any-return]')}): custom "
-        "autograd.Function 'Double' (test_errors): tracing keeps its forward and drops its backward, so gradients would "
-        "be wrong. Write it with differentiable torch ops, or make it an op with torch.library.custom_op and "
-        "register_autograd."
+        f"the model ({line_of('return Double.apply(super().forward(x))')}): custom "
+        "autograd.Function 'Double' (test_errors): tracing keeps its forward and drops its backward, which is not the "
+        "derivative of the forward, so gradients would be wrong. Write it with differentiable torch ops, or make it an "
+        "op with torch.library.custom_op and register_autograd."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import linalg_samples
 import pytest
 import special_samples
 import torch
@@ -21,13 +22,13 @@ from autoshard.passes.rules.shape import view_groups
 from autoshard.testing import check_rule, register_rule
 
 aten = torch.ops.aten
-SAMPLES = {**GENERAL, **special_samples.SAMPLES}
+SAMPLES = {**GENERAL, **special_samples.SAMPLES, **linalg_samples.SAMPLES}
 TWO_AXES = ({"a": 2, "b": 2},)
 
 
 def _has_derivative(op: torch._ops.OpOverload) -> bool:
     name = op._schema.name.removeprefix("aten::")
-    return not {name, str(op).removeprefix("aten.")} & NO_DERIVATIVE
+    return not {name, str(op).removeprefix("aten.")} & (NO_DERIVATIVE | linalg_samples.NO_DERIVATIVE)
 
 
 @pytest.mark.parametrize("op", [rule.op for rule in all_rules()], ids=str)

@@ -1,4 +1,4 @@
-"""README and docs stay true: every ``python`` block runs, and prints the ``text`` block that follows it; links lead somewhere.
+"""README and docs stay true: every ``python`` block runs and prints the ``text`` block after it; links lead somewhere.
 
 After a change of output that is meant: ``pytest tests/test_readme.py --update-golden``.
 """
@@ -48,10 +48,12 @@ def differences(text: str, where: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_code_runs_and_prints_what_the_page_says(page: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_code_runs_and_prints_what_the_page_says(
+    page: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = page.read_text(encoding="utf-8")
-    with contextlib.chdir(tmp_path):
-        wrong, renewed = differences(text, page.name)
+    monkeypatch.chdir(tmp_path)
+    wrong, renewed = differences(text, page.name)
     if request.config.getoption("--update-golden"):
         page.write_text(renewed, encoding="utf-8")
         return
@@ -78,7 +80,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_operation_of_the_coverage_table_has_a_rule() -> None:
-    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What can be sharded")[2].partition("\n## ")[0]
+    table = (
+        (ROOT / "README.md").read_text(encoding="utf-8").partition("## What can be sharded")[2].partition("\n## ")[0]
+    )
     names = re.findall(r"`([a-z_0-9.]+)`", table)
     assert len(names) > 40
     for name in names:

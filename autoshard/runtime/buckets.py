@@ -6,6 +6,7 @@ Tensors come and go as one list, face after face.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from autoshard.runtime.communicator import Communicator
 from autoshard.runtime.in_process import World
 from autoshard.runtime.move import LOCAL, Move
 from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, reduce_scatter_single
+from autoshard.runtime.profiling import recorded
 
 Gradients = list[torch.Tensor | None]
 Begin = Callable[[], Any]
@@ -26,6 +28,11 @@ class Bucket:
 
     def __init__(self, moves: Sequence[Move], replicas: tuple[str, ...]) -> None:
         self.moves, self.replicas = tuple(moves), replicas
+
+    @property
+    def last_move(self) -> Move:
+        """What the replicas do with the reduced shards' gradients."""
+        return Move("P", "I", self.replicas, module=self.moves[0].module)
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         """Every tensor moved."""
@@ -54,7 +61,9 @@ class FlatBucket(Bucket):
         for members in _by_dtype(xs):
             moves = [self.moves[i] for i in members]
             record(self.comm, moves, [xs[i] for i in members], phase)
-            for i, full in zip(members, self._gather(moves, [xs[i] for i in members]), strict=True):
+            with recorded(self.comm, moves[0], phase, len(moves)):
+                gathered = self._gather(moves, [xs[i] for i in members])
+            for i, full in zip(members, gathered, strict=True):
                 out[i] = full
         return out
 
@@ -85,17 +94,19 @@ class FlatBucket(Bucket):
             buffer = _flat(parts)
             return buffer, None, _views(buffer, [p.shape for p in parts])
         record(self.comm, moves, gradients, "backward")
-        if verb == "reduce_scatter":
-            return self._reduce_scatter(moves, gradients)
-        buffer = _flat(gradients)
-        return buffer, self._all_reduce(buffer, moves[0].axes), _views(buffer, [g.shape for g in gradients])
+        with recorded(self.comm, moves[0], "backward", len(moves)):
+            if verb == "reduce_scatter":
+                return self._reduce_scatter(moves, gradients)
+            buffer = _flat(gradients)
+            return buffer, self._all_reduce(buffer, moves[0].axes), _views(buffer, [g.shape for g in gradients])
 
     def _then_all_reduce(self, before: Any | None, buffer: torch.Tensor, parts: list[torch.Tensor]) -> Begin:
         def begin() -> Any:
             if before is not None:
                 before.wait()  # once only: gloo copies its result out in every wait
-            record(self.comm, [Move("P", "I", self.replicas)] * len(parts), parts, "backward")
-            return self._all_reduce(buffer, self.replicas)
+            record(self.comm, [self.last_move] * len(parts), parts, "backward")
+            with recorded(self.comm, self.last_move, "backward", len(parts)):
+                return self._all_reduce(buffer, self.replicas)
 
         return begin
 
@@ -157,7 +168,7 @@ class JointBucket(Bucket):
         """See :meth:`Bucket.backward`. Nothing is under way afterwards."""
         out = self._execute([m.backward() for m in self.moves], gradients, "backward")
         if self.replicas:
-            out = self._execute([Move("P", "I", self.replicas)] * len(out), out, "backward")
+            out = self._execute([self.last_move] * len(out), out, "backward")
         return out, [], []
 
     def _execute(self, moves: Sequence[Move], xs: Gradients, phase: str) -> Gradients:
@@ -166,13 +177,18 @@ class JointBucket(Bucket):
         if moves[0].verb not in LOCAL:
             for members in _by_dtype(xs[: self.count]):
                 record(first, [moves[i] for i in members], [x for i in members if (x := xs[i]) is not None], phase)
+        # The forward runs in any rank's thread; every rank records it where it waits for it.
+        with recorded(first, moves[0], phase, self.count) if phase == "backward" else contextlib.nullcontext():
+            self._carry_out(moves, xs, out)
+        return out
+
+    def _carry_out(self, moves: Sequence[Move], xs: Gradients, out: Gradients) -> None:
         for i in range(self.count):
             faces = range(i, len(xs), self.count)
             ours = [x for f in faces if (x := xs[f]) is not None]
             if ours:
                 for f, y in zip(faces, self.world.carry_out([moves[f] for f in faces], ours), strict=True):
                     out[f] = y
-        return out
 
 
 def record(comm: Communicator, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str) -> None:

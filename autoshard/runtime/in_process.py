@@ -18,6 +18,7 @@ import torch
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.communicator import Communicator, Executed, bind
 from autoshard.runtime.move import LOCAL, Move
+from autoshard.runtime.profiling import named, recorded
 from autoshard.runtime.schedule import Joint, Schedule, Threads, ThreadState
 
 Tensors = tuple[torch.Tensor, ...]
@@ -124,7 +125,9 @@ class InProcessCommunicator(Communicator):
         """See :meth:`Communicator.apply`. Local moves that no gradient passes need no meeting."""
         if move.verb in LOCAL and not (x.requires_grad and torch.is_grad_enabled()):
             return self.local(move, x)
-        result: torch.Tensor = self.world.meet(self.rank, move.key, (move, x), self._joint)
+        move = named(move)
+        with recorded(self, move, "forward"):
+            result: torch.Tensor = self.world.meet(self.rank, move.key, (move, x), self._joint)
         return result
 
     def _joint(self, values: list[tuple[Move, torch.Tensor]]) -> Sequence[torch.Tensor]:
@@ -160,7 +163,8 @@ class _Joint(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         moves = tuple(move.backward() for move in ctx.moves)
-        return None, None, None, *_joint(ctx.world, moves, gradients, "backward")
+        with recorded(ctx.world.ranks[0], moves[0], "backward"):
+            return None, None, None, *_joint(ctx.world, moves, gradients, "backward")
 
 
 def _all_reduce(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from autoshard.runtime.in_process import World
 from autoshard.runtime.module import RankModule
 from autoshard.runtime.parameters import wait_gradients
 from autoshard.runtime.process_group import TorchCommunicator
+from autoshard.runtime.profiling import name_lines
 from autoshard.runtime.random import synchronised_rng
 
 
@@ -34,6 +36,7 @@ def main(rank_module: type[RankModule], file: str) -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate")
     options = parser.parse_args()
     folder = Path(file).resolve().parent
+    _name_lines(rank_module, Path(file))
     if "WORLD_SIZE" in os.environ:
         _distributed(rank_module, folder, options)
     else:
@@ -83,6 +86,15 @@ def _distributed(rank_module: type[RankModule], folder: Path, options: argparse.
                 _print(step, outputs, loss)
     finally:
         dist.destroy_process_group()
+
+
+def _name_lines(rank_module: type[RankModule], file: Path) -> None:
+    """Modules in profiles from ``lines.json`` beside ``file``, unless that is gone or ``file`` was edited since."""
+    table = file.with_name("lines.json")
+    if table.exists():
+        found = json.loads(table.read_text(encoding="utf-8"))
+        if found["sha256"] == sha256(file.read_bytes()).hexdigest():
+            name_lines(rank_module, {int(n): module for n, module in found["modules"].items()})
 
 
 class _Run:

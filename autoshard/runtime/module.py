@@ -38,6 +38,9 @@ class Block(Scope):
 
     TENSORS: ClassVar[Mapping[str, str]] = {}
 
+    block_path = ""
+    """where it is in the model; "" for the root"""
+
     def __init__(self) -> None:
         super().__init__()
         for name in self.TENSORS:
@@ -56,7 +59,9 @@ class RankModule(Block):
     def __init__(self) -> None:
         super().__init__()
         for path, block in self.BLOCKS.items():
-            self.place(path, block())
+            placed = block()
+            placed.block_path = path
+            self.place(path, placed)
         self._slots = dict(self._find_slots())
 
     def _find_slots(self) -> Iterator[tuple[str, tuple[nn.Module, str]]]:

@@ -51,6 +51,8 @@ class Move(NamedTuple):
     to_size: int = -1
     order: tuple[str, ...] = ()
     op: str = "sum"
+    module: str = "?"
+    """what it is made for, in profiles; "?" where none was running"""
 
     @property
     def verb(self) -> str:
@@ -68,8 +70,8 @@ class Move(NamedTuple):
         if self.order:
             return self._replace(axes=self.order, order=self.axes)
         if self.to_dim >= 0:
-            return Move(source, target, self.axes, self.to_dim, self.to_size, self.dim, self.size)
-        return Move(source, target, self.axes, self.dim, self.size)
+            return self._replace(dim=self.to_dim, size=self.to_size, to_dim=self.dim, to_size=self.size)
+        return Move(source, target, self.axes, self.dim, self.size, module=self.module)
 
     def ring_bytes(self, x: torch.Tensor, ranks: int) -> float:
         """Bytes on the wire per rank, ring algorithm, for this rank's input ``x`` in a group of ``ranks``.

@@ -23,6 +23,7 @@ from autoshard.runtime.communicator import Axes, current
 from autoshard.runtime.in_process import InProcessCommunicator
 from autoshard.runtime.move import Move
 from autoshard.runtime.process_group import TorchCommunicator
+from autoshard.runtime.profiling import named, recorded
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -160,6 +161,7 @@ class _Move(torch.autograd.Function):
 def _move(what: str, moves: Sequence[Move], xs: Sequence[torch.Tensor], replicas: tuple[str, ...]) -> Tensors:
     """Every tensor moved, by one bucket."""
     comm = current()
+    moves = [named(move) for move in moves]
     if isinstance(comm, TorchCommunicator):
         return _through(FlatBucket(comm, moves, replicas), xs)
     if not isinstance(comm, InProcessCommunicator):
@@ -172,7 +174,8 @@ def _move(what: str, moves: Sequence[Move], xs: Sequence[torch.Tensor], replicas
         return [out[i * len(xs) : (i + 1) * len(xs)] for i in range(world.size)]
 
     key = f"{what} of {len(xs)} tensors, the first a {moves[0].key}"
-    result: Tensors = world.meet(comm.rank, key, (moves, xs), joint)
+    with recorded(comm, moves[0], "forward", len(moves)):
+        result: Tensors = world.meet(comm.rank, key, (moves, xs), joint)
     return result
 
 

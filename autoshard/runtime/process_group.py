@@ -12,6 +12,7 @@ import torch.distributed as dist
 from autoshard.errors import MeshError
 from autoshard.runtime.communicator import Communicator
 from autoshard.runtime.move import LOCAL, Move
+from autoshard.runtime.profiling import named, recorded
 
 # Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -104,6 +105,7 @@ class TorchCommunicator(Communicator):
 
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Communicator.apply`."""
+        move = named(move)
         if x.requires_grad and torch.is_grad_enabled():
             result: torch.Tensor = _Differentiable.apply(self, move, "forward", x)  # type: ignore[no-untyped-call]
             return result
@@ -117,9 +119,7 @@ class TorchCommunicator(Communicator):
         group = self.process_group(move.axes)
         if self.log is not None:
             self.record(verb, move.axes, phase, move.ring_bytes(x, group.size))
-        if not torch._C._autograd._profiler_enabled():
-            return _COLLECTIVES[verb](self, move, group, x)
-        with torch.profiler.record_function(f"autoshard {move} {phase}"):
+        with recorded(self, move, phase):
             return _COLLECTIVES[verb](self, move, group, x)
 
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.plans import Choice, Collective, Plan
 from autoshard.report import hot_spots, local_bytes, memory_parts, short_op
+from autoshard.runtime import profiling
 from autoshard.viz.tree import is_view
 
 _BACKWARD_SHARE = 2 / 3
@@ -35,8 +36,8 @@ class Event:
 
 
 def collective_name(c: Collective) -> str:
-    """``all_gather@tp blocks.0.attention.q forward``."""
-    return f"{c.kind}@{','.join(c.axes)} {c.fqn or '(root)'} {c.phase}"
+    """``all_gather@tp blocks.0.attention.q forward``, as in a profile of a run."""
+    return profiling.collective_name(c.kind, c.axes, c.fqn, c.phase)
 
 
 def timeline(plan: Plan) -> tuple[Event, ...]:

@@ -31,6 +31,7 @@ def redistribution(
     dst_shape: Sequence[int] | None = None,
     peak_limit: int | None = None,
     minimize: str = "bytes",
+    closed: Sequence[int] = (),
 ) -> Redistribution:
     """The cheapest way to bring a tensor of global ``shape`` from ``src`` to ``dst``.
 
@@ -42,7 +43,8 @@ def redistribution(
     conversions with a defined gradient are used; without it Invariant and Replicate are one. ``minimize="bytes"``:
     fewest ring bytes per rank; among those a sequence without a local tensor larger than both ends, then least time,
     then fewest steps. ``"seconds"``: least time on the mesh's links first, which may move more bytes over a faster
-    axis. ``peak_limit``: no local tensor of more elements on the way.
+    axis. ``peak_limit``: no local tensor of more elements on the way. ``closed``: dims that are not cut on the way,
+    because their length depends on the data.
 
     Raises :class:`LayoutError` where a layout does not fit its shape, for a conversion that does not exist (into
     Partial max/min), for shapes of different sizes, and where no sequence keeps ``peak_limit``.
@@ -50,7 +52,7 @@ def redistribution(
     keys = (x if isinstance(x, Layout) else _key(x) for x in (src, dst))
     on = _key(mesh) if isinstance(mesh, Mapping) else Mesh.of(mesh)
     shapes = (tuple(shape), None if dst_shape is None else tuple(dst_shape))
-    return _resolve(*keys, *shapes, on, dtype, bool(grad), peak_limit, minimize)
+    return _resolve(*keys, *shapes, on, dtype, bool(grad), peak_limit, minimize, tuple(closed))
 
 
 def _key(given: Mapping[str, Any] | Sequence[Placement]) -> tuple[Any, ...]:
@@ -68,7 +70,7 @@ def _resolve(
         return plan(a, b, shape, mesh, *rest)
     from autoshard.passes.redistribute.reshape import plan_reshaped
 
-    return plan_reshaped(a, b, shape, dst_shape, mesh, *rest)
+    return plan_reshaped(a, b, shape, dst_shape, mesh, *rest[:-1])
 
 
 def _layout(mesh: Mesh, key: tuple[Any, ...]) -> Layout:
@@ -85,11 +87,12 @@ def plan(
     grad: bool,
     peak_limit: int | None,
     minimize: str,
+    closed: tuple[int, ...] = (),
 ) -> Redistribution:
     """:func:`redistribution` of one shape, all arguments resolved."""
     check((src, shape), (dst, shape), mesh, minimize)
     kinds, ends = kinds_of((src, dst), grad), [state_of(x, len(shape), grad=grad) for x in (src, dst)]
-    prices = price(mesh, shape, dtype.itemsize, kinds, grad, frame(*ends))
+    prices = price(mesh, shape, dtype.itemsize, kinds, grad, frame(*ends), closed)
     start, goal = (prices.space.index[x] for x in ends)
     path = _path(prices, start, goal, peak_limit, minimize)
     if path is None:

@@ -28,10 +28,18 @@ class Prices:
 
 
 @lru_cache(maxsize=64)
-def price(mesh: Mesh, shape: tuple[int, ...], itemsize: int, kinds: tuple[str, ...], grad: bool, base: State) -> Prices:
+def price(
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    itemsize: int,
+    kinds: tuple[str, ...],
+    grad: bool,
+    base: State,
+    closed: tuple[int, ...] = (),
+) -> Prices:
     """Prices of all moves of ``space(mesh.shape, kinds, base)`` for a tensor of global ``shape``.
 
-    Forward plus, if ``grad``, backward.
+    Forward plus, if ``grad``, backward. No move may cut a dim in ``closed``.
 
     Uneven dims count by their largest chunk, so that a finer cut is never dearer: all-gather and reduce-scatter put
     (n-1)·C on the wire per rank, C the elements of the largest chunk (that is (n-1)/n·B where sizes divide),
@@ -45,8 +53,9 @@ def price(mesh: Mesh, shape: tuple[int, ...], itemsize: int, kinds: tuple[str, .
     moved = piece * itemsize
     total, seconds = volume * moved, latency + per_byte * moved
     uneven = (sizes % graph.cuts != 0)[graph.src] & graph.needs_even
-    if uneven.any():
-        forbidden = uneven.any(axis=1)
+    cut = (graph.cuts[graph.dst] > 1)[:, list(closed)]
+    if uneven.any() or cut.any():
+        forbidden = uneven.any(axis=1) | cut.any(axis=1)
         total[forbidden], seconds[forbidden] = FORBIDDEN, np.inf
     return Prices(total, seconds, (-(-sizes // graph.cuts)).prod(axis=1), graph, piece)
 

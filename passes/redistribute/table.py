@@ -18,19 +18,24 @@ SMALL = 500
 
 
 def cost_matrix(
-    sources: Sequence[Layout], targets: Sequence[Layout], shape: Sequence[int], dtype: torch.dtype, grad: bool
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    grad: bool,
+    closed: tuple[int, ...] = (),
 ) -> Floats:
     """Seconds of the fastest redistribution from each source (row) to each target (column): float64.
 
     Forward plus, if ``grad``, backward; inf where none exists. Equals the ``seconds`` of
-    ``redistribution(..., minimize="seconds")``.
+    ``redistribution(..., minimize="seconds")``. ``closed``: dims that are not cut on the way.
     """
     if not sources or not targets:
         return np.zeros((len(sources), len(targets)))
     mesh, shape, kinds = sources[0].mesh, tuple(shape), kinds_of((*sources, *targets), grad)
     if mesh.ndim > EXACT_AXES:
-        return _one_by_one(sources, targets, shape, dtype, grad)
-    prices = price(mesh, shape, dtype.itemsize, kinds, grad, everything(mesh.ndim, len(shape)))
+        return _one_by_one(sources, targets, shape, dtype, grad, closed)
+    prices = price(mesh, shape, dtype.itemsize, kinds, grad, everything(mesh.ndim, len(shape)), closed)
     index = prices.space.index
     rows, columns = ([index[state_of(x, len(shape), grad=grad)] for x in side] for side in (sources, targets))
     if len(index) <= SMALL:
@@ -39,12 +44,18 @@ def cost_matrix(
 
 
 def _one_by_one(
-    sources: Sequence[Layout], targets: Sequence[Layout], shape: tuple[int, ...], dtype: torch.dtype, grad: bool
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    grad: bool,
+    closed: tuple[int, ...],
 ) -> Floats:
     """On a mesh too large for one graph, every pair has its own."""
 
     def seconds(src: Layout, dst: Layout) -> float:
-        return redistribution(src, dst, shape, src.mesh, dtype, grad, minimize="seconds").seconds
+        plan = redistribution(src, dst, shape, src.mesh, dtype, grad, minimize="seconds", closed=closed)
+        return plan.seconds
 
     return np.array([[seconds(src, dst) for dst in targets] for src in sources])
 

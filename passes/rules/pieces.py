@@ -193,6 +193,14 @@ def _unfold(node: Node, graph: Graph) -> Factors:
     return Factors((dims,), ((*dims, None),), sizes_of(shape), linear=((0,),))
 
 
+def _pixels(node: Node, graph: Graph) -> Factors:
+    """Channels and positions in blocks: a chunk is made of whole blocks, the last three dims are cut evenly."""
+    (shape,), (result,) = input_shapes(node, graph), output_shapes(node, graph)
+    dims = numbered(shape)
+    sizes = {f: min(a, b) for f, a, b in zip(dims, shape, result, strict=True) if f is not None}
+    return Factors((dims,), (dims,), sizes, frozenset(f for f in dims[-3:] if f), linear=((0,),))
+
+
 # A transform of no rows is an error, so no rank may hold an empty chunk: chunks are even.
 _FFT = """
     fft_fft.default fft_ifft.default fft_rfft.default fft_irfft.default fft_hfft.default fft_ihfft.default
@@ -232,8 +240,8 @@ RULES: tuple[Rule, ...] = (
     *by_factors("_weight_norm.default _weight_norm_interface.default", _weight_norm, None, "dim"),
     *by_factors("meshgrid.default meshgrid.indexing", _meshgrid, None, "a, b -> a b, a b"),
     *by_factors("broadcast_tensors.default", _broadcast_tensors, None, "..., ... -> ..., ..."),
-    rule(aten.pixel_shuffle.default, "... (c q) h w -> ... c (h r) (w s)", linear=((0,),)),
-    rule(aten.pixel_unshuffle.default, "... c (h r) (w s) -> ... (c q) h w", linear=((0,),)),
+    *by_factors("pixel_shuffle.default", _pixels, None, "... (c r r) h w -> ... c (h r) (w r)"),
+    *by_factors("pixel_unshuffle.default", _pixels, None, "... c (h r) (w r) -> ... (c r r) h w"),
     rule(aten.im2col.default, "... c _ _ -> ... (c k) _", linear=((0,),)),
     rule(aten.col2im.default, "... (c k) _ -> ... c _ _", linear=((0,),)),
     *by_factors(_FFT, _in_place(_dim, even=True), None, "dim whole"),

@@ -121,12 +121,20 @@ def _cast_like(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return Factors((dims, like), (dims,), sizes_of(shape), linear=FIRST).strategies(node, graph)
 
 
+def _prelu(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """One slope for all elements, or one per channel, which is dim 1."""
+    shape, slopes = input_shapes(node, graph)
+    dims = numbered(shape)
+    slope = ("d1",) if len(shape) > 1 and len(slopes) == 1 and slopes[0] == shape[1] else (None,) * len(slopes)
+    return Factors((dims, slope), (dims,), sizes_of(shape)).strategies(node, graph)
+
+
 RULES: tuple[Rule, ...] = (
     *(Rule(op, _cast_like, notation="..., (dtype of) -> ...") for op in (aten.type_as.default, aten.to.other)),
     *(elementwise(op, linear) for op, linear in LINEAR.items()),
     *(elementwise(op) for n in UNARY + BINARY + TERNARY for op in _overloads(n) if op not in LINEAR),
     *(elementwise(op) for op in _OTHER),
-    rule(aten.prelu.default, "b c ..., c -> b c ..."),
+    Rule(aten.prelu.default, _prelu, notation="b c ..., c -> b c ..."),
     rule(aten.view_as_real.default, "... -> ... _", linear=FIRST),
     rule(aten.view_as_complex.default, "... _ -> ...", linear=FIRST),
     rule(aten.frexp.Tensor, "... -> ..., ..."),

@@ -105,7 +105,7 @@ def _squeeze(site: Site) -> Call:
     shape = site.in_type(0).shape
     names = [a.name for a in site.node.op._schema.arguments]
     asked = dims_argument(argument(site.node, "dim") if "dim" in names else None, len(shape))
-    return Call(aten.squeeze.dims, (site.node.args[0], [d for d in asked if shape[d] == 1]), {})
+    return Call(aten.squeeze.dims, (site.node.args[0], [d for d in asked if d < len(shape) and shape[d] == 1]), {})
 
 
 def _view_dtype(node: Node, graph: Graph) -> Factors:

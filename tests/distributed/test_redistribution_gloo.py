@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,9 @@ CASES = [
     line.split('"')[1] for line in (HERE / "redistribution_worker.py").read_text().splitlines() if ": Case(" in line
 ]
 Outcome = dict[str, Any]
+with socket.socket() as probe:
+    COUNTED = sys.platform == "linux" and len(probe.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)) >= 216
+needs_counts = pytest.mark.skipif(not COUNTED, reason="this kernel does not count the bytes a socket has sent")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,7 @@ def wire(outcomes: list[Outcome], name: str, phase: int) -> float:
     return max(rank["cases"][name]["sent"][phase] - rank["idle"] for rank in outcomes)
 
 
+@needs_counts
 @pytest.mark.parametrize("name", [n for n in CASES if "uneven" not in n])
 def test_the_wire_is_the_plan(outcomes: list[Outcome], name: str) -> None:
     for phase, predicted in enumerate(outcomes[0]["cases"][name]["predicted"]):
@@ -75,12 +80,14 @@ def test_the_wire_is_the_plan(outcomes: list[Outcome], name: str) -> None:
         ]
 
 
+@needs_counts
 @pytest.mark.parametrize("name", [n for n in CASES if "uneven" in n])
 def test_the_plan_bounds_the_wire_where_uneven(outcomes: list[Outcome], name: str) -> None:
     for phase, predicted in enumerate(outcomes[0]["cases"][name]["predicted"]):
         assert 0.9 * predicted <= wire(outcomes, name, phase) <= 1.005 * predicted + 500
 
 
+@needs_counts
 def test_a_wrong_prediction_is_seen(outcomes: list[Outcome]) -> None:
     """Negative control: the bytes of an all-gather are not those of an all-reduce."""
     gather, reduce = (wire(outcomes, name, 0) for name in ("all_gather", "all_reduce"))

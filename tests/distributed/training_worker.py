@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import double
+from profiles import assert_as_predicted, names_of
 from test_compile_models import hugging_face, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -316,6 +317,13 @@ def device_mesh() -> None:
     sharded = autoshard.compile(model, torch_mesh, args, kwargs)
     assert (sharded.mesh.axes, sharded.mesh.shape) == (tuple(axes), tuple(axes.values()))
     assert abs(float(loss_of(sharded(*args, **kwargs)).detach()) - expected) <= TOLERANCE * abs(expected)
+
+
+def profiled() -> None:
+    """Collectives bear the names of the predicted timeline in every rank's profile."""
+    _, sharded, args, kwargs = llama()
+    assert_as_predicted(names_of(lambda: loss_of(sharded(*args, **kwargs)).backward()), sharded.plan)
+    sharded.zero_grad()
 
 
 def main() -> None:

@@ -1,0 +1,160 @@
+"""What capture refuses, with the reason and without touching the model."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_models import Model, X, check, ops
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autoshard.errors import CaptureError
+from autoshard.passes.capture import capture
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+# --- refused
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 7
+
+
+double = Double.apply  # bound at import, as many libraries do
+
+
+def activation_hook(self: Model, x: torch.Tensor) -> torch.Tensor:
+    y = x * self.w
+    y.register_hook(lambda g: g * 2)
+    return y
+
+
+def clamp_behind_autograd(self: Model, x: torch.Tensor) -> torch.Tensor:
+    y = x * self.w
+    with torch.no_grad():
+        y.clamp_(-0.1, 0.1)
+    return y
+
+
+def branch(self: Model, x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x * self.w
+    return x
+
+
+def own_gradient(self: Model, x: torch.Tensor) -> torch.Tensor:
+    y = x * self.w
+    return torch.autograd.grad(y.sum(), self.w, create_graph=True)[0]
+
+
+def seeds(self: Model, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(1)
+    return F.dropout(x * self.w)
+
+
+def swallowed(self: Model, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return double(x * self.w)  # type: ignore[no-any-return]
+    except Exception:
+        return x * self.w
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "function": (lambda s, x: double(x * s.w), r"custom autograd.Function 'Double'.*drops its backward"),
+    "swallowed": (swallowed, "custom autograd.Function 'Double'"),
+    "activation hook": (activation_hook, r"test_capture_refused.py:\d+.*a tensor hook \(register_hook\)"),
+    "checkpoint": (lambda s, x: checkpoint(s.lin, x * s.w, use_reentrant=False), "activation checkpointing"),
+    "reentrant": (lambda s, x: checkpoint(s.lin, x * s.w, use_reentrant=True), "activation checkpointing"),
+    "branch": (branch, r"test_capture_refused.py:\d+.*depends on the values of a tensor \(`if x.sum\(\) > 0:`\)"),
+    "float": (lambda s, x: s.w * float(x.sum()), "depends on the values of a tensor"),
+    "loop": (lambda s, x: sum(s.w * i for i in x.nonzero()), "depends on the values of a tensor"),
+    "input": (lambda s, x: x.add_(1) * s.w, "in place into its input"),
+    "parameter": (lambda s, x: x * s.w.data.mul_(2), "behind autograd's back"),
+    "activation": (clamp_behind_autograd, "behind autograd's back"),
+    "autograd.grad": (own_gradient, r"torch.autograd.grad\(\) is called in the forward"),
+    "requires_grad": (lambda s, x: (x * s.w).detach().requires_grad_() * 2, "turns requires_grad on"),
+    "python random": (lambda s, x: x * s.w * random.random(), "Python's random generator"),
+    "numpy random": (lambda s, x: x * s.w * np.random.rand(), "numpy's generator"),
+    "seed": (seeds, "torch's generator"),
+    "generator": (lambda s, x: x * s.w + torch.rand(4, generator=torch.Generator()), "an object that is no tensor"),
+    "cond": (lambda s, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x * s.w,)), "higher-order op cond"),
+    "shape": (lambda s, x: s.lin(x[:, :3]), r"lin \(test_capture_refused.py:\d+\).*RuntimeError"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason_and_nothing_changed(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    function, message = REFUSED[name]
+    model = Model(function)
+    state, attributes = copy.deepcopy(model.state_dict()), set(vars(model))
+    generator = torch.get_rng_state()
+    with pytest.raises(CaptureError, match=message):
+        capture(model, (X.clone(),))
+    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+    assert set(vars(model)) == attributes
+    assert not model._forward_hooks
+    assert torch.equal(generator, torch.get_rng_state())
+    assert Double.forward.__name__ == "forward"
+    assert double(X).equal(X * 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_refused_hooks_and_tensors_on_the_model() -> None:
+    model = Model(lambda s, x: s.lin(x) * s.w)
+    handle = model.lin.weight.register_hook(lambda g: g * 2)
+    with pytest.raises(CaptureError, match=r"parameter 'lin.weight': it has a tensor hook"):
+        capture(model, (X,))
+    handle.remove()
+    backward = model.lin.register_full_backward_hook(lambda m, i, o: None)
+    with pytest.raises(CaptureError, match="lin: it has a module backward hook"):
+        capture(model, (X,))
+    backward.remove()
+    check(model, X)
+    model.extra = torch.ones(4, requires_grad=True)
+    model.function = lambda s, x: s.lin(x) * s.extra
+    with pytest.raises(CaptureError, match="'extra' requires a gradient and is not a parameter"):
+        capture(model, (X,))
+    with pytest.raises(CaptureError, match="has no shape yet"):
+        capture(nn.LazyLinear(3), (X,))
+
+
+def test_hazards_of_the_backward_do_not_matter_in_inference() -> None:
+    graph = capture(Model(lambda s, x: double(x * s.w)), (X,), training=False)
+    assert ops(graph) == [aten.mul.Tensor, aten.mul.Tensor]
+
+
+def test_forward_hooks_are_traced() -> None:
+    model = Model(lambda s, x: s.lin(x))
+    model.lin.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    model.lin.register_forward_hook(lambda m, args, output: output * 2)
+    model.register_forward_hook(lambda m, args, output: {"out": output})
+    graph = check(model, X)
+    assert len(graph.nodes) == 3
+
+
+def test_a_counter_in_the_forward_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    def forward(self: Model, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1  # type: ignore[operator]
+        return x * self.w * self.count
+
+    model = Model(forward)
+    model.count = 0  # type: ignore[assignment]
+    with caplog.at_level("WARNING", logger="autoshard"):
+        capture(model, (X,))
+    assert "Model.count changes in the forward (0 → 1)" in caplog.text
+    assert model.count == 0

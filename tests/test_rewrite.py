@@ -1,0 +1,265 @@
+"""What a view of the whole graph saves: small graphs in, statements out; values and gradients stay equal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_equal_training
+from torch import Tensor, nn
+
+import autoshard
+from autoshard import Replicate, Shard, runtime
+from autoshard.passes import rewrite
+
+CALLS = re.compile(r"runtime\.(?!slice|size|offset|main|Block|RankModule|bind)(\w+)\(")
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def forward_of(sharded: autoshard.ShardedModule) -> str:
+    """The text of the root's forward."""
+    return sharded.source.split("def forward(", 1)[1].split("\n\n", 1)[0]
+
+
+def compiled(
+    model: nn.Module, axes: dict[str, int], x: Tensor, hints: dict[str, Any], hardware: str = "ideal_network"
+) -> autoshard.ShardedModule:
+    return autoshard.compile(model, autoshard.Mesh(axes, hardware), (x,), hints=hints)
+
+
+def calls(sharded: autoshard.ShardedModule) -> list[str]:
+    """The runtime functions in forward, those that cost nothing left out."""
+    return CALLS.findall(forward_of(sharded))
+
+
+class Net(nn.Module):
+    """Bias-free square linears ``a``, ``b``, … around a function of (self, x)."""
+
+    def __init__(
+        self, width: int, names: str, fn: Callable[[Any, Tensor], Any], dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(width, width, bias=False, dtype=dtype))
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fn(self, x)
+
+
+# ---- one redistribution for all uses --------------------------------------------------------------------------------
+
+
+def qkv() -> Net:
+    return Net(16, "eqkvo", lambda m, x: m.o(m.q(e := m.e(x).tanh()) * m.k(e) + m.v(e)))
+
+
+QKV = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "e": "replicate"}
+
+
+def test_separate_projections_share_one_conversion() -> None:
+    """Three readers, one ``enter``: their partial gradients are added first and reduced once."""
+    sharded = compiled(qkv(), {"tp": 4}, randn(8, 16), QKV, "h100")
+    assert calls(sharded) == ["enter", "all_reduce"]
+    assert "q = F.linear(tanh, self.q.weight)" in sharded.source
+    assert "v = F.linear(tanh, self.v.weight)" in sharded.source
+    backward = [c for c in sharded.collectives if c.phase == "backward"]
+    assert [(c.kind, c.value) for c in backward] == [("all_reduce", "tanh")]
+    assert_equal_training(qkv(), {"tp": 4}, (randn(8, 16),), hints=QKV, hardware="h100")
+
+
+def test_one_layout_is_made_once() -> None:
+    def net() -> Net:
+        return Net(16, "abc", lambda m, x: m.b(y := m.a(x)) * m.c(y))
+
+    hints = {"a": "colwise", "b": "replicate", "c": "replicate"}
+    assert calls(compiled(net(), {"tp": 4}, randn(8, 16), hints, "h100")) == ["all_gather"]
+    assert_equal_training(net(), {"tp": 4}, (randn(8, 16),), hints=hints, hardware="h100")
+
+
+# ---- chains are fused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "between", [lambda y: y, lambda y: -y, lambda y: y.transpose(0, 1).transpose(0, 1), lambda y: y.view(2, 4, 16)]
+)
+def test_reduce_then_slice_is_a_reduce_scatter(between: Callable[[Tensor], Tensor]) -> None:
+    """P → R → S, also across operations that only rename or are linear."""
+
+    def net() -> Net:
+        return Net(16, "abc", lambda m, x: m.c(between(m.b(m.a(x))).tanh()))
+
+    hints = {"a": "colwise", "b": "rowwise", "c.weight": Shard(1)}
+    sharded = compiled(net(), {"tp": 4}, randn(8, 16), hints)
+    assert calls(sharded) == ["reduce_scatter", "all_reduce"]
+    assert forward_of(sharded).index("all_reduce") > forward_of(sharded).index("self.c.weight")
+    assert_equal_training(net(), {"tp": 4}, (randn(8, 16),), hints=hints)
+
+
+def test_sums_are_added_before_they_are_reduced() -> None:
+    """Two partial products and three partial means: one reduction each."""
+
+    def net() -> Net:
+        return Net(16, "abcd", lambda m, x: m.c(m.a(x)) + m.d(m.b(x)))
+
+    hints = {"a": "colwise", "b": "colwise", "c": "rowwise", "d": "rowwise"}
+    assert calls(compiled(net(), {"tp": 4}, randn(8, 16), hints, "h100")) == ["all_reduce"]
+    assert_equal_training(net(), {"tp": 4}, (randn(8, 16),), hints=hints, hardware="h100")
+
+    def means() -> Net:
+        return Net(16, "a", lambda m, x: (y := m.a(x)).square().mean() + 2 * y.abs().mean() + y.exp().mean())
+
+    assert calls(compiled(means(), {"dp": 4}, randn(8, 16), {"x": Shard(0)})).count("all_reduce") == 1
+    assert_equal_training(means(), {"dp": 4}, (randn(8, 16),), hints={"x": Shard(0)})
+
+
+# ---- conversions stand on the cheaper side --------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Float32 parameters, used in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = (nn.Parameter(randn(256, 256)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, v = (p.to(torch.bfloat16) for p in (self.w, self.v))
+        return F.linear(F.linear(x, w).relu(), v).float().square().mean()
+
+
+class Autocast(Mixed):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.linear(F.linear(x, self.w).relu(), self.v).float().square().mean()
+
+
+@pytest.mark.parametrize("model", [Mixed, Autocast])
+def test_parameters_are_gathered_in_bfloat16(model: type[Mixed]) -> None:
+    """FSDP: the cast is made on the shard; gathered weights and scattered gradients have two bytes an element."""
+    hints = {"x": Shard(0), "w": Shard(0), "v": Shard(0)}
+    with torch.device("meta"):
+        plan = autoshard.plan(model(), {"dp": 4}, (torch.empty(1 << 17, 256, dtype=torch.bfloat16),), hints=hints)
+    moved = [(c.kind, c.phase, c.bytes) for c in plan.collectives if c.bytes > 64]
+    half = 3 / 4 * 256 * 256 * 2
+    assert sorted(moved) == [("all_gather", "forward", half)] * 2 + [("reduce_scatter", "backward", half)] * 2
+
+
+def test_a_narrow_activation_is_gathered_before_its_wide_copy() -> None:
+    net = Net(256, "a", lambda m, x: F.softplus(m.a(x).float().cumsum(-1)), torch.bfloat16)
+    sharded = compiled(net, {"tp": 4}, randn(64, 256).bfloat16(), {"a": "colwise"}, "cpu")
+    (gather,) = sharded.collectives
+    assert (gather.kind, gather.value, gather.bytes) == ("all_gather", "linear", 3 / 4 * 64 * 256 * 2)
+
+
+SIDES = {
+    "a part is taken before": (lambda m, x: m.b(m.a(x)[:2]), "all_gather", 3 / 4 * 2 * 16 * 4),
+    "copies are made after": (lambda m, x: m.b(m.a(x)[None].expand(8, -1, -1)), "all_gather", 3 / 4 * 8 * 16 * 4),
+    "a sum over rows is made before": (lambda m, x: m.b(m.a(x).sum(0, keepdim=True)), "all_gather", 3 / 4 * 16 * 4),
+}
+
+
+@pytest.mark.parametrize("case", SIDES)
+def test_conversions_move_to_the_cheaper_side(case: str) -> None:
+    fn, kind, size = SIDES[case]
+    hints = {"a": "colwise", "b.weight": "replicate", "b": Replicate()}
+    sharded = compiled(Net(16, "ab", fn), {"tp": 4}, randn(8, 16), hints, "cpu")
+    assert [(c.kind, c.bytes) for c in sharded.collectives if c.phase == "forward"] == [(kind, size)]
+    assert_equal_training(Net(16, "ab", fn), {"tp": 4}, (randn(8, 16),), hints=hints, hardware="cpu")
+
+
+@pytest.mark.parametrize(("to", "needed"), [((8, 4, 4), []), ((8, 2, 8), ["all_to_all"])])
+def test_a_conversion_stands_before_a_view_that_cannot_keep_the_chunks(to: tuple[int, ...], needed: list[str]) -> None:
+    """Columns cut in four are rows of [8, 4, 4]; of [8, 2, 8] they are half a row, so they are moved before."""
+
+    def net() -> Net:
+        return Net(16, "a", lambda m, x: m.a(x).view(to).softmax(-1))
+
+    sharded = compiled(net(), {"tp": 4}, randn(8, 16), {"a": "colwise"})
+    assert calls(sharded) == needed
+    text = forward_of(sharded)
+    assert all(text.index(name) < text.index("view" if "view" in text else "reshape") for name in needed)
+    assert_equal_training(net(), {"tp": 4}, (randn(8, 16),), hints={"a": "colwise"})
+
+
+# ---- small all-reduces together -------------------------------------------------------------------------------------
+
+
+def losses() -> Net:
+    return Net(
+        16, "a", lambda m, x: {"loss": (y := m.a(x)).square().mean(), "norm": y.abs().mean(), "top": y.exp().sum(0)}
+    )
+
+
+def test_scalars_ready_together_are_one_all_reduce() -> None:
+    sharded = compiled(losses(), {"dp": 4}, randn(8, 16), {"x": Shard(0), "a": Shard(0)})
+    assert "all_reduce_together" in calls(sharded)
+    assert "all_reduce" not in calls(sharded)
+    assert re.search(
+        r"mean, mean_1 = runtime\.all_reduce_together\(\n? *\(mean, mean_1\), \"dp\", to=\"I\"\n? *\)", sharded.source
+    )
+    found = [c for c in sharded.collectives if c.kind == "all_reduce" and c.phase == "forward"]
+    assert [c.bytes for c in found] == [2 * 3 / 4 * 2 * 4]
+    assert found[0].reason == "mean: P@dp → I@dp; mean_1: P@dp → I@dp"
+
+
+def test_together_is_equal_and_moves_what_is_predicted() -> None:
+    hints = {"x": Shard(0), "a": Shard(0)}
+    assert_equal_training(losses(), {"dp": 4}, (randn(8, 16),), hints=hints)
+    sharded = compiled(losses(), {"dp": 2, "tp": 2}, randn(8, 16), {"x": {"dp": Shard(0)}, "a": {"dp": Shard(0)}})
+    executed: list[Any] = []
+    sharded.record(executed)
+    out = sharded(randn(8, 16))
+    (out["loss"] + out["norm"] + out["top"].sum()).backward()
+    predicted = sorted((c.kind, c.axes, c.phase, c.bytes) for c in sharded.collectives)
+    assert sorted((e.kind, e.axes, e.phase, e.bytes) for e in executed) == predicted
+
+
+def test_a_sum_that_needs_another_waits() -> None:
+    """The variance reads the mean, so the two cannot be one."""
+    net = Net(16, "a", lambda m, x: ((y := m.a(x)) - y.mean()).square().mean())
+    sharded = compiled(net, {"dp": 4}, randn(8, 16), {"x": Shard(0), "a": Shard(0)})
+    assert [c for c in calls(sharded) if "all_reduce" in c] == ["all_reduce", "all_reduce"]
+
+
+def test_large_ones_stay_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite, "SMALL_BYTES", 3)
+    assert "all_reduce_together" not in calls(
+        compiled(losses(), {"dp": 4}, randn(8, 16), {"x": Shard(0), "a": Shard(0)})
+    )
+
+
+def test_a_loss_that_is_not_used_gives_no_gradients() -> None:
+    """What shares a message shares no gradient: parameters of the other loss get None, not zeros."""
+    net = Net(16, "ab", lambda m, x: (m.a(x).square().mean(), m.b(x).square().mean()))
+    sharded = compiled(net, {"dp": 4}, randn(8, 16), {"x": Shard(0), "a": Shard(0), "b": Shard(0)})
+    assert "all_reduce_together" in calls(sharded)
+    sharded(randn(8, 16))[0].backward()
+    named = dict(sharded.named_parameters())
+    assert named["a.weight"].grad is not None
+    assert named["b.weight"].grad is None
+
+
+def test_the_runtime_sums_and_differentiates() -> None:
+    """to="R": as P → I → R. Negative control: the gradient of to="I" is another one."""
+    xs = [[randn(2, 3).double() * r, randn(4).double() + r] for r in (1, 2)]
+
+    def run(to: str) -> tuple[Any, Any]:
+        leaves = [[x.clone().requires_grad_() for x in rank] for rank in xs]
+        world = runtime.World({"a": 2})
+        outs = world.run(lambda *x: runtime.all_reduce_together(x, "a", to), leaves)
+        torch.autograd.backward([y for out in outs for y in out], [torch.ones_like(y) for out in outs for y in out])
+        return outs, [[x.grad for x in rank] for rank in leaves]
+
+    for to, gradient in (("I", 1.0), ("R", 2.0)):
+        outs, grads = run(to)
+        for i in (0, 1):
+            assert all(torch.equal(out[i], xs[0][i] + xs[1][i]) for out in outs)
+            assert all(torch.equal(g[i], torch.full_like(g[i], gradient)) for g in grads)
