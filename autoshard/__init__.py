@@ -21,9 +21,11 @@ from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
     from autoshard.api import compile, plan
+    from autoshard.coverage_report import CoverageReport, coverage
     from autoshard.module import ShardedModule
     from autoshard.passes.redistribute import Redistribution, redistribution
     from autoshard.plans import Collective, Cost, Plan
+    from autoshard.testing import register_rule
     from autoshard.verification import VerifyReport, verify
     from autoshard.viz.layout_picture import visualize_layout
 
@@ -39,8 +41,8 @@ _LAZY = {
     "deferred_init": "autoshard.initialise",
     "materialise": "autoshard.initialise",
     "register_rule": "autoshard.testing",
-    "coverage": "autoshard.coverage",
-    "CoverageReport": "autoshard.coverage",
+    "coverage": "autoshard.coverage_report",
+    "CoverageReport": "autoshard.coverage_report",
     "redistribution": "autoshard.passes.redistribute",
     "Redistribution": "autoshard.passes.redistribute",
     "visualize_layout": "autoshard.viz.layout_picture",
@@ -54,6 +56,7 @@ __all__ = [
     "CaptureError",
     "Collective",
     "Cost",
+    "CoverageReport",
     "Hardware",
     "HintError",
     "Invariant",
@@ -73,10 +76,12 @@ __all__ = [
     "ShardedModule",
     "VerifyReport",
     "compile",
+    "coverage",
     "deferred_init",
     "materialise",
     "plan",
     "redistribution",
+    "register_rule",
     "verify",
     "visualize_layout",
 ]

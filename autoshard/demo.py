@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -63,5 +65,6 @@ def _say_files(out: Path, ranks: int) -> None:
     ):
         print(f"{out / name}  {what}")
     print(f"\nRun it in {ranks} processes, or all ranks in one:")
-    print(f"  torchrun --nproc-per-node {ranks} {out / 'rank_module.py'} --steps {STEPS}")
-    print(f"  python {out / 'rank_module.py'} --steps {STEPS}")
+    folder = "" if shutil.which("torchrun") else f"{Path(sys.executable).parent}/"
+    print(f"  {folder}torchrun --nproc-per-node {ranks} {out / 'rank_module.py'} --steps {STEPS}")
+    print(f"  {folder}python {out / 'rank_module.py'} --steps {STEPS}")

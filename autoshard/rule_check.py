@@ -225,12 +225,10 @@ def _choices(rule: Rule, example: _Example, mesh: Mesh) -> Iterator[tuple[Graph,
 
 def _fits(choice: tuple[Strategy, ...], mesh: Mesh) -> bool:
     """Whether every factor is long enough for the axes on it, and divides where it must."""
-    ranks: dict[str, int] = {}
+    ranks: dict[str, list[int]] = {}
     for s, n in zip(choice, mesh.shape, strict=True):
-        ranks[s.label] = ranks.get(s.label, 1) * n
-    return all(
-        s.size is None or (ranks[s.label] <= s.size and not (s.even and s.size % ranks[s.label])) for s in choice
-    )
+        ranks.setdefault(s.label, []).append(n)
+    return all(s.allows(ranks[s.label]) for s in choice)
 
 
 def _site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...]) -> Site:

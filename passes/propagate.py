@@ -423,19 +423,15 @@ def canonical(placement: Placement, grad: bool) -> Placement:
 def _fitting(strategies: Sequence[Strategy], ranks: int) -> list[Strategy]:
     if ranks == 1:  # nothing to divide: one strategy is enough, and it costs no conversion of I and R
         return [s for s in strategies if s.label == "I"] or list(strategies[:1])
-    return [s for s in strategies if s.size is None or (s.size >= ranks and not (s.even and s.size % ranks))]
+    return [s for s in strategies if s.allows((ranks,))]
 
 
 def _fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
     """Whether all axes on one factor together still leave a chunk for every rank."""
-    used: dict[str, int] = {}
+    used: dict[str, list[int]] = {}
     for strategy, ranks in zip(choice, mesh.shape, strict=True):
-        if strategy.size is None:
-            continue
-        used[strategy.label] = used.get(strategy.label, 1) * ranks
-        if strategy.size < used[strategy.label] or (strategy.even and strategy.size % used[strategy.label]):
-            return False
-    return True
+        used.setdefault(strategy.label, []).append(ranks)
+    return all(strategy.allows(used[strategy.label]) for strategy in choice)
 
 
 def site_of(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Site:

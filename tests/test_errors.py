@@ -223,7 +223,7 @@ def test_mesh_larger_than_the_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     text = (
         "the mesh (dp=2, tp=2) has 4 ranks, but torch.distributed runs 2. Start 4 processes "
         "(torchrun --nproc-per-node 4) or use a mesh of 2."

@@ -97,7 +97,7 @@ def test_the_training_script_under_python_and_torchrun(tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     parallel = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     printed = [
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=env).stdout
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=240, env=env).stdout
         for command in ([sys.executable, str(script)], parallel)
     ]
     assert printed[0] == printed[1]

@@ -132,6 +132,7 @@ def test_an_op_that_takes_ints_is_checked_when_it_is_used(notation: str, right: 
         autoshard.register_rule(OPS.roll_last, notation, samples=[((x(), 1), {})])
 
 
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
 def test_lists_of_tensors_and_tensor_keywords() -> None:
     autoshard.register_rule(OPS.total, "n d, d -> n d", [(([x(), x(), x()],), {"bias": torch.randn(4).double()})])
     fn = lambda x, w: OPS.total([x, x * 2], bias=w[0])  # noqa: E731

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch.autograd.profiler as profiler
@@ -55,11 +56,11 @@ def recorded(comm: Communicator, move: Move, phase: str, members: int = 1) -> co
 
 def _running_module() -> str:
     """The module that the innermost line of generated code on the stack communicates for; "?" without one."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         modules = frame.f_globals.get(_TABLE)
         if modules is not None:
             block = getattr(frame.f_locals.get("self"), "block_path", "")
             return ".".join(filter(None, (block, modules.get(frame.f_lineno, ""))))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "?"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autoshard.layout import Layout, Placement
+from autoshard.layout import Layout, Placement, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir import Graph, Node, TensorType
 
@@ -30,6 +31,24 @@ class Strategy:
     """the axes on this factor must divide ``size`` (compound dims of a reshape)"""
     divides: bool = False
     """whether the op's work is divided by the axis"""
+    filled: bool = False
+    """every rank must hold a part of the factor: the op's kernel takes no empty one"""
+
+    def allows(self, ranks: Sequence[int]) -> bool:
+        """Whether axes of these sizes, outer to inner, may all be on the factor."""
+        if self.size is None:
+            return True
+        count = math.prod(ranks)
+        if self.size < count or (self.even and self.size % count):
+            return False
+        return not self.filled or _least(self.size, tuple(ranks)) > 0
+
+
+def _least(size: int, ranks: tuple[int, ...]) -> int:
+    """The shortest chunk of ``size`` cut by axes of these sizes, outer to inner."""
+    if not ranks:
+        return size
+    return min(_least(chunk(size, ranks[0], r)[1], ranks[1:]) for r in (0, ranks[0] - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def is_transposed(node: Node) -> bool:
 def _convolution(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """x [n, i, ...], weight [o, i, ...], bias [o]; the channels in are summed over, the bias is added once.
 
-    With groups, whole groups of channels in and out go together. Channels are cut evenly: ATen has no empty kernels.
+    With groups, whole groups of channels in and out go together. Every rank holds channels: ATen has no empty kernels.
     """
     x, weight = shape_of(graph, argument(node, "input")), shape_of(graph, argument(node, "weight"))
     spatial: Dims = (None,) * (len(weight) - 2)
@@ -44,13 +44,15 @@ def _convolution(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         "weight": (*kernel, *spatial),
         "bias": (outgoing,),
     }
+    depthwise = groups == math.prod(x[-len(spatial) - 1 : -len(spatial)]) == output_shapes(node, graph)[0][len(batch)]
     at = positions(node)
     bias = (at["bias"],) if "bias" in at else ()
     return Factors(
         inputs(node, dims),
         ((*batch, outgoing, *spatial),),
         sizes,
-        even=frozenset({"i", "o", "groups"}),
+        even=frozenset() if depthwise else frozenset({"groups"}),
+        filled=frozenset({"i", "o", "groups"}),
         addends=frozenset(bias),
         linear=((at["input"], *bias), (at["weight"], *bias)),
     ).strategies(node, graph)
@@ -71,15 +73,15 @@ def _convolution_flops(node: Node, graph: Graph) -> float:
 
 def _leading(linear: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        """Every dim but the positions, whose number the op's name tells. Channels are cut evenly."""
+        """Every dim but the positions, whose number the op's name tells. Every rank holds channels."""
         (shape,) = input_shapes(node, graph)
         found = re.search(r"([123])d", str(node.op))
         count = len(shape) - int(found.group(1) if found else 2)
         dims: Dims = tuple(f"d{d}" if d < count else None for d in range(len(shape)))
         sizes = {f"d{d}": shape[d] for d in range(count)}
-        even = frozenset(list(sizes) if count == 1 else list(sizes)[1:])
+        filled = frozenset(list(sizes) if count == 1 else list(sizes)[1:])
         linear_in = ((0,),) if linear else ()
-        return Factors((dims,), (dims,) * len(node.outputs), sizes, even, linear=linear_in).strategies(node, graph)
+        return Factors((dims,), (dims,) * len(node.outputs), sizes, filled=filled, linear=linear_in).strategies(node, graph)
 
     return strategies
 

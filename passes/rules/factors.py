@@ -33,6 +33,8 @@ class Factors:
     """length of every factor; a factor without one, or of length 1, is not sharded"""
     even: frozenset[str] = frozenset()
     """factors that lead a compound dim: their chunks must be equal"""
+    filled: frozenset[str] = frozenset()
+    """factors of which every rank must hold a part: the kernel takes no empty one"""
     addends: frozenset[int] = frozenset()
     """operands added to a sum over factors they lack: Partial there, so that they are added once"""
     linear: tuple[tuple[int, ...], ...] = ()
@@ -61,7 +63,7 @@ class Factors:
             _place(dims, factor, P if summed and i in self.addends else R) for i, dims in enumerate(self.inputs)
         )
         outputs = tuple(_place(dims, factor, self.reduced.get(factor, P)) for dims in self.outputs)
-        return Strategy(factor, inputs, outputs, self.sizes[factor], factor in self.even, divides=True)
+        return Strategy(factor, inputs, outputs, self.sizes[factor], factor in self.even, True, factor in self.filled)
 
     def _through(self, group: tuple[int, ...]) -> Strategy:
         inputs = tuple(P if i in group else R for i in range(len(self.inputs)))

@@ -126,7 +126,7 @@ def _batch_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         results,
         sizes,
         # ATen's backward crashes where a rank holds nothing
-        even=frozenset({"c"}) if _trains(node) else frozenset(sizes),
+        filled=frozenset({"c"}) if _trains(node) else frozenset(sizes),
         reduced={f: R for f in dims if f != "c"},
     )
     return factors.strategies(node, graph)
@@ -168,8 +168,8 @@ def _instance_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     dims: Dims = ("n", "c", *(None for _ in shape[2:]))
     named: dict[str, Dims] = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), ("c",))
     sizes = {"c": shape[1]} if argument(node, "running_mean") is not None else {"n": shape[0], "c": shape[1]}
-    even = frozenset({"n"})  # ATen fails where a rank has no sample
-    return Factors(inputs(node, {"input": dims, **named}), (dims,), sizes, even).strategies(node, graph)
+    filled = frozenset({"n"})  # ATen fails where a rank has no sample
+    return Factors(inputs(node, {"input": dims, **named}), (dims,), sizes, filled=filled).strategies(node, graph)
 
 
 _LAYER = "... d, d, d -> ... d"

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def _in_place(
-    whole: Callable[[Node, tuple[int, ...]], Sequence[int]], linear: bool = True, even: bool = False
+    whole: Callable[[Node, tuple[int, ...]], Sequence[int]], linear: bool = True, filled: bool = False
 ) -> FactorsOf:
     """Ops that keep the number of dims; ``whole(node, shape)``: the dims that must be whole."""
 
@@ -41,7 +41,7 @@ def _in_place(
             (dims,) * len(shapes),
             (dims,) * len(node.outputs),
             sizes_of(shapes[0]),
-            frozenset(sizes_of(shapes[0])) if even else frozenset(),
+            filled=frozenset(sizes_of(shapes[0])) if filled else frozenset(),
             linear=(every,) if linear else (),
         )
 
@@ -155,8 +155,8 @@ def _weight_norm(node: Node, graph: Graph) -> Factors:
     inputs = tuple(tuple("d" if d == dim else None for d in range(len(s))) for s in shapes)
     outputs = tuple(tuple("d" if d == dim else None for d in range(len(s))) for s in output_shapes(node, graph))
     linear = ((1,),) if node.op is aten._weight_norm.default else ()
-    # even: the kernel dies of an empty chunk
-    return Factors(inputs, outputs, {"d": shapes[0][dim]}, frozenset("d"), linear=linear)
+    # filled: the kernel dies of an empty chunk
+    return Factors(inputs, outputs, {"d": shapes[0][dim]}, filled=frozenset("d"), linear=linear)
 
 
 def _meshgrid(node: Node, graph: Graph) -> Factors:
@@ -201,7 +201,7 @@ def _pixels(node: Node, graph: Graph) -> Factors:
     return Factors((dims,), (dims,), sizes, frozenset(f for f in dims[-3:] if f), linear=((0,),))
 
 
-# A transform of no rows is an error, so no rank may hold an empty chunk: chunks are even.
+# A transform of no rows is an error, so no rank may hold an empty chunk.
 _FFT = """
     fft_fft.default fft_ifft.default fft_rfft.default fft_irfft.default fft_hfft.default fft_ihfft.default
     fft_fftn.default fft_ifftn.default fft_rfftn.default fft_irfftn.default fft_fftshift.default fft_ifftshift.default
@@ -244,8 +244,8 @@ RULES: tuple[Rule, ...] = (
     *by_factors("pixel_unshuffle.default", _pixels, None, "... c (h r) (w r) -> ... (c r r) h w"),
     rule(aten.im2col.default, "... c _ _ -> ... (c k) _", linear=((0,),)),
     rule(aten.col2im.default, "... (c k) _ -> ... c _ _", linear=((0,),)),
-    *by_factors(_FFT, _in_place(_dim, even=True), None, "dim whole"),
-    *by_factors(_FFT2, _in_place(_dim, even=True), None, "dims whole"),
+    *by_factors(_FFT, _in_place(_dim, filled=True), None, "dim whole"),
+    *by_factors(_FFT2, _in_place(_dim, filled=True), None, "dims whole"),
     *by_factors("diagonal.default diagonal_copy.default", _diagonal, None, "both dims whole"),
     *by_factors("unfold.default unfold_copy.default", _unfold, None, "dim whole"),
 )

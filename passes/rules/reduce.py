@@ -36,7 +36,7 @@ def _reduced_dims(node: Node, graph: Graph) -> tuple[int, ...]:
 
 
 def _reduction(
-    node: Node, graph: Graph, sharded: Placement | None, linear: bool = False, even: bool = False
+    node: Node, graph: Graph, sharded: Placement | None, linear: bool = False, filled: bool = False
 ) -> tuple[Strategy, ...]:
     """Strategies of a reduction; ``sharded``: what the result is where a reduced dim is sharded (None: never is)."""
     shape = input_shapes(node, graph)[0]
@@ -49,7 +49,7 @@ def _reduction(
         (numbered(shape, whole),),
         (kept,) * len(node.outputs),
         sizes_of(shape),
-        even=frozenset(f"d{d}" for d in gone) if even else frozenset(),
+        filled=frozenset(f"d{d}" for d in gone) if filled else frozenset(),
         linear=((0,),) if linear else (),
         reduced={f"d{d}": sharded for d in gone} if sharded is not None else {},
     ).strategies(node, graph)
@@ -81,7 +81,7 @@ def _extreme(op: str) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
 
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         free = not graph.types[node.inputs[0]].grad
-        return _reduction(node, graph, Partial(op) if free else None, even=True)
+        return _reduction(node, graph, Partial(op) if free else None, filled=True)
 
     return strategies
 
