@@ -170,6 +170,7 @@ def describe(program: Program, title: str = "") -> Plan:
         choices=choices,
         shared={public.get(n, n): layout for n, layout in assignment.shared.items()},
         outputs=assignment.outputs,
+        pinned=tuple(sorted(public.get(n, n) for n in assignment.pinned)),
         shapes={public.get(n, n): t.shape for n, t in graph.types.items()},
         kinds={n: kinds.get(n, "value") for n in layouts},
         notes=tuple(_notes(program, choices)),
@@ -333,4 +334,5 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh) -> Assignment:
     shared = {fqns.get(n, n): Layout(mesh, layout.placements) for n, layout in plan.shared.items()}
     outputs = tuple(None if x is None else Layout(mesh, x.placements) for x in plan.outputs)
     solution = Solution((), plan.cost.total_s, plan.lower_bound, False, {})
-    return Assignment(mesh, layouts, shared, choices, outputs, solution)
+    pinned = frozenset(fqns.get(n, n) for n in plan.pinned)
+    return Assignment(mesh, layouts, shared, choices, outputs, solution, pinned)

@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,11 @@ class ShardedModule(nn.Module):
     def visualize(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan into ``path``: .html, .dot, .svg, .json, .txt or .trace.json."""
         self.plan.visualize(path)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As :meth:`torch.nn.Module.named_parameters`, original names. Raises :class:`PlanError` before compilation."""
+        self._decided()
+        return super().named_parameters(*args, **kwargs)
 
     def __str__(self) -> str:
         return str(self.plan) if self._latest is not None else f"ShardedModule({self._title}, not compiled yet)"

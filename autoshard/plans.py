@@ -87,6 +87,8 @@ class Plan:
     choices: Mapping[str, Choice] = field(default_factory=dict)
     shared: Mapping[str, Layout] = field(default_factory=dict)
     outputs: tuple[Layout | None, ...] = ()
+    pinned: tuple[str, ...] = ()
+    """values with a hint, read from their shared layout only"""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     """name → parameter, buffer, input, constant or value"""
@@ -114,6 +116,7 @@ class Plan:
                 "layouts": {n: _layout_json(x) for n, x in self.layouts.items()},
                 "shared": {n: _layout_json(x) for n, x in self.shared.items()},
                 "outputs": [None if x is None else _layout_json(x) for x in self.outputs],
+                "pinned": list(self.pinned),
                 "shapes": {n: list(s) for n, s in self.shapes.items()},
                 "kinds": dict(self.kinds),
                 "choices": {n: asdict(c) for n, c in self.choices.items()},
@@ -146,6 +149,7 @@ class Plan:
                 choices={n: _choice_from(c) for n, c in data["choices"].items()},
                 shared={n: _layout_from(mesh, x) for n, x in data["shared"].items()},
                 outputs=tuple(None if x is None else _layout_from(mesh, x) for x in data["outputs"]),
+                pinned=tuple(data["pinned"]),
                 shapes={n: tuple(s) for n, s in data["shapes"].items()},
                 kinds=data["kinds"],
                 notes=tuple(data["notes"]),

@@ -422,8 +422,9 @@ def step_comment(s: Statement) -> str:
     if step is None:
         return ""
     changed = [a for a in step.src.mesh.axes if step.src[a] != step.dst[a]]
-    changed = changed or list(step.axes)
     arrow = f"{' '.join(f'{step.src[a]}@{a}' for a in changed)} → {' '.join(f'{step.dst[a]}@{a}' for a in changed)}"
+    if not changed:  # the same cuts, nested in another order
+        arrow = f"{step.src} → {step.dst}"
     backward = f"    backward: {step.backward.replace('_', '-')}" if step.backward else ""
     return arrow + backward
 

@@ -85,6 +85,9 @@ class _Lowering:
         self.made: dict[str, dict[Layout, str]] = {v: {layout: v} for v, layout in assignment.layouts.items()}
         self.parameters = {i.name for i in graph.inputs if i.kind == "parameter"}
         self.statements: list[Statement] = []
+        self.pinned: set[str] = set()
+        """values with a hint that lie in their shared layout by now"""
+        self.names = dict.fromkeys(graph.types, 0)
 
     def run(self) -> Program:
         for node in self.graph.nodes:
@@ -133,10 +136,13 @@ class _Lowering:
 
     def _get(self, value: str, layout: Layout, reader: Node | None) -> str:
         """The local name of ``value`` in ``layout``, redistributed where it does not exist yet."""
+        shared = self.assignment.shared.get(value)
+        if shared is not None and value in self.assignment.pinned and value not in self.pinned:
+            self.pinned.add(value)
+            self.made[value] = {shared: self._get(value, shared, reader)}
         made = self.made[value]
         if layout in made:
             return made[layout]
-        shared = self.assignment.shared.get(value)
         if shared is not None and shared not in made and shared != layout:
             self._get(value, shared, reader)
         type_ = self.types[value]
@@ -155,7 +161,8 @@ class _Lowering:
 
     def _step(self, value: str, source: str, step: Step, reader: Node | None) -> str:
         made = self.made[value]
-        name = f"{value}__{len(made)}"
+        self.names[value] += 1
+        name = f"{value}__{self.names[value]}"
         made[step.dst] = name
         self.types[name] = self.types[value]
         self.layouts[name] = step.dst

@@ -51,6 +51,8 @@ class Assignment:
     outputs: tuple[Layout | None, ...]
     """per flat output: the layout it is returned in; None for outputs that are no tensors"""
     solution: Solution
+    pinned: frozenset[str] = frozenset()
+    """values with a hint: readers convert from the shared layout only, whatever else exists"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +241,9 @@ class _Network:
             Layout(self.mesh, chosen[f"out:{i}"]) if isinstance(out, Ref) else None
             for i, out in enumerate(self.graph.outputs)
         )
-        return Assignment(self.mesh, layouts, shared, choices, outputs, solution)
+        return Assignment(
+            self.mesh, layouts, shared, choices, outputs, solution, frozenset(self.constraints) & set(shared)
+        )
 
 
 def state_bytes(type_: TensorType, placements: Placements, mesh: Mesh) -> float:
@@ -451,7 +455,9 @@ def _placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = Non
 
 
 def _leaves_chunks(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> bool:
-    ranks = (math.prod(r for p, r in zip(placements, mesh.shape, strict=True) if p == Shard(d)) for d in range(len(shape)))
+    ranks = (
+        math.prod(r for p, r in zip(placements, mesh.shape, strict=True) if p == Shard(d)) for d in range(len(shape))
+    )
     return all(n >= cut or cut == 1 for n, cut in zip(shape, ranks, strict=True))
 
 

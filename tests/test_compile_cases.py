@@ -272,3 +272,17 @@ def test_training_true_keeps_the_modules_modes() -> None:
     sharded = autoshard.compile(model, ideal({"tp": 2}), (x,), training=True)
     assert sharded.plan.training
     torch.testing.assert_close(sharded(x), model(x), rtol=1e-9, atol=1e-12)
+
+
+def test_a_hint_on_an_input_binds() -> None:
+    """Every reader takes the hinted layout, though the whole input is there on every rank."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).double()
+    sharded = autoshard.compile(model, {"dp": 2}, (randn(4, 8),), hints={"input": {"dp": Shard(0)}})
+    assert sharded.plan.shared["input"]["dp"] == Shard(0)
+    assert "runtime.slice(input, 0" in sharded.source
+    assert_equal_training(model, {"dp": 2}, (randn(4, 8),), hints={"input": {"dp": Shard(0)}}, hardware="h100")
+
+
+def test_parameters_before_compilation() -> None:
+    with pytest.raises(autoshard.PlanError, match="nothing is compiled yet"):
+        torch.optim.SGD(autoshard.compile(nn.Linear(4, 4), {"tp": 2}).parameters(), lr=0.1)

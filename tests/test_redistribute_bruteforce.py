@@ -249,7 +249,7 @@ def test_equals_exhaustive_search_where_uneven(sizes: tuple[int, ...], shape: tu
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing cached before, nothing left behind after."""
-    caches = planner._plan, pricing.price, pricing._rates, space.space
+    caches = planner.plan, pricing.price, pricing._rates, space.space
     for cache in caches:
         cache.cache_clear()
     yield

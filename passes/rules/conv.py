@@ -81,7 +81,9 @@ def _leading(linear: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
         sizes = {f"d{d}": shape[d] for d in range(count)}
         filled = frozenset(list(sizes) if count == 1 else list(sizes)[1:])
         linear_in = ((0,),) if linear else ()
-        return Factors((dims,), (dims,) * len(node.outputs), sizes, filled=filled, linear=linear_in).strategies(node, graph)
+        return Factors((dims,), (dims,) * len(node.outputs), sizes, filled=filled, linear=linear_in).strategies(
+            node, graph
+        )
 
     return strategies
 

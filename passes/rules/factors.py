@@ -33,14 +33,14 @@ class Factors:
     """length of every factor; a factor without one, or of length 1, is not sharded"""
     even: frozenset[str] = frozenset()
     """factors that lead a compound dim: their chunks must be equal"""
-    filled: frozenset[str] = frozenset()
-    """factors of which every rank must hold a part: the kernel takes no empty one"""
     addends: frozenset[int] = frozenset()
     """operands added to a sum over factors they lack: Partial there, so that they are added once"""
     linear: tuple[tuple[int, ...], ...] = ()
     """groups of operands in which the op is jointly linear"""
     reduced: Mapping[str, Placement] = field(default_factory=dict)
     """placement of results that lack the factor, where that is not Partial("sum")"""
+    filled: frozenset[str] = frozenset()
+    """factors of which every rank must hold a part: the kernel takes no empty one"""
 
     def strategies(self, node: Node, graph: Graph) -> tuple[Strategy, ...]:
         """Every strategy: I, R, one per factor, one per linear group."""

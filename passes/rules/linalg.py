@@ -99,7 +99,12 @@ def _index_reduce(node: Node, graph: Graph) -> Factors:
 
 
 RULES: tuple[Rule, ...] = (
-    *by_factors("linalg_solve.default linalg_solve_ex.default _linalg_solve_ex.default", _solve_ex, None, "... _ _, ... _ n -> ... _ n, …"),
+    *by_factors(
+        "linalg_solve.default linalg_solve_ex.default _linalg_solve_ex.default",
+        _solve_ex,
+        None,
+        "... _ _, ... _ n -> ... _ n, …",
+    ),
     rule(aten.linalg_lu_factor_ex.default, "... _ _ -> ... _ _, ... _, ..."),
     rule(aten.linalg_lu_factor.default, "... _ _ -> ... _ _, ... _"),
     rule(aten.linalg_ldl_factor.default, "... _ _ -> ... _ _, ... _"),
