@@ -20,7 +20,7 @@ from autoshard.layout import Invariant, Layout, Partial, Replicate, Shard
 from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
-    from autoshard.api import compile, plan
+    from autoshard.api import compile, plan  # noqa: A004  the public name
     from autoshard.coverage_report import CoverageReport, coverage
     from autoshard.module import ShardedModule
     from autoshard.passes.redistribute import Redistribution, redistribution

@@ -21,7 +21,8 @@ from autoshard.passes.hazards import is_random
 from autoshard.passes.hints import Constraint, resolve
 from autoshard.passes.ir import Graph, Node
 from autoshard.passes.lower import Program, Statement, lower
-from autoshard.passes.propagate import Assignment, axis_strategies, canonical, propagate, state_bytes
+from autoshard.passes.op_space import axis_strategies, canonical
+from autoshard.passes.propagate import Assignment, propagate, state_bytes
 from autoshard.passes.rewrite import together
 from autoshard.passes.rules import rule_for
 from autoshard.passes.search import Solution

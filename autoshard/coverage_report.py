@@ -42,7 +42,9 @@ class OpCoverage:
     def __str__(self) -> str:
         lost = f"  loses {show_seconds(self.seconds_lost)} per step" if self.seconds_lost else ""
         reason = f"  ({self.reason})" if self.reason else ""
-        return f"{self.status:<10}  {self.count:>4} ×  {self.op:<44}  {self.fqn or '(root)'}  {self.source}{lost}{reason}"
+        return (
+            f"{self.status:<10}  {self.count:>4} ×  {self.op:<44}  {self.fqn or '(root)'}  {self.source}{lost}{reason}"
+        )
 
 
 @dataclass(frozen=True)

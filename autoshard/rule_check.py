@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from autoshard.errors import AutoshardError, RuleError
 from autoshard.layout import Layout
@@ -26,7 +27,7 @@ from autoshard.shards import Tensors, differs, noise, scatter
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
 """``(args, kwargs)`` of one concrete call, with float64 tensors where gradients are to be compared"""
 
-Op = Union[torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.library.CustomOpDef]
+Op = Union[torch._ops.OpOverload, torch._ops.OpOverloadPacket, CustomOpDef]
 """an op, as torch.ops names it or as torch.library made it; of a packet the default overload is meant"""
 
 MESHES: tuple[Mapping[str, int], ...] = ({"x": 2}, {"x": 3})

@@ -11,7 +11,7 @@ import numpy as np
 from autoshard.layout import Layout
 from autoshard.passes.ir import Node, Ref
 from autoshard.passes.lower import Program
-from autoshard.passes.propagate import OpSpace, Placements, op_space, signature
+from autoshard.passes.op_space import OpSpace, Placements, op_space, signature
 from autoshard.passes.redistribute import cost_matrix
 
 Alternative = tuple[tuple[str, ...], float]

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from autoshard.layout import Layout, Shard
 from autoshard.passes.blocks import Segment, module_of, reads, segments
 from autoshard.passes.bucket import bucketed
-from autoshard.passes.ir import Input, Ref, TensorType
+from autoshard.passes.ir import Input, Ref
 from autoshard.passes.lower import Program, Statement
 from autoshard.passes.printing import WIDTH, expression, literal
+from autoshard.passes.source_text import (
+    def_lines,
+    layout_text,
+    listed,
+    literal_mesh,
+    op_name,
+    python_path,
+    range_arguments,
+    ranges,
+    shape_text,
+    step_comment,
+)
 
 _BUILTIN = frozenset({"F", "torch", "aten", "runtime", "self", "MESH"}) | frozenset(keyword.kwlist)
-_NO_ATTRIBUTES = frozenset(keyword.kwlist) | frozenset(
-    "MESH BLOCKS TENSORS GATHERS block_path place scope tensor_names bind_tensors release_tensors".split()
-)
-"""names that Python or the base classes of rank modules have taken"""
-_SHORT = {
-    "scaled_dot_product_attention": "attention",
-    "cross_entropy_loss": "loss",
-    "binary_cross_entropy_with_logits": "loss",
-}
-"""ops whose results read better under another name"""
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class _Emitter:
         return name
 
     def _class_text(self, block: _BlockClass) -> str:
-        lines = ["", "", f"class {block.name}(runtime.Block):", f'    """{_listed(block.paths)}"""', ""]
+        lines = ["", "", f"class {block.name}(runtime.Block):", f'    """{listed(block.paths)}"""', ""]
         lines.append(block.tensors)
         for i, method in enumerate(block.methods):
             lines.append(method.replace("def forward(", f"def forward_{i}(", 1) if i else method)
@@ -190,7 +191,7 @@ class _Emitter:
             relative = value.fqn[len(path) + 1 :] if path else value.fqn
             dtype = str(type_.dtype).removeprefix("torch.")
             layout = self.program.layouts[value.name]
-            lines.append(f"        {literal(relative)}: {literal(f'{dtype}{shape_text(type_, layout, self)}')},")
+            lines.append(f"        {literal(relative)}: {literal(f'{dtype}{shape_text(type_, layout)}')},")
         if not lines:
             return "    TENSORS = {}\n"
         return "\n".join(["    TENSORS = {", *lines, "    }", ""])
@@ -202,7 +203,7 @@ class _Emitter:
         signature = ["self", *(names.of[n] for n in segment.inputs)]
         body = self._statements(segment, names, segment.path, frozenset(segment.outputs))
         returned = ", ".join(names.of[o] for o in segment.outputs)
-        lines = [*_signature("forward", signature), *body, f"        return {returned}".rstrip()]
+        lines = [*def_lines("forward", signature), *body, f"        return {returned}".rstrip()]
         return "\n".join(lines) + "\n"
 
     def _argument_name(self, local: str) -> str:
@@ -310,7 +311,7 @@ class _Emitter:
         if s.step is not None:
             return step_comment(s)
         made = [
-            shape_text(self.program.types[o], layout, self) + layout_text(layout)
+            shape_text(self.program.types[o], layout) + layout_text(layout)
             for o, layout in zip(s.outputs, s.layouts, strict=True)
             if layout is not None
         ]
@@ -343,7 +344,7 @@ class _Emitter:
         if any(m.call.fn == "gather_parameters" for segment in self.segments for m in segment.statements):
             lines.append("    GATHERS = True")
         lines += [self._block_table(), self._tensor_table("")]
-        lines += _signature("forward", signature)
+        lines += def_lines("forward", signature)
         lines += body
         if len(last) <= WIDTH:
             lines.append(last)
@@ -354,9 +355,9 @@ class _Emitter:
     def _block_table(self) -> str:
         parts = []
         for block in self.classes:
-            for prefix, numbers in _ranges(block.paths):
+            for prefix, numbers in ranges(block.paths):
                 if isinstance(numbers, range):
-                    parts.append(f'{{f"{prefix}.{{i}}": {block.name} for i in range({_range(numbers)})}}')
+                    parts.append(f'{{f"{prefix}.{{i}}": {block.name} for i in range({range_arguments(numbers)})}}')
                 else:
                     parts.append("{" + f"{literal(prefix)}: {block.name}" + "}")
         if not parts:
@@ -394,96 +395,3 @@ class _Emitter:
         if len(inner) <= WIDTH:
             return [head, inner, "        )"]
         return [head, *(f"            {names.of[n]}," for n in segment.inputs), "        )"]
-
-
-# --- text ---
-
-
-def shape_text(type_: TensorType, layout: Layout, emitter: _Emitter) -> str:
-    """``[2, 16, 64/256]``: local/global lengths; rank 0's where they differ."""
-    if type_.number is not None:
-        return "a number"
-    local = layout.max_local_shape(type_.shape)
-    parts = [
-        g if not layout.axes_of(d) else f"{n}/{g}" for d, (n, g) in enumerate(zip(local, type_.lengths, strict=True))
-    ]
-    return "[" + ", ".join(parts) + "]"
-
-
-def layout_text(layout: Layout) -> str:
-    """The axes that are not plainly whole."""
-    shown = [f"{layout[a]}@{a}" for a in layout.order if isinstance(layout[a], Shard) or str(layout[a])[0] == "P"]
-    return " " + " ".join(shown) if shown else ""
-
-
-def step_comment(s: Statement) -> str:
-    """What a redistribution does, and what its backward does."""
-    step = s.step
-    if step is None:
-        return ""
-    changed = [a for a in step.src.mesh.axes if step.src[a] != step.dst[a]]
-    arrow = f"{' '.join(f'{step.src[a]}@{a}' for a in changed)} → {' '.join(f'{step.dst[a]}@{a}' for a in changed)}"
-    if not changed:  # the same cuts, nested in another order
-        arrow = f"{step.src} → {step.dst}"
-    backward = f"    backward: {step.backward.replace('_', '-')}" if step.backward else ""
-    return arrow + backward
-
-
-def op_name(name: str) -> str:
-    """A node's name without its number."""
-    plain = re.sub(r"(_\d+)+$", "", name.split("__")[0]).strip("_") or "x"
-    return _SHORT.get(plain, plain)
-
-
-def python_path(path: str) -> str:
-    """``self.layers[0].mlp`` for ``layers.0.mlp``; a part that is no identifier becomes an item as well."""
-    text = "self"
-    for part in path.split("."):
-        if part.isdigit():
-            text += f"[{part}]"
-        else:
-            text += f".{part}" if part.isidentifier() and part not in _NO_ATTRIBUTES else f"[{literal(part)}]"
-    return text
-
-
-def literal_mesh(sizes: Mapping[str, int]) -> str:
-    return "{" + ", ".join(f'"{a}": {n}' for a, n in sizes.items()) + "}"
-
-
-def _signature(name: str, arguments: Sequence[str]) -> list[str]:
-    one = f"    def {name}({', '.join(arguments)}):"
-    if len(one) <= WIDTH:
-        return [one]
-    inner = f"        {', '.join(arguments)}"
-    if len(inner) <= WIDTH:
-        return [f"    def {name}(", inner, "    ):"]
-    return [f"    def {name}(", *(f"        {a}," for a in arguments), "    ):"]
-
-
-def _ranges(paths: Iterable[str]) -> list[tuple[str, range | None]]:
-    """Paths as (prefix, range of numbers), or (path, None)."""
-    groups: list[tuple[str, range | None]] = []
-    for path in paths:
-        prefix, _, number = path.rpartition(".")
-        last = groups[-1] if groups else None
-        if not prefix:
-            groups.append((path, None))
-        elif last and last[0] == prefix and last[1] is not None and last[1].stop == int(number):
-            groups[-1] = (prefix, range(last[1].start, int(number) + 1))
-        else:
-            groups.append((prefix, range(int(number), int(number) + 1)))
-    return [
-        (f"{prefix}.{numbers.start}", None) if numbers is not None and len(numbers) == 1 else (prefix, numbers)
-        for prefix, numbers in groups
-    ]
-
-
-def _range(numbers: range) -> str:
-    return str(numbers.stop) if numbers.start == 0 else f"{numbers.start}, {numbers.stop}"
-
-
-def _listed(paths: Sequence[str]) -> str:
-    return ", ".join(
-        prefix if numbers is None else f"{prefix}.{numbers.start} … {prefix}.{numbers.stop - 1}"
-        for prefix, numbers in _ranges(paths)
-    )

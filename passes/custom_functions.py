@@ -1,7 +1,7 @@
 """Custom ``autograd.Function`` in a traced forward: tracing keeps the forward and drops the backward.
 
-A backward that is nothing but the derivative of the forward, as of many hand-written activations, loses nothing: autograd
-finds the same one. So the function is tried out on random numbers, and traced through where the two gradients agree.
+Where the backward is nothing but the derivative of the forward, as in many hand-written activations, nothing is lost:
+autograd finds the same one. So the function is tried out on random numbers, and traced through where both agree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def inline(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> A
 
 
 def is_derivative(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether autograd through ``forward`` gives the results and gradients of ``function``, on random float64 numbers."""
+    """Whether autograd through ``forward`` gives the values and gradients of ``function``, on random float64 numbers."""
     if any(isinstance(a, torch.Tensor) and a.numel() > LARGEST for a in args):
         return False
     own = function.__dict__.get("forward")

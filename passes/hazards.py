@@ -11,6 +11,7 @@ import keyword
 import linecache
 import os
 import random
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -37,8 +38,7 @@ _DATA_DEPENDENT = (
 )
 DATA_DEPENDENT = (
     "the program depends on the values of a tensor ({what}), but one graph must serve all inputs. "
-    "Use torch.where or a mask instead of `if`, a fixed size instead of indexing by a boolean mask or nonzero(), "
-    "and keep numbers in tensors (no .item(), int() or float())."
+    "Use torch.where or a mask instead of `if` and of loops over a tensor, and .item() instead of int() or float()."
 )
 
 
@@ -207,12 +207,21 @@ def _is_foreign(function: type) -> bool:
     return not module.startswith("torch.") or module.startswith(("torch.nn.", "torch.utils.", "torch.distributed."))
 
 
+def _is_a_librarys(function: type) -> bool:
+    """Whether ``function`` comes with an installed package other than torch."""
+    file = getattr(sys.modules.get(function.__module__), "__file__", None) or ""
+    return "site-packages" in file and not function.__module__.startswith("torch.")
+
+
 def _inlined(function: Any, refuse: Callable[..., Any]) -> Callable[..., Any]:
-    """``function.apply`` as its forward's own ops where their derivative is its backward; else it is refused."""
+    """``function.apply`` as its forward's own ops where it is a library's and their derivative is its backward.
+
+    Else it is refused: a trial on random numbers is evidence, not proof, and a user can rewrite his own function.
+    """
     forward = function.forward
 
     def apply(*args: Any) -> Any:
-        if function.__module__.startswith("torch.") or not is_derivative(function, forward, args):
+        if not _is_a_librarys(function) or not is_derivative(function, forward, args):
             return refuse(*args)
         return inline(function, forward, args)
 

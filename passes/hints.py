@@ -90,10 +90,7 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh) -> dict[s
     for pattern, hint in (hints or {}).items():
         _check_hint(pattern, hint, mesh)
         for name, kind, asked in _targets(pattern, hint, graph):
-            if kind == "module":
-                value = _module_output(graph, name)
-            else:
-                value = next(i.name for i in graph.inputs if i.fqn == name)
+            value = _module_output(graph, name) if kind == "module" else _input_named(graph, name)
             constraint = _constraint(pattern, name, asked, mesh)
             constraint.check(graph.types[value], "the output of module" if kind == "module" else kind)
             constraints[value] = constraint
@@ -164,6 +161,10 @@ def _styled(hint: Any, value: Input, graph: Graph) -> Any:
 
 def _modules(graph: Graph) -> list[str]:
     return list(dict.fromkeys(path for n in graph.nodes for path, _ in n.module_types if path))
+
+
+def _input_named(graph: Graph, fqn: str) -> str:
+    return next(i.name for i in graph.inputs if i.fqn == fqn)
 
 
 def _module_output(graph: Graph, module: str) -> str:

@@ -16,7 +16,8 @@ from autoshard.mesh import Mesh
 from autoshard.passes.dynamic import is_rigid
 from autoshard.passes.hazards import is_random
 from autoshard.passes.ir import Graph, Node, Ref, TensorType, map_refs
-from autoshard.passes.propagate import Assignment, canonical
+from autoshard.passes.op_space import canonical
+from autoshard.passes.propagate import Assignment
 from autoshard.passes.redistribute import Step, emit, redistribution
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Call, Internal, Site

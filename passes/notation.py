@@ -4,7 +4,8 @@ A letter (or word) is a factor, shared between operands and results. ``...`` sta
 broadcast from the right; ``(h d)`` is one tensor dim made of several factors, the first the outermost; ``_`` is a
 dim that must be whole. A factor missing from the results is summed over. An operand whose dim is 1 where
 the factor is longer lacks the factor (it broadcasts). Operands stand in the order of the op's schema;
-optional ones (a bias) may be absent from a call; a list of tensors has one term, which is that of each. After einops and Shardy's factor rules.
+optional ones (a bias) may be absent from a call; a list of tensors has one term, which is that of each. After einops
+and Shardy's factor rules.
 """
 
 from __future__ import annotations

@@ -51,9 +51,14 @@ class Expression:
         if self.parts is None:
             return self.head
         inner = ", ".join(p.flat for p in self.parts)
-        if self.close == ")" and self.head == "(" and len(self.parts) == 1:
+        if self._is_tuple and len(self.parts) == 1:
             inner += ","
         return self.head + inner + self.close
+
+    @property
+    def _is_tuple(self) -> bool:
+        """Whether it is a tuple, by itself, after a keyword or as an entry of a dict; else a call or a list."""
+        return self.close == ")" and (self.head == "(" or self.head.endswith(("=(", ": (")))
 
     def lines(self, prefix: str, indent: str, suffix: str = "") -> list[str]:
         """``indent + prefix + expression + suffix``, wrapped if it is wider than the page."""
@@ -62,7 +67,7 @@ class Expression:
             return [one]
         inner = indent + "    "
         body = inner + ", ".join(p.flat for p in self.parts)
-        if len(body) <= WIDTH and self.close == ")" and self.head != "(":
+        if len(body) <= WIDTH and self.close == ")" and not self._is_tuple:
             return [indent + prefix + self.head, body, indent + self.close + suffix]
         lines = [indent + prefix + self.head]
         for part in self.parts:

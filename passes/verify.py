@@ -9,7 +9,7 @@ from autoshard.layout import Placement
 from autoshard.passes.blocks import reads
 from autoshard.passes.ir import Graph, Ref, refs
 from autoshard.passes.lower import Program, Statement
-from autoshard.passes.propagate import canonical
+from autoshard.passes.op_space import canonical
 
 
 def check_graph(graph: Graph) -> None:

@@ -98,7 +98,9 @@ class OpCall(nn.Module):
         self.leaves = [x if not isinstance(x, torch.Tensor) else None for x in leaves]
         self.positions = {f"x{i}": i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
         self.written: tuple[str, ...] = ()
-        self.tensors = {n: leaves[i].detach().requires_grad_(leaves[i].requires_grad) for n, i in self.positions.items()}
+        self.tensors = {
+            n: leaves[i].detach().requires_grad_(leaves[i].requires_grad) for n, i in self.positions.items()
+        }
 
     def forward(self, **tensors: torch.Tensor) -> Any:
         leaves = list(self.leaves)
@@ -147,7 +149,7 @@ def samples(info: OpInfo, count: int = SAMPLES) -> list[OpCall]:
     found = list(itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad), 48))
     calls = [OpCall(info.op, s) for s in found]
     small = [c for c in calls if 1 < max((t.numel() for t in c.tensors.values()), default=0) <= 4096] or calls
-    step = max(1, len(small) // (count - 2))
+    step = max(1, len(small) // max(1, count - 2))
     chosen = [max(small, key=_dims), max(small, key=_options), *small[::step]] if small else []
     return list({id(c): c for c in chosen}.values())[:count]
 

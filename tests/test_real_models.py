@@ -120,7 +120,7 @@ CASES = {
     ),
     "resnet": Case(
         "ResNetForImageClassification",
-        {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 2], "num_labels": 5},
+        {"embedding_size": 8, "hidden_sizes": [32, 64], "depths": [1, 2], "num_labels": 5},
         images,
     ),
     "clip": Case(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,7 +56,11 @@ torch.library.register_fake(f"{LIB}::total", lambda parts, *, bias=None: torch.e
 halves.register_fake(lambda x: [torch.empty_like(t, memory_format=torch.contiguous_format) for t in x.chunk(2, -1)])
 note.register_fake(lambda x: None)
 project.register_autograd(
-    lambda ctx, g: (g @ ctx.saved_tensors[1] * ctx.scale, (g.flatten(0, -2).t() @ ctx.saved_tensors[0].flatten(0, -2)) * ctx.scale, None),
+    lambda ctx, g: (
+        g @ ctx.saved_tensors[1] * ctx.scale,
+        (g.flatten(0, -2).t() @ ctx.saved_tensors[0].flatten(0, -2)) * ctx.scale,
+        None,
+    ),
     setup_context=lambda ctx, inputs, output: (ctx.save_for_backward(*inputs[:2]), setattr(ctx, "scale", inputs[2])),
 )  # fmt: skip
 OPS = torch.ops.autoshard_user_tests
@@ -112,9 +117,7 @@ def test_the_object_that_custom_op_returns_is_an_op() -> None:
 
 def test_a_wrong_rule_is_refused_and_the_op_stays_whole() -> None:
     with pytest.raises(RuleError, match=r"project\.default \(\.\.\. n, n k -> \.\.\. k\) is wrong in \d+ of \d+ cases"):
-        autoshard.register_rule(
-            OPS.project, "... n, n k -> ... k", [((x(), torch.randn(4, 4).double(), 2.0), {})]
-        )
+        autoshard.register_rule(OPS.project, "... n, n k -> ... k", [((x(), torch.randn(4, 4).double(), 2.0), {})])
     sharded = compiled(lambda x, w: OPS.project(x, w, 0.3), {"x": autoshard.Shard(0)}, strict=False)
     assert not any(s not in ("I", "R") for s in labels(sharded, "project"))
 
@@ -181,7 +184,11 @@ class Outer(nn.Module):
 def test_strict_names_op_module_line_and_the_rule_to_write() -> None:
     with pytest.raises(RuleError) as error:
         autoshard.compile(Outer(), ideal({"x": 2}), (x(),), strict=True)
-    line = next(n for n, text in enumerate(open(__file__), 1) if "return self.fn(x, self.weight)" in text)
+    line = next(
+        n
+        for n, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "return self.fn(x, self.weight)" in text
+    )
     assert str(error.value) == (
         f"no sharding rule for {LIB}.project.default(f64[5, 4], f64[6, 4]) in module 'inner' at test_user_rules.py:{line}. "
         f'Add one: autoshard.register_rule(torch.ops.{LIB}.project.default, "...") with one letter per dim, '

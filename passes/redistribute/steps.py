@@ -47,7 +47,7 @@ class Step:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """``axes`` as reports and logs name them: without axes of size 1; of a permute, which renumbers, in mesh order."""
+        """``axes`` as reports name them: without axes of size 1, and in mesh order where a permute renumbers."""
         mesh = self.src.mesh
         axes = mesh.axes if self.kind == "permute" else self.axes
         return tuple(a for a in axes if a in self.axes and mesh.size_of(a) > 1)

@@ -1,0 +1,79 @@
+"""PyTorch's op database as oracle: nothing is wrong, nothing crashes, and what should be sharded is.
+
+The fixed subset runs by default; the whole database, in some twenty minutes, with --run-slow or
+``python benchmarks/op_coverage.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from op_database import OpCall, Outcome, differs, infos, names, run_op, samples, verdict
+
+from autoshard.passes.rules import register, rule_for
+from autoshard.passes.rules.base import Call, Rule
+
+SHARDED = """
+    add mul div sub pow exp tanh sigmoid where clamp lerp addcmul sum mean amax prod var std argmax cumsum softmax
+    log_softmax logsumexp sort topk matmul mm bmm baddbmm addmm einsum outer tensordot gather scatter_add index_select
+    index_add index_put cat stack split chunk narrow transpose permute reshape expand repeat flip roll tril
+    masked_fill masked.std nn.functional.linear nn.functional.layer_norm nn.functional.embedding nn.functional.conv2d
+    nn.functional.cross_entropy nn.functional.mse_loss nn.functional.gelu nn.functional.batch_norm
+    nn.functional.pixel_shuffle linalg.solve fft.fft
+""".split()
+DECOMPOSED = "kron diag_embed inner".split()
+WHOLE = "linalg.ldl_solve histogram".split()
+
+EAGER_IS_WRONG = {"as_strided_scatter"}
+"""torch 2.13's backward gives the gradient of the wrong elements; tests/test_capture.py checks ours by differences"""
+
+
+def outcomes(name: str, count: int = 2) -> list[Outcome]:
+    return [o for info in infos(name)[:2] for o in run_op(info, count)]
+
+
+def failures(found: list[Outcome]) -> str:
+    bad = [o for o in found if o.status in ("wrong", "crash")]
+    return "\n".join(f"{o.op} sample {o.sample} {o.hint} on {o.ranks} ranks: {o.status}: {o.detail}" for o in bad[:3])
+
+
+@pytest.mark.parametrize("name", [*SHARDED, *DECOMPOSED, *WHOLE])
+@pytest.mark.filterwarnings("ignore")
+def test_op(name: str) -> None:
+    found = outcomes(name)
+    assert found
+    assert not failures(found), failures(found)
+    if name in SHARDED + DECOMPOSED:
+        assert verdict(found) in ("sharded", "decomposed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [n for n in names() if n not in EAGER_IS_WRONG])
+@pytest.mark.filterwarnings("ignore")
+def test_every_op(name: str) -> None:
+    found = [o for info in infos(name) for o in run_op(info)]
+    assert not failures(found), failures(found)
+
+
+def test_a_wrong_rule_is_found() -> None:
+    """Negative control: shards of exp computed by another op."""
+    op = torch.ops.aten.exp.default
+    true = rule_for(op)
+    assert true is not None
+    wrong = Rule(op, true.strategies, lambda site: Call(torch.ops.aten.expm1.default, site.node.args, {}))
+    try:
+        register(wrong)
+        assert {o.status for o in outcomes("exp", 1)} == {"wrong"}
+    finally:
+        register(true)
+
+
+def test_differences_are_seen() -> None:
+    x = torch.ones(3, dtype=torch.float64)
+    assert not differs([x, None], [x, None])
+    assert not differs([None], [x * 0])
+    assert "largest error" in differs([x + 1e-6], [x])
+    assert "is not" in differs([x.float()], [x])
+    assert "is not" in differs([None], [x])
+    assert all(isinstance(c, OpCall) for c in samples(infos("add")[0]))
