@@ -234,8 +234,8 @@ def _refuse_function(watch: Watch, function: type) -> Callable[..., Any]:
             raise watch.refuse(CHECKPOINT)
         raise watch.refuse(
             f"custom autograd.Function {function.__qualname__!r} ({function.__module__}): tracing keeps its forward "
-            "and drops its backward, which is not the derivative of the forward, so gradients would be wrong. Write it "
-            "with differentiable torch ops, or make it an op with torch.library.custom_op and register_autograd."
+            "and drops its backward, so gradients would be wrong. Write it with differentiable torch ops, or make it "
+            "an op with torch.library.custom_op and register_autograd."
         )
 
     return forward

@@ -78,7 +78,11 @@ MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
     aten._grouped_mm.default: [
         call(f(7, 16).bfloat16(), f(5, 16, 24).bfloat16(), torch.tensor([2, 2, 5, 6, 7], dtype=torch.int32)),
     ],
-    aten.tensordot.default: [call(f(2, 3, 4), f(4, 3, 5), [2, 1], [0, 1]), call(f(2, 3), f(3, 4), [1], [0])],
+    aten.tensordot.default: [
+        call(f(2, 3, 4), f(4, 3, 5), [2, 1], [0, 1]),
+        call(f(2, 3), f(3, 4), [1], [0]),
+        call(f(1, 1, 4), f(2, 3, 2), [0, 1], [2, 0]),
+    ],
 }
 
 d = distinct(3, 4, 6)

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness import ideal
 from op_database import OpCall, Outcome, differs, infos, names, run_op, samples, verdict
 
+import autoshard
 from autoshard.passes.rules import register, rule_for
 from autoshard.passes.rules.base import Call, Rule
 
 SHARDED = """
-    add mul div sub pow exp tanh sigmoid where clamp lerp addcmul sum mean amax prod var std argmax cumsum softmax
+    add mul div sub pow exp tanh sigmoid where clamp lerp addcmul sum mean prod var std cumsum softmax
     log_softmax logsumexp sort topk matmul mm bmm baddbmm addmm einsum outer tensordot gather scatter_add index_select
-    index_add index_put cat stack split chunk narrow transpose permute reshape expand repeat flip roll tril
+    index_add index_put cat stack split chunk narrow transpose permute reshape expand repeat roll tril
     masked_fill masked.std nn.functional.linear nn.functional.layer_norm nn.functional.embedding nn.functional.conv2d
     nn.functional.cross_entropy nn.functional.mse_loss nn.functional.gelu nn.functional.batch_norm
     nn.functional.pixel_shuffle linalg.solve fft.fft
 """.split()
 DECOMPOSED = "kron diag_embed inner".split()
 WHOLE = "linalg.ldl_solve histogram".split()
-
-EAGER_IS_WRONG = {"as_strided_scatter"}
-"""torch 2.13's backward gives the gradient of the wrong elements; tests/test_capture.py checks ours by differences"""
 
 
 def outcomes(name: str, count: int = 2) -> list[Outcome]:
@@ -49,7 +48,7 @@ def test_op(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [n for n in names() if n not in EAGER_IS_WRONG])
+@pytest.mark.parametrize("name", names())
 @pytest.mark.filterwarnings("ignore")
 def test_every_op(name: str) -> None:
     found = [o for info in infos(name) for o in run_op(info)]
@@ -77,3 +76,15 @@ def test_differences_are_seen() -> None:
     assert "is not" in differs([x.float()], [x])
     assert "is not" in differs([None], [x])
     assert all(isinstance(c, OpCall) for c in samples(infos("add")[0]))
+
+
+def test_the_gradient_that_eager_gets_wrong() -> None:
+    """as_strided_scatter, by finite differences."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.as_strided_scatter(x, y, (2, 2), (1, 3), 1)
+
+    x, y = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((4, 3), (2, 2)))
+    sharded = autoshard.compile(Model(), ideal({"x": 2}), (x, y))
+    assert torch.autograd.gradcheck(sharded, (x, y))

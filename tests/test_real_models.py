@@ -168,7 +168,7 @@ def test_real_models(name: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> N
     cost, ranks = report.plan.cost, math.prod(axes.values())
     share = cost.flops / (cost.flops_per_rank * ranks)
     print(f"{name} on {mesh}: {share:.1%} of the FLOPs divided, largest error {report.worst}")
-    assert share > (0.75 if ranks == 3 else 0.95), f"{share:.1%} of the work is divided"
+    assert share > (0.75 if ranks == 3 else 0.9), f"{share:.1%} of the work is divided"
 
 
 def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,13 @@ def _tensordot_factors(node: Node, graph: Graph) -> Factors:
     a = [f"m{d}" for d in range(len(left))]
     b = [a[pairs[d]] if d in pairs else f"n{d}" for d in range(len(right))]
     kept = [f for d, f in enumerate(a) if d not in pairs.values()] + [f for d, f in enumerate(b) if d not in pairs]
-    return Factors((tuple(a), tuple(b)), (tuple(kept),), dict(zip(a + b, left + right, strict=True)), linear=PRODUCT)
+    sizes: dict[str, int] = {}
+    for f, n in zip(a + b, left + right, strict=True):
+        sizes[f] = max(n, sizes.get(f, n)) if n != 0 else 0
+    # A contracted dim of length 1 broadcasts: that operand lacks the factor.
+    rows = (tuple(f if sizes[f] == n else None for f, n in zip(a, left, strict=True)),
+            tuple(f if sizes[f] == n else None for f, n in zip(b, right, strict=True)))  # fmt: skip
+    return Factors(rows, (tuple(kept),), sizes, linear=PRODUCT)
 
 
 # Ops on batches of matrices, by what they make of each.
