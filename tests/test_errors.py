@@ -103,9 +103,9 @@ def test_state_sees_a_change() -> None:
 def test_custom_autograd_function() -> None:
     assert message(WithFunction(), compiled(), autoshard.CaptureError) == (
         f"the model ({line_of('return Double.apply(super().forward(x))')}): custom "
-        "autograd.Function 'Double' (test_errors): tracing keeps its forward and drops its backward, which is not the "
-        "derivative of the forward, so gradients would be wrong. Write it with differentiable torch ops, or make it an "
-        "op with torch.library.custom_op and register_autograd."
+        "autograd.Function 'Double' (test_errors): tracing keeps its forward and drops its backward, so gradients would "
+        "be wrong. Write it with differentiable torch ops, or make it an op with torch.library.custom_op and "
+        "register_autograd."
     )
 
 
