@@ -77,8 +77,9 @@ PRESETS: dict[str, Hardware] = {
         Hardware("trainium2", 667e12, 2900e9, 96e9, Link(6e-6, 512 * _GB), Link(15e-6, 50 * _GB), 16),
         # A laptop or CI machine: gloo over loopback.
         Hardware("cpu", 1e11, 20e9, 64e9, Link(60e-6, 1.5 * _GB), Link(200e-6, 1 * _GB), 1 << 30, 0.7, 2e-6),
-        # Communication is next to free, so that everything that can be split is split; bytes only break ties.
-        Hardware("ideal_network", 989.4e12, 3352e9, 1e18, Link(0.0, 1e21), Link(0.0, 1e21), 1 << 30, 1.0, 0.0),
+        # Communication is next to free: FLOPs decide, bytes on the wire break ties, memory traffic comes last. So all
+        # matmul-like work that can be split is split, with the fewest bytes.
+        Hardware("ideal_network", 989.4e12, 1e21, 1e18, Link(0.0, 1e18), Link(0.0, 1e18), 1 << 30, 1.0, 0.0),
     )
 }
 

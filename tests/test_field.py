@@ -178,7 +178,7 @@ def test_tensor_and_sequence_parallel() -> None:
 
 def test_ulysses() -> None:
     """S(seq) ↔ S(head) around attention: four all-to-alls each way per layer; weights as in data parallelism."""
-    x = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 512, 32, generator=torch.Generator().manual_seed(0))
     hints = {"x": Shard(1), "*weight": "replicate", "layers.*.out": Shard(1)}
     found = collectives(Attentions(), {"sp": 4}, hints, (x,))
     turned = 3 / 4 * x.numel() * 8 / 4
