@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from autoshard.compiler import build
 from autoshard.errors import AutoshardError
+from autoshard.hardware import PRESETS, Link
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.passes.capture import capture
 from autoshard.passes.cost import is_view
@@ -21,6 +22,9 @@ from autoshard.plans import Plan
 from autoshard.report import globbed, show_seconds
 
 STATUSES = ("refused", "replicated", "decomposed", "sharded")
+
+SPLIT_ALL = replace(PRESETS["ideal_network"], memory_bandwidth=3352e9, node=Link(0.0, 1e21), network=Link(0.0, 1e21))
+"""what can be split at all: elementwise ops too, whatever that communicates"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def coverage(
     real hardware an op may also be replicated because dividing it does not pay. A model that cannot be captured gives
     a report with :attr:`CoverageReport.error`; nothing is raised for it.
     """
-    resolved = Mesh.of(mesh) if mesh is not None else Mesh({"x": 2}, hardware="ideal_network")
+    resolved = Mesh.of(mesh) if mesh is not None else Mesh({"x": 2}, hardware=SPLIT_ALL)
     try:
         graph = capture(model, tuple(example_args), dict(example_kwargs or {}), training=training)
         compiled = build(graph, resolved, hints=hints, title=type(model).__name__)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from harness import SPLIT_ALL
 from torch import nn
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
@@ -228,7 +229,7 @@ def _eager(call: OpCall) -> list[Any]:
 def _run_case(
     call: OpCall, graph: Graph, n: int, hint: Hint, expected: list[Any], shapes_only: bool
 ) -> tuple[str, str]:
-    mesh = Mesh({"x": n}, hardware="ideal_network")
+    mesh = Mesh({"x": n}, hardware=SPLIT_ALL)
     try:
         with limit(LIMIT):
             compiled = build(graph, mesh, hints={hint[0]: Shard(hint[1])} if hint else None)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_equal_training
+from harness import SPLIT_ALL, assert_equal_training
 from torch import Tensor, nn
 
 import autoshard
@@ -29,7 +29,11 @@ def forward_of(sharded: autoshard.ShardedModule) -> str:
 
 
 def compiled(
-    model: nn.Module, axes: dict[str, int], x: Tensor, hints: dict[str, Any], hardware: str = "ideal_network"
+    model: nn.Module,
+    axes: dict[str, int],
+    x: Tensor,
+    hints: dict[str, Any],
+    hardware: str | autoshard.Hardware = "ideal_network",
 ) -> autoshard.ShardedModule:
     return autoshard.compile(model, autoshard.Mesh(axes, hardware), (x,), hints=hints)
 
@@ -199,7 +203,7 @@ def losses() -> Net:
 
 
 def test_scalars_ready_together_are_one_all_reduce() -> None:
-    sharded = compiled(losses(), {"dp": 4}, randn(8, 16), {"x": Shard(0), "a": Shard(0)})
+    sharded = compiled(losses(), {"dp": 4}, randn(8, 16), {"x": Shard(0), "a": Shard(0)}, SPLIT_ALL)
     assert "all_reduce_together" in calls(sharded)
     assert "all_reduce" not in calls(sharded)
     assert re.search(

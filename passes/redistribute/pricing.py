@@ -93,6 +93,7 @@ def local_step(hardware: Hardware) -> float:
 
 
 def _copy_bandwidth(hardware: Hardware) -> float:
-    """Bytes per second of a local copy; a network faster than memory is an ideal one, beside which copies are free."""
-    fastest = max(hardware.node.bandwidth, hardware.network.bandwidth)
-    return hardware.memory_bandwidth if hardware.memory_bandwidth > fastest else 1e9 * fastest
+    """Bytes per second of a local copy; a network without latency is an ideal one, beside which copies are free."""
+    if hardware.node.latency:
+        return hardware.memory_bandwidth
+    return 1e9 * max(hardware.memory_bandwidth, hardware.node.bandwidth, hardware.network.bandwidth)
