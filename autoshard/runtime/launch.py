@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 import os
+import sys
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -84,8 +85,12 @@ def _distributed(rank_module: type[RankModule], folder: Path, options: argparse.
             run.update(options.lr)
             if comm.rank == 0:
                 _print(step, outputs, loss)
+        dist.barrier()
     finally:
         dist.destroy_process_group()
+    if not cuda:  # gloo's threads sometimes abort the interpreter's own way out ("terminate called …")
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _name_lines(rank_module: type[RankModule], file: Path) -> None:
