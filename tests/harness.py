@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import autoshard
-from autoshard.hardware import PRESETS
+from autoshard.coverage_report import SPLIT_ALL
 
 MESHES = {
     "tp2": {"tp": 2},
@@ -21,12 +20,6 @@ MESHES = {
     "dp2tp2sp2": {"dp": 2, "tp": 2, "sp": 2},
     "tp1": {"tp": 1},
 }
-
-
-SPLIT_ALL = replace(
-    PRESETS["ideal_network"], memory_bandwidth=3352e9, node=autoshard.Link(0.0, 1e21), network=autoshard.Link(0.0, 1e21)
-)
-"""memory traffic before bytes on the wire: elementwise ops are split too, whatever that communicates"""
 
 
 def ideal(axes: dict[str, int]) -> autoshard.Mesh:
