@@ -198,6 +198,21 @@ def test_message_passing_bounds_from_below(network: CostNetwork) -> None:
     assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(bounds))
 
 
+def test_rounding_does_not_prune_the_optimum() -> None:
+    """Found by the test above: thirds of costs are not exact, and with the optimum as limit it was dropped."""
+    steep = np.array([[5.0, 3.0], [3.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    wide = np.array([[3.0, 2.0, 0.0, 1.0], [2.0, 1.0, 4.0, 1.0], [0.0, 5.0, 0.0, 5.0], [3.0, 4.0, 2.0, 0.0]])
+    four, two, one = np.array([5.0, 3.0, 3.0, 1.0]), np.array([5.0, 3.0]), np.array([5.0])
+    last = np.array([[2.0, 3.0], [4.0, 5.0], [0.0, 0.0], [4.0, 5.0]])
+    edges = [(0, 1, steep)] * 6
+    edges += [(0, 2, steep), (1, 2, np.array([[5.0, 3.0], [3.0, 1.0]])), (0, 4, wide), (0, 1, last)]
+    network = CostNetwork((four, two, two, one, four, one, one), tuple(edges))
+    dual, best = Dual(Eliminator.of(network, Tables())), brute_force(network)
+    for _ in range(6):
+        dual.sweep(best)
+    assert dual.bound <= best + 1e-9
+
+
 def test_time_limit_leaves_a_valid_interval() -> None:
     network = dense(np.random.default_rng(0), nodes=24, size=8, forbidden=0.0)
     found = solve(network, time_limit=1.0)

@@ -14,6 +14,9 @@ from autoshard.passes.search.eliminate import Eliminator, Scope
 from autoshard.passes.search.network import Array
 from autoshard.passes.search.tables import Classes
 
+_NOISE = 1e-9
+"""relative"""
+
 
 @dataclass
 class _Edge:
@@ -69,7 +72,8 @@ class Dual:
         least = float(self.node[i].min())
         self.bound += least
         self.node[i] -= least
-        stay = np.flatnonzero(self.node[i] <= upper - self.bound)
+        # Rounding noise must not drop the strategy of an optimum that equals ``upper``: the bound would pass it.
+        stay = np.flatnonzero(self.node[i] <= upper - self.bound + _NOISE * abs(upper))
         if 0 < len(stay) < len(self.node[i]):
             self._restrict(i, stay)
         if ahead:
