@@ -221,7 +221,9 @@ def _collectives(program: Program) -> Iterator[Collective]:
     again = regathered(program)
     for s in program.statements:
         if s.members:
-            yield _together([c for part in s.members for c in _of_step(program, part, backward, False)], program)
+            later: list[Collective] = []
+            yield from _together([c for part in s.members for c in _of_step(program, part, later, False)], program)
+            backward.extend(_together(later, program))
         elif s.step is not None:
             yield from _of_step(program, s, backward, s.outputs[0] in again)
         elif s.node is not None:
@@ -229,11 +231,12 @@ def _collectives(program: Program) -> Iterator[Collective]:
     yield from reversed(backward)
 
 
-def _together(parts: Sequence[Collective], program: Program) -> Collective:
-    """Several collectives that are made by one call."""
-    moved, first = sum(c.bytes for c in parts), parts[0]
-    seconds = program.mesh.link(first.axes).seconds(moved, program.mesh.size_of(first.axes))
-    return replace(first, bytes=moved, seconds=seconds, reason="; ".join(c.reason for c in parts))
+def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collective]:
+    """Collectives that are made by one call: as one."""
+    if parts:
+        moved, first = sum(c.bytes for c in parts), parts[0]
+        seconds = program.mesh.link(first.axes).seconds(moved, program.mesh.size_of(first.axes))
+        yield replace(first, bytes=moved, seconds=seconds, reason="; ".join(c.reason for c in parts))
 
 
 def _of_step(program: Program, s: Statement, backward: list[Collective], again: bool) -> Iterator[Collective]:

@@ -124,24 +124,22 @@ def _placed(statements: Sequence[Statement], bucket_of: Mapping[str, list[Statem
 
 def _merged(bucket: Sequence[Statement]) -> Statement:
     first = bucket[0]
-    tensors = tuple(Ref(reads(s)[0]) for s in bucket)
-    step = first.step
-    if step is None:
+    if first.step is None:
         return first
-    axes: Any = step.axes if len(step.axes) > 1 else step.axes[0]
-    if step.kind == "enter":
-        call = Call("enter_parameters", (tensors, axes), {})
-    else:
-        kwargs: dict[str, Any] = {"to": first.call.kwargs["to"]}
-        sizes = tuple(s.call.kwargs.get("size") or _length(s) for s in bucket)
-        if any("size" in s.call.kwargs for s in bucket):
-            kwargs["sizes"] = sizes
-        if "replicas" in first.call.kwargs:
-            kwargs["replicas"] = first.call.kwargs["replicas"]
-        call = Call("gather_parameters", (tensors, tuple(s.call.args[1] for s in bucket), axes), kwargs)
     outputs = tuple(s.outputs[0] for s in bucket)
     layouts: tuple[Layout | None, ...] = tuple(s.layouts[0] for s in bucket)
+    call = merged_call(_KINDS[first.step.kind], bucket)
     return replace(first, outputs=outputs, call=call, layouts=layouts, members=tuple(bucket))
+
+
+def merged_call(function: str, members: Sequence[Statement]) -> Call:
+    """One call for redistribution steps of one kind over the same axes: every argument but the axes for each of them."""
+    first = members[0].call
+    *dims, axes = zip(*(s.call.args[1:] for s in members), strict=True)
+    kwargs = {k: v for k, v in first.kwargs.items() if k != "size"}
+    if any("size" in s.call.kwargs for s in members):
+        kwargs["sizes"] = tuple(s.call.kwargs.get("size") or _length(s) for s in members)
+    return Call(function, (tuple(Ref(reads(s)[0]) for s in members), *dims, axes[0]), kwargs)
 
 
 def _length(s: Statement) -> Any:

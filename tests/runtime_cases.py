@@ -58,14 +58,27 @@ def cases(mesh: dict[str, int]) -> Iterator[Case]:
 
         names = axes[0] if len(axes) == 1 else axes
         yield case("enter", "IR", lambda x, a=names: runtime.enter(x, a))
+        yield case("enter_together", "IR", both(lambda xs, a=names: runtime.enter_together(xs, a)))
         yield case("leave", "RI", lambda x, a=names: runtime.leave(x, a))
         for to in "IR":
             yield case("all_reduce", "P" + to, lambda x, a=names, to=to: runtime.all_reduce(x, a, to=to))
+            yield case(
+                "all_reduce_together",
+                "P" + to,
+                both(lambda xs, a=names, to=to: runtime.all_reduce_together(xs, a, to=to)),
+            )
             yield case("partial", to + "P", lambda x, a=names, to=to: runtime.partial(x, a, of=to))
         for dim in (0, 1):
             size = None if divides and kind == "even" else shape[dim]
             yield case(
                 "reduce_scatter", "PS", lambda x, a=names, d=dim: runtime.reduce_scatter(x, d, a), dim=dim, to_dim=dim
+            )
+            yield case(
+                "reduce_scatter_together",
+                "PS",
+                both(lambda xs, a=names, d=dim: runtime.reduce_scatter_together(xs, (d, d), a)),
+                dim=dim,
+                to_dim=dim,
             )
             yield case("pad", "SP", lambda x, a=names, d=dim, s=size: runtime.pad(x, d, a, size=s), dim=dim)
             to_dim = 1 - dim
@@ -76,7 +89,29 @@ def cases(mesh: dict[str, int]) -> Iterator[Case]:
                 dim=dim,
                 to_dim=to_dim,
             )
+            sizes = None if size is None else (size, size)
+            yield case(
+                "all_to_all_together",
+                "SS",
+                both(
+                    lambda xs, a=names, d=(dim, dim), t=(to_dim, to_dim), s=sizes: runtime.all_to_all_together(
+                        xs, d, t, a, sizes=s
+                    )
+                ),
+                dim=dim,
+                to_dim=to_dim,
+            )
             for to in "IR":
+                yield case(
+                    "all_gather_together",
+                    "S" + to,
+                    both(
+                        lambda xs, a=names, d=(dim, dim), s=sizes, to=to: runtime.all_gather_together(
+                            xs, d, a, to=to, sizes=s
+                        )
+                    ),
+                    dim=dim,
+                )
                 yield case(
                     "all_gather",
                     "S" + to,
@@ -96,6 +131,16 @@ def cases(mesh: dict[str, int]) -> Iterator[Case]:
                     to_dim=dim,
                     order=order,
                 )
+
+
+def both(together: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]) -> Any:
+    """As a function of one tensor: x and 2x are moved, and their difference is x moved."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        once, twice = together((x, 2 * x if x.requires_grad else x))
+        return twice - once if x.requires_grad else twice
+
+    return call
 
 
 def coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:

@@ -8,7 +8,6 @@ from torch import reshape
 from autoshard.runtime.collectives import (
     all_gather,
     all_reduce,
-    all_reduce_together,
     all_to_all,
     enter,
     leave,
@@ -27,6 +26,13 @@ from autoshard.runtime.module import Block, RankModule, device
 from autoshard.runtime.parameters import enter_parameters, gather_parameters, regather, wait_gradients
 from autoshard.runtime.process_group import TorchCommunicator
 from autoshard.runtime.random import dropout, shared, synchronised_rng
+from autoshard.runtime.together import (
+    all_gather_together,
+    all_reduce_together,
+    all_to_all_together,
+    enter_together,
+    reduce_scatter_together,
+)
 
 __all__ = [
     "Block",
@@ -37,15 +43,18 @@ __all__ = [
     "TorchCommunicator",
     "World",
     "all_gather",
+    "all_gather_together",
     "all_reduce",
     "all_reduce_together",
     "all_to_all",
+    "all_to_all_together",
     "bind",
     "current",
     "device",
     "dropout",
     "enter",
     "enter_parameters",
+    "enter_together",
     "gather_parameters",
     "leave",
     "main",
@@ -54,6 +63,7 @@ __all__ = [
     "partial",
     "permute",
     "reduce_scatter",
+    "reduce_scatter_together",
     "regather",
     "reshape",
     "shared",

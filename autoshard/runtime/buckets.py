@@ -1,4 +1,4 @@
-"""The parameters of a block moved together: one collective per dtype instead of one per tensor.
+"""Several tensors moved together: one collective per dtype instead of one per tensor.
 
 A bucket has a *face* for every rank whose tensors it sees: one under torch.distributed, all of them in-process.
 Tensors come and go as one list, face after face.
@@ -13,21 +13,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.runtime.communicator import Communicator
-from autoshard.runtime.in_process import World
+from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.communicator import Communicator, current
+from autoshard.runtime.in_process import InProcessCommunicator, World
 from autoshard.runtime.move import LOCAL, Move
-from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, reduce_scatter_single
-from autoshard.runtime.profiling import recorded
+from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, raw, reduce_scatter_single
+from autoshard.runtime.profiling import named, recorded
 
+Tensors = tuple[torch.Tensor, ...]
 Gradients = list[torch.Tensor | None]
 Begin = Callable[[], Any]
 
 
 class Bucket:
-    """``moves``: one for each tensor of each face, all of one verb; ``replicas``: axes that hold the same shards."""
+    """``moves``: one for each tensor of each face, all of one verb; ``replicas``: axes that hold the same shards.
 
-    def __init__(self, moves: Sequence[Move], replicas: tuple[str, ...]) -> None:
-        self.moves, self.replicas = tuple(moves), replicas
+    ``listed``: whether the plan lists every member, as it does for parameters; profiles then say how many there are.
+    """
+
+    def __init__(self, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False) -> None:
+        self.moves, self.replicas, self.listed = tuple(moves), replicas, listed
 
     @property
     def last_move(self) -> Move:
@@ -36,6 +41,10 @@ class Bucket:
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         """Every tensor moved."""
+        raise NotImplementedError
+
+    def dual(self, present: Sequence[int]) -> Bucket:
+        """The bucket of the gradients of the tensors with these numbers."""
         raise NotImplementedError
 
     def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
@@ -49,23 +58,28 @@ class Bucket:
 class FlatBucket(Bucket):
     """One flat buffer per dtype on torch.distributed. Chunks that are uneven are padded at the end of a rank's row."""
 
-    def __init__(self, comm: TorchCommunicator, moves: Sequence[Move], replicas: tuple[str, ...]) -> None:
-        super().__init__(moves, replicas)
+    def __init__(
+        self, comm: TorchCommunicator, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False
+    ) -> None:
+        super().__init__(moves, replicas, listed)
         self.comm = comm
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         """See :meth:`Bucket.forward`."""
         out: list[Any] = list(xs)
         if self.moves[0].verb in LOCAL:
-            return [x.view_as(x) for x in xs]
+            return [self.comm.local(m, x.view_as(x)) for m, x in zip(self.moves, xs, strict=True)]
         for members in _by_dtype(xs):
-            moves = [self.moves[i] for i in members]
-            record(self.comm, moves, [xs[i] for i in members], phase)
-            with recorded(self.comm, moves[0], phase, len(moves)):
-                gathered = self._gather(moves, [xs[i] for i in members])
-            for i, full in zip(members, gathered, strict=True):
-                out[i] = full
+            _, work, moved = self._begin([self.moves[i] for i in members], [xs[i] for i in members], phase)
+            if work is not None:
+                work.wait()
+            for i, y in zip(members, moved, strict=True):
+                out[i] = y
         return out
+
+    def dual(self, present: Sequence[int]) -> Bucket:
+        """See :meth:`Bucket.dual`."""
+        return FlatBucket(self.comm, [self.moves[i].backward() for i in present])
 
     def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
         """See :meth:`Bucket.backward`."""
@@ -75,7 +89,7 @@ class FlatBucket(Bucket):
         for members in _by_dtype(gradients):
             moves = [self.moves[i].backward() for i in members]
             present = [g for i in members if (g := gradients[i]) is not None]
-            buffer, work, parts = self._reduce(moves, present)
+            buffer, work, parts = self._begin(moves, present, "backward")
             if self.replicas:
                 later.append(self._then_all_reduce(work, buffer, parts))
             elif work is not None:
@@ -84,21 +98,24 @@ class FlatBucket(Bucket):
                 out[i] = part
         return out, works, later
 
-    def _reduce(
-        self, moves: list[Move], gradients: list[torch.Tensor]
+    def _begin(
+        self, moves: list[Move], xs: list[torch.Tensor], phase: str
     ) -> tuple[torch.Tensor, Any | None, list[torch.Tensor]]:
-        """A flat buffer, the work that fills it, and the moved gradients as views of it."""
+        """A flat buffer, the work that fills it, and the moved tensors: parts of it."""
         verb = moves[0].verb
         if verb in LOCAL:
-            parts = [self.comm.local(m, g) for m, g in zip(moves, gradients, strict=True)]
+            parts = [self.comm.local(m, x) for m, x in zip(moves, xs, strict=True)]
             buffer = _flat(parts)
             return buffer, None, _views(buffer, [p.shape for p in parts])
-        record(self.comm, moves, gradients, "backward")
-        with recorded(self.comm, moves[0], "backward", len(moves)):
+        record(self.comm, moves, xs, phase)
+        with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
+            if verb == "all_reduce":
+                buffer = _flat(xs)
+                return buffer, self._all_reduce(buffer, moves[0].axes), _views(buffer, [x.shape for x in xs])
             if verb == "reduce_scatter":
-                return self._reduce_scatter(moves, gradients)
-            buffer = _flat(gradients)
-            return buffer, self._all_reduce(buffer, moves[0].axes), _views(buffer, [g.shape for g in gradients])
+                return self._reduce_scatter(moves, xs)
+            moved = self._gather(moves, xs) if verb == "all_gather" else self._all_to_all(moves, xs)
+            return moved[0], None, moved
 
     def _then_all_reduce(self, before: Any | None, buffer: torch.Tensor, parts: list[torch.Tensor]) -> Begin:
         def begin() -> Any:
@@ -120,12 +137,30 @@ class FlatBucket(Bucket):
         mine = xs[0].new_empty(row)
         torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
         out = xs[0].new_empty(group.size * row)
-        all_gather_single(out, mine, group.handle)
+        all_gather_single(raw(out), raw(mine), group.handle)
         by_index = list(torch.split(out, row)) if row else [out] * group.size
         if group.order is not None:
             by_index = [by_index[group.order.index(k)] for k in range(group.size)]
         pieces = [_views(r, shapes) for r, shapes in zip(by_index, rows, strict=True)]
         return [torch.cat([p[i] for p in pieces], m.dim) for i, m in enumerate(moves)]
+
+    def _all_to_all(self, moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        group = self.comm.process_group(moves[0].axes)
+        members = range(group.size) if group.order is None else group.order
+        cuts = [self.comm.chunks(m.to_size, m.axes) for m in moves]
+        sent = [[x.narrow(m.to_dim, *c[k]) for m, x, c in zip(moves, xs, cuts, strict=True)] for k in members]
+        mine = [x.narrow(m.to_dim, *c[group.number]).shape for m, x, c in zip(moves, xs, cuts, strict=True)]
+        received = [self._shapes(moves, mine, k) for k in members]
+        sends, receives = ([sum(map(_numel, shapes)) for shapes in rows] for rows in (_shapes_of(sent), received))
+        buffer = _flat([piece for pieces in sent for piece in pieces])
+        out = buffer.new_empty(sum(receives))
+        scale = 1 if raw(out) is out else out.element_size()
+        theirs, ours = ([n * scale for n in counts] for counts in (receives, sends))
+        dist.all_to_all_single(raw(out), raw(buffer), theirs, ours, group.handle)
+        by_index: list[list[torch.Tensor]] = [[] for _ in members]
+        for k, part, shapes in zip(members, torch.split(out, receives), received, strict=True):
+            by_index[k] = _views(part, shapes)
+        return [torch.cat([pieces[i] for pieces in by_index], m.dim) for i, m in enumerate(moves)]
 
     def _reduce_scatter(
         self, moves: list[Move], gradients: list[torch.Tensor]
@@ -155,14 +190,20 @@ class FlatBucket(Bucket):
 class JointBucket(Bucket):
     """The same for all in-process ranks at once, without flat buffers; logged as one collective per dtype."""
 
-    def __init__(self, world: World, moves: Sequence[Move], replicas: tuple[str, ...]) -> None:
-        super().__init__(moves, replicas)
+    def __init__(
+        self, world: World, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False
+    ) -> None:
+        super().__init__(moves, replicas, listed)
         self.world = world
         self.count = len(self.moves) // world.size
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         """See :meth:`Bucket.forward`."""
         return [y for y in self._execute(self.moves, list(xs), phase) if y is not None]
+
+    def dual(self, present: Sequence[int]) -> Bucket:
+        """See :meth:`Bucket.dual`. The same tensors are present on every face."""
+        return JointBucket(self.world, [self.moves[i].backward() for i in present])
 
     def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
         """See :meth:`Bucket.backward`. Nothing is under way afterwards."""
@@ -178,7 +219,8 @@ class JointBucket(Bucket):
             for members in _by_dtype(xs[: self.count]):
                 record(first, [moves[i] for i in members], [x for i in members if (x := xs[i]) is not None], phase)
         # The forward runs in any rank's thread; every rank records it where it waits for it.
-        with recorded(first, moves[0], phase, self.count) if phase == "backward" else contextlib.nullcontext():
+        shown = self.count if self.listed else 1
+        with recorded(first, moves[0], phase, shown) if phase == "backward" else contextlib.nullcontext():
             self._carry_out(moves, xs, out)
         return out
 
@@ -189,6 +231,37 @@ class JointBucket(Bucket):
             if ours:
                 for f, y in zip(faces, self.world.carry_out([moves[f] for f in faces], ours), strict=True):
                     out[f] = y
+
+
+def carried(
+    what: str,
+    moves: Sequence[Move],
+    xs: Sequence[torch.Tensor],
+    through: Callable[[Bucket, Sequence[torch.Tensor]], Tensors],
+    replicas: tuple[str, ...] = (),
+    listed: bool = False,
+) -> Tensors:
+    """Every tensor moved: ``through(bucket, tensors)``, on all faces' tensors where this process holds all ranks.
+
+    ``what``: the caller's name, for errors; ``replicas`` and ``listed`` as in :class:`Bucket`.
+    """
+    comm = current()
+    moves = [named(move) for move in moves]
+    if isinstance(comm, TorchCommunicator):
+        return through(FlatBucket(comm, moves, replicas, listed), xs)
+    if not isinstance(comm, InProcessCommunicator):
+        raise RuntimeMismatchError(f"{what}: unknown communicator {type(comm).__name__}")
+    world = comm.world
+
+    def joint(values: list[tuple[Sequence[Move], Sequence[torch.Tensor]]]) -> list[Tensors]:
+        bucket = JointBucket(world, [m for ms, _ in values for m in ms], replicas, listed)
+        out = through(bucket, [x for _, ys in values for x in ys])
+        return [out[i * len(xs) : (i + 1) * len(xs)] for i in range(world.size)]
+
+    key = f"{what} of {len(xs)} tensors, the first a {moves[0].key}"
+    with recorded(comm, moves[0], "forward", len(moves) if listed else 1):
+        result: Tensors = world.meet(comm.rank, key, (moves, xs), joint)
+    return result
 
 
 def record(comm: Communicator, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str) -> None:
@@ -219,6 +292,10 @@ def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.
         out.append(buffer[at : at + n].view(shape))
         at += n
     return out
+
+
+def _shapes_of(rows: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Size]]:
+    return [[x.shape for x in row] for row in rows]
 
 
 def _numel(shape: Sequence[int]) -> int:

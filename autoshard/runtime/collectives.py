@@ -8,8 +8,7 @@ Axes of size 1 cost nothing. Raises :class:`~autoshard.errors.MeshError` for an 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -40,30 +39,6 @@ def all_reduce(x: torch.Tensor, axes: Axes, to: Whole = "I", op: str = "sum") ->
     if not (names := comm.active(axes)):
         return x
     return comm.apply(Move("P", _whole(to), names, op=op), x)
-
-
-def all_reduce_together(xs: Sequence[torch.Tensor], axes: Axes, to: Whole = "I") -> tuple[torch.Tensor, ...]:
-    """:func:`all_reduce` of tensors of one dtype, in one message. Gradients come and go one by one, or not at all."""
-    comm = current()
-    if not comm.active(axes):
-        return tuple(xs)
-    with torch.no_grad():
-        total = all_reduce(torch.cat([x.reshape(-1) for x in xs]), axes)
-        parts = torch.split(total, [x.numel() for x in xs])
-    sums = (_Sum.apply(x, part.view(x.shape)) for x, part in zip(xs, parts, strict=True))  # type: ignore[no-untyped-call]
-    return tuple(enter(y, axes) if to == "R" else y for y in sums)
-
-
-class _Sum(torch.autograd.Function):
-    """P → I with the sum at hand: backward nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        return total.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:

@@ -17,15 +17,11 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import LayoutError, RuntimeMismatchError
-from autoshard.runtime.buckets import Begin, Bucket, FlatBucket, JointBucket
+from autoshard.runtime.buckets import Begin, Bucket, Tensors, carried
 from autoshard.runtime.collectives import Whole
 from autoshard.runtime.communicator import Axes, current
 from autoshard.runtime.in_process import InProcessCommunicator
 from autoshard.runtime.move import Move
-from autoshard.runtime.process_group import TorchCommunicator
-from autoshard.runtime.profiling import named, recorded
-
-Tensors = tuple[torch.Tensor, ...]
 
 
 def enter_parameters(tensors: Sequence[torch.Tensor], axes: Axes) -> Tensors:
@@ -39,7 +35,7 @@ def enter_parameters(tensors: Sequence[torch.Tensor], axes: Axes) -> Tensors:
     moving = [t for t in tensors if t.requires_grad]
     if not names or not moving or not torch.is_grad_enabled():
         return tuple(tensors)
-    moved = iter(_move("enter_parameters", [Move("I", "R", names)] * len(moving), moving, ()))
+    moved = iter(carried("enter_parameters", [Move("I", "R", names)] * len(moving), moving, _through, listed=True))
     return tuple(next(moved) if t.requires_grad else t for t in tensors)
 
 
@@ -67,7 +63,7 @@ def gather_parameters(
     n = comm.size_of(names)
     lengths = sizes if sizes is not None else [t.shape[d] * n for t, d in zip(tensors, dims, strict=True)]
     moves = [Move("S", to, names, d, length) for d, length in zip(dims, lengths, strict=True)]
-    return _move("gather_parameters", moves, tensors, comm.active(replicas))
+    return carried("gather_parameters", moves, tensors, _through, comm.active(replicas), listed=True)
 
 
 def wait_gradients(*parameters: torch.Tensor) -> Tensors:
@@ -156,27 +152,6 @@ class _Move(torch.autograd.Function):
         pending.works += works
         pending.later += later
         return None, *(None for _ in out)
-
-
-def _move(what: str, moves: Sequence[Move], xs: Sequence[torch.Tensor], replicas: tuple[str, ...]) -> Tensors:
-    """Every tensor moved, by one bucket."""
-    comm = current()
-    moves = [named(move) for move in moves]
-    if isinstance(comm, TorchCommunicator):
-        return _through(FlatBucket(comm, moves, replicas), xs)
-    if not isinstance(comm, InProcessCommunicator):
-        raise RuntimeMismatchError(f"{what}: unknown communicator {type(comm).__name__}")
-    world = comm.world
-
-    def joint(values: list[tuple[Sequence[Move], Sequence[torch.Tensor]]]) -> list[Tensors]:
-        bucket = JointBucket(world, [m for ms, _ in values for m in ms], replicas)
-        out = _through(bucket, [x for _, ys in values for x in ys])
-        return [out[i * len(xs) : (i + 1) * len(xs)] for i in range(world.size)]
-
-    key = f"{what} of {len(xs)} tensors, the first a {moves[0].key}"
-    with recorded(comm, moves[0], "forward", len(moves)):
-        result: Tensors = world.meet(comm.rank, key, (moves, xs), joint)
-    return result
 
 
 def _through(bucket: Bucket, xs: Sequence[torch.Tensor]) -> Tensors:

@@ -160,10 +160,10 @@ def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     x = x.contiguous() if even else _padded(x, move.dim, lengths[0])
     if even and move.dim == 0 and group.order is None:
         out = x.new_empty(out_shape)
-        all_gather_single(_raw(out), _raw(x), group.handle)
+        all_gather_single(raw(out), raw(x), group.handle)
         return out
     parts = x.new_empty([group.size, *x.shape])
-    all_gather_single(_raw(parts), _raw(x).unsqueeze(0), group.handle)
+    all_gather_single(raw(parts), raw(x).unsqueeze(0), group.handle)
     pieces = _by_index(parts.unbind(0), group)
     return torch.cat([p.narrow(move.dim, 0, n) for p, n in zip(pieces, lengths, strict=True)], move.dim)
 
@@ -192,10 +192,8 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     counts = [_numel(s) for s in shapes]
     out = x.new_empty(sum(counts))
     sends = [_numel(_with(x.shape, move.to_dim, sent[k][1])) for k in members]
-    scale = 1 if _raw(x) is x else x.element_size()
-    dist.all_to_all_single(
-        _raw(out), _raw(buffer), [c * scale for c in counts], [s * scale for s in sends], group.handle
-    )
+    scale = 1 if raw(x) is x else x.element_size()
+    dist.all_to_all_single(raw(out), raw(buffer), [c * scale for c in counts], [s * scale for s in sends], group.handle)
     parts = [p.view(s) for p, s in zip(torch.split(out, counts), shapes, strict=True)]
     return torch.cat(_by_index(parts, group), move.dim)
 
@@ -209,9 +207,9 @@ def _permute(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor
     x, out = x.contiguous(), x.new_empty(shape)
     ops = []
     if x.numel():
-        ops.append(dist.P2POp(dist.isend, _raw(x), receiver, group.handle))
+        ops.append(dist.P2POp(dist.isend, raw(x), receiver, group.handle))
     if out.numel():
-        ops.append(dist.P2POp(dist.irecv, _raw(out), sender, group.handle))
+        ops.append(dist.P2POp(dist.irecv, raw(out), sender, group.handle))
     for work in dist.batch_isend_irecv(ops) if ops else ():
         work.wait()
     return out
@@ -226,7 +224,7 @@ _COLLECTIVES = {
 }
 
 
-def _raw(x: torch.Tensor) -> torch.Tensor:
+def raw(x: torch.Tensor) -> torch.Tensor:
     """Bytes, for the 1-byte floats and bools that backends cannot send as they are; other tensors unchanged."""
     if x.dtype == torch.bool or (x.dtype.is_floating_point and x.element_size() == 1):
         return x.view(torch.uint8)
