@@ -21,7 +21,7 @@ import torch
 
 from autoshard.layout import I, Layout, P, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.redistribute import planner, pricing, redistribution, space
+from autoshard.passes.redistribute import planner, pricing, redistribution, space, table
 
 DUAL = {"R": "P", "P": "R", "I": "I"}
 PLACEMENT = {"R": R, "I": I, "P": P}
@@ -249,7 +249,8 @@ def test_equals_exhaustive_search_where_uneven(sizes: tuple[int, ...], shape: tu
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing cached before, nothing left behind after."""
-    caches = planner.plan, pricing.price, pricing._rates, space.space
+    found = (vars(module).values() for module in (planner, pricing, space, table))
+    caches = [x for values in found for x in values if hasattr(x, "cache_clear")]
     for cache in caches:
         cache.cache_clear()
     yield

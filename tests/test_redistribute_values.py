@@ -175,11 +175,13 @@ class Case:
 
 
 @st.composite
-def cases(draw: Callable, kinds: tuple = (R, I, P), grads: tuple[bool, ...] = (False, True)) -> Case:
-    sizes = draw(st.sampled_from(MESHES))
-    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=2 if len(sizes) == 4 else 3)))
+def cases(
+    draw: Callable, kinds: tuple = (R, I, P), grads: tuple[bool, ...] = (False, True), meshes: list = MESHES
+) -> Case:
+    sizes = draw(st.sampled_from(meshes))
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=2 if len(sizes) >= 4 else 3)))
     hardware = draw(st.sampled_from(["h100", "cpu", "ideal_network"]))
-    mesh = Mesh(dict(zip("abcd", sizes, strict=False)), hardware)
+    mesh = Mesh(dict(zip("abcdefg", sizes, strict=False)), hardware)
     placements = st.sampled_from([*kinds, *map(Shard, range(len(shape)))])
     src, dst = (Layout(mesh, [draw(placements) for _ in sizes], draw(st.permutations(mesh.axes))) for _ in range(2))
     minimize = draw(st.sampled_from(["bytes", "seconds"]))
@@ -208,6 +210,12 @@ def test_steps_give_the_exact_shards_and_gradients(case: Case) -> None:
             grads = unapply(step, grads, before)
             assert holds(step.src.gradient(), grads, gradient), f"backward of {step}"
         assert holds(case.src.gradient(), grads, gradient)
+
+
+@settings(max_examples=4, deadline=None)
+@given(cases(meshes=[(2, 1, 2, 1, 2, 2)]))
+def test_any_number_of_axes(case: Case) -> None:
+    test_steps_give_the_exact_shards_and_gradients.hypothesis.inner_test(case)  # type: ignore[attr-defined]
 
 
 @settings(max_examples=80, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,16 @@ from autoshard.errors import LayoutError
 from autoshard.layout import Layout, Partial, Placement
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price
-from autoshard.passes.redistribute.space import Floats, Ints, frame, layout_of, state_of
+from autoshard.passes.redistribute.space import (
+    FREE,
+    MOST_AXES,
+    Floats,
+    Ints,
+    frame,
+    halfway,
+    layout_of,
+    state_of,
+)
 from autoshard.passes.redistribute.steps import Redistribution, Step
 
 LayoutLike = Layout | Mapping[str, Placement] | Sequence[Placement]
@@ -43,7 +53,9 @@ def redistribution(
     conversions with a defined gradient are used; without it Invariant and Replicate are one. ``minimize="bytes"``:
     fewest ring bytes per rank; among those a sequence without a local tensor larger than both ends, then least time,
     then fewest steps. ``"seconds"``: least time on the mesh's links first, which may move more bytes over a faster
-    axis. ``peak_limit``: no local tensor of more elements on the way. ``closed``: dims that are not cut on the way,
+    axis. Where more than five mesh axes change at once, the way leads through layouts in between; each part of it is
+    the cheapest, and :attr:`Redistribution.minimal` is False. ``peak_limit``: no local tensor of more elements on the
+    way. ``closed``: dims that are not cut on the way,
     because their length depends on the data.
 
     Raises :class:`LayoutError` where a layout does not fit its shape, for a conversion that does not exist (into
@@ -92,7 +104,12 @@ def plan(
     """:func:`redistribution` of one shape, all arguments resolved."""
     check((src, shape), (dst, shape), mesh, minimize)
     kinds, ends = kinds_of((src, dst), grad), [state_of(x, len(shape), grad=grad) for x in (src, dst)]
-    prices = price(mesh, shape, dtype.itemsize, kinds, grad, frame(*ends), closed)
+    common = frame(ends[0], ends[1])
+    if common.kinds.count(FREE) > MOST_AXES:
+        middle = layout_of(halfway(ends[0], ends[1], common), mesh)
+        rest = (shape, mesh, dtype, grad, peak_limit, minimize, closed)
+        return _joined(plan(src, middle, *rest), plan(middle, dst, *rest))
+    prices = price(mesh, shape, dtype.itemsize, kinds, grad, common, closed)
     start, goal = (prices.space.index[x] for x in ends)
     path = _path(prices, start, goal, peak_limit, minimize)
     if path is None:
@@ -113,6 +130,20 @@ def plan(
         _divide(backward, ranks),
         sum(s.seconds for s in steps),
         max(int(prices.numel[v]) for v in visited),
+    )
+
+
+def _joined(first: Redistribution, second: Redistribution) -> Redistribution:
+    """One after the other."""
+    return replace(
+        first,
+        dst=second.dst,
+        steps=first.steps + second.steps,
+        forward_bytes=first.forward_bytes + second.forward_bytes,
+        backward_bytes=first.backward_bytes + second.backward_bytes,
+        seconds=first.seconds + second.seconds,
+        peak_numel=max(first.peak_numel, second.peak_numel),
+        minimal=False,
     )
 
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.errors import LayoutError
 from autoshard.layout import I, Layout, P, Partial, Placement, R, Shard
 from autoshard.mesh import Mesh
 
@@ -249,12 +248,28 @@ def frame(src: State, dst: State) -> State:
     return State(tuple(kinds), nests)
 
 
+def halfway(src: State, dst: State, common: State) -> State:
+    """On the way between states that differ in too many axes for one graph: ``common`` is their frame.
+
+    Up to ``EXACT_AXES`` inner axes of the source that are to change are made whole, or summed; once it has none, those of
+    the target are left for later. Between whole values some axes change first.
+    """
+    free = [a for a, k in enumerate(common.kinds) if k == FREE]
+    if all(x.kinds[a] in "RI" for x in (src, dst) for a in free):
+        chosen = free[:EXACT_AXES]
+        return src._replace(kinds=tuple(dst.kinds[a] if a in chosen else k for a, k in enumerate(src.kinds)))
+    middle = src if any(src.kinds[a] not in "RI" for a in free) else dst
+    for _ in range(EXACT_AXES):
+        inner = {nest[-1] for nest in middle.nests if nest} | {a for a in free if middle.kinds[a] not in "SRI"}
+        last = next((a for a in sorted(inner, reverse=True) if a in free), None)
+        if last is None:
+            break
+        dim = next((d for d, nest in enumerate(middle.nests) if nest[-1:] == (last,)), None)
+        middle = middle.convert((last,), "R", leave=dim)
+    return middle
+
+
 @lru_cache(maxsize=64)
 def space(sizes: tuple[int, ...], kinds: tuple[str, ...], base: State) -> Space:
-    """The graph for these axis sizes, built once. Raises :class:`LayoutError` where it would be too large."""
-    if base.kinds.count(FREE) > MOST_AXES:
-        raise LayoutError(
-            f"a redistribution that changes {base.kinds.count(FREE)} mesh axes at once is not planned, at most "
-            f"{MOST_AXES}; go through a layout in between"
-        )
+    """The graph for these axis sizes, built once; ``base`` leaves at most ``MOST_AXES`` free."""
     return Space(sizes, len(base.nests), kinds, base)

@@ -87,6 +87,8 @@ class Redistribution:
     """elements of the largest local tensor on the way, both ends included"""
     dst_shape: tuple[int, ...] | None = None
     """the global shape at the end, if it is reshaped on the way"""
+    minimal: bool = True
+    """whether no cheaper sequence exists; not known where more than five mesh axes change at once"""
 
     @property
     def gathered(self) -> tuple[str, ...]:
@@ -109,6 +111,8 @@ class Redistribution:
         total += f", {_bytes(self.backward_bytes)} backward" if self.grad else ""
         lines = [f"{head}: {total}, {self.seconds * 1e6:.3g} µs, peak {self.peak_numel} elements"]
         lines += [f"  {i}. {step}" for i, step in enumerate(self.steps, 1)]
+        if not self.minimal:
+            lines.append("  too many axes change at once for one search: planned in parts, perhaps not the cheapest")
         if self.gathered:
             lines.append(
                 f"  gathered for the reshape, whose shapes have no factor to cut in common: {', '.join(self.gathered)}"
