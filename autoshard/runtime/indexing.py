@@ -84,6 +84,50 @@ def sharded_index_add(
     return x.index_add(dim, place, kept, alpha=alpha)
 
 
+def sharded_scatter(
+    x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor | float, size: int, axes: Axes
+) -> torch.Tensor:
+    """``x.scatter(dim, index, value)`` → S(dim): every rank writes what falls into its part."""
+    rows, place = x.shape[dim], _held_or_spare(index, x.shape[dim], size, axes)
+    return _with_spare(x, dim).scatter(dim, place, value).narrow(dim, 0, rows)
+
+
+def sharded_index_copy(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, size: int, axes: Axes
+) -> torch.Tensor:
+    """``x.index_copy(dim, index, source)`` → S(dim)."""
+    rows, place = x.shape[dim], _held_or_spare(index, x.shape[dim], size, axes)
+    return _with_spare(x, dim).index_copy(dim, place, source).narrow(dim, 0, rows)
+
+
+def sharded_index_fill(
+    x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor | float, size: int, axes: Axes
+) -> torch.Tensor:
+    """``x.index_fill(dim, index, value)`` → S(dim)."""
+    rows, place = x.shape[dim], _held_or_spare(index, x.shape[dim], size, axes)
+    return _with_spare(x, dim).index_fill(dim, place, value).narrow(dim, 0, rows)
+
+
+def sharded_index_put(
+    x: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool,
+    cuts: Sequence[tuple[int, int, Axes]],
+) -> torch.Tensor:
+    """``x.index_put(indices, values, accumulate)``, cut as before. ``cuts`` as in :func:`sharded_index`."""
+    places, whole = list(indices), x
+    for dim, size, axes in cuts:
+        asked = places[dim]
+        assert asked is not None  # a cut dim without an index is no business of ours
+        places[dim] = _held_or_spare(asked, x.shape[dim], size, axes)
+        whole = _with_spare(whole, dim)
+    written: torch.Tensor = torch.ops.aten.index_put.default(whole, places, values, accumulate)
+    for dim, _, _ in cuts:
+        written = written.narrow(dim, 0, x.shape[dim])
+    return written
+
+
 def sharded_grouped_mm(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, groups: int, axes: Axes
 ) -> torch.Tensor:
@@ -107,6 +151,17 @@ def _held(index: torch.Tensor, rows: int, size: int, axes: Axes) -> tuple[torch.
     place = torch.where(index < 0, index + size, index) - start
     mine = (place >= 0) & (place < rows)
     return torch.where(mine, place, 0), mine
+
+
+def _held_or_spare(index: torch.Tensor, rows: int, size: int, axes: Axes) -> torch.Tensor:
+    """Where global indices lie in this rank's part; those of other ranks all in a spare row after the last."""
+    place, mine = _held(index, rows, size, axes)
+    return torch.where(mine, place, rows)
+
+
+def _with_spare(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """``x`` and a row for what is not its own; what is written there is dropped, and so is its gradient."""
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)
 
 
 def _zeros(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

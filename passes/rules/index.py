@@ -7,6 +7,7 @@ part it holds, so that a look-up gives summands and an adding write stays in pla
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -67,18 +68,24 @@ def _index(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 
 
 def _local_index(site: Site) -> Call:
-    node = site.node
-    indices = argument(node, "indices")
-    shape = site.in_type(0).shape
-    cuts = [(d, shape[d], spell(site.inputs[0].axes_of(d))) for d, i in enumerate(indices)
-            if i is not None and site.inputs[0].axes_of(d)]  # fmt: skip
+    node, cuts = site.node, _cuts(site)
     if not cuts:
         return Call(node.op, node.args, node.kwargs)
-    return Call("sharded_index", (argument(node, "self"), indices, cuts), {})
+    return Call("sharded_index", (argument(node, "self"), argument(node, "indices"), cuts), {})
+
+
+def _cuts(site: Site) -> list[tuple[int, int, Any]]:
+    """(dim, global length, axes) of every indexed dim that is cut."""
+    shape, layout = site.in_type(0).shape, site.inputs[0]
+    indexed = [d for d, i in enumerate(argument(site.node, "indices")) if i is not None]
+    return [(d, shape[d], spell(layout.axes_of(d))) for d in indexed if layout.axes_of(d)]
 
 
 def _index_put(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """Accumulating, index dims are summed: each rank adds its own values to a summand of the source."""
+    """Accumulating, index dims are summed: each rank adds its own values to a summand of the source.
+
+    Where an indexed dim is cut, each rank writes what falls into its part.
+    """
     indices, accumulate = argument(node, "indices"), bool(argument(node, "accumulate"))
     if _is_masked(indices, graph):
         return whole(len(node.inputs), len(node.outputs))
@@ -87,10 +94,17 @@ def _index_put(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     written_shape = [sizes[f] for f in written if f is not None]
     values = broadcast(input_shapes(node, graph)[-1], written_shape, written)
     rows: list[Dims] = [before, *taken, values]
-    indexed = {f"d{d}" for d, ref in enumerate(indices) if ref is not None}
-    sizes = {f: n for f, n in sizes.items() if f not in indexed and (accumulate or not f.startswith("i"))}
+    sizes = {f: n for f, n in sizes.items() if accumulate or not f.startswith("i")}
     last = len(rows) - 1
     return Factors(tuple(rows), (before,), sizes, addends=frozenset({0}), linear=((0, last),)).strategies(node, graph)
+
+
+def _local_index_put(site: Site) -> Call:
+    node, cuts = site.node, _cuts(site)
+    if not cuts:
+        return Call(node.op, node.args, node.kwargs)
+    given = [argument(node, a) for a in ("self", "indices", "values", "accumulate")]
+    return Call("sharded_index_put", (*given, cuts), {})
 
 
 def _index_select(node: Node, graph: Graph) -> tuple[Strategy, ...]:
@@ -144,7 +158,7 @@ def _gather(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 
 
 def _scatter(adds: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
-    """Adding, the index dim is summed; replacing, it must be whole. Linear in source and values together."""
+    """Adding, the index dim is summed; replacing, it is whole. Linear in source and values together."""
 
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         shapes = input_shapes(node, graph)
@@ -152,8 +166,6 @@ def _scatter(adds: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
             return whole(len(shapes), 1)
         dim = positive(argument(node, "dim"), len(shapes[0]))
         dims, sizes = _along(shapes, dim, "i" if adds else None)
-        if not adds:
-            del sizes[f"d{dim}"]
         constant = argument(node, "value") if len(shapes) == 2 else 0
         group = (0, 2) if len(shapes) == 3 else (0,)
         addends = frozenset({0}) if adds else frozenset[int]()
@@ -172,8 +184,7 @@ def _index_add(adds: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
         if not source or not index:
             return whole(len(shapes), 1)
         dim = positive(argument(node, "dim"), len(source))
-        dims = numbered(source, () if adds else (dim,))
-        inner = "i" if adds else None
+        dims, inner = numbered(source), "i" if adds else None
         values: Dims = (*dims[:dim], inner, *dims[dim + 1 :])
         sizes = sizes_of(source) | {"i": index[0]}
         rest = tuple(values if s else () for s in shapes[2:])
@@ -241,8 +252,10 @@ RULES: tuple[Rule, ...] = (
         Rule(op, _index, _local_index, notation="indexed dims summed")
         for op in (aten.index.Tensor, aten._unsafe_index.Tensor)
     ),
-    Rule(aten.index_put.default, _index_put, notation="indexed dims whole"),
-    Rule(aten._unsafe_index_put.default, _index_put, notation="indexed dims whole"),
+    *(
+        Rule(op, _index_put, _local_index_put, notation="indexed dims cut")
+        for op in (aten.index_put.default, aten._unsafe_index_put.default)
+    ),
     Rule(
         aten.index_select.default,
         _index_select,
@@ -250,7 +263,10 @@ RULES: tuple[Rule, ...] = (
         notation="dim summed",
     ),
     Rule(aten.gather.default, _gather, _along_cut("sharded_gather", "self", "dim", "index"), notation="dim summed"),
-    *(Rule(op, _scatter(adds=False), notation="dim whole") for op in (aten.scatter.src, aten.scatter.value)),
+    *(
+        Rule(op, _scatter(adds=False), _along_cut("sharded_scatter", "self", "dim", "index", value), notation="dim cut")
+        for op, value in ((aten.scatter.src, "src"), (aten.scatter.value, "value"))
+    ),
     Rule(
         aten.scatter_add.default,
         _scatter(adds=True),
@@ -265,8 +281,12 @@ RULES: tuple[Rule, ...] = (
         notation="index summed",
     ),
     *(
-        Rule(op, _index_add(adds=False), notation="dim whole")
-        for op in (aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+        Rule(op, _index_add(adds=False), _along_cut(name, "self", "dim", "index", value), notation="dim cut")
+        for op, name, value in (
+            (aten.index_copy.default, "sharded_index_copy", "source"),
+            (aten.index_fill.int_Scalar, "sharded_index_fill", "value"),
+            (aten.index_fill.int_Tensor, "sharded_index_fill", "value"),
+        )
     ),
     Rule(aten.take.default, _take_along_flat, notation="source whole"),
     Rule(aten.one_hot.default, _one_hot, notation="... -> ... _"),
