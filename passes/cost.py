@@ -98,6 +98,8 @@ def saves_operand(node: Node, types: Mapping[str, TensorType], position: int) ->
 def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:
     """(ring bytes per rank, seconds) of a collective inside an op's local form."""
     ranks = mesh.size_of(collective.axes)
+    if collective.kind == "halo":  # neighbours send each other one message
+        return collective.bytes, mesh.link(collective.axes).seconds(collective.bytes, 2)
     passes = 2 if collective.kind == "all_reduce" else 1
     moved = passes * (ranks - 1) / ranks * collective.bytes
     return moved, mesh.link(collective.axes).seconds(moved, ranks)

@@ -175,82 +175,6 @@ NORMS: dict[Any, list[Sample]] = {
 }
 
 
-def _conv(op: Any, spatial: int) -> list[Sample]:
-    x = (5, 4, 3)[:spatial]
-    return [
-        call(f(3, 6, *x), f(4, 6, *(2,) * spatial), f(4), [2] * spatial, [1] * spatial),
-        call(f(2, 4, *x), f(6, 4, *(3,) * spatial)),
-        call(f(4, *x), f(6, 4, *(2,) * spatial), f(6)),
-        call(f(2, 6, *x), f(12, 1, *(2,) * spatial), f(12), groups=6),
-        call(f(2, 12, *x), f(6, 4, *(2,) * spatial), None, groups=3),
-    ]
-
-
-def _transposed(spatial: int) -> list[Sample]:
-    x = (4, 3, 2)[:spatial]
-    return [
-        call(f(3, 6, *x), f(6, 4, *(2,) * spatial), f(4), [2] * spatial),
-        call(f(2, 6, *x), f(6, 2, *(2,) * spatial), f(12), groups=6),
-    ]
-
-
-_ONE = ([1, 1], [0, 0], [1, 1])
-CONVOLUTIONS: dict[Any, list[Sample]] = {
-    aten.conv1d.default: _conv(aten.conv1d.default, 1),
-    aten.conv2d.default: _conv(aten.conv2d.default, 2),
-    aten.conv3d.default: _conv(aten.conv3d.default, 3),
-    aten.conv1d.padding: [call(f(2, 4, 5), f(6, 4, 3), f(6), [1], "same")],
-    aten.conv2d.padding: [call(f(2, 4, 5, 4), f(6, 4, 3, 3), f(6), [1, 1], "same")],
-    aten.conv3d.padding: [call(f(2, 4, 3, 3, 3), f(6, 2, 3, 3, 3), f(6), [1, 1, 1], "same", groups=2)],
-    aten.conv_transpose1d.default: _transposed(1),
-    aten.conv_transpose2d.input: _transposed(2),
-    aten.conv_transpose3d.input: _transposed(3),
-    aten.convolution.default: [
-        call(f(3, 6, 5, 4), f(4, 6, 2, 2), f(4), *_ONE, False, [0, 0], 1),
-        call(f(3, 6, 4, 3), f(6, 4, 2, 2), f(4), *_ONE, True, [0, 0], 1),
-        call(f(3, 6, 4, 3), f(6, 4, 2, 2), None, *_ONE, True, [0, 0], 3),
-    ],
-}
-
-_LINE, _PLANE, _SOLID = f(3, 6, 8), f(3, 6, 4, 6), f(2, 3, 4, 4, 6)
-
-
-def _pooled(name: str) -> list[Sample]:
-    """A call for a pooling op from its name."""
-    x = {"1": _LINE, "2": _PLANE, "3": _SOLID}[
-        name[name.index("d.") - 1] if "d." in name else name[name.index("d_") - 1]
-    ]
-    spatial = x.dim() - 2
-    window = [2] * spatial
-    return [call(x, window), call(x[0], window)]
-
-
-def _resized(name: str) -> list[Sample]:
-    x = {"1": _LINE, "2": _PLANE, "3": _SOLID}[name[name.index("d") - 1 if "aa" not in name else name.index("2d")]]
-    size = [n + 3 for n in x.shape[2:]]
-    corners = [False] if "linear" in name or "cubic" in name else []
-    return [call(x, size, *corners, *([None] if name.endswith(".vec") else []))]
-
-
-def _padded(name: str) -> list[Sample]:
-    x = {"1": _LINE, "2": _PLANE, "3": _SOLID}[name[name.index("pad") + 3]]
-    return [call(x, [1] * (2 * (x.dim() - 2))), call(x[0], [1] * (2 * (x.dim() - 2)))]
-
-
-def positions(ops: Any) -> dict[Any, list[Sample]]:
-    """Samples of pooling, interpolation and padding ops."""
-    samples = {}
-    for op in ops:
-        name = str(op).removeprefix("aten.")
-        if "pool" in name:
-            samples[op] = _pooled(name)
-        elif "upsample" in name:
-            samples[op] = _resized(name)
-        elif "_pad" in name:
-            samples[op] = _padded(name)
-    return samples
-
-
 RANDOM: dict[Any, list[Sample]] = {
     aten.dropout.default: [call(f(4, 3, 5), 0.4, True), call(f(4, 3), 0.4, False)],
     aten.native_dropout.default: [call(f(4, 3, 5), 0.4, True), call(f(4, 3), 0.4, False)],
@@ -284,12 +208,8 @@ RANDOM: dict[Any, list[Sample]] = {
 }
 
 
-def _all() -> dict[Any, list[Sample]]:
-    from autoshard.passes.rules import conv
-
-    tables = (EMBEDDINGS, CLASSIFICATION, SOFTMAX, LOSSES, ATTENTION, NORMS, CONVOLUTIONS, RANDOM)
-    samples = {op: calls for table in tables for op, calls in table.items()}
-    return samples | positions(rule.op for rule in conv.RULES)
-
-
-SAMPLES = _all()
+SAMPLES = {
+    op: calls
+    for table in (EMBEDDINGS, CLASSIFICATION, SOFTMAX, LOSSES, ATTENTION, NORMS, RANDOM)
+    for op, calls in table.items()
+}

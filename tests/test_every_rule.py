@@ -8,6 +8,7 @@ import linalg_samples
 import pytest
 import special_samples
 import torch
+import window_samples
 from rule_samples import NO_DERIVATIVE, SHAPES_ONLY, call, f
 from rule_samples import SAMPLES as GENERAL
 
@@ -22,7 +23,7 @@ from autoshard.passes.rules.shape import view_groups
 from autoshard.testing import check_rule, register_rule
 
 aten = torch.ops.aten
-SAMPLES = {**GENERAL, **special_samples.SAMPLES, **linalg_samples.SAMPLES}
+SAMPLES = {**GENERAL, **special_samples.SAMPLES, **linalg_samples.SAMPLES, **window_samples.SAMPLES}
 TWO_AXES = ({"a": 2, "b": 2},)
 
 
@@ -63,6 +64,10 @@ def test_rule(op: torch._ops.OpOverload) -> None:
         aten.where.self,
         aten.slice.Tensor,
         aten.cat.default,
+        aten.conv1d.default,
+        aten.conv2d.padding,
+        aten.conv_transpose1d.default,
+        aten.max_pool2d.default,
     ],
     ids=str,
 )

@@ -76,6 +76,7 @@ __all__ = [
 from autoshard.runtime.attention import attention, causal_mask, kv_heads
 from autoshard.runtime.draw import draw, draw_like, native_dropout
 from autoshard.runtime.embedding import vocab_embedding, vocab_embedding_bag
+from autoshard.runtime.halo import average, crop, halo
 from autoshard.runtime.indexing import (
     sharded_gather,
     sharded_grouped_mm,
@@ -95,13 +96,16 @@ from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax
 
 __all__ += [
     "attention",
+    "average",
     "batch_norm",
     "batch_norm_no_stats",
     "causal_mask",
+    "crop",
     "cross_entropy",
     "draw",
     "draw_like",
     "group_norm",
+    "halo",
     "kv_heads",
     "layer_norm",
     "log_softmax",

@@ -17,7 +17,7 @@ import torch
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.communicator import Communicator, Executed, bind
-from autoshard.runtime.move import LOCAL, Move
+from autoshard.runtime.move import LOCAL, Move, piece, together
 from autoshard.runtime.profiling import named, recorded
 from autoshard.runtime.schedule import Joint, Schedule, Threads, ThreadState
 
@@ -191,12 +191,17 @@ def _permute(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[tor
     return [x.clone() for x in xs]
 
 
+def _halo(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [together(move, r, [piece(move, s, r, x) for s, x in enumerate(xs)]) for r in range(len(xs))]
+
+
 _GROUP_OPS = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
     "permute": _permute,
+    "halo": _halo,
 }
 
 

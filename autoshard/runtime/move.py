@@ -7,9 +7,12 @@ with ``dual``: S ↔ S, I ↔ I, R ↔ P. So the backward of every move is a mov
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+
+from autoshard.runtime.window import Exchange
 
 DUAL = {"S": "S", "I": "I", "R": "P", "P": "R"}
 
@@ -39,7 +42,7 @@ class Move(NamedTuple):
 
     ``dim`` is the sharded tensor dim and ``size`` its length before the cut. An all-to-all goes from a cut of ``dim``
     to a cut of ``to_dim`` (length ``to_size``). ``order`` makes it a permute: the same chunks, numbered along
-    ``order`` afterwards.
+    ``order`` afterwards. ``exchange`` makes it a halo: other intervals of ``dim`` than the chunks.
     """
 
     source: str
@@ -53,20 +56,26 @@ class Move(NamedTuple):
     op: str = "sum"
     module: str = "?"
     """what it is made for, in profiles; "?" where none was running"""
+    exchange: Exchange | None = None
 
     @property
     def verb(self) -> str:
         """What happens to the values: a collective's kind, or one of :data:`LOCAL`."""
+        if self.exchange is not None:
+            return "halo"
         return "permute" if self.order else VERB[self.source + self.target]
 
     @property
     def key(self) -> Move:
         """What every rank must agree on. Lengths may differ between groups, where other axes cut unevenly."""
-        return Move(self.source, self.target, self.axes, self.dim, -1, self.to_dim, -1, self.order, self.op)
+        between = None if self.exchange is None else Exchange((), ())
+        return self._replace(size=-1, to_size=-1, module="?", exchange=between)
 
     def backward(self) -> Move:
         """The move of the gradient."""
         source, target = DUAL[self.target], DUAL[self.source]
+        if self.exchange is not None:
+            return self._replace(exchange=self.exchange.backward())
         if self.order:
             return self._replace(axes=self.order, order=self.axes)
         if self.to_dim >= 0:
@@ -77,8 +86,13 @@ class Move(NamedTuple):
         """Bytes on the wire per rank, ring algorithm, for this rank's input ``x`` in a group of ``ranks``.
 
         Chunks that differ in length all count as the longest, as in the plan. That is what is sent by an all-gather and
-        a reduce-scatter, which pad; an all-to-all and a permute send no more than that.
+        a reduce-scatter, which pad; an all-to-all and a permute send no more than that. A halo counts what the rank
+        gets that gets most.
         """
+        if self.exchange is not None:
+            return (
+                math.prod(n for d, n in enumerate(x.shape) if d != self.dim) * self.exchange.received * x.element_size()
+            )
         shape = list(x.shape)
         for dim, size in ((self.dim, self.size), (self.to_dim, self.to_size)):
             if dim >= 0:
@@ -98,3 +112,26 @@ class Move(NamedTuple):
         detail += f" to dim {self.to_dim}" if self.to_dim >= 0 else ""
         detail += f" ({self.op})" if self.op != "sum" else ""
         return f"{self.verb} {self.source} → {self.target}{detail} over {', '.join(self.axes)}"
+
+
+def piece(move: Move, sender: int, receiver: int, x: torch.Tensor) -> torch.Tensor:
+    """A halo's part of the sender's ``x`` that goes to the receiver; both by number in the group."""
+    assert move.exchange is not None
+    start, length = move.exchange.piece(sender, receiver)
+    return x.narrow(move.dim, start - move.exchange.held[sender][0] if length else 0, length)
+
+
+def together(move: Move, receiver: int, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What a halo gives the receiver, from the pieces of all ranks of the group: one after another, or summed."""
+    assert move.exchange is not None
+    first, count = move.exchange.wanted[receiver]
+    spots = [move.exchange.piece(k, receiver) for k in range(len(pieces))]
+    parts = [(start - first, x) for (start, length), x in zip(spots, pieces, strict=True) if length]
+    ends = [start + x.shape[move.dim] for start, x in parts]
+    if parts and [start for start, _ in parts] + [count] == [0, *ends]:
+        return torch.cat([x for _, x in parts], move.dim)
+    shape = [count if d == move.dim else n for d, n in enumerate(pieces[0].shape)]
+    out = pieces[0].new_zeros(shape)
+    for start, x in parts:
+        out.narrow(move.dim, start, x.shape[move.dim]).add_(x)
+    return out

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from autoshard.errors import MeshError
 from autoshard.runtime.communicator import Communicator
-from autoshard.runtime.move import LOCAL, Move
+from autoshard.runtime.move import LOCAL, Move, piece, together
 from autoshard.runtime.profiling import named, recorded
 
 # Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
@@ -186,16 +186,30 @@ def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch
 def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
     sent, gathered = comm.chunks(move.to_size, move.axes), comm.chunks(move.size, move.axes)
     members = range(group.size) if group.order is None else group.order
-    buffer = torch.cat([x.narrow(move.to_dim, *sent[k]).reshape(-1) for k in members])
+    pieces = [x.narrow(move.to_dim, *sent[k]).reshape(-1) for k in members]
     shape = _with(x.shape, move.to_dim, sent[group.number][1])
     shapes = [_with(shape, move.dim, gathered[k][1]) for k in members]
-    counts = [_numel(s) for s in shapes]
-    out = x.new_empty(sum(counts))
-    sends = [_numel(_with(x.shape, move.to_dim, sent[k][1])) for k in members]
-    scale = 1 if raw(x) is x else x.element_size()
-    dist.all_to_all_single(raw(out), raw(buffer), [c * scale for c in counts], [s * scale for s in sends], group.handle)
-    parts = [p.view(s) for p, s in zip(torch.split(out, counts), shapes, strict=True)]
+    out = _exchanged(pieces, [_numel(s) for s in shapes], group)
+    parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
     return torch.cat(_by_index(parts, group), move.dim)
+
+
+def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    assert move.exchange is not None
+    members = range(group.size) if group.order is None else group.order
+    sent = [piece(move, group.number, k, x).reshape(-1) for k in members]
+    shapes = [_with(x.shape, move.dim, move.exchange.piece(k, group.number)[1]) for k in members]
+    out = _exchanged(sent, [_numel(s) for s in shapes], group)
+    parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
+    return together(move, group.number, _by_index(parts, group))
+
+
+def _exchanged(sent: list[torch.Tensor], counts: list[int], group: _Group) -> tuple[torch.Tensor, ...]:
+    """Flat tensors to every member, and from every member one of ``counts`` elements, in the process group's order."""
+    buffer = torch.cat(sent)
+    out = buffer.new_empty(sum(counts))
+    dist.all_to_all_single(raw(out), raw(buffer), counts, [s.numel() for s in sent], group.handle)
+    return torch.split(out, counts)
 
 
 def _permute(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
@@ -221,6 +235,7 @@ _COLLECTIVES = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "permute": _permute,
+    "halo": _halo,
 }
 
 

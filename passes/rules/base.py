@@ -87,7 +87,7 @@ class Internal:
     kind: str
     axes: tuple[str, ...]
     bytes: float
-    """what an all-reduce reduces on rank 0, or the gathered whole; not ring bytes"""
+    """what an all-reduce reduces on rank 0, the gathered whole, or what a halo brings; not ring bytes"""
     phase: str
     what: str
 

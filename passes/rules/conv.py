@@ -1,17 +1,18 @@
-"""Convolutions, pooling and interpolation: samples and channels. Positions stay whole: they would need halos."""
+"""Convolutions: samples, channels, groups, and positions, whose halos neighbours exchange."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Local, Rule, Site, Strategy
-from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, output_shapes, shape_of
+from autoshard.passes.rules.base import Call, Internal, Local, Rule, Site, Strategy
+from autoshard.passes.rules.factors import Dims, Factors, argument, output_shapes, shape_of
 from autoshard.passes.rules.named import inputs, ops, positions, unchanged
+from autoshard.passes.rules.windows import Sliding, cropped, cut, halo_collectives, haloed
+from autoshard.runtime.window import Window
 
 aten = torch.ops.aten
 
@@ -26,13 +27,16 @@ def is_transposed(node: Node) -> bool:
 def _convolution(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """x [n, i, ...], weight [o, i, ...], bias [o]; the channels in are summed over, the bias is added once.
 
-    With groups, whole groups of channels in and out go together. Every rank holds channels: ATen has no empty kernels.
+    With groups, whole groups of channels in and out go together. Every rank holds channels and makes positions: ATen
+    has no empty kernels.
     """
     x, weight = shape_of(graph, argument(node, "input")), shape_of(graph, argument(node, "weight"))
-    spatial: Dims = (None,) * (len(weight) - 2)
+    slidings = _slidings(node, graph)
+    spatial: Dims = tuple(s.factor for s in slidings)
+    kernel_dims: Dims = (None,) * len(spatial)
     batch: Dims = ("n",) if len(x) == len(weight) else ()
     groups = argument(node, "groups")
-    sizes = {"n": x[0], "groups": groups}
+    sizes = {"n": x[0], "groups": groups} | {s.factor: s.to for s in slidings}
     incoming, outgoing = "groups", "groups"
     kernel: Dims = ("groups", None)
     if groups == 1:
@@ -41,7 +45,7 @@ def _convolution(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         sizes |= {"i": weight[0], "o": weight[1]} if is_transposed(node) else {"i": weight[1], "o": weight[0]}
     dims: dict[str, Dims] = {
         "input": (*batch, incoming, *spatial),
-        "weight": (*kernel, *spatial),
+        "weight": (*kernel, *kernel_dims),
         "bias": (outgoing,),
     }
     depthwise = groups == math.prod(x[-len(spatial) - 1 : -len(spatial)]) == output_shapes(node, graph)[0][len(batch)]
@@ -52,16 +56,71 @@ def _convolution(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         ((*batch, outgoing, *spatial),),
         sizes,
         even=frozenset() if depthwise else frozenset({"groups"}),
-        filled=frozenset({"i", "o", "groups"}),
+        filled=frozenset({"i", "o", "groups", *(s.factor for s in slidings)}),
         addends=frozenset(bias),
         linear=((at["input"], *bias), (at["weight"], *bias)),
     ).strategies(node, graph)
 
 
+def _each(node: Node, name: str, count: int) -> list[int]:
+    """An argument that is a length per position dim, or one for all of them."""
+    value = argument(node, name)
+    return [value] * count if isinstance(value, int) else [*value] * (count // len(value))
+
+
+def _padding(node: Node, kernel: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(before, after) per position dim."""
+    padding = argument(node, "padding")
+    if padding == "same":
+        reaches = [d * (k - 1) for d, k in zip(_each(node, "dilation", len(kernel)), kernel, strict=True)]
+        return [(r // 2, r - r // 2) for r in reaches]
+    if padding == "valid":
+        return [(0, 0)] * len(kernel)
+    return [(p, p) for p in _each(node, "padding", len(kernel))]
+
+
+def _slidings(node: Node, graph: Graph) -> tuple[Sliding, ...]:
+    """The positions' dims."""
+    x, kernel = shape_of(graph, argument(node, "input")), shape_of(graph, argument(node, "weight"))[2:]
+    (y,), first = output_shapes(node, graph), len(x) - len(kernel)
+    padding, dilation = _padding(node, kernel), _each(node, "dilation", len(kernel))
+    strides = _each(node, "stride", len(kernel))
+    return tuple(
+        Sliding(
+            first + d,
+            x[first + d],
+            y[first + d],
+            Window(kernel[d], strides[d], padding[d][0], dilation[d], is_transposed(node)),
+        )
+        for d in range(len(kernel))
+    )
+
+
 def _local_convolution(site: Site) -> Call:
-    groups = argument(site.node, "groups")
-    axes = site.axes("groups")
-    return unchanged(site, groups=Local(groups, axes)) if axes else unchanged(site)
+    node, groups = site.node, site.axes("groups")
+    changes: dict[str, Any] = {"groups": Local(argument(node, "groups"), groups)} if groups else {}
+    slidings = _slidings(node, site.graph)
+    if not (along := cut(site, slidings)):
+        return unchanged(site, **changes)
+    padding = _padding(node, shape_of(site.graph, argument(node, "weight"))[2:])
+    kept = [(0, 0) if s in along else p for s, p in zip(slidings, padding, strict=True)]
+    x = haloed(site, argument(node, "input"), along)
+    if any(before != after for before, after in kept):
+        x = Call(aten.constant_pad_nd.default, (x, [n for p in reversed(kept) for n in p]), {})
+        kept = [(0, 0)] * len(kept)
+    changes |= {"input": x, "padding": [before for before, _ in kept]}
+    if is_transposed(node):
+        extra = _each(node, "output_padding", len(slidings))
+        changes["output_padding"] = [0 if s in along else n for s, n in zip(slidings, extra, strict=True)]
+    made = unchanged(site, **changes)
+    if isinstance(argument(node, "padding"), str):
+        made = Call(getattr(aten, node.op._opname).default, made.args, made.kwargs)
+    result: Call = cropped(site, made, along) if is_transposed(node) else made
+    return result
+
+
+def _collectives(site: Site) -> tuple[Internal, ...]:
+    return halo_collectives(site, _slidings(site.node, site.graph))
 
 
 def _convolution_flops(node: Node, graph: Graph) -> float:
@@ -71,49 +130,12 @@ def _convolution_flops(node: Node, graph: Graph) -> float:
     return 2.0 * math.prod(moved) * math.prod(weight[1:])
 
 
-def _leading(linear: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
-    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        """Every dim but the positions, whose number the op's name tells. Every rank holds channels."""
-        (shape,) = input_shapes(node, graph)
-        found = re.search(r"([123])d", str(node.op))
-        count = len(shape) - int(found.group(1) if found else 2)
-        dims: Dims = tuple(f"d{d}" if d < count else None for d in range(len(shape)))
-        sizes = {f"d{d}": shape[d] for d in range(count)}
-        filled = frozenset(list(sizes) if count == 1 else list(sizes)[1:])
-        linear_in = ((0,),) if linear else ()
-        return Factors((dims,), (dims,) * len(node.outputs), sizes, filled=filled, linear=linear_in).strategies(
-            node, graph
-        )
-
-    return strategies
-
-
 CONVOLUTIONS = (
     "conv1d.default conv2d.default conv3d.default conv1d.padding conv2d.padding conv3d.padding convolution.default "
     "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
 )
-POOLS = (
-    "max_pool1d.default max_pool2d.default max_pool3d.default max_pool1d_with_indices.default "
-    "max_pool2d_with_indices.default max_pool3d_with_indices.default adaptive_max_pool1d.default "
-    "adaptive_max_pool2d.default adaptive_max_pool3d.default"
-)
-LINEAR = (
-    "avg_pool1d.default avg_pool2d.default avg_pool3d.default adaptive_avg_pool1d.default adaptive_avg_pool2d.default "
-    "adaptive_avg_pool3d.default _adaptive_avg_pool2d.default _adaptive_avg_pool3d.default "
-    "upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_linear1d.vec "
-    "upsample_bilinear2d.vec upsample_trilinear3d.vec upsample_bicubic2d.vec upsample_nearest1d.default "
-    "upsample_nearest2d.default upsample_nearest3d.default upsample_linear1d.default upsample_bilinear2d.default "
-    "upsample_trilinear3d.default upsample_bicubic2d.default _upsample_nearest_exact1d.vec "
-    "_upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec _upsample_bilinear2d_aa.vec "
-    "_upsample_bicubic2d_aa.vec reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default "
-    "replication_pad1d.default replication_pad2d.default replication_pad3d.default"
-)
 
-RULES: tuple[Rule, ...] = (
-    *(
-        Rule(op, _convolution, _local_convolution, _convolution_flops, "n i ..., o i ..., o -> n o ...")
-        for op in ops(CONVOLUTIONS)
-    ),
-    *(Rule(op, _leading(False), notation="n c _ -> n c _") for op in ops(POOLS)),
-    *(Rule(op, _leading(True), notation="n c _ -> n c _") for op in ops(LINEAR)),
+RULES: tuple[Rule, ...] = tuple(
+    Rule(op, _convolution, _local_convolution, _convolution_flops, "n i ..., o i ..., o -> n o ...", _collectives)
+    for op in ops(CONVOLUTIONS)
 )

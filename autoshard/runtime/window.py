@@ -1,0 +1,78 @@
+"""Which positions of an operand the positions of a result read, and what ranks give each other for it. Numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Interval = tuple[int, int]
+"""(start, length)"""
+
+
+class Window(NamedTuple):
+    """Result o reads operand positions o·stride - padding + k·dilation for 0 ≤ k < kernel.
+
+    ``transposed``: the other way round, operand i adds to the results i·stride - padding + k·dilation.
+    """
+
+    kernel: int = 1
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+    transposed: bool = False
+
+    @property
+    def reach(self) -> int:
+        """From the first to the last position of one window."""
+        return self.dilation * (self.kernel - 1)
+
+    def read(self, results: Interval) -> Interval:
+        """The operand positions that these results need; they may lie outside the operand."""
+        start, length = results
+        if not length:
+            return 0, 0
+        if not self.transposed:
+            return start * self.stride - self.padding, (length - 1) * self.stride + self.reach + 1
+        # The first and last that reach the results, and further where these leave results at an end to the bias.
+        first, last = start + self.padding, start + length - 1 + self.padding
+        low = min(first // self.stride, -((self.reach - first) // self.stride))
+        high = max(last // self.stride, -((self.reach - last) // self.stride))
+        return low, high - low + 1
+
+    def surplus(self, results: Interval) -> int:
+        """Transposed: how many results in front of these the operand positions of :meth:`read` make."""
+        return results[0] - self.read(results)[0] * self.stride + self.padding
+
+
+def within(interval: Interval, size: int) -> Interval:
+    """The part of an interval that lies in [0, size)."""
+    low, high = (min(max(end, 0), size) for end in (interval[0], sum(interval)))
+    return low, high - low
+
+
+class Exchange(NamedTuple):
+    """Intervals of one dim, by rank of a group: those held, and those wanted. What several hold is summed."""
+
+    held: tuple[Interval, ...]
+    wanted: tuple[Interval, ...]
+
+    def backward(self) -> Exchange:
+        """The exchange of gradients."""
+        return Exchange(self.wanted, self.held)
+
+    def piece(self, sender: int, receiver: int) -> Interval:
+        """What the sender has of what the receiver wants."""
+        (start, length), (first, count) = self.held[sender], self.wanted[receiver]
+        low = max(start, first)
+        return low, max(0, min(start + length, first + count) - low)
+
+    @property
+    def received(self) -> int:
+        """Positions that come from other ranks, on the rank that gets most."""
+        ranks = range(len(self.held))
+        return max(sum(self.piece(s, r)[1] for s in ranks if s != r) for r in ranks)
+
+
+def exchange(held: Sequence[Interval], wanted: Sequence[Interval], size: int) -> Exchange:
+    """From chunks of an operand of length ``size`` to the wanted intervals, as far as they lie in the operand."""
+    return Exchange(tuple(held), tuple(within(w, size) for w in wanted))

@@ -1,0 +1,193 @@
+"""Pooling, interpolation and mirrored pads: samples and channels; positions where windows slide over them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.passes.ir import Graph, Node
+from autoshard.passes.rules.base import Call, Internal, Local, Rule, Site, Strategy
+from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, output_shapes
+from autoshard.passes.rules.named import ops, spell, unchanged
+from autoshard.passes.rules.windows import Sliding, cut, halo_collectives, haloed
+from autoshard.runtime.window import Window
+
+aten = torch.ops.aten
+SlidingsOf = Callable[[Node, Graph], tuple[Sliding, ...]]
+
+
+def _positions(node: Node, rank: int) -> range:
+    """The dims of positions, whose number the op's name tells."""
+    found = re.search(r"([123])d", str(node.op))
+    return range(rank - int(found.group(1) if found else 2), rank)
+
+
+def _along(slidings: SlidingsOf, linear: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
+    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+        """Every dim but positions, and those over which windows slide. Every rank holds channels and makes results."""
+        shape, result = input_shapes(node, graph)[0], output_shapes(node, graph)[0]
+        first = _positions(node, len(shape)).start
+        sizes = {f"d{d}": shape[d] for d in range(first)} | {s.factor: s.to for s in slidings(node, graph)}
+        summed = [d for d in range(first, len(shape)) if _is_mean(node, result)]
+        sizes |= {f"d{d}": shape[d] for d in summed}
+        dims: Dims = tuple(f"d{d}" if f"d{d}" in sizes else None for d in range(len(shape)))
+        kept: Dims = tuple(None if d in summed else f for d, f in enumerate(dims))
+        filled = frozenset(sizes) - {f"d{d}" for d in (*range(first - 1), *summed)}
+        linear_in = ((0,),) if linear else ()
+        outputs = (kept,) * len(node.outputs)
+        return Factors((dims,), outputs, sizes, filled=filled, linear=linear_in).strategies(node, graph)
+
+    return strategies
+
+
+def _none(node: Node, graph: Graph) -> tuple[Sliding, ...]:
+    return ()
+
+
+# --- windows of one size ---
+
+
+def _each(node: Node, name: str, count: int) -> list[int]:
+    """An argument that is a length per position dim, or one for all of them; an absent stride is the kernel."""
+    if name not in [a.name for a in node.op._schema.arguments]:
+        return [1] * count
+    value = argument(node, name)
+    value = [value] if isinstance(value, int) else list(value)
+    if not value:
+        return _each(node, "kernel_size", count)
+    return value * (count // len(value))
+
+
+def _windows(node: Node, graph: Graph) -> tuple[Sliding, ...]:
+    """The positions of max_pool and avg_pool. Indices into the plane know no shards."""
+    shape, result = input_shapes(node, graph)[0], output_shapes(node, graph)[0]
+    if node.output_slots != (0,):
+        return ()
+    dims = _positions(node, len(shape))
+    names = ("kernel_size", "stride", "padding", "dilation")
+    windows = zip(*(_each(node, name, len(dims)) for name in names), strict=True)
+    return tuple(Sliding(d, shape[d], result[d], Window(*w)) for d, w in zip(dims, windows, strict=True))
+
+
+def _unpadded(site: Site, along: Sequence[Sliding], x: Any) -> Call:
+    """The pool of ``x``, which has its padding along these dims."""
+    dims = _positions(site.node, len(site.in_type(0).shape))
+    padding = _each(site.node, "padding", len(dims))
+    apart = {s.dim for s in along}
+    kept = [0 if d in apart else p for d, p in zip(dims, padding, strict=True)]
+    return unchanged(site, self=x, padding=kept)
+
+
+def _local_max(site: Site) -> Call:
+    along = cut(site, _windows(site.node, site.graph))
+    if not along:
+        return unchanged(site)
+    dtype = site.in_type(0).dtype
+    lowest = -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+    return _unpadded(site, along, haloed(site, argument(site.node, "self"), along, lowest))
+
+
+def _local_average(site: Site) -> Call:
+    """An average over a window that reaches outside counts fewer positions."""
+    node = site.node
+    along = cut(site, _windows(node, site.graph))
+    if not along:
+        return unchanged(site)
+    result = _unpadded(site, along, haloed(site, argument(node, "self"), along))
+    names = [a.name for a in node.op._schema.arguments]
+    if "divisor_override" in names and argument(node, "divisor_override") is not None:
+        return result
+    for s in along:
+        kernel, stride, padding = s.window[:3]
+        counted = padding if argument(node, "count_include_pad") else 0
+        last = (s.to - 1) * stride - padding + kernel
+        if padding > counted or last > s.size + counted:
+            where = {"dim": s.dim, "size": s.size, "to": s.to, "kernel": kernel, "stride": stride, "padding": padding}
+            result = Call("average", (result,), {**where, "counted": counted, "axes": spell(s.axes(site))})
+    return result
+
+
+def _window_collectives(site: Site) -> tuple[Internal, ...]:
+    return halo_collectives(site, _windows(site.node, site.graph))
+
+
+# --- windows that divide the positions ---
+
+
+def _divisions(node: Node, graph: Graph) -> tuple[Sliding, ...]:
+    """Positions of an adaptive pool whose windows are all equally long and do not overlap."""
+    shape, result = input_shapes(node, graph)[0], output_shapes(node, graph)[0]
+    if node.output_slots != (0,):
+        return ()
+    equal = (d for d in _positions(node, len(shape)) if result[d] > 1 and shape[d] % result[d] == 0)
+    return tuple(Sliding(d, shape[d], result[d], Window(k, k)) for d in equal for k in (shape[d] // result[d],))
+
+
+def _is_mean(node: Node, result: Sequence[int]) -> bool:
+    """Whether an adaptive average is one over all positions, of which ranks can make summands."""
+    return "adaptive_avg" in str(node.op) and all(result[d] == 1 for d in _positions(node, len(result)))
+
+
+def _local_adaptive(site: Site) -> Call:
+    node, shape, result = site.node, site.in_type(0).shape, site.out_type().shape
+    dims = _positions(node, len(shape))
+    if _is_mean(node, result):
+        if not any(site.inputs[0].axes_of(d) for d in dims):
+            return unchanged(site)
+        total = Call(aten.sum.dim_IntList, (argument(node, "self"), list(dims), True), {})
+        return Call(aten.div.Scalar, (total, math.prod(shape[d] for d in dims)), {})
+    along = cut(site, _divisions(node, site.graph))
+    if not along:
+        return unchanged(site)
+    axes = {s.dim: s.axes(site) for s in along}
+    size = [Local(result[d], axes[d]) if d in axes else result[d] for d in dims]
+    return unchanged(site, self=haloed(site, argument(node, "self"), along), output_size=size)
+
+
+def _division_collectives(site: Site) -> tuple[Internal, ...]:
+    return halo_collectives(site, _divisions(site.node, site.graph))
+
+
+MAX_POOLS = (
+    "max_pool1d.default max_pool2d.default max_pool3d.default max_pool1d_with_indices.default "
+    "max_pool2d_with_indices.default max_pool3d_with_indices.default"
+)
+AVERAGE_POOLS = "avg_pool1d.default avg_pool2d.default avg_pool3d.default"
+ADAPTIVE_MAX = "adaptive_max_pool1d.default adaptive_max_pool2d.default adaptive_max_pool3d.default"
+ADAPTIVE_AVERAGE = (
+    "adaptive_avg_pool1d.default adaptive_avg_pool2d.default adaptive_avg_pool3d.default "
+    "_adaptive_avg_pool2d.default _adaptive_avg_pool3d.default"
+)
+WHOLE = (
+    "upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_linear1d.vec "
+    "upsample_bilinear2d.vec upsample_trilinear3d.vec upsample_bicubic2d.vec upsample_nearest1d.default "
+    "upsample_nearest2d.default upsample_nearest3d.default upsample_linear1d.default upsample_bilinear2d.default "
+    "upsample_trilinear3d.default upsample_bicubic2d.default _upsample_nearest_exact1d.vec "
+    "_upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec _upsample_bilinear2d_aa.vec "
+    "_upsample_bicubic2d_aa.vec reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default "
+    "replication_pad1d.default replication_pad2d.default replication_pad3d.default"
+)
+
+
+def _rules(
+    names: str,
+    slidings: SlidingsOf,
+    linear: bool,
+    local: Callable[[Site], Call] | None = None,
+    collectives: Callable[[Site], tuple[Internal, ...]] | None = None,
+) -> tuple[Rule, ...]:
+    notation = "n c _ -> n c _" if slidings is _none else "n c ... -> n c ..."
+    return tuple(Rule(op, _along(slidings, linear), local, None, notation, collectives) for op in ops(names))
+
+
+RULES: tuple[Rule, ...] = (
+    *_rules(MAX_POOLS, _windows, False, _local_max, _window_collectives),
+    *_rules(AVERAGE_POOLS, _windows, True, _local_average, _window_collectives),
+    *_rules(ADAPTIVE_MAX, _divisions, False, _local_adaptive, _division_collectives),
+    *_rules(ADAPTIVE_AVERAGE, _divisions, True, _local_adaptive, _division_collectives),
+    *_rules(WHOLE, _none, True),
+)
