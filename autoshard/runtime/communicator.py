@@ -13,9 +13,9 @@ import torch
 
 from autoshard.errors import MeshError, RuntimeMismatchError
 from autoshard.runtime.move import Move
+from autoshard.runtime.window import Chunks, chunks
 
 Axes = str | Sequence[str]
-Chunks = tuple[tuple[int, int], ...]
 
 
 class Executed(NamedTuple):
@@ -96,10 +96,7 @@ class Communicator:
         """``(start, length)`` for every rank of the group: ``size`` cut by ``axes`` as torch.chunk does."""
         key = (axes, size)
         if key not in self._chunks:
-            parts: list[tuple[int, int]] = [(0, size)]
-            for axis in axes:
-                parts = [piece for start, length in parts for piece in _cut(start, length, self.mesh[axis])]
-            self._chunks[key] = tuple(parts)
+            self._chunks[key] = chunks(size, (self.mesh[a] for a in axes))
         return self._chunks[key]
 
     def chunk(self, size: int, axes: tuple[str, ...]) -> tuple[int, int]:
@@ -132,13 +129,6 @@ class Communicator:
     def named(self, kind: str, axes: tuple[str, ...]) -> tuple[str, ...]:
         """How a log names a group: a permute renumbers its axes, so their order says nothing."""
         return tuple(a for a in self.mesh if a in axes) if kind == "permute" else axes
-
-
-def _cut(start: int, length: int, ranks: int) -> list[tuple[int, int]]:
-    """``length`` elements from ``start`` in ``ranks`` pieces, as torch.chunk cuts them; the last ones may be empty."""
-    step = -(-length // ranks)
-    ends = [min(i * step, length) for i in range(ranks + 1)]
-    return [(start + a, b - a) for a, b in itertools.pairwise(ends)]
 
 
 _bound = threading.local()

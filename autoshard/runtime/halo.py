@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from autoshard.runtime.communicator import Axes, current
 from autoshard.runtime.move import Move
-from autoshard.runtime.window import Window, exchange
+from autoshard.runtime.window import Window, halo_of
 
 
 def halo(
@@ -32,13 +32,14 @@ def halo(
     comm = current()
     names = comm.active(axes)
     window = Window(kernel, stride, padding, dilation, transposed)
-    wanted = [window.read(results) for results in comm.chunks(to, names)]
-    moved, me = exchange(comm.chunks(size, names), wanted, size), comm.index(names)
-    (have, _), (low, length), (start, count) = moved.held[me], moved.wanted[me], wanted[me]
-    if moved.received:
-        x = comm.apply(Move("S", "S", names, dim, size, exchange=moved), x)
+    halo = halo_of(window, size, to, tuple(comm.mesh[a] for a in names))
+    me = comm.index(names)
+    (have, _), (low, length) = halo.exchange.held[me], halo.exchange.wanted[me]
+    if halo.forward:
+        x = comm.apply(Move("S", "S", names, dim, size, exchange=halo.exchange), x)
     elif length != x.shape[dim]:
         x = x.narrow(dim, low - have if length else 0, length)
+    start, count = halo.reads[me]
     if count == length:
         return x
     before = min(max(-start, 0), count)

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 Interval = tuple[int, int]
 """(start, length)"""
+Chunks = tuple[Interval, ...]
+
+
+def chunks(size: int, ranks: Iterable[int]) -> Chunks:
+    """``size`` cut by axes of so many ranks, outer to inner, each as torch.chunk cuts; the last ones may be empty."""
+    parts: list[Interval] = [(0, size)]
+    for n in ranks:
+        parts = [piece for start, length in parts for piece in _cut(start, length, n)]
+    return tuple(parts)
+
+
+def _cut(start: int, length: int, ranks: int) -> list[Interval]:
+    step = -(-length // ranks)
+    ends = [min(i * step, length) for i in range(ranks + 1)]
+    return [(start + a, b - a) for a, b in itertools.pairwise(ends)]
 
 
 class Window(NamedTuple):
@@ -53,8 +70,8 @@ def within(interval: Interval, size: int) -> Interval:
 class Exchange(NamedTuple):
     """Intervals of one dim, by rank of a group: those held, and those wanted. What several hold is summed."""
 
-    held: tuple[Interval, ...]
-    wanted: tuple[Interval, ...]
+    held: Chunks
+    wanted: Chunks
 
     def backward(self) -> Exchange:
         """The exchange of gradients."""
@@ -73,6 +90,25 @@ class Exchange(NamedTuple):
         return max(sum(self.piece(s, r)[1] for s in ranks if s != r) for r in ranks)
 
 
-def exchange(held: Sequence[Interval], wanted: Sequence[Interval], size: int) -> Exchange:
-    """From chunks of an operand of length ``size`` to the wanted intervals, as far as they lie in the operand."""
-    return Exchange(tuple(held), tuple(within(w, size) for w in wanted))
+class Halo(NamedTuple):
+    """A window over a dim that ranks cut, in operand and result."""
+
+    results: Chunks
+    """the result's chunks"""
+    reads: Chunks
+    """what they read; it may lie outside the operand"""
+    exchange: Exchange
+    """from the operand's chunks to what of it is read"""
+    forward: int
+    """positions that the rank gets that gets most"""
+    backward: int
+    """the same of the gradient"""
+
+
+@lru_cache(maxsize=4096)
+def halo_of(window: Window, size: int, to: int, ranks: tuple[int, ...]) -> Halo:
+    """``size``, ``to``: global lengths of operand and result, both cut by axes of so many ranks, outer to inner."""
+    results = chunks(to, ranks)
+    reads = tuple(map(window.read, results))
+    moved = Exchange(chunks(size, ranks), tuple(within(r, size) for r in reads))
+    return Halo(results, reads, moved, moved.received, moved.backward().received)
