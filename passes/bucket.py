@@ -100,25 +100,23 @@ def _fused(segment: Segment) -> tuple[Statement, ...]:
 
 
 def _placed(statements: Sequence[Statement], bucket_of: Mapping[str, list[Statement]]) -> list[Statement]:
-    """Every bucket where its first member stood, after the buckets its members are made from."""
+    """Every bucket where its first member stood, after all that its members are made from."""
+    maker = {name: s for s in statements for name in s.outputs}
     placed: list[Statement] = []
     done: set[int] = set()
 
-    def place(bucket: list[Statement]) -> None:
-        if id(bucket) in done:
+    def place(s: Statement) -> None:
+        bucket = bucket_of.get(s.outputs[0]) if s.outputs else None
+        members = bucket or [s]
+        if id(members[0]) in done:
             return
-        done.add(id(bucket))
-        for member in bucket:
-            if reads(member)[0] in bucket_of:
-                place(bucket_of[reads(member)[0]])
-        placed.append(_merged(bucket))
+        done.add(id(members[0]))
+        for name in (name for member in members for name in reads(member) if name in maker):
+            place(maker[name])
+        placed.append(_merged(bucket) if bucket else s)
 
     for s in statements:
-        bucket = bucket_of.get(s.outputs[0]) if s.outputs else None
-        if bucket is None:
-            placed.append(s)
-        else:
-            place(bucket)
+        place(s)
     return placed
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
@@ -20,6 +22,9 @@ MESHES = {
     "dp2tp2sp2": {"dp": 2, "tp": 2, "sp": 2},
     "tp1": {"tp": 1},
 }
+
+Signature = tuple[str, tuple[str, ...], str, float]
+"""a collective: kind, axes, phase, bytes"""
 
 
 def ideal(axes: dict[str, int]) -> autoshard.Mesh:
@@ -52,3 +57,28 @@ def assert_equal_training(
     if share is not None:
         assert cost.flops_per_rank <= share * cost.flops / ranks, f"work is not divided: {cost}"
     return report
+
+
+def collectives(
+    model: nn.Module,
+    axes: dict[str, int],
+    hints: dict[str, Any],
+    args: tuple[torch.Tensor, ...],
+    hardware: str | autoshard.Hardware = "ideal_network",
+) -> Counter[Signature]:
+    """The plan's collectives as a multiset; what is really executed must be the same bytes per kind, axis and phase."""
+    torch.manual_seed(0)
+    assert_equal_training(model, axes, args, hints=hints, hardware=hardware)
+    args = double(args)
+    sharded = autoshard.compile(model, autoshard.Mesh(axes, hardware), args, hints=hints)
+    executed: list[Any] = []
+    sharded.record(executed)
+    sharded(*args).backward()
+    predicted_bytes: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+    executed_bytes: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+    for c in sharded.collectives:
+        predicted_bytes[c.kind, c.axes, c.phase] += c.bytes
+    for e in executed:
+        executed_bytes[e.kind, e.axes, e.phase] += e.bytes
+    assert predicted_bytes == pytest.approx(executed_bytes)
+    return Counter((c.kind, c.axes, c.phase, c.bytes) for c in sharded.collectives)

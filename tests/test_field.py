@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_equal_training, double
+from harness import Signature, assert_equal_training, collectives
 from torch import nn
 
 import autoshard
@@ -19,7 +18,6 @@ from autoshard.hardware import PRESETS
 WIDTH, HIDDEN, LAYERS = 16, 32, 2
 WEIGHT = WIDTH * HIDDEN * 8
 """bytes of one weight in float64"""
-Signature = tuple[str, tuple[str, ...], str, float]
 
 
 class Mlp(nn.Module):
@@ -70,31 +68,6 @@ class Lm(nn.Module):
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.embedding(tokens))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def collectives(
-    model: nn.Module,
-    axes: dict[str, int],
-    hints: dict[str, Any],
-    args: tuple[torch.Tensor, ...],
-    hardware: str | autoshard.Hardware = "ideal_network",
-) -> Counter[Signature]:
-    """The plan's collectives as a multiset; what is really executed must be the same bytes per kind, axis and phase."""
-    torch.manual_seed(0)
-    assert_equal_training(model, axes, args, hints=hints, hardware=hardware)
-    args = double(args)
-    sharded = autoshard.compile(model, autoshard.Mesh(axes, hardware), args, hints=hints)
-    executed: list[Any] = []
-    sharded.record(executed)
-    sharded(*args).backward()
-    predicted_bytes: Counter[tuple[str, tuple[str, ...], str]] = Counter()
-    executed_bytes: Counter[tuple[str, tuple[str, ...], str]] = Counter()
-    for c in sharded.collectives:
-        predicted_bytes[c.kind, c.axes, c.phase] += c.bytes
-    for e in executed:
-        executed_bytes[e.kind, e.axes, e.phase] += e.bytes
-    assert predicted_bytes == executed_bytes
-    return Counter((c.kind, c.axes, c.phase, c.bytes) for c in sharded.collectives)
 
 
 def loss_reduction(*axes: str, ranks: int) -> Counter[Signature]:

@@ -122,6 +122,7 @@ class Site:
 
 StrategiesOf = Callable[[Node, Graph], tuple[Strategy, ...]]
 LocalFormOf = Callable[[Site], Call]
+CollectivesOf = Callable[[Site], tuple[Internal, ...]]
 
 
 @dataclass(frozen=True)
@@ -135,5 +136,5 @@ class Rule:
     flops: Callable[[Node, Graph], float] | None = None
     notation: str = ""
     """the rule as its author wrote it, for reports"""
-    collectives: Callable[[Site], tuple[Internal, ...]] | None = None
+    collectives: CollectivesOf | None = None
     """what the local form communicates, in order of execution; None: nothing"""

@@ -17,7 +17,7 @@ import torch
 from autoshard.errors import RuleError
 from autoshard.layout import I, P, Placement, R, Shard
 from autoshard.passes.ir import Graph, Node, Ref, refs
-from autoshard.passes.rules.base import LocalFormOf, Rule, Strategy
+from autoshard.passes.rules.base import CollectivesOf, LocalFormOf, Rule, Strategy
 
 Dims = tuple[str | None, ...]
 """a factor per tensor dim; None: the dim must be whole"""
@@ -96,7 +96,13 @@ def _is_fractional(dtype: torch.dtype) -> bool:
 FactorsOf = Callable[[Node, Graph], Factors]
 
 
-def by_factors(names: str, factors: FactorsOf, local: LocalFormOf | None = None, notation: str = "") -> list[Rule]:
+def by_factors(
+    names: str,
+    factors: FactorsOf,
+    local: LocalFormOf | None = None,
+    notation: str = "",
+    collectives: CollectivesOf | None = None,
+) -> list[Rule]:
     """Rules of several aten ops, as in ``"cat.default stack.default"``, from a function that finds the factors."""
 
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
@@ -104,7 +110,7 @@ def by_factors(names: str, factors: FactorsOf, local: LocalFormOf | None = None,
 
     pairs = (name.split(".") for name in names.split())
     ops = [getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in pairs]
-    return [Rule(op, strategies, local, notation=notation) for op in ops]
+    return [Rule(op, strategies, local, None, notation, collectives) for op in ops]
 
 
 # What rules read of a node.

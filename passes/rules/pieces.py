@@ -8,7 +8,7 @@ import torch
 
 from autoshard.passes.ir import Graph, Node
 from autoshard.passes.notation import rule
-from autoshard.passes.rules.base import Call, Rule, Site
+from autoshard.passes.rules.base import Call, Internal, Rule, Site
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -22,8 +22,11 @@ from autoshard.passes.rules.factors import (
     output_shapes,
     positive,
     sizes_of,
+    with_arguments,
 )
 from autoshard.passes.rules.named import spell
+from autoshard.passes.rules.windows import Sliding, cut, halo_collectives, haloed
+from autoshard.runtime.window import Window
 
 aten = torch.ops.aten
 
@@ -56,27 +59,76 @@ def _dims(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
     return dims_argument(argument(node, "dims"), len(shape))
 
 
-def _sliced(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
-    """The sliced dim, unless the slice takes all of it."""
+def _last_two(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    return (len(shape) - 2, len(shape) - 1)
+
+
+# --- slices and pads: windows of one position, shifted ---
+
+
+def _slide(node: Node, graph: Graph) -> tuple[Sliding, ...]:
+    """Dims that are cut before and after though the op shifts or shortens them; all others that it changes are whole.
+
+    Of a slice that drops half or more, most positions would move to another rank.
+    """
+    (shape,), (result,) = input_shapes(node, graph), output_shapes(node, graph)
+    shifts = _shifts(node, shape)
+    kept = (d for d in shifts if 2 * result[d] > shape[d])
+    return tuple(Sliding(d, shape[d], result[d], Window(padding=shifts[d])) for d in kept)
+
+
+def _shifts(node: Node, shape: tuple[int, ...]) -> dict[int, int]:
+    """Dims that a slice of step 1 or a constant pad changes, and how many positions it puts in front of them."""
+    if "pad" not in str(node.op):
+        start = argument(node, "start") or 0
+        known = isinstance(start, int) and argument(node, "step") == 1
+        return {d: -min(max(positive(start, n), 0), n) for d in _changed(node, shape) if known for n in (shape[d],)}
+    pad = argument(node, "pad")
+    return {d: pad[2 * (len(shape) - 1 - d)] for d in _changed(node, shape)} if _is_constant(node) else {}
+
+
+def _changed(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    """Dims that a slice or a pad changes."""
+    if "pad" in str(node.op):
+        pad = argument(node, "pad")
+        return sorted({len(shape) - 1 - i // 2 for i in range(len(pad)) if pad[i]})
     dim = positive(argument(node, "dim"), len(shape))
     start, end, step = (argument(node, name) for name in ("start", "end", "step"))
     full = start in (None, 0) and (end is None or end >= shape[dim]) and step == 1
     return () if full else (dim,)
 
 
-def _last_two(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
-    return (len(shape) - 2, len(shape) - 1)
-
-
-def _padded(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
-    pad = argument(node, "pad")
-    return [len(shape) - 1 - i // 2 for i in range(len(pad)) if pad[i]]
-
-
-def _pad(node: Node, graph: Graph) -> Factors:
+def _is_constant(node: Node) -> bool:
     names = [a.name for a in node.op._schema.arguments]
-    constant = "mode" not in names or argument(node, "mode") == "constant"
-    return _in_place(_padded, linear=not constant or not argument(node, "value"))(node, graph)
+    return "mode" not in names or argument(node, "mode") == "constant"
+
+
+def _shifted(node: Node, graph: Graph) -> Factors:
+    """A slice or a pad. A pad is linear if it pads with zeros or with the operand's own values."""
+    (shape,), slidings = input_shapes(node, graph), _slide(node, graph)
+    dims = numbered(shape, set(_changed(node, shape)) - {s.dim for s in slidings})
+    linear = "pad" not in str(node.op) or not _is_constant(node) or not argument(node, "value")
+    sizes = sizes_of(shape) | {s.factor: s.to for s in slidings}
+    return Factors((dims,), (dims,), sizes, linear=((0,),) if linear else ())
+
+
+def _local_shifted(site: Site) -> Call:
+    """The halo is the slice and the pad; a pad of other dims remains."""
+    node, along = site.node, cut(site, _slide(site.node, site.graph))
+    if not along:
+        return Call(node.op, node.args, node.kwargs)
+    is_pad = "pad" in str(node.op)
+    x: Call = haloed(site, argument(node, "self"), along, (argument(node, "value") or 0.0) if is_pad else 0.0)
+    rank, apart = len(site.in_type(0).shape), {s.dim for s in along}
+    if not is_pad or apart == set(_changed(node, site.in_type(0).shape)):
+        return x
+    pad = [0 if rank - 1 - i // 2 in apart else n for i, n in enumerate(argument(node, "pad"))]
+    args, kwargs = with_arguments(node, self=x, pad=pad)
+    return Call(node.op, args, kwargs)
+
+
+def _shift_collectives(site: Site) -> tuple[Internal, ...]:
+    return halo_collectives(site, _slide(site.node, site.graph))
 
 
 def _cat(node: Node, graph: Graph) -> Factors:
@@ -210,13 +262,13 @@ _FFT2 = "fft_fft2.default fft_ifft2.default fft_rfft2.default fft_irfft2.default
 
 
 RULES: tuple[Rule, ...] = (
-    *by_factors("slice.Tensor", _in_place(_sliced), None, "sliced dim whole"),
+    *by_factors("slice.Tensor", _shifted, _local_shifted, "... d ... -> ... d ...", _shift_collectives),
     *by_factors("narrow.default narrow_copy.default", _in_place(_dim), None, "dim whole"),
     *by_factors("flip.default roll.default", _in_place(_dims), None, "dims whole"),
     *by_factors("tril.default triu.default", _in_place(_last_two), None, "last two dims whole"),
     *by_factors("diff.default", _in_place(_dim), None, "dim whole"),
     *by_factors("glu.default", _in_place(_dim, linear=False), None, "dim whole"),
-    *by_factors("constant_pad_nd.default pad.default", _pad, None, "padded dims whole"),
+    *by_factors("constant_pad_nd.default pad.default", _shifted, _local_shifted, "... -> ...", _shift_collectives),
     *by_factors("cat.default concat.default concatenate.default", _cat, None, "dim whole"),
     *by_factors("hstack.default column_stack.default", _stacks(1), None, "dim 1 whole"),
     *by_factors("vstack.default", _stacks(0), None, "dim 0 whole"),
@@ -234,7 +286,7 @@ RULES: tuple[Rule, ...] = (
     *by_factors("select.int", _select, _local_select, "dim summed"),
     *by_factors("unbind.int unbind_copy.int", _unbind, None, "dim whole"),
     *by_factors("select_scatter.default", _select_scatter, None, "dim whole"),
-    *by_factors("slice_scatter.default", _in_place(_sliced), None, "sliced dim whole"),
+    *by_factors("slice_scatter.default", _in_place(_changed), None, "sliced dim whole"),
     *by_factors("fliplr.default", _in_place(lambda node, shape: (1,)), None, "dim 1 whole"),
     *by_factors("flipud.default", _in_place(lambda node, shape: (0,)), None, "dim 0 whole"),
     *by_factors("_weight_norm.default _weight_norm_interface.default", _weight_norm, None, "dim"),

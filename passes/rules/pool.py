@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Internal, Local, Rule, Site, Strategy
+from autoshard.passes.rules.base import Call, CollectivesOf, Internal, Local, LocalFormOf, Rule, Site, Strategy
 from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, output_shapes
 from autoshard.passes.rules.named import ops, spell, unchanged
 from autoshard.passes.rules.windows import Sliding, cut, halo_collectives, haloed
@@ -177,8 +177,8 @@ def _rules(
     names: str,
     slidings: SlidingsOf,
     linear: bool,
-    local: Callable[[Site], Call] | None = None,
-    collectives: Callable[[Site], tuple[Internal, ...]] | None = None,
+    local: LocalFormOf | None = None,
+    collectives: CollectivesOf | None = None,
 ) -> tuple[Rule, ...]:
     notation = "n c _ -> n c _" if slidings is _none else "n c ... -> n c ..."
     return tuple(Rule(op, _along(slidings, linear), local, None, notation, collectives) for op in ops(names))
