@@ -64,6 +64,28 @@ def check_a_backward_that_sums_again_is_caught() -> None:
     raise AssertionError("a wrong gradient went unnoticed")
 
 
+def check_halos() -> None:
+    """A convolution of cut positions, any order of axes; windows longer than a chunk as well."""
+    random = torch.Generator().manual_seed(3)
+    for mesh in meshes():
+        comm = runtime.TorchCommunicator(mesh)
+        for axes in [("a",), ("a", "b"), ("b", "a")][: 2 * len(mesh) - 1]:
+            for size, kernel, stride, padding, dilation in ((23, 3, 1, 1, 1), (30, 4, 3, 2, 2), (13, 3, 1, 5, 5)):
+                x, weight = (torch.randn(2, 2, n, generator=random, dtype=torch.float64) for n in (size, kernel))
+                x.requires_grad_()
+                y = F.conv1d(x, weight, None, stride, padding, dilation)
+                gradient = torch.randn(y.shape, generator=random, dtype=torch.float64)
+                y.backward(gradient)
+                mine, results = comm.chunk(size, axes), comm.chunk(y.shape[2], axes)
+                part = x.detach().narrow(2, *mine).requires_grad_()
+                with runtime.bind(comm):
+                    read = runtime.halo(part, 2, size, y.shape[2], axes, kernel, stride, padding, dilation)
+                    made = F.conv1d(read, weight, None, stride, 0, dilation)
+                made.backward(gradient.narrow(2, *results))
+                for found, expected in ((made, y.narrow(2, *results)), (part.grad, x.grad.narrow(2, *mine))):
+                    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12), (mesh, axes, size)
+
+
 def check_dtypes_without_gradient() -> None:
     for mesh in meshes():
         comm = runtime.TorchCommunicator(mesh)
