@@ -65,6 +65,7 @@ def test_rule(op: torch._ops.OpOverload) -> None:
         aten.slice.Tensor,
         aten.cat.default,
         aten.conv1d.default,
+        aten.conv2d.default,
         aten.conv2d.padding,
         aten.conv_transpose1d.default,
         aten.max_pool2d.default,

@@ -17,12 +17,12 @@ from autoshard.errors import RuleError
 from autoshard.layout import Layout, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir import Graph, Node, Ref, TensorType
-from autoshard.passes.rules import attention, conv, embedding, loss, norm, random
+from autoshard.passes.rules import attention, embedding, loss, norm, random
 from autoshard.passes.rules.base import Rule, Site, Strategy
 from autoshard.testing import check_rule
 
 aten = torch.ops.aten
-RULES = {rule.op: rule for m in (attention, conv, embedding, loss, norm, random) for rule in m.RULES}
+RULES = {rule.op: rule for m in (attention, embedding, loss, norm, random) for rule in m.RULES}
 MEAN, SUM = 1, 2
 
 
@@ -46,7 +46,6 @@ def test_every_strategy_on_two_and_three_ranks(op: torch._ops.OpOverload) -> Non
         aten.rms_norm.default,
         aten.group_norm.default,
         aten._native_batch_norm_legit_functional.default,
-        aten.conv2d.default,
         aten.dropout.default,
         aten.uniform.default,
     ],
