@@ -145,9 +145,17 @@ def _slid_averages(name: str) -> list[Sample]:
 
 def _resized(name: str) -> list[Sample]:
     x = _shaped(name)
-    size = [n + 3 for n in x.shape[2:]]
+    spatial, vec = x.dim() - 2, name.endswith(".vec")
     corners = [False] if "linear" in name or "cubic" in name else []
-    return [call(x, size, *corners, *([None] if name.endswith(".vec") else []))]
+    samples = [call(x, [n + 3 for n in x.shape[2:]], *corners, *([None] if vec else []))]
+    if "nearest" not in name:
+        return samples
+    odd = f(2, 2, *(5, 3, 2)[:spatial])
+    samples += [call(odd, [2 * n for n in odd.shape[2:]], *([None] if vec else []))]
+    samples += (
+        [call(odd, None, [float(n) for n in (4, 2, 1)[:spatial]]), call(odd, None, [1.7] * spatial)] if vec else []
+    )
+    return samples
 
 
 def _padded(name: str) -> list[Sample]:

@@ -13,7 +13,7 @@ from autoshard.passes.ir import Graph, Node
 from autoshard.passes.rules.base import Call, CollectivesOf, Internal, Local, LocalFormOf, Rule, Site, Strategy
 from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, output_shapes
 from autoshard.passes.rules.named import ops, spell, unchanged
-from autoshard.passes.rules.windows import Sliding, cut, halo_collectives, haloed
+from autoshard.passes.rules.windows import Sliding, cropped, cut, halo_collectives, haloed
 from autoshard.runtime.window import Window
 
 aten = torch.ops.aten
@@ -152,6 +152,39 @@ def _division_collectives(site: Site) -> tuple[Internal, ...]:
     return halo_collectives(site, _divisions(site.node, site.graph))
 
 
+# --- repetitions ---
+
+
+def _repeats(node: Node, graph: Graph) -> tuple[Sliding, ...]:
+    """Positions that nearest-neighbour interpolation repeats. Powers of two, for which sources round alike anywhere."""
+    shape, result = input_shapes(node, graph)[0], output_shapes(node, graph)[0]
+    dims = _positions(node, len(shape))
+    times = [result[d] // shape[d] for d in dims]
+    given = [argument(node, a.name) for a in node.op._schema.arguments if a.name.startswith("scale")]
+    scales = (given[0] if node.op._overloadname == "vec" else given) or [None] * len(dims)
+    exact = all(
+        result[d] == n * shape[d] and n.bit_count() == 1 and scale in (None, n)
+        for d, n, scale in zip(dims, times, scales, strict=True)
+    )
+    repeated = zip(dims, times, strict=True) if exact else ()
+    return tuple(Sliding(d, shape[d], result[d], Window(n, n, transposed=True)) for d, n in repeated)
+
+
+def _local_repeated(site: Site) -> Call:
+    node, slidings = site.node, _repeats(site.node, site.graph)
+    along = cut(site, slidings)
+    if not along:
+        return unchanged(site)
+    x = haloed(site, argument(node, "input" if node.op._overloadname == "vec" else "self"), along)
+    op = getattr(aten, node.op._opname).vec
+    result: Call = cropped(site, Call(op, (x, None, [float(s.window.stride) for s in slidings]), {}), along)
+    return result
+
+
+def _repeat_collectives(site: Site) -> tuple[Internal, ...]:
+    return halo_collectives(site, _repeats(site.node, site.graph))
+
+
 MAX_POOLS = (
     "max_pool1d.default max_pool2d.default max_pool3d.default max_pool1d_with_indices.default "
     "max_pool2d_with_indices.default max_pool3d_with_indices.default"
@@ -162,13 +195,16 @@ ADAPTIVE_AVERAGE = (
     "adaptive_avg_pool1d.default adaptive_avg_pool2d.default adaptive_avg_pool3d.default "
     "_adaptive_avg_pool2d.default _adaptive_avg_pool3d.default"
 )
+NEAREST = (
+    "upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_nearest1d.default "
+    "upsample_nearest2d.default upsample_nearest3d.default _upsample_nearest_exact1d.vec "
+    "_upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec"
+)
 WHOLE = (
-    "upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_linear1d.vec "
-    "upsample_bilinear2d.vec upsample_trilinear3d.vec upsample_bicubic2d.vec upsample_nearest1d.default "
-    "upsample_nearest2d.default upsample_nearest3d.default upsample_linear1d.default upsample_bilinear2d.default "
-    "upsample_trilinear3d.default upsample_bicubic2d.default _upsample_nearest_exact1d.vec "
-    "_upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec _upsample_bilinear2d_aa.vec "
-    "_upsample_bicubic2d_aa.vec reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default "
+    "upsample_linear1d.vec upsample_bilinear2d.vec upsample_trilinear3d.vec upsample_bicubic2d.vec "
+    "upsample_linear1d.default upsample_bilinear2d.default upsample_trilinear3d.default upsample_bicubic2d.default "
+    "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec "
+    "reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default "
     "replication_pad1d.default replication_pad2d.default replication_pad3d.default"
 )
 
@@ -189,5 +225,6 @@ RULES: tuple[Rule, ...] = (
     *_rules(AVERAGE_POOLS, _windows, True, _local_average, _window_collectives),
     *_rules(ADAPTIVE_MAX, _divisions, False, _local_adaptive, _division_collectives),
     *_rules(ADAPTIVE_AVERAGE, _divisions, True, _local_adaptive, _division_collectives),
+    *_rules(NEAREST, _repeats, True, _local_repeated, _repeat_collectives),
     *_rules(WHOLE, _none, True),
 )
