@@ -170,3 +170,17 @@ def test_a_class_name_that_the_file_uses_itself() -> None:
 
     report = autoshard.verify(nn.Sequential(RankModule(), RankModule()).double(), IDEAL, (torch.randn(4, 8).double(),))
     assert report.ok, str(report)
+
+
+def test_a_bucket_stands_after_the_slices_it_is_made_from() -> None:
+    """Weight and bias are sliced over one axis, then enter the other one together."""
+    model, x = nn.Conv2d(3, 6, 3, padding=1), torch.randn(2, 3, 26, 18)
+    mesh = autoshard.Mesh({"a": 2, "b": 2}, hardware="ideal_network")
+    hints = {"weight": "replicate", "bias": "replicate"}
+    sharded = autoshard.compile(model, mesh, (x,), hints=hints)
+    lines = sharded.source.splitlines()
+    slices = [i for i, line in enumerate(lines) if "runtime.slice(self." in line]
+    (bucket,) = (i for i, line in enumerate(lines) if "runtime.enter_parameters((" in line)
+    assert len(slices) == 2
+    assert max(slices) < bucket
+    assert autoshard.verify(model.double(), mesh, (x.double(),), hints=hints).ok

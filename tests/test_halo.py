@@ -151,6 +151,22 @@ def test_an_image_alone_is_cut_along_its_height_or_width() -> None:
     assert any(c.kind == "halo" for c in report.plan.collectives)
 
 
+@pytest.mark.parametrize(("batch", "cut"), [(1, 2), (4, 0)])
+def test_large_images_on_real_hardware(batch: int, cut: int) -> None:
+    """One image is cut along its height, and the halos cost next to nothing; four of them are dealt out."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 32, 7, 2, 3), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1)).bfloat16()
+        images = torch.empty(batch, 3, 2048, 2048, dtype=torch.bfloat16)
+    plan = autoshard.plan(model, {"tp": 4}, (images,))
+    assert plan.outputs[0] is not None
+    assert plan.outputs[0]["tp"] == Shard(cut)
+    assert plan.cost.flops_per_rank == plan.cost.flops / 4
+    halos = [c.bytes for c in plan.collectives if c.kind == "halo"]
+    assert bool(halos) == (cut == 2)
+    row = 32 * 1024 * 2
+    assert sum(halos) <= 3 * 3 * 2048 * 2 * 2 + 4 * row
+
+
 @pytest.mark.parametrize("batch", [4, 8])
 def test_samples_are_cut_where_they_can_be(batch: int) -> None:
     """Cut samples exchange nothing, so positions are not cut."""
@@ -172,6 +188,8 @@ CASES: list[tuple[Any, tuple[Any, ...], tuple[str, str]]] = [
         (aten.conv2d.default, 5, ("d2", "o")),
         (aten.conv_transpose1d.default, 3, ("d2", "d2")),
         (aten.max_pool2d.default, 2, ("d3", "d2")),
+        (aten.avg_pool1d.default, 3, ("d2", "d2")),
+        (aten.upsample_nearest1d.default, 1, ("d2", "d2")),
     ]
 ]
 

@@ -109,8 +109,7 @@ def _local_convolution(site: Site) -> Call:
         x = Call(aten.constant_pad_nd.default, (x, [n for p in reversed(kept) for n in p]), {})
         kept = [(0, 0)] * len(kept)
     changes |= {"input": x, "padding": [before for before, _ in kept]}
-    if is_transposed(node):
-        extra = _each(node, "output_padding", len(slidings))
+    if is_transposed(node) and any(extra := _each(node, "output_padding", len(slidings))):
         changes["output_padding"] = [0 if s in along else n for s, n in zip(slidings, extra, strict=True)]
     made = unchanged(site, **changes)
     if isinstance(argument(node, "padding"), str):
