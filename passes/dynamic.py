@@ -118,7 +118,7 @@ def is_rigid(node: Node, types: Mapping[str, TensorType], rule: Rule | None) -> 
     used = [types[name] for name in (*node.inputs, *node.outputs)]
     if any(types[name].number is not None for name in node.outputs):
         return True
-    if any(t.unknown for t in used) and (rule is None or rule.local is not None):
+    if any(t.unknown for t in used) and (rule is None or (rule.local is not None and rule.sized)):
         return True
     named = [*zip((a.name for a in node.op._schema.arguments), node.args, strict=False), *node.kwargs.items()]
     takes = {a.name for a in node.op._schema.arguments if "Tensor" in str(a.type)}

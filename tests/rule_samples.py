@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from elementwise_samples import ELEMENTWISE, NO_DERIVATIVE, OWN
-from sample_makers import Sample, b, call, distinct, f, i, unit, z
+from reduction_samples import RANK, REDUCE, SCAN
+from sample_makers import Sample, b, call, f, i, unit, z
 
 __all__ = ["NO_DERIVATIVE", "SAMPLES", "SHAPES_ONLY", "call", "f"]
 
@@ -83,55 +84,6 @@ MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
         call(f(2, 3), f(3, 4), [1], [0]),
         call(f(1, 1, 4), f(2, 3, 2), [0, 1], [2, 0]),
     ],
-}
-
-d = distinct(3, 4, 6)
-REDUCE: dict[str, list[Sample]] = {
-    "sum.default": [call(f(3, 4)), call(b(3, 4)), call(f())],
-    "sum.dim_IntList": [call(f(3, 4, 2), [1]), call(f(3, 4, 2), [-1, 0], True), call(f(3, 4), []), call(b(3, 4), [0])],
-    "nansum.default": [call(f(3, 4), [1])],
-    "mean.default": [call(f(3, 4)), call(f(3, 4), dtype=torch.float64)],
-    "mean.dim": [call(f(3, 4, 2), [1]), call(f(5, 4, 2), [-1, 0], True), call(f(3, 4), None)],
-    "amax.default": [call(d, [1]), call(d, [0, 2], True)],
-    "amin.default": [call(d, [1]), call(d, [0, 2], True)],
-    "max.default": [call(distinct(4, 6))],
-    "min.default": [call(distinct(4, 6))],
-    **{f"{op}.dim": [call(d, 1), call(d, -1, True)] for op in ("max", "min", "median", "nanmedian", "any", "all")},
-    **{f"{op}.default": [call(d), call(d, 1), call(d, 0, True)] for op in ("argmax", "argmin")},
-    **{f"{op}.default": [call(distinct(4, 3))] for op in ("any", "all", "prod", "median", "nanmedian")},
-    **{f"{op}.dims": [call(b(3, 4, 2), [0, 2])] for op in ("any", "all")},
-    "prod.dim_int": [call(f(3, 4, 2), 1), call(f(3, 4), 0, True)],
-    **{f"{op}.default": [call(f(3, 4)), call(f(3, 4), False)] for op in ("var", "std", "var_mean", "std_mean")},
-    **{f"{op}.dim": [call(f(3, 4, 2), [1])] for op in ("var", "std", "var_mean", "std_mean")},
-    **{
-        f"{op}.correction": [call(f(3, 4, 2), [1], correction=0, keepdim=True), call(f(3, 4))]
-        for op in ("var", "std", "var_mean", "std_mean")
-    },
-    "logsumexp.default": [call(f(3, 4, 2), [1]), call(f(3, 4, 2), [0, 1], True)],
-    "norm.Scalar": [call(f(3, 4), 2)],
-    "norm.ScalarOpt_dim": [call(f(3, 4), 2, [1]), call(f(3, 4), None, [0], True)],
-    "linalg_vector_norm.default": [call(f(3, 4)), call(f(3, 4), 2, [1], True)],
-    "aminmax.default": [call(d, dim=1), call(d)],
-    "count_nonzero.dim_IntList": [call(i(2, 3, 4), [1])],
-    "count_nonzero.default": [call(i(2, 3, 4)), call(i(2, 3, 4), 0)],
-    "nanmean.default": [call(f(3, 4), [1])],
-    **{f"{op}.default": [call(unit(3, 4), 1), call(unit(3, 4, 2), 0)] for op in ("cumsum", "cumprod", "logcumsumexp")},
-    **{f"{op}.default": [call(d, 1)] for op in ("cummax", "cummin")},
-    "sort.default": [call(d), call(d, 0, True)],
-    "sort.stable": [call(d, stable=True, dim=1)],
-    "argsort.default": [call(d, 1)],
-    "argsort.stable": [call(d, stable=True, dim=1)],
-    "topk.default": [call(d, 2), call(d, 2, 1)],
-    "kthvalue.default": [call(d, 2), call(d, 2, 1, True)],
-    "mode.default": [call(d), call(d, 0)],
-    "cosine_similarity.default": [call(f(4, 3), f(4, 3)), call(f(2, 3, 4), f(3, 1), 1)],
-    "linalg_cross.default": [call(f(4, 3), f(4, 3)), call(f(3, 5), f(3, 5), dim=0)],
-    "histc.default": [call(unit(4, 5), 4, 0, 1), call(unit(7), 3)],
-    "norm.ScalarOpt_dim_dtype": [call(f(3, 4), 2, [1], False, dtype=torch.float64)],
-    "linalg_norm.default": [call(f(3, 4), None, [1]), call(f(3, 4))],
-    "frobenius_norm.dim": [call(f(3, 4, 2), [1, 2])],
-    "quantile.scalar": [call(d, 0.3, 1), call(distinct(4, 5), 0.4)],
-    "nanquantile.scalar": [call(d, 0.3, 1, True)],
 }
 
 SHAPE: dict[str, list[Sample]] = {
@@ -341,5 +293,5 @@ SAMPLES: dict[torch._ops.OpOverload, list[Sample]] = {
     **ELEMENTWISE,
     **OWN,
     **MATMUL,
-    **{_op(name): samples for table in (REDUCE, SHAPE, INDEX, FACTORY) for name, samples in table.items()},
+    **{_op(name): samples for table in (REDUCE, SCAN, RANK, SHAPE, INDEX, FACTORY) for name, samples in table.items()},
 }

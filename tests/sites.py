@@ -22,7 +22,7 @@ def site(rule: Rule, args: Sequence[Any], labels: Sequence[str], mesh: Mesh, **k
     result = result[0] if isinstance(result, tuple) else result
     tensors = {n: a for n, a in zip(names, args, strict=True) if n is not None}
     types = {n: TensorType(tuple(a.shape), a.dtype, a.is_floating_point()) for n, a in tensors.items()}
-    types["y"] = TensorType(tuple(result.shape), result.dtype, True)
+    types["y"] = TensorType(tuple(result.shape), result.dtype, result.is_floating_point())
     refs = tuple(a if n is None else Ref(n) for n, a in zip(names, args, strict=True))
     node = Node("y", rule.op, refs, kwargs, ("y",), (0,))
     graph = Graph((), (node,), types, (Ref("y"),), None, None)
@@ -56,5 +56,6 @@ def run(rule: Rule, at: Site, args: Sequence[Any]) -> tuple[list[torch.Tensor], 
         return out[0] if isinstance(out, tuple) else out
 
     results = world.run(one, [(r,) for r in range(at.mesh.size)])
-    torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+    if results[0].requires_grad:
+        torch.autograd.backward(results, [torch.ones_like(y) for y in results])
     return [y.detach() for y in results], world.log

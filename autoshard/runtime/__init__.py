@@ -92,9 +92,32 @@ from autoshard.runtime.indexing import (
 )
 from autoshard.runtime.loss import cross_entropy, nll_loss
 from autoshard.runtime.norm import batch_norm, batch_norm_no_stats, group_norm, layer_norm, rms_norm
+from autoshard.runtime.ranking import argmax, argmin, flat_argmax, flat_argmin, max_dim, min_dim, topk
+from autoshard.runtime.reduce import (
+    all,  # noqa: A004
+    amax,
+    amin,
+    aminmax,
+    any,  # noqa: A004
+    logsumexp,
+    prod,
+    std,
+    std_mean,
+    var,
+    var_mean,
+    vector_norm,
+)
+from autoshard.runtime.scan import cummax, cummin, cumprod, cumsum, logcumsumexp
 from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax
 
 __all__ += [
+    "all",
+    "amax",
+    "amin",
+    "aminmax",
+    "any",
+    "argmax",
+    "argmin",
     "attention",
     "average",
     "batch_norm",
@@ -102,15 +125,26 @@ __all__ += [
     "causal_mask",
     "crop",
     "cross_entropy",
+    "cummax",
+    "cummin",
+    "cumprod",
+    "cumsum",
     "draw",
     "draw_like",
+    "flat_argmax",
+    "flat_argmin",
     "group_norm",
     "halo",
     "kv_heads",
     "layer_norm",
     "log_softmax",
+    "logcumsumexp",
+    "logsumexp",
+    "max_dim",
+    "min_dim",
     "native_dropout",
     "nll_loss",
+    "prod",
     "rms_norm",
     "safe_softmax",
     "sharded_gather",
@@ -125,6 +159,12 @@ __all__ += [
     "sharded_scatter_add",
     "sharded_select",
     "softmax",
+    "std",
+    "std_mean",
+    "topk",
+    "var",
+    "var_mean",
+    "vector_norm",
     "vocab_embedding",
     "vocab_embedding_bag",
 ]

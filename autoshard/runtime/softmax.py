@@ -29,11 +29,12 @@ def safe_softmax(x: torch.Tensor, dim: int, axes: Axes, dtype: torch.dtype | Non
     return (exponentials / sums.masked_fill(sums == 0, 1)).to(x.dtype if dtype is None else dtype)
 
 
-def maximum(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
-    """Maxima along ``dim`` cut by ``axes``, kept as a dim of length 1; no gradient. An empty shard counts as -inf."""
+def maximum(x: torch.Tensor, dims: int | list[int], axes: Axes) -> torch.Tensor:
+    """Maxima along dims cut by ``axes``, kept as dims of length 1; no gradient. An empty shard counts as -inf."""
     x = x.detach()
-    shape = [*x.shape[:dim], 1, *x.shape[dim + 1 :]]
-    top = x.amax(dim, keepdim=True) if x.shape[dim] else x.new_full(shape, -torch.inf)
+    dims = [dims] if isinstance(dims, int) else dims
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
+    top = x.amax(dims, keepdim=True) if x.numel() else x.new_full(shape, -torch.inf)
     return all_reduce(top, axes, op="max")
 
 

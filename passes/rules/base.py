@@ -138,3 +138,5 @@ class Rule:
     """the rule as its author wrote it, for reports"""
     collectives: CollectivesOf | None = None
     """what the local form communicates, in order of execution; None: nothing"""
+    sized: bool = True
+    """whether the local form needs lengths of dims that are whole; else the others may depend on the data"""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import RuleError
-from autoshard.layout import I, P, Placement, R, Shard
+from autoshard.layout import I, P, Partial, Placement, R, Shard
 from autoshard.passes.ir import Graph, Node, Ref, refs
 from autoshard.passes.rules.base import CollectivesOf, LocalFormOf, Rule, Strategy
 
@@ -54,6 +54,8 @@ class Factors:
         """Once at most in every operand and result; booleans have no summands."""
         if max((dims.count(factor) for dims in self.inputs + self.outputs), default=0) != 1:
             return False
+        if not isinstance(self.reduced.get(factor, P), Partial):
+            return True
         lacking = [name for name, dims in zip(node.outputs, self.outputs, strict=True) if factor not in dims]
         return not any(graph.types[name].dtype == torch.bool for name in lacking)
 

@@ -72,3 +72,14 @@ def reductions(
     gradient = backward if any(site.graph.types[name].grad for name in site.node.outputs) else ()
     phases = [("forward", what) for what in forward] + [("backward", what) for what in gradient]
     return tuple(Internal("all_reduce", axes, size, phase, what) for phase, what in phases)
+
+
+def gathered(site: Site, axes: tuple[str, ...], size: float, what: str, to: str) -> tuple[Internal, ...]:
+    """An all-gather of ``size`` bytes per rank over ``axes`` to I or R; to R, its backward reduce-scatters."""
+    ranks = site.mesh.size_of(axes)
+    if ranks == 1:
+        return ()
+    forward = Internal("all_gather", axes, ranks * size, "forward", what)
+    if to == "I" or not any(site.graph.types[name].grad for name in site.node.outputs):
+        return (forward,)
+    return forward, Internal("reduce_scatter", axes, ranks * size, "backward", f"gradient of the {what}")

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autoshard.layout import P, Partial, Placement
+from autoshard.layout import I, P, Partial, Placement
 from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, LocalFormOf, Rule, Site, Strategy
+from autoshard.passes.rules.base import (
+    Call,
+    CollectivesOf,
+    Internal,
+    LocalFormOf,
+    Rule,
+    Site,
+    StrategiesOf,
+    Strategy,
+)
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -23,7 +33,7 @@ from autoshard.passes.rules.factors import (
     positive,
     sizes_of,
 )
-from autoshard.passes.rules.named import broadcast_shape
+from autoshard.passes.rules.named import broadcast_shape, gathered, local_shape, ops, reductions, spell, wide_bytes
 
 aten = torch.ops.aten
 
@@ -76,14 +86,148 @@ def _whole(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return _reduction(node, graph, None)
 
 
-def _extreme(op: str) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
+def _extreme(op: str) -> StrategiesOf:
     """max/min: Partial(op) where no gradient is asked; no rank may hold an empty shard, it has no maximum."""
 
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         free = not graph.types[node.inputs[0]].grad
-        return _reduction(node, graph, Partial(op) if free else None, filled=True)
+        return _reduction(node, graph, Partial(op) if free else I, filled=True)
 
     return strategies
+
+
+def _combined(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Over a cut dim a runtime function combines what the ranks have; its result is whole on every rank."""
+    type_ = graph.types[node.inputs[0]]
+    return _reduction(node, graph, None if type_.dtype.is_complex else I)
+
+
+def _filled(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    return _reduction(node, graph, I, filled=True)
+
+
+def _moments(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Variances of more elements than ``correction``; of fewer they are infinite or NaN, and so is the gradient."""
+    type_ = graph.types[node.inputs[0]]
+    defined = _count(node, graph) > _correction(node) and not type_.dtype.is_complex
+    return _reduction(node, graph, I if defined else None)
+
+
+def _norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    order = _order(node)
+    return _reduction(node, graph, I, filled=order < 0 or math.isinf(order))
+
+
+def _order(node: Node) -> float:
+    """Which norm; 2 where none is named."""
+    names = {a.name for a in node.op._schema.arguments} & {"p", "ord"}
+    given = argument(node, names.pop()) if names else None
+    return 2.0 if given is None else float(given)
+
+
+def _correction(node: Node) -> float:
+    """What is subtracted from the count: 1 by default."""
+    names = [a.name for a in node.op._schema.arguments]
+    given = argument(node, "correction" if "correction" in names else "unbiased")
+    return 1 if given is None else float(given)
+
+
+def _count(node: Node, graph: Graph) -> int:
+    """Elements that are reduced to one, globally."""
+    shape = input_shapes(node, graph)[0]
+    return math.prod(shape[d] for d in _reduced_dims(node, graph))
+
+
+def _reduced_axes(site: Site) -> tuple[str, ...]:
+    """Axes that cut any of the reduced dims."""
+    return tuple(a for d in _reduced_dims(site.node, site.graph) for a in site.inputs[0].axes_of(d))
+
+
+Extra = Callable[[Site], Mapping[str, Any]]
+"""arguments of a runtime function beside the tensor, the dims and the axes"""
+
+
+def _local(function: str, extra: Extra = lambda site: {}) -> LocalFormOf:
+    """The runtime function where a reduced dim is cut, else the op itself."""
+
+    def local(site: Site) -> Call:
+        node, axes = site.node, _reduced_axes(site)
+        if not axes:
+            return Call(node.op, node.args, node.kwargs)
+        kwargs = {"dims": list(_reduced_dims(node, site.graph)), **extra(site), "axes": spell(axes)}
+        if any(a.name == "keepdim" for a in node.op._schema.arguments) and argument(node, "keepdim"):
+            kwargs["keepdim"] = True
+        return Call(function, (argument(node, "self"),), kwargs)
+
+    return local
+
+
+def _local_extreme(function: str) -> LocalFormOf:
+    """Without a gradient the op itself, whose results are Partial."""
+    shared = _local(function)
+    return lambda site: shared(site) if site.in_type(0).grad else Call(site.node.op, site.node.args, site.node.kwargs)
+
+
+def _cast(site: Site) -> dict[str, Any]:
+    """The dtype in which the op works, where that is not the operand's."""
+    dtype = site.out_type().dtype
+    return {} if dtype == site.in_type(0).dtype else {"dtype": dtype}
+
+
+def _with_order(site: Site) -> dict[str, Any]:
+    node = site.node
+    dtype = argument(node, "dtype") if any(a.name == "dtype" for a in node.op._schema.arguments) else None
+    return {"order": _order(node), **({} if dtype is None else {"dtype": dtype})}
+
+
+def _with_count(site: Site) -> dict[str, Any]:
+    correction = _correction(site.node)
+    changed = {} if correction == 1 else {"correction": correction}
+    return {"count": _count(site.node, site.graph), **changed}
+
+
+def _bytes(site: Site) -> float:
+    """Bytes of one rank's result."""
+    gone = _reduced_dims(site.node, site.graph)
+    rows = math.prod(n for d, n in enumerate(local_shape(site, "self")) if d not in gone)
+    dtype = site.out_type().dtype
+    return rows * (wide_bytes(dtype) if dtype.is_floating_point else dtype.itemsize)
+
+
+def _gathers(what: str) -> CollectivesOf:
+    return lambda site: gathered(site, _reduced_axes(site), _bytes(site), what, "I")
+
+
+def _logsumexp_collectives(site: Site) -> tuple[Internal, ...]:
+    return reductions(site, _reduced_axes(site), _bytes(site), ("maxima", "sums"), ())
+
+
+def _extreme_collectives(site: Site) -> tuple[Internal, ...]:
+    """The extremes, and how many elements share the gradient of each."""
+    axes, type_, size = _reduced_axes(site), site.in_type(0), _bytes(site)
+    exact = size * site.out_type().dtype.itemsize / wide_bytes(site.out_type().dtype)
+    found = gathered(site, axes, exact, "extremes", "I")
+    return found + (reductions(site, axes, size, ("equal elements",), ()) if type_.grad else ())
+
+
+def _free_extreme_collectives(site: Site) -> tuple[Internal, ...]:
+    return _extreme_collectives(site) if site.in_type(0).grad else ()
+
+
+def _both_extremes_collectives(site: Site) -> tuple[Internal, ...]:
+    return _extreme_collectives(site) * 2
+
+
+def _norm_collectives(site: Site) -> tuple[Internal, ...]:
+    return _extreme_collectives(site) if math.isinf(_order(site.node)) else _gathers("norms")(site)
+
+
+def _moments_collectives(site: Site) -> tuple[Internal, ...]:
+    """Means first, then squares; backward, the gradient of the means under the squares."""
+    squared = 0 in site.node.output_slots
+    return reductions(
+        site, _reduced_axes(site), _bytes(site), ("sums", "squares"), ("gradient of the means",) if squared else ()
+    )
 
 
 def _mean_local(site: Site) -> Call:
@@ -101,17 +245,6 @@ def _mean_local(site: Site) -> Call:
     return Call(aten.div.Scalar, (total, count), {})
 
 
-def _along_others(node: Node, graph: Graph, linear: bool = False) -> tuple[Strategy, ...]:
-    """Ops that keep the shape of every result but for ``dim``, which must be whole."""
-    shapes = input_shapes(node, graph)
-    rank = len(shapes[0])
-    gone = set(dims_argument(argument(node, "dim"), rank)) if argument(node, "dim") is not None else set(range(rank))
-    dims = numbered(shapes[0], gone)
-    outputs = tuple(dims if len(graph.types[o].shape) == rank else () for o in node.outputs)
-    groups = (tuple(range(len(shapes))),) if linear else ()
-    return Factors((dims,) * len(shapes), outputs, sizes_of(shapes[0]), linear=groups).strategies(node, graph)
-
-
 def _paired(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """``cosine_similarity``: two operands that broadcast, compared along a whole ``dim`` that goes."""
     shapes, (result,) = input_shapes(node, graph), output_shapes(node, graph)
@@ -124,27 +257,39 @@ def _paired(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     )
 
 
-def _scan(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    return _along_others(node, graph)
+@dataclass(frozen=True)
+class _Form:
+    """A reduction over cut dims by a function of the runtime."""
+
+    names: str
+    strategies: StrategiesOf
+    local: LocalFormOf
+    collectives: CollectivesOf
 
 
-def _linear_scan(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    return _along_others(node, graph, linear=True)
+_FORMS = (
+    _Form("amax.default max.default", _extreme("max"), _local_extreme("amax"), _free_extreme_collectives),
+    _Form("amin.default min.default", _extreme("min"), _local_extreme("amin"), _free_extreme_collectives),
+    _Form("aminmax.default", _filled, _local("aminmax"), _both_extremes_collectives),
+    _Form("any.default any.dim any.dims", _combined, _local("any"), _gathers("results")),
+    _Form("all.default all.dim all.dims", _combined, _local("all"), _gathers("results")),
+    _Form("prod.default prod.dim_int", _combined, _local("prod", _cast), _gathers("products")),
+    _Form("logsumexp.default", _combined, _local("logsumexp", _cast), _logsumexp_collectives),
+    *(
+        _Form(f"{n}.default {n}.dim {n}.correction", _moments, _local(n, _with_count), _moments_collectives)
+        for n in ("var", "std", "var_mean", "std_mean")
+    ),
+    _Form(
+        "linalg_vector_norm.default norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype "
+        "frobenius_norm.dim",
+        _norm,
+        _local("vector_norm", _with_order),
+        _norm_collectives,
+    ),
+)
 
 
-def _kth(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """topk/kthvalue/mode: results keep the other dims; with ``keepdim`` False ``dim`` is gone."""
-    shape = input_shapes(node, graph)[0]
-    dim = positive(argument(node, "dim"), len(shape))
-    kept = numbered(shape, (dim,))
-
-    def result(name: str) -> Dims:
-        return kept if len(graph.types[name].shape) == len(shape) else kept[:dim] + kept[dim + 1 :]
-
-    return Factors((kept,), tuple(map(result, node.outputs)), sizes_of(shape)).strategies(node, graph)
-
-
-def _table(names: str, strategies: Callable[[Node, Graph], tuple[Strategy, ...]], note: str) -> list[Rule]:
+def _table(names: str, strategies: StrategiesOf, note: str) -> list[Rule]:
     """Rules of all functional overloads ``packet.overload`` in ``names``."""
     rules = []
     for name in names.split():
@@ -159,23 +304,17 @@ RULES: tuple[Rule, ...] = (
     *_table("sum.default sum.dim_IntList mean.default mean.dim", _sum, "reduced dims dropped, summed"),
     *_table("nansum.default", _nansum, "reduced dims dropped"),
     *_table("histc.default", _histc, "counts summed"),
-    *_table("amax.default max.default", _extreme("max"), "reduced dims dropped, max"),
-    *_table("amin.default min.default", _extreme("min"), "reduced dims dropped, min"),
+    *_table("count_nonzero.dim_IntList count_nonzero.default", _nansum, "reduced dims dropped"),
+    *(
+        Rule(op, form.strategies, form.local, None, "reduced dims dropped, combined", form.collectives)
+        for form in _FORMS
+        for op in ops(form.names)
+    ),
     *_table(
-        "any.default any.dim any.dims all.default all.dim all.dims prod.default prod.dim_int var.default var.dim "
-        "var.correction std.default std.dim std.correction var_mean.default var_mean.dim var_mean.correction "
-        "std_mean.default std_mean.dim std_mean.correction logsumexp.default norm.ScalarOpt_dim norm.Scalar "
-        "linalg_vector_norm.default argmax.default argmin.default max.dim min.dim median.default median.dim "
-        "nanmedian.default nanmedian.dim aminmax.default count_nonzero.dim_IntList count_nonzero.default "
-        "nanmean.default norm.ScalarOpt_dim_dtype linalg_norm.default frobenius_norm.dim quantile.scalar "
-        "nanquantile.scalar",
+        "median.default nanmedian.default nanmean.default linalg_norm.default quantile.scalar nanquantile.scalar",
         _whole,
         "reduced dims whole",
     ),
-    *_table("cumsum.default", _linear_scan, "dim whole"),
-    *_table("cumprod.default cummax.default cummin.default logcumsumexp.default", _scan, "dim whole"),
-    *_table("sort.default sort.stable argsort.default argsort.stable topk.default", _kth, "dim whole"),
     *_table("cosine_similarity.default", _paired, "dim whole"),
     *_table("linalg_cross.default", _paired, "dim whole"),
-    *_table("kthvalue.default mode.default", _kth, "dim whole"),
 )

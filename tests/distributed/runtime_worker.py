@@ -109,6 +109,43 @@ def check_max_and_min() -> None:
             assert not y.requires_grad
 
 
+def check_scans_and_rankings() -> None:
+    """Along a dim of which the last rank may hold nothing; every rank takes part in the backward."""
+    forms: list[tuple[Callable[..., Any], Callable[..., Any], bool]] = [
+        (lambda x: x.cumsum(0), lambda x, a: runtime.cumsum(x, 0, a), True),
+        (lambda x: x.cumprod(0), lambda x, a: runtime.cumprod(x, 0, a), True),
+        (lambda x: x.logcumsumexp(0), lambda x, a: runtime.logcumsumexp(x, 0, a), True),
+        (lambda x: x.cummax(0), lambda x, a: runtime.cummax(x, 0, 5, a), True),
+        (lambda x: x.topk(3, 0), lambda x, a: runtime.topk(x, 3, 0, 5, a), False),
+        (lambda x: x.min(0), lambda x, a: runtime.min_dim(x, 0, 5, a), False),
+        (lambda x: x.logsumexp(0), lambda x, a: runtime.logsumexp(x, [0], a), False),
+        (lambda x: x.std(0), lambda x, a: runtime.std(x, [0], 5, a), False),
+        (lambda x: x.norm(3, 0), lambda x, a: runtime.vector_norm(x, 3, [0], a), False),
+        (lambda x: x.prod(0), lambda x, a: runtime.prod(x, [0], a), False),
+        (lambda x: (x > 1).any(0), lambda x, a: runtime.any(x > 1, [0], a), False),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for mesh in meshes():
+        comm = runtime.TorchCommunicator(mesh)
+        axes = tuple(mesh)
+        for whole, local, cut in forms:
+            full = torch.rand(5, 3, generator=generator, dtype=torch.float64).requires_grad_()
+            start, length = comm.chunk(5, axes)
+            part = full.detach()[start : start + length].requires_grad_()
+            expected = whole(full)
+            with runtime.bind(comm):
+                found = local(part, axes)
+            pairs = [(found, expected)] if isinstance(found, torch.Tensor) else list(zip(found, expected, strict=True))
+            for mine, reference in pairs:
+                assert torch.allclose(mine, reference[start : start + length] if cut else reference, rtol=1e-12)
+            if pairs[0][1].requires_grad:
+                pairs[0][1].square().sum().backward()
+                pairs[0][0].square().sum().backward()
+                assert full.grad is not None
+                assert part.grad is not None
+                assert torch.allclose(part.grad, full.grad[start : start + length], rtol=1e-9)
+
+
 def check_dropout_is_that_of_one_device() -> None:
     mesh = meshes()[-1]
     x = torch.arange(5.0 * 33).view(5, 33)
