@@ -14,9 +14,12 @@ aten = torch.ops.aten
 NO_DERIVATIVE = {
     *("nextafter", "heaviside", "gcd", "lcm", "igamma", "igammac", "special_zeta", "isclose", "floor_divide"),
     *("frexp", "log_sigmoid_forward", "special_ndtri", "special_log_ndtr", "special_erfcx", "special_i1e"),
-    *("copy", "remainder.Scalar_Tensor", "view.dtype", "linalg_eig", "linalg_svd"),
+    *("copy", "remainder.Scalar_Tensor", "view.dtype", "linalg_eig", "linalg_svd", "bincount"),
     *(f"special_{kind}" for kind in ("airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1")),
     *(f"special_modified_bessel_{kind}" for kind in ("i0", "i1", "k0", "k1")),
+    *(f"special_{s}chebyshev_polynomial_{kind}" for s in ("", "shifted_") for kind in "tuvw"),
+    *(f"special_{kind}" for kind in ("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l")),
+    "special_legendre_polynomial_p",
     *("special_spherical_bessel_j0", "special_scaled_modified_bessel_k0", "special_scaled_modified_bessel_k1"),
 }
 _INTEGER = ("bitwise", "__", "gcd", "lcm")

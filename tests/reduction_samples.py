@@ -88,6 +88,7 @@ REDUCE: dict[str, list[Sample]] = {
     "cosine_similarity.default": [call(f(4, 3), f(4, 3)), call(f(2, 3, 4), f(3, 1), 1)],
     "linalg_cross.default": [call(f(4, 3), f(4, 3)), call(f(3, 5), f(3, 5), dim=0)],
     "histc.default": [call(unit(4, 5), 4, 0, 1), call(unit(7), 3)],
+    "bincount.default": [call(i(6, 7)), call(i(5, 4), f(4), 3), call(i(3, 5), None, 9)],
     "quantile.scalar": [call(d, 0.3, 1), call(distinct(4, 5), 0.4)],
     "nanquantile.scalar": [call(d, 0.3, 1, True)],
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from elementwise_samples import ELEMENTWISE, NO_DERIVATIVE, OWN
 from reduction_samples import RANK, REDUCE, SCAN
@@ -86,6 +89,12 @@ MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
     ],
 }
 
+
+def places(high: int, rows: Sequence[int], inner: Sequence[int]) -> torch.Tensor:
+    """For every row as many indices below ``high`` as ``inner`` holds, no two equal."""
+    return f(*rows, high).argsort(-1)[..., : math.prod(inner)].reshape(*rows, *inner)
+
+
 SHAPE: dict[str, list[Sample]] = {
     **{
         f"{op}.default": [
@@ -166,6 +175,13 @@ SHAPE: dict[str, list[Sample]] = {
     "select.int": [call(f(4, 3, 2), 1, 2), call(f(4, 3), -1, -1)],
     "unbind.int": [call(f(4, 3)), call(f(4, 3), 1)],
     "diagonal.default": [call(f(2, 4, 4), 0, 1, 2), call(f(3, 4))],
+    "diagonal_scatter.default": [call(f(4, 4, 3), f(3, 4)), call(f(2, 4, 5), f(2, 3), 2, 1, -1), call(f(3, 3), f(3))],
+    "max_unpool2d.default": [
+        call(f(3, 4, 2, 3), places(24, (3, 4), (2, 3)), [4, 6]),
+        call(f(5, 2, 2), places(9, (5,), (2, 2)), [3, 3]),
+    ],
+    "max_unpool3d.default": [call(f(3, 4, 1, 2, 2), places(32, (3, 4), (1, 2, 2)), [2, 4, 4], [2, 2, 2], [0, 0, 0])],
+    "renorm.default": [call(f(4, 5), 2, 0, 1.0), call(f(3, 4, 5), 1, -1, 0.7)],
     "tile.default": [call(f(2, 1, 3), [1, 4, 2]), call(f(3), [5, 1])],
     "slice_scatter.default": [call(f(4, 6), f(4, 2), 1, 1, 5, 2), call(f(4, 3), f(4, 3), 0)],
     "select_scatter.default": [call(f(4, 6), f(4), 1, 2)],

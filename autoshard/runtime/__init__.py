@@ -99,6 +99,7 @@ from autoshard.runtime.reduce import (
     amin,
     aminmax,
     any,  # noqa: A004
+    bincount,
     logsumexp,
     prod,
     std,
@@ -122,6 +123,7 @@ __all__ += [
     "average",
     "batch_norm",
     "batch_norm_no_stats",
+    "bincount",
     "causal_mask",
     "crop",
     "cross_entropy",

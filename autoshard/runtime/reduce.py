@@ -110,6 +110,15 @@ def std(
     return std_mean(x, dims, count, axes, correction, keepdim)[0]
 
 
+def bincount(x: torch.Tensor, weights: torch.Tensor | None, minlength: int, axes: Axes) -> torch.Tensor:
+    """``x.bincount(weights, minlength)`` of parts of ``x`` → P, on every rank as long as the largest value of all asks."""
+    longest = x.max().to(torch.int64) + 1 if x.numel() else torch.zeros((), dtype=torch.int64, device=x.device)
+    counts = torch.bincount(x, weights, max(minlength, int(all_reduce(longest, axes, op="max"))))
+    if weights is None:
+        return counts
+    return counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)  # of no elements: integers
+
+
 def _every(mine: torch.Tensor, axes: Axes) -> torch.Tensor:
     """The ranks' tensors, stacked along a new first dim."""
     return all_gather(mine.unsqueeze(0), 0, axes)

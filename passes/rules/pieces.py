@@ -239,6 +239,34 @@ def _diagonal(node: Node, graph: Graph) -> Factors:
     return Factors((dims,), (kept,), sizes_of(shape), linear=((0,),))
 
 
+def _diagonal_scatter(node: Node, graph: Graph) -> Factors:
+    shape = input_shapes(node, graph)[0]
+    gone = {positive(argument(node, name), len(shape)) for name in ("dim1", "dim2")}
+    dims = numbered(shape, gone)
+    values: Dims = (*(f for d, f in enumerate(dims) if d not in gone), None)
+    return Factors((dims, values), (dims,), sizes_of(shape), linear=((0, 1),))
+
+
+def _renorm(node: Node, graph: Graph) -> Factors:
+    """Each slice along ``dim`` by itself."""
+    (shape,) = input_shapes(node, graph)
+    dim = positive(argument(node, "dim"), len(shape))
+    dims: Dims = tuple("d" if d == dim else None for d in range(len(shape)))
+    return Factors((dims,), (dims,), {"d": shape[dim]})
+
+
+def _unpooled(positions: int) -> FactorsOf:
+    """The last dims are whole; the kernel takes no empty channels."""
+
+    def factors(node: Node, graph: Graph) -> Factors:
+        shape = input_shapes(node, graph)[0]
+        dims = numbered(shape, range(len(shape) - positions, len(shape)))
+        sizes = sizes_of(shape)
+        return Factors((dims, dims), (dims,), sizes, filled=frozenset(sizes), linear=((0,),))
+
+    return factors
+
+
 def _unfold(node: Node, graph: Graph) -> Factors:
     (shape,) = input_shapes(node, graph)
     dims = numbered(shape, (positive(argument(node, "dimension"), len(shape)),) if shape else ())
@@ -296,8 +324,12 @@ RULES: tuple[Rule, ...] = (
     *by_factors("pixel_unshuffle.default", _pixels, None, "... c (h r) (w r) -> ... (c r r) h w"),
     rule(aten.im2col.default, "... c _ _ -> ... (c k) _", linear=((0,),)),
     rule(aten.col2im.default, "... (c k) _ -> ... c _ _", linear=((0,),)),
+    *by_factors("max_unpool2d.default", _unpooled(2), None, "n c _, n c _ -> n c _"),
+    *by_factors("max_unpool3d.default", _unpooled(3), None, "n c _, n c _ -> n c _"),
     *by_factors(_FFT, _in_place(_dim, filled=True), None, "dim whole"),
     *by_factors(_FFT2, _in_place(_dim, filled=True), None, "dims whole"),
     *by_factors("diagonal.default diagonal_copy.default", _diagonal, None, "both dims whole"),
+    *by_factors("diagonal_scatter.default", _diagonal_scatter, None, "both dims whole"),
+    *by_factors("renorm.default", _renorm, None, "dim"),
     *by_factors("unfold.default unfold_copy.default", _unfold, None, "dim whole"),
 )

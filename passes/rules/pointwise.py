@@ -31,7 +31,11 @@ BINARY = """
     logaddexp logaddexp2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift __and__ __or__
     __xor__ __lshift__ __rshift__ logical_and logical_or logical_xor eq ne lt le gt ge greater greater_equal less
     less_equal not_equal nextafter copysign heaviside ldexp xlogy special_xlog1py special_zeta igamma igammac isclose
-    gcd lcm polar
+    gcd lcm polar special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+    special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
+    special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
+    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
+    special_shifted_chebyshev_polynomial_w
 """.split()
 
 TERNARY = ["addcmul", "addcdiv", "lerp", "where", "masked_fill"]

@@ -73,15 +73,6 @@ def _nansum(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return _reduction(node, graph, P)
 
 
-def _histc(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """Counts per bin, between given limits: every element counts by itself."""
-    (shape,) = input_shapes(node, graph)
-    ranged = argument(node, "min") != argument(node, "max")
-    return Factors((numbered(shape, () if ranged else range(len(shape))),), ((None,),), sizes_of(shape)).strategies(
-        node, graph
-    )
-
-
 def _whole(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return _reduction(node, graph, None)
 
@@ -303,7 +294,6 @@ _LOCAL: Mapping[str, LocalFormOf] = {"mean.default": _mean_local, "mean.dim": _m
 RULES: tuple[Rule, ...] = (
     *_table("sum.default sum.dim_IntList mean.default mean.dim", _sum, "reduced dims dropped, summed"),
     *_table("nansum.default", _nansum, "reduced dims dropped"),
-    *_table("histc.default", _histc, "counts summed"),
     *_table("count_nonzero.dim_IntList count_nonzero.default", _nansum, "reduced dims dropped"),
     *(
         Rule(op, form.strategies, form.local, None, "reduced dims dropped, combined", form.collectives)

@@ -1,0 +1,74 @@
+"""Functions of torch that look at values, to refuse or to warn, written without the look: one graph serves all values.
+
+What torch would refuse comes out as NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def _gaussian_nll_loss(
+    input: torch.Tensor,  # noqa: A002
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """``F.gaussian_nll_loss``: the variance is clamped to ``eps`` in the value, not in the gradient."""
+    if isinstance(var, float):
+        var = torch.full_like(input, var)
+    if input.shape[:-1] == var.shape:
+        var = var.unsqueeze(-1)
+    shared = [b for a, b in zip(input.shape, var.shape, strict=False) if a != b]
+    if input.dim() != var.dim() or shared not in ([], [1]) or reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"gaussian_nll_loss: var {list(var.shape)} for {list(input.shape)}, reduction {reduction!r}")
+    clamped = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (clamped.log() + (input - target).square() / clamped)
+    loss = (loss + 0.5 * math.log(2 * math.pi) if full else loss).masked_fill(var < 0, torch.nan)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def _cov(
+    input: torch.Tensor,  # noqa: A002
+    *,
+    correction: int = 1,
+    fweights: torch.Tensor | None = None,
+    aweights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``torch.cov`` of [variables, observations], or of one variable; without degrees of freedom, infinite or NaN."""
+    x = input.reshape(1, -1) if input.dim() < 2 else input
+    given = [w for w in (fweights, aweights) if w is not None]
+    if not given:
+        centred = x - x.sum(1, keepdim=True) / x.shape[1]
+        return (torch.mm(centred, centred.t().conj()) / max(0, x.shape[1] - correction)).squeeze()
+    weights = given[0] * given[1] if len(given) == 2 else given[0]
+    total = weights.sum()
+    centred = x - (x * weights).sum(1, keepdim=True) / total
+    free = total - (correction * (weights * aweights).sum() / total if aweights is not None else correction)
+    return (torch.mm(centred, (centred * weights).t().conj()) / free.clamp(min=0)).squeeze()
+
+
+def _corrcoef(input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    """``torch.corrcoef``: covariances over the standard deviations, in [-1, 1]."""
+    cov = _cov(input)
+    if cov.dim() == 0:
+        return cov / cov
+    deviations = cov.diagonal().real.sqrt() if cov.is_complex() else cov.diagonal().sqrt()
+    found = cov / deviations[:, None] / deviations
+    return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1)) if cov.is_complex() else found.clamp(-1, 1)
+
+
+UNCHECKED: dict[Any, Callable[..., torch.Tensor]] = {
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.cov: _cov,
+    torch.Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    torch.Tensor.corrcoef: _corrcoef,
+}
