@@ -204,6 +204,9 @@ RANDOM: dict[Any, list[Sample]] = {
     aten.normal.Tensor_Tensor: [call(f(4, 5), unit(4, 5))],
     aten.normal.float_Tensor: [call(0.5, unit(4, 5))],
     aten.poisson.default: [call(unit(4, 5))],
+    aten.rrelu_with_noise_functional.default: [
+        call(f(4, 5), torch.zeros(4, 5, dtype=torch.float64), 0.1, 0.4, train) for train in (True, False)
+    ],
     aten.binomial.default: [call(torch.full((4, 5), 6.0), torch.full((4, 5), 0.4))],
 }
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import assert_equal_training
 from sites import part, run, site
 from special_samples import f
+from torch import nn
 
 from autoshard import runtime
 from autoshard.layout import Layout, Shard
@@ -82,6 +84,14 @@ def test_attention_drops_what_eager_drops(grouped: bool, masked: str, labels: tu
             assert torch.allclose(found + parts[r ^ 1], wanted, rtol=0, atol=1e-12)
         else:
             assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_random_slopes_are_those_of_eager(training: bool) -> None:
+    """Drawn for whole tensors between divided products; torch's functional form has no gradient, ours has."""
+    model = nn.Sequential(nn.Linear(8, 12), nn.RReLU(0.1, 0.5), nn.Linear(12, 6)).train(training)
+    assert_equal_training(model, {"tp": 2}, (f(5, 8),), share=1)
+    assert_equal_training(model, {"tp": 3}, (f(6, 8),), share=1)
 
 
 def test_another_seed_is_noticed() -> None:

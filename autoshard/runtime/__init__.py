@@ -74,7 +74,7 @@ __all__ = [
 ]
 
 from autoshard.runtime.attention import attention, causal_mask, kv_heads
-from autoshard.runtime.draw import draw, draw_like, native_dropout
+from autoshard.runtime.draw import draw, draw_like, native_dropout, rrelu
 from autoshard.runtime.embedding import vocab_embedding, vocab_embedding_bag
 from autoshard.runtime.halo import average, crop, halo
 from autoshard.runtime.indexing import (
@@ -148,6 +148,7 @@ __all__ += [
     "nll_loss",
     "prod",
     "rms_norm",
+    "rrelu",
     "safe_softmax",
     "sharded_gather",
     "sharded_grouped_mm",

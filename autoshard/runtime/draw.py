@@ -52,3 +52,9 @@ def native_dropout(
     """``aten.native_dropout`` in training: what ``runtime.dropout`` gives, and what was kept."""
     kept = dropout(torch.ones_like(x), p, shape, dims) != 0
     return x * kept * (1 / (1 - p) if p < 1 else 0), kept
+
+
+def rrelu(x: torch.Tensor, lower: float, upper: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``F.rrelu`` in training of a whole ``x``, and the slopes, which are drawn for its negative elements."""
+    slopes = shared(torch.ops.aten.rrelu_with_noise_functional, x.detach(), torch.zeros_like(x), lower, upper, True)[1]
+    return x * slopes, slopes

@@ -21,7 +21,7 @@ def topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x.topk(k, dim, largest)``, sorted, with ``dim`` cut by ``axes`` from a length ``size``: S(dim) → I.
 
-    Of equal values the one with the lower index comes first; torch promises no order.
+    Of equal candidates the one with the lower index comes first; torch promises no order.
     """
     values, places = x.topk(min(k, x.shape[dim]), dim, largest)
     places, order = places.sort(dim)

@@ -84,6 +84,22 @@ def _of_values(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return whole(len(node.inputs), len(node.outputs))
 
 
+def _rrelu(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """In training it draws for the negative elements, in their order: whole."""
+    if argument(node, "training"):
+        return whole(len(node.inputs), len(node.outputs))
+    shape = input_shapes(node, graph)[0]
+    dims = numbered(shape)
+    return Factors((dims, dims), (dims,) * len(node.outputs), sizes_of(shape)).strategies(node, graph)
+
+
+def _local_rrelu(site: Site) -> Call:
+    node = site.node
+    if not argument(node, "training"):
+        return unchanged(site)
+    return Call("rrelu", (argument(node, "self"), argument(node, "lower"), argument(node, "upper")), {})
+
+
 def _name(node: Node) -> str:
     return node.op._schema.name.removeprefix("aten::")
 
@@ -105,4 +121,5 @@ RULES: tuple[Rule, ...] = (
     *(Rule(op, _like, _local_like, notation="... -> ...") for op in ops(LIKE)),
     *(Rule(op, _sized, _local_draw, notation="-> any dim") for op in ops(SIZED)),
     *(Rule(op, _of_values, _local_draw, notation="whole") for op in ops(OF_VALUES)),
+    Rule(aten.rrelu_with_noise_functional.default, _rrelu, _local_rrelu, notation="whole"),
 )

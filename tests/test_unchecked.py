@@ -1,0 +1,63 @@
+"""Functions of torch that look at values: captured without the look, and equal to eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_equal_training, ideal
+from sample_makers import f, i, unit
+from torch import nn
+
+import autoshard
+
+X, WEIGHTS, COUNTS = f(6, 11), unit(11), i(3, 11) + 1
+
+
+class Of(nn.Module):
+    """A function of its scaled input."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], shape: torch.Size) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.rand(shape) + 0.5)
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return self.function(x * self.scale, *others)
+
+
+CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "cov": (torch.cov, ()),
+    "cov without correction": (lambda x: x.cov(correction=0), ()),
+    "weighted cov": (lambda x, w, n: torch.cov(x, fweights=n, aweights=w), (WEIGHTS, COUNTS)),
+    "counted cov": (lambda x, n: torch.cov(x, fweights=n), (COUNTS,)),
+    "variance": (lambda x, w: torch.cov(x[0], aweights=w, correction=2), (WEIGHTS,)),
+    "corrcoef": (torch.corrcoef, ()),
+    "corrcoef of one": (lambda x: x[0].corrcoef(), ()),
+    "gaussian": (F.gaussian_nll_loss, (f(6, 11), unit(6, 11))),
+    "gaussian, clamped": (nn.GaussianNLLLoss(full=True, reduction="sum"), (f(6, 11), unit(6) * 2e-6)),
+    "gaussian, one variance": (lambda x, y: F.gaussian_nll_loss(x, y, 0.5, reduction="none"), (f(6, 11),)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}], ids=str)
+def test_equals_eager(name: str, axes: dict[str, int]) -> None:
+    function, others = CASES[name]
+    assert_equal_training(Of(function, X.shape), axes, (X, *others))
+
+
+def test_what_eager_refuses_is_not_a_number() -> None:
+    """A negative variance, which one graph cannot refuse; a shape it can."""
+    model: Any = Of(F.gaussian_nll_loss, X.shape).double()
+    given, var = (X, f(6, 11), unit(6, 11)), -unit(6, 11)
+    sharded = autoshard.compile(model, ideal({"x": 2}), given)
+    assert torch.allclose(sharded(*given), model(*given), rtol=1e-12)
+    assert sharded(X, given[1], var).isnan()
+    with pytest.raises(ValueError, match="negative"):
+        model(X, given[1], var)
+    with pytest.raises(autoshard.AutoshardError, match="gaussian_nll_loss: var"):
+        autoshard.compile(model, ideal({"x": 2}), (X, given[1], unit(6, 2)))
