@@ -19,7 +19,7 @@ import autoshard
 from autoshard import Shard, runtime
 from autoshard.errors import RuleError
 from autoshard.mesh import Mesh
-from autoshard.passes.ir import Graph, Node
+from autoshard.passes.ir import Graph, Node, Ref, TensorType
 from autoshard.passes.rules import ranking, reduce, scan
 from autoshard.passes.rules.base import Rule, Strategy
 from autoshard.testing import check_rule
@@ -274,6 +274,38 @@ def test_a_sequence_that_stays_cut(axes: dict[str, int], cut: dict[str, Shard]) 
     report = assert_equal_training(Sequence(), axes, (x,), hints=hints)
     inside = [c for c in report.plan.collectives if c.reason.startswith("aten.")]
     assert {"aten.cumsum.default", "aten.cummax.default"} <= {c.reason.partition(":")[0] for c in inside}
+
+
+class Selected(nn.Module):
+    """Rows whose number depends on the data, and scans and statistics over their features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 66)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = self.up(x[mask])
+        spread = rows.var(1, keepdim=True) + rows.norm(dim=1, keepdim=True)
+        return (rows.cumsum(1) / spread).sum(1), rows.topk(3, 1).values, rows.argmax(1), rows.std(0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_of_unknown_number(ranks: int) -> None:
+    """Their features stay cut."""
+    x, mask = f(40, 8), torch.arange(40) % 3 == 0
+    report = assert_equal_training(Selected(), {"tp": ranks}, (x, mask), share=1)
+    inside = {c.reason.partition(":")[0] for c in report.plan.collectives if c.reason.startswith("aten.")}
+    assert {"aten.var.dim", "aten.topk.default", "aten.argmax.default"} <= inside
+
+
+@pytest.mark.parametrize("op", [aten.argmax.default, aten.var.correction], ids=str)
+def test_what_needs_the_number_of_rows_runs_on_whole_tensors(op: Any) -> None:
+    """A flat index, a count of all elements: no dim is cut where one is of unknown length."""
+    node = Node("y", op, (Ref("x"),), {}, ("y",), (0,))
+    for unknown, labels in (((), {"I", "R", "d0", "d1"}), ((0,), {"I", "R"})):
+        types = {"x": TensorType((20, 66), torch.float64, unknown=unknown), "y": TensorType((), torch.float64)}
+        graph = Graph((), (node,), types, (Ref("y"),), None, None)
+        assert {s.label for s in RULES[op].strategies(node, graph)} == labels
 
 
 # --- negative controls ---

@@ -40,9 +40,9 @@ def _along(distributed: bool) -> Strategies:
 
 
 def _flat(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """``argmax()`` of all elements, of which every rank needs some."""
+    """``argmax()`` of all elements, of which every rank needs some; flat indices need every length."""
     (shape,) = input_shapes(node, graph)
-    sizes = sizes_of(shape)
+    sizes = {} if graph.types[node.inputs[0]].unknown else sizes_of(shape)
     result: Dims = (None,) * len(graph.types[node.outputs[0]].shape)
     whole = dict.fromkeys(sizes, I)
     return Factors((numbered(shape),), (result,), sizes, reduced=whole, filled=frozenset(sizes)).strategies(node, graph)

@@ -100,7 +100,8 @@ def _filled(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 def _moments(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """Variances of more elements than ``correction``; of fewer they are infinite or NaN, and so is the gradient."""
     type_ = graph.types[node.inputs[0]]
-    defined = _count(node, graph) > _correction(node) and not type_.dtype.is_complex
+    known = not set(type_.unknown) & set(_reduced_dims(node, graph))
+    defined = known and _count(node, graph) > _correction(node) and not type_.dtype.is_complex
     return _reduction(node, graph, I if defined else None)
 
 
@@ -296,7 +297,7 @@ RULES: tuple[Rule, ...] = (
     *_table("nansum.default", _nansum, "reduced dims dropped"),
     *_table("count_nonzero.dim_IntList count_nonzero.default", _nansum, "reduced dims dropped"),
     *(
-        Rule(op, form.strategies, form.local, None, "reduced dims dropped, combined", form.collectives)
+        Rule(op, form.strategies, form.local, None, "reduced dims dropped, combined", form.collectives, sized=False)
         for form in _FORMS
         for op in ops(form.names)
     ),
