@@ -145,9 +145,32 @@ class _Differentiable(torch.autograd.Function):
 
 def _all_reduce(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    if out.numel():
-        dist.all_reduce(out, _REDUCE[move.op], group.handle)
+    if not out.numel():
+        return out
+    if move.op != "sum" and x.is_floating_point():
+        keys = _ordered(out, move.op)
+        dist.all_reduce(keys, _REDUCE[move.op], group.handle)
+        return _flipped(keys).view(_wide(x.dtype)).to(x.dtype)
+    dist.all_reduce(out, _REDUCE[move.op], group.handle)
     return out
+
+
+def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:
+    """Floats as integers in the same order, NaN beyond all: backends lose a NaN that is not on the first rank."""
+    x = x.to(_wide(x.dtype))
+    integer = torch.int64 if x.dtype == torch.float64 else torch.int32
+    limits = torch.iinfo(integer)
+    return _flipped(x.view(integer)).masked_fill(x.isnan(), limits.max if op == "max" else limits.min)
+
+
+def _flipped(bits: torch.Tensor) -> torch.Tensor:
+    """A negative float's bits below the sign grow with its size: between them and their order. Its own inverse."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What has integers of its size on every backend."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:

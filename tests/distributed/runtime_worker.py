@@ -107,6 +107,13 @@ def check_max_and_min() -> None:
             y = runtime.all_reduce(xs[comm.rank], tuple(comm.mesh), op=op)
             assert torch.equal(y, best(xs, 0))
             assert not y.requires_grad
+            for dtype in (torch.float64, torch.bfloat16, torch.int64):
+                values = torch.tensor([[-3.5, -0.0, torch.inf, 2], [-4, 7, -torch.inf, 1]]).to(dtype)
+                values = values.repeat(comm.world_size // 2, 1)
+                mine = runtime.all_reduce(values[comm.rank], tuple(comm.mesh), op=op)
+                assert torch.equal(mine, best(values, 0)), (op, dtype)
+            lost = torch.full((2,), 1.0 if comm.rank < comm.world_size - 1 else torch.nan)
+            assert runtime.all_reduce(lost, tuple(comm.mesh), op=op).isnan().all(), "a NaN is lost"
 
 
 def check_scans_and_rankings() -> None:
