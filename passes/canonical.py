@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.passes.dynamic import is_symbolic
+from autoshard.passes.exact import SINGLE
 from autoshard.passes.ir import Ref, TensorType, map_refs, refs
 
 aten = torch.ops.aten
@@ -60,6 +61,22 @@ def same_as(op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], resul
         open_ = before.unknown or any(is_symbolic(n) for n in result.shape)
         return operand if not open_ and before.shape == tuple(result.shape) else None
     return None
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dims of ``tensor`` as they lie in memory, outermost first."""
+    strides = [s if isinstance(s, int) else 0 for s in tensor.stride()]
+    return tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
+
+
+def is_felt(type_: TensorType, operand: Any, result: Any) -> bool:
+    """Whether a float32 island may feel it if the op that makes ``result`` of the same values were left out.
+
+    That is where dims are ordered otherwise in memory, or gradients would be added in another order: see ``exact.py``.
+    """
+    if type_.dtype in SINGLE and type_.grad:
+        return True
+    return isinstance(result, torch.Tensor) and memory_order(operand) != memory_order(result)
 
 
 def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> tuple[Any, Any, dict[str, Any]]:

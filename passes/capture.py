@@ -63,7 +63,23 @@ def capture(
 def _export(
     model: nn.Module, example: Example, training: bool
 ) -> tuple[torch.export.ExportedProgram, list[bool] | None]:
-    """The functional exported program, and which tensors of the output needed a gradient while it was traced."""
+    """The functional exported program, and which tensors of the output needed a gradient while it was traced.
+
+    Where the model has another program for tracers, it is the eager one, unless only the other can be traced.
+    """
+    with hazards.as_in_eager() as has_other:
+        try:
+            with _untouched(model):
+                return _traced(model, example, training)
+        except CaptureError as error:
+            if not has_other() and "HigherOrder" not in str(error):  # dynamo traces those, and stops at the answer
+                raise
+    return _traced(model, example, training)
+
+
+def _traced(
+    model: nn.Module, example: Example, training: bool
+) -> tuple[torch.export.ExportedProgram, list[bool] | None]:
     trace = _Trace(model)
     try:
         with hazards.effects_stay():

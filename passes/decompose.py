@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind
 
+from autoshard.passes.exact import SINGLE
 from autoshard.passes.rules import rule_for
 
 ORIGIN = "autoshard_origin"
@@ -59,8 +60,15 @@ def origin(node: fx.Node) -> str:
 
 
 def _without_rule(program: torch.export.ExportedProgram) -> list[torch._ops.OpOverload]:
+    """Those of a float32 island in a float64 model stay: their parts would round otherwise."""
     found = dict.fromkeys(n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
-    return [op for op in found if rule_for(op) is None]
+    double = any(p.dtype == torch.float64 for p in program.parameters())
+    islands = {n.target for n in program.graph.nodes if double and _is_single(n.meta.get("val"))}
+    return [op for op in found if rule_for(op) is None and op not in islands]
+
+
+def _is_single(value: Any) -> bool:
+    return any(getattr(x, "dtype", None) in SINGLE for x in (value if isinstance(value, tuple | list) else (value,)))
 
 
 def _how(op: torch._ops.OpOverload) -> Callable[..., Any] | None:

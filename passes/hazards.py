@@ -282,6 +282,29 @@ def _mark_no_grad(original: Callable[..., torch.fx.Node]) -> Callable[..., torch
 
 
 @contextlib.contextmanager
+def as_in_eager() -> Iterator[Callable[[], bool]]:
+    """While inside, code outside of torch that asks whether it is being compiled or exported hears no.
+
+    Libraries have other programs for tracers, which round otherwise. Yields a function: whether anyone asked.
+    """
+    asked = []
+
+    def answer(original: Callable[[], bool]) -> Callable[[], bool]:
+        def no() -> bool:
+            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
+                return original()
+            asked.append(True)
+            return False
+
+        return no
+
+    with contextlib.ExitStack() as stack:
+        for name in ("is_compiling", "is_exporting", "is_dynamo_compiling"):
+            stack.enter_context(_patched(torch.compiler, name, answer(getattr(torch.compiler, name))))
+        yield lambda: bool(asked)
+
+
+@contextlib.contextmanager
 def effects_stay() -> Iterator[None]:
     """While inside, fx keeps unused random ops, which advance the generator too, and ops without a result."""
     original = torch.fx.Node.is_impure

@@ -22,6 +22,8 @@ class TensorType:
     """dims whose length depends on the data: ``shape`` has an estimate there; they are never cut"""
     number: int | float | None = None
     """an estimate of its value, if it is no tensor but a Python number that depends on the data"""
+    permuted: bool = False
+    """whether its dims lie in memory in another order than row-major, where that counts: see ``exact.py``"""
 
     @property
     def numel(self) -> int:
@@ -116,6 +118,12 @@ class Graph:
     flat_inputs: tuple[str | None, ...] = ()
     """per leaf of ``in_spec``: the name of its Input, or None where the leaf is no tensor (baked in)"""
     training: bool = True
+
+    @cached_property
+    def is_double(self) -> bool:
+        """Whether the model computes in float64: its parameters, or its inputs where it has none."""
+        parameters = [self.types[i.name].dtype for i in self.inputs if i.kind == "parameter"]
+        return torch.float64 in (parameters or [self.types[i.name].dtype for i in self.inputs])
 
     @cached_property
     def producers(self) -> dict[str, Node]:

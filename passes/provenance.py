@@ -1,11 +1,14 @@
-"""Where an fx node comes from: module path, class names, and the user's source line."""
+"""Where an fx node comes from: module path, class names, and the user's source line; names of tensors and arguments."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
+from collections.abc import Sequence
+from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 _TORCH = (f"{os.sep}torch{os.sep}", f"{os.sep}fx{os.sep}passes{os.sep}")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -34,3 +37,27 @@ def where(node: fx.Node) -> str:
     """Module path and source line, for errors."""
     line = source(node)
     return (fqn(node) or "the model") + (f" ({line})" if line else "")
+
+
+def names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
+    """Every parameter's or buffer's name → all names of that tensor, the first registered first."""
+    by_id: dict[int, list[str]] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        by_id.setdefault(id(tensor), []).append(name)
+    return {name: names for names in by_id.values() for name in names}
+
+
+def argument_path(model: nn.Module, path: Sequence[Any]) -> str:
+    """The forward's own name of an argument: ``x``, ``labels``, ``batch['x'][1]``, ``inputs[0]`` of ``*inputs``."""
+    root, first, *rest = path
+    if root.idx == 1:
+        return str(first.key) + "".join(map(str, rest))
+    positional = [
+        p
+        for p in inspect.signature(model.forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    if first.idx < len(positional) and positional[first.idx].kind != inspect.Parameter.VAR_POSITIONAL:
+        return str(positional[first.idx].name) + "".join(map(str, rest))
+    spread = positional[-1].name if positional else "args"
+    return f"{spread}[{first.idx - max(len(positional) - 1, 0)}]" + "".join(map(str, rest))

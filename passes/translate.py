@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,12 +13,13 @@ from torch import fx, nn
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, TensorArgument
 
 from autoshard.errors import CaptureError
-from autoshard.passes.canonical import DROPPED, STRIDED, Gradients, canonical, same_as
+from autoshard.passes.canonical import DROPPED, STRIDED, Gradients, canonical, is_felt, memory_order, same_as
 from autoshard.passes.decompose import origin
 from autoshard.passes.dynamic import constant, is_symbolic, number_op, type_of
+from autoshard.passes.exact import SINGLE, fan_out
 from autoshard.passes.hazards import DATA_DEPENDENT, is_random
 from autoshard.passes.ir import Graph, Input, Node, Ref, TensorType, map_refs, refs
-from autoshard.passes.provenance import fqn, module_types, source, where
+from autoshard.passes.provenance import argument_path, fqn, module_types, names_by_tensor, source, where
 
 aten = torch.ops.aten
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -76,7 +76,8 @@ class _Translation:
         self, program: torch.export.ExportedProgram, model: nn.Module, example: Example, training: bool
     ) -> None:
         self.program, self.model, self.example, self.training = program, model, example, training
-        self.names = _names_by_tensor(model)
+        self.double = any(p.dtype == torch.float64 for p in model.parameters())
+        self.names = names_by_tensor(model)
         self.fx_nodes: dict[str, fx.Node] = {n.name: n for n in program.graph.nodes}
         self.types: dict[str, TensorType] = {}
         self.values: dict[str, Any] = {}
@@ -107,7 +108,7 @@ class _Translation:
             flat_inputs=flat_inputs,
             training=self.training,
         )
-        return remove_dead(graph)
+        return fan_out(remove_dead(graph))
 
     def read_inputs(self) -> tuple[str | None, ...]:
         leaves, _ = pytree.tree_flatten_with_path(self.example)
@@ -126,7 +127,7 @@ class _Translation:
             if kind == "input":
                 flat[index] = name
                 new, grad = (
-                    Input(name, kind, _argument_path(self.model, leaves[index][0])),
+                    Input(name, kind, argument_path(self.model, leaves[index][0])),
                     leaves[index][1].requires_grad,
                 )
             elif kind == "constant":
@@ -158,7 +159,9 @@ class _Translation:
         return tensor.detach()
 
     def define(self, name: str, node: fx.Node, value: Any, grad: bool) -> None:
-        self.types[name] = type_of(value, grad and self.training)
+        self.types[name] = type_ = type_of(value, grad and self.training)
+        if self.double and type_.dtype in SINGLE and memory_order(value) != tuple(range(value.ndim)):
+            self.types[name] = replace(type_, permuted=True)
         self.fakes[name] = value
         self.values[name] = Ref(name)
 
@@ -189,8 +192,7 @@ class _Translation:
             self.rename(node, same)
         else:
             if op in STRIDED:
-                contiguous = self.emit(node, aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format})
-                args = (contiguous, *args[1:])
+                args = (self.strided(node, args[0]), *args[1:])
             self.emit_all(node, op, args, kwargs)
             if op is aten.detach.default:
                 self.detached[args[0].name] = Ref(node.name)
@@ -199,7 +201,10 @@ class _Translation:
         is_output = any(user.op == "output" for user in node.users)
         if node.target is aten.clone.default and is_output:
             return None  # the user gets a tensor of his own
-        return same_as(node.target, args, kwargs, self.types, node.meta.get("val"))
+        found = same_as(node.target, args, kwargs, self.types, node.meta.get("val"))
+        if found and self.double and is_felt(self.types[found.name], self.fakes[found.name], node.meta.get("val")):
+            return None
+        return found
 
     def rename(self, node: fx.Node, ref: Ref) -> None:
         self.values[node.name] = ref
@@ -243,6 +248,17 @@ class _Translation:
         values = self.emit(node, aten.reshape.default, (src, [-1]), {})
         put = self.emit(node, aten.index_put.default, (flat, [Ref(name)], values), {})
         return self.emit(node, aten.reshape.default, (put, list(shape)), {})
+
+    def strided(self, node: fx.Node, ref: Ref) -> Ref:
+        """``ref`` with its dims in memory as in the traced run where a float32 island feels them, else row-major."""
+        order = memory_order(self.fakes[ref.name])
+        permuted = self.double and self.types[ref.name].dtype in SINGLE and order != tuple(range(len(order)))
+        if permuted:
+            ref = self.emit(node, aten.permute.default, (ref, list(order)), {})
+        ref = self.emit(node, aten.clone.default, (ref,), {"memory_format": torch.contiguous_format})
+        if permuted:
+            ref = self.emit(node, aten.permute.default, (ref, sorted(range(len(order)), key=order.__getitem__)), {})
+        return ref
 
     def emit(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> Ref:
         """Add an op with one result that stands for part of ``node``."""
@@ -369,27 +385,3 @@ def remove_dead(graph: Graph) -> Graph:
 def _not_an_op(node: fx.Node) -> str:
     advice = " Hugging Face: attn_implementation='sdpa'." if "flex_attention" in str(node.target) else ""
     return f"the higher-order op {node.target} is not supported. Use plain torch ops instead.{advice}"
-
-
-def _names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
-    """Every parameter's or buffer's name → all names of that tensor, the first registered first."""
-    by_id: dict[int, list[str]] = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        by_id.setdefault(id(tensor), []).append(name)
-    return {name: names for names in by_id.values() for name in names}
-
-
-def _argument_path(model: nn.Module, path: Sequence[Any]) -> str:
-    """The forward's own name of an argument: ``x``, ``labels``, ``batch['x'][1]``, ``inputs[0]`` of ``*inputs``."""
-    root, first, *rest = path
-    if root.idx == 1:
-        return str(first.key) + "".join(map(str, rest))
-    positional = [
-        p
-        for p in inspect.signature(model.forward).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    if first.idx < len(positional) and positional[first.idx].kind != inspect.Parameter.VAR_POSITIONAL:
-        return str(positional[first.idx].name) + "".join(map(str, rest))
-    spread = positional[-1].name if positional else "args"
-    return f"{spread}[{first.idx - max(len(positional) - 1, 0)}]" + "".join(map(str, rest))

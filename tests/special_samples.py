@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+import autoshard.runtime  # noqa: F401  registers its ops
+
 aten = torch.ops.aten
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -211,8 +213,10 @@ RANDOM: dict[Any, list[Sample]] = {
 }
 
 
+COPIES: dict[Any, list[Sample]] = {torch.ops.autoshard.fan_out.default: [call(f(4, 5), 3)]}
+
 SAMPLES = {
     op: calls
-    for table in (EMBEDDINGS, CLASSIFICATION, SOFTMAX, LOSSES, ATTENTION, NORMS, RANDOM)
+    for table in (EMBEDDINGS, CLASSIFICATION, SOFTMAX, LOSSES, ATTENTION, NORMS, RANDOM, COPIES)
     for op, calls in table.items()
 }

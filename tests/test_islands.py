@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import assert_equal_training
 from torch import nn
 
 import autoshard
 from autoshard.errors import CaptureError
-from autoshard.passes import hazards, op_space
+from autoshard.passes import hazards, op_space, translate
+from autoshard.passes.capture import capture
+from autoshard.runtime import in_process
+from autoshard.runtime.fan_out import FAN_OUT, fan_out
 
 
 class Island(nn.Module):
@@ -45,6 +50,128 @@ def test_islands_that_are_cut_anyhow_differ(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(op_space, "is_single_in_double", lambda node, graph: False)
     with pytest.raises(AssertionError, match="DIVERGES"):
         assert_equal_training(Island(), {"tp": 3}, example(), steps=1)
+
+
+class Rotary(nn.Module):
+    """Rotation by complex numbers of heads that lie transposed in memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(*x.shape[:2], 4, 8).transpose(1, 2)
+        turns = torch.polar(torch.ones(x.shape[1], 4), torch.outer(torch.arange(x.shape[1]), torch.rand(4)))
+        pairs = torch.view_as_complex(heads.float().reshape(*heads.shape[:-1], -1, 2))
+        turned = torch.view_as_real(pairs * turns).flatten(3).type_as(x)
+        return F.scaled_dot_product_attention(turned, turned, heads).transpose(1, 2).flatten(2)
+
+
+class Columns(nn.Module):
+    """Sums over dims that are not the last, in memory or by name, forward and backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.transpose(0, 2).float()
+        h = h * h.sum(0, keepdim=True) + h.mean((0, 1)) + h.contiguous().sum(-1, keepdim=True)
+        return (h * (h[:1] + h[:, :1])).transpose(0, 2).to(x.dtype)
+
+
+class Readers(nn.Module):
+    """A value with many readers, of which some can be cut and some cannot."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.float()
+        for _ in range(3):
+            h = h / 3 + h.var(-1, keepdim=True) + (h / 9).exp() * h.mean(-1, keepdim=True) + h.sigmoid() * h.abs()
+        return h.to(x.dtype)
+
+
+class Chunks(nn.Module):
+    """Products of batches of matrices, as linear attention computes them, and a power that is no product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.float().view(*x.shape[:2], 4, 8).transpose(1, 2).contiguous() * s for s in (0.3, 0.5, 0.7))
+        out = (q @ k.mT).softmax(-1) @ v + (k @ k.mT @ v).abs().add(1).pow(-0.5)
+        return out.transpose(1, 2).flatten(2).to(x.dtype)
+
+
+class Traced(nn.Module):
+    """Another algorithm for tracers, as libraries have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.float()
+        h = h.exp().sum(-1, keepdim=True).log() if torch.compiler.is_exporting() else h.logsumexp(-1, keepdim=True)
+        return x * h.to(x.dtype)
+
+
+class Between(nn.Module):
+    """An island between float64 layers."""
+
+    def __init__(self, island: nn.Module) -> None:
+        super().__init__()
+        self.up, self.island, self.down = nn.Linear(32, 32), island, nn.Linear(32, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(h + self.island(h)).square().mean()
+
+
+ISLANDS = (Rotary, Columns, Readers, Chunks, Traced)
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("island", ISLANDS, ids=lambda island: island.__name__)
+def test_kinds_of_islands_agree_to_the_last_bit(island: type[nn.Module], axes: dict[str, int]) -> None:
+    torch.manual_seed(3)
+    report = assert_equal_training(Between(island()), axes, (torch.randn(6, 11, 32),), steps=1)
+    assert report.plan.cost.flops_per_rank < 0.7 * report.plan.cost.flops
+
+
+def _other_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "in_order_of", lambda x, moved: moved)
+
+
+def _program_for_tracers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hazards, "as_in_eager", lambda: contextlib.nullcontext(lambda: False))
+
+
+def _clones_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translate, "is_felt", lambda *args: False)
+
+
+@pytest.mark.parametrize(
+    ("island", "harm"),
+    [
+        (Columns, _other_order),
+        (Columns, _clones_left_out),
+        (Traced, _program_for_tracers),
+    ],
+    ids=lambda part: part.__name__.strip("_"),
+)
+def test_each_measure_counts(island: type[nn.Module], harm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without it, the last digits of float32 show."""
+    harm(monkeypatch)
+    torch.manual_seed(3)
+    with pytest.raises(AssertionError, match="DIVERGES"):
+        assert_equal_training(Between(island()), {"tp": 3}, (torch.randn(6, 11, 32),), steps=1)
+
+
+def test_what_only_the_tracers_program_can_do_is_traced_with_it() -> None:
+    class Checked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_compiling() and bool((x > 1e9).any()):
+                raise ValueError("too large")
+            return x.square().mean()
+
+    assert_equal_training(Checked(), {"tp": 2}, (torch.randn(6, 4, requires_grad=True),))
+
+
+def test_gradients_of_many_readers_are_added_as_autograd_does() -> None:
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+    scales = (1.0, -1e8, 1e8)  # in float32 their sum depends on the order
+    sum(x * s for s in scales).sum().backward()  # type: ignore[union-attr]
+    sum(c * s for c, s in zip(fan_out(y, 3), scales, strict=True)).sum().backward()
+    assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+    assert not torch.equal(y.grad, torch.zeros(3))  # type: ignore[arg-type]
+    graph = capture(Between(Readers()).double(), (torch.randn(6, 11, 32).double(),))
+    assert sum(node.op is FAN_OUT for node in graph.nodes) == 3
+    assert not any(node.op is FAN_OUT for node in capture(Between(Readers()), (torch.randn(6, 11, 32),)).nodes)
 
 
 class Cube(torch.autograd.Function):

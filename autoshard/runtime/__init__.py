@@ -20,6 +20,7 @@ from autoshard.runtime.collectives import (
     slice,  # noqa: A004
 )
 from autoshard.runtime.communicator import Communicator, Executed, bind, current
+from autoshard.runtime.fan_out import fan_out
 from autoshard.runtime.in_process import InProcessCommunicator, World
 from autoshard.runtime.launch import main
 from autoshard.runtime.module import Block, RankModule, device
@@ -55,6 +56,7 @@ __all__ = [
     "enter",
     "enter_parameters",
     "enter_together",
+    "fan_out",
     "gather_parameters",
     "leave",
     "main",

@@ -131,6 +131,19 @@ class Communicator:
         return tuple(a for a in self.mesh if a in axes) if kind == "permute" else axes
 
 
+def in_order_of(x: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+    """``moved`` with its dims in memory in the order of those of ``x``: a redistribution does not change it.
+
+    Kernels follow that order, so another one would round otherwise than on one device.
+    """
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda d: -strides[d])
+    if moved is x or order == list(range(x.ndim)) or not all(strides):
+        return moved
+    back = sorted(range(x.ndim), key=order.__getitem__)
+    return moved.permute(order).contiguous().permute(back)
+
+
 _bound = threading.local()
 
 

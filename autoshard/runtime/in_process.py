@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import RuntimeMismatchError
-from autoshard.runtime.communicator import Communicator, Executed, bind
+from autoshard.runtime.communicator import Communicator, Executed, bind, in_order_of
 from autoshard.runtime.move import LOCAL, Move, piece, together
 from autoshard.runtime.profiling import named, recorded
 from autoshard.runtime.schedule import Joint, Schedule, Threads, ThreadState
@@ -99,6 +99,9 @@ class World:
 
     def carry_out(self, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One move of all ranks, without autograd and log."""
+        return [in_order_of(x, out) for x, out in zip(xs, self._carry_out(moves, xs), strict=True)]
+
+    def _carry_out(self, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         verb = moves[0].verb
         if verb in LOCAL:
             return [comm.local(move, x) for comm, move, x in zip(self.ranks, moves, xs, strict=True)]
@@ -124,7 +127,7 @@ class InProcessCommunicator(Communicator):
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Communicator.apply`. Local moves that no gradient passes need no meeting."""
         if move.verb in LOCAL and not (x.requires_grad and torch.is_grad_enabled()):
-            return self.local(move, x)
+            return in_order_of(x, self.local(move, x))
         move = named(move)
         with recorded(self, move, "forward"):
             result: torch.Tensor = self.world.meet(self.rank, move.key, (move, x), self._joint)

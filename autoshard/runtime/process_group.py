@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.errors import MeshError
-from autoshard.runtime.communicator import Communicator
+from autoshard.runtime.communicator import Communicator, in_order_of
 from autoshard.runtime.move import LOCAL, Move, piece, together
 from autoshard.runtime.profiling import named, recorded
 
@@ -115,12 +115,12 @@ class TorchCommunicator(Communicator):
         """``move`` on this rank's ``x``, without autograd."""
         verb = move.verb
         if verb in LOCAL:
-            return self.local(move, x)
+            return in_order_of(x, self.local(move, x))
         group = self.process_group(move.axes)
         if self.log is not None:
             self.record(verb, move.axes, phase, move.ring_bytes(x, group.size))
         with recorded(self, move, phase):
-            return _COLLECTIVES[verb](self, move, group, x)
+            return in_order_of(x, _COLLECTIVES[verb](self, move, group, x))
 
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :meth:`Communicator.shared`: every rank draws; the generators agree (synchronised_rng)."""

@@ -8,7 +8,7 @@ import torch
 
 from autoshard.passes.ir import Graph, Node
 from autoshard.passes.notation import rule
-from autoshard.passes.rules.base import Call, Internal, Rule, Site
+from autoshard.passes.rules.base import Call, Internal, Rule, Site, Strategy
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -26,6 +26,7 @@ from autoshard.passes.rules.factors import (
 )
 from autoshard.passes.rules.named import spell
 from autoshard.passes.rules.windows import Sliding, cut, halo_collectives, haloed
+from autoshard.runtime.fan_out import FAN_OUT
 from autoshard.runtime.window import Window
 
 aten = torch.ops.aten
@@ -171,6 +172,12 @@ def _unbind(node: Node, graph: Graph) -> Factors:
     return _removed(node, graph, whole=True)
 
 
+def _copies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    (shape,) = input_shapes(node, graph)
+    dims = numbered(shape)
+    return Factors((dims,), (dims,) * len(node.outputs), sizes_of(shape), linear=((0,),)).strategies(node, graph)
+
+
 def _select(node: Node, graph: Graph) -> Factors:
     return _removed(node, graph, whole=False)
 
@@ -313,6 +320,7 @@ RULES: tuple[Rule, ...] = (
     *by_factors("unsafe_chunk.default unsafe_split.Tensor unsafe_split_with_sizes.default", _in_place(_dim), None, "…"),
     *by_factors("select.int", _select, _local_select, "dim summed"),
     *by_factors("unbind.int unbind_copy.int", _unbind, None, "dim whole"),
+    Rule(FAN_OUT, _copies, notation="... -> ..., ..."),
     *by_factors("select_scatter.default", _select_scatter, None, "dim whole"),
     *by_factors("slice_scatter.default", _in_place(_changed), None, "sliced dim whole"),
     *by_factors("fliplr.default", _in_place(lambda node, shape: (1,)), None, "dim 1 whole"),
