@@ -158,8 +158,10 @@ class _Runner:
         if training:
             expected = {n: p.grad for n, p in self.reference.named_parameters() if p.grad is not None}
             given = self.sharded.full_gradients()
+            # An expert that eager did not run has no gradient there, and zeros in a program for all inputs.
             missing = {n: torch.zeros_like(g) for n, g in expected.items() if n not in given}
-            self._compare("gradient", number, {**given, **missing}, expected)
+            zeros = {n: torch.zeros_like(g) for n, g in given.items() if n not in expected}
+            self._compare("gradient", number, {**given, **missing}, {**expected, **zeros})
             for optimizer in self.optimizers:
                 if optimizer is not None:
                     optimizer.step()
@@ -194,6 +196,8 @@ def compare(
 ) -> Comparison:
     """Largest deviation of ``given`` from ``want`` relative to the latter's largest value; below ``floor`` it is 0."""
     given, want = given.detach().cpu(), want.detach().cpu()
+    if kind in ("gradient", "parameter") and want.is_floating_point():
+        given = given.to(want.dtype)  # eager may convert a parameter in its forward, for good
     if given.shape != want.shape or given.dtype != want.dtype:
         return Comparison(
             f"{what} ({given.dtype}{list(given.shape)}, not {want.dtype}{list(want.shape)})", kind, step, math.inf, rtol

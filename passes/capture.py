@@ -21,6 +21,7 @@ from autoshard.errors import CaptureError
 from autoshard.passes import hazards
 from autoshard.passes.decompose import decompose
 from autoshard.passes.ir import Graph, Ref
+from autoshard.passes.loops import Learnt
 from autoshard.passes.regions import detach_no_grad
 from autoshard.passes.translate import gradient_sources, translate
 from autoshard.passes.trees import register_types
@@ -69,27 +70,46 @@ def _export(
     """
     with hazards.as_in_eager() as has_other:
         try:
-            with _untouched(model):
-                return _traced(model, example, training)
+            return _retried(model, example, training)
         except CaptureError as error:
             if not has_other() and "HigherOrder" not in str(error):  # dynamo traces those, and stops at the answer
                 raise
-    return _traced(model, example, training)
+            eager = error
+    try:
+        return _retried(model, example, training)
+    except CaptureError as error:
+        if str(error) == str(eager):
+            raise
+        raise CaptureError(f"{eager}\nIts program for tracers: {error}") from error
+
+
+def _retried(
+    model: nn.Module, example: Example, training: bool
+) -> tuple[torch.export.ExportedProgram, list[bool] | None]:
+    """Traced again as long as an error tells what to do about a loop whose length depends on the data."""
+    learnt = Learnt()
+    while True:
+        with _untouched(model):
+            trace = _Trace(model)
+            try:
+                return _traced(model, example, training, trace, learnt)
+            except Exception as error:
+                cause = trace.error or error
+                loops = getattr(trace.watch, "loops", None)
+                if loops is None or not loops.learn(cause):
+                    raise hazards.explain(model, cause) from cause
 
 
 def _traced(
-    model: nn.Module, example: Example, training: bool
+    model: nn.Module, example: Example, training: bool, trace: _Trace, learnt: Learnt
 ) -> tuple[torch.export.ExportedProgram, list[bool] | None]:
-    trace = _Trace(model)
-    try:
-        with hazards.effects_stay():
-            with hazards.watching(training) as trace.watch:
-                program = torch.export.export(model, *_without_data(model, example), strict=False)
-            if training:
-                detach_no_grad(program.graph_module, gradient_sources(program, model, example))
-            return decompose(program.run_decompositions({})), trace.output_grads
-    except Exception as error:
-        raise hazards.explain(model, trace.error or error) from (trace.error or error)
+    with hazards.effects_stay():
+        with hazards.watching(training, learnt) as trace.watch:
+            program = torch.export.export(model, *_without_data(model, example), strict=False)
+        hazards.check_loops(program)
+        if training:
+            detach_no_grad(program.graph_module, gradient_sources(program, model, example))
+        return decompose(program.run_decompositions({})), trace.output_grads
 
 
 class _StoppedError(Exception):
@@ -111,6 +131,8 @@ class _Trace:
                 before = [(module, dict(vars(module))) for module in model.modules()]
                 with self.watch:
                     output = forward(*args, **kwargs)
+                    if isinstance(self.watch, hazards.Watch):
+                        self.watch.loops.finish(output)
                 for module, attributes in before:
                     _warn_changed(module, attributes)
                 return output

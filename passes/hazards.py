@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import keyword
 import linecache
+import logging
 import os
 import random
 import sys
@@ -25,9 +26,11 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.errors import CaptureError
 from autoshard.passes.custom_functions import inline, is_derivative
+from autoshard.passes.loops import LOOP, Learnt, Loops
 from autoshard.passes.regions import NO_GRAD
 from autoshard.passes.unchecked import UNCHECKED
 
+log = logging.getLogger("autoshard")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
@@ -94,10 +97,11 @@ def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) ->
 class Watch(TorchFunctionMode):
     """Active around the traced forward: refuses calls that tracing would lose. ``refusal`` is the first of them."""
 
-    def __init__(self, training: bool) -> None:
+    def __init__(self, training: bool, learnt: Learnt) -> None:
         super().__init__()
         self.training = training
         self.refusal: CaptureError | None = None
+        self.loops = Loops(learnt)
 
     def refuse(self, message: str) -> CaptureError:
         self.refusal = self.refusal or CaptureError(message)
@@ -120,7 +124,7 @@ class Watch(TorchFunctionMode):
                     "the forward turns requires_grad on for an intermediate tensor, which the graph cannot express. "
                     "Make it a parameter, or pass it as an input with requires_grad=True."
                 )
-        return func(*args, **kwargs)
+        return self.loops.call(func, args, kwargs)
 
 
 _DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -137,12 +141,12 @@ _LOST: dict[Any, str] = {
 
 
 @contextlib.contextmanager
-def watching(training: bool) -> Iterator[Watch]:
+def watching(training: bool, learnt: Learnt) -> Iterator[Watch]:
     """While inside, calls that the trace would lose raise :class:`CaptureError`.
 
     Afterwards raises if one was swallowed, or if a generator advanced: its draws would be constants of the graph.
     """
-    watch = Watch(training)
+    watch = Watch(training, learnt)
     states = _generator_states()
     with contextlib.ExitStack() as stack:
         stack.callback(_restore_generators, states)
@@ -155,7 +159,8 @@ def watching(training: bool) -> Iterator[Watch]:
         hooks = torch.autograd.graph.saved_tensors_hooks
         if training:
             stack.enter_context(_patched(hooks, "__enter__", _refuse_saved_tensors(watch)))
-        stack.enter_context(_patched(torch.fx.Graph, "create_node", _mark_no_grad(torch.fx.Graph.create_node)))
+        stack.enter_context(_patched(torch.fx.Graph, "create_node", _mark(torch.fx.Graph.create_node, watch)))
+        stack.enter_context(_patched(nn.Module, "_apply", _apply_per_call))
         stack.enter_context(_patched(torch.inference_mode, "__enter__", _enter_no_grad))
         stack.enter_context(_patched(torch.inference_mode, "__exit__", _exit_no_grad))
         yield watch
@@ -261,6 +266,26 @@ def _refuse_saved_tensors(watch: Watch) -> Callable[[Any], None]:
     return enter
 
 
+def _apply_per_call(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """``module.to(...)`` in the forward: parameters stay what they are, and each call converts them.
+
+    Export cannot replace a parameter for good, which is what eager does in the first call.
+    """
+    for module in self.modules() if recurse else (self,):
+        for tensors in (module._parameters, module._buffers):
+            for name, before in [(n, t) for n, t in tensors.items() if t is not None]:
+                after = fn(before)
+                if (before.dtype, before.device) == (after.dtype, after.device):
+                    continue
+                log.warning(
+                    "the forward converts %r of a %s to %s; the compiled module does so in every call and keeps it in "
+                    "%s. Convert the module before compiling to store it so.", name, type(module).__name__,
+                    after.dtype, before.dtype,
+                )  # fmt: skip
+                tensors[name] = after  # type: ignore[assignment]
+    return self
+
+
 def _enter_no_grad(self: Any) -> None:
     """inference_mode as no_grad: the same values and gradients, and export keeps no_grad."""
     self._traced_as = torch.no_grad() if self.mode else contextlib.nullcontext()
@@ -271,11 +296,13 @@ def _exit_no_grad(self: Any, *error: Any) -> None:
     self._traced_as.__exit__(*error)
 
 
-def _mark_no_grad(original: Callable[..., torch.fx.Node]) -> Callable[..., torch.fx.Node]:
+def _mark(original: Callable[..., torch.fx.Node], watch: Watch) -> Callable[..., torch.fx.Node]:
     def create_node(self: torch.fx.Graph, *args: Any, **kwargs: Any) -> torch.fx.Node:
         node = original(self, *args, **kwargs)
         if not torch.is_grad_enabled():
             node.meta[NO_GRAD] = True
+        if watch.loops.running:
+            node.meta[LOOP] = True
         return node
 
     return create_node
@@ -315,6 +342,16 @@ def effects_stay() -> Iterator[None]:
 
     with _patched(torch.fx.Node, "is_impure", is_impure):
         yield
+
+
+def check_loops(program: torch.export.ExportedProgram) -> None:
+    """Refuse draws of fixed size in a loop of unknown length: where the body is not run, eager draws nothing."""
+    for node in program.graph.nodes:
+        shape = getattr(node.meta.get("val"), "shape", ())
+        if node.meta.get(LOOP) and is_random(node.target) and all(isinstance(n, int) for n in shape):
+            raise CaptureError(
+                "random numbers are drawn in a loop over a tensor of unknown length. Draw them before it."
+            )
 
 
 def is_random(op: Any) -> bool:

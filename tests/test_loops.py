@@ -1,0 +1,211 @@
+"""Loops over ``nonzero()``: traced for every place there can be, and nothing where the condition is false."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import MESHES, assert_equal_training, ideal
+from torch import Tensor, nn
+
+import autoshard
+from autoshard.errors import CaptureError
+from autoshard.passes import loops
+
+WIDTH, TOKENS, EXPERTS = 8, 12, 4
+
+
+class Routed(nn.Module):
+    """A router, experts in a loop over those that are hit, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.last = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, 2 * WIDTH)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 3)
+        self.single = nn.ModuleDict({f"expert_{i}": nn.Linear(WIDTH, WIDTH) for i in range(EXPERTS)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        return self.last(self.experts(x, weights, chosen)).square().mean()
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def run(self, x: Tensor, expert: int) -> Tensor:
+        return F.linear(F.silu(F.linear(x, self.up[expert])), self.down[expert])
+
+
+def masks(chosen: Tensor, classes: int = EXPERTS) -> Tensor:
+    return F.one_hot(chosen, classes).permute(2, 1, 0)
+
+
+class Tensors(Routed):
+    """As most of transformers: the row's first entry is an index; a class that is no expert is left out."""
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        with torch.no_grad():
+            mask = masks(chosen, EXPERTS + 1)
+            hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for expert in hit:
+            expert = expert[0]
+            if expert == EXPERTS:
+                continue
+            slot, token = torch.where(mask[expert])
+            out.index_add_(0, token, self.run(x[token], expert) * weights[token, slot, None])
+        return out
+
+
+class Unguarded(Routed):
+    """As dbrx: nothing keeps the class that is no expert from being run, which would raise an IndexError."""
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out, mask = torch.zeros_like(x), masks(chosen, EXPERTS + 1)
+        for expert in mask.sum((-1, -2)).gt(0).nonzero():
+            slot, token = torch.where(mask[expert[0]])
+            out.index_add_(0, token, self.run(x[token], expert[0]) * weights[token, slot, None])
+        return out
+
+
+class Numbers(Routed):
+    """As longcat_flash: numbers, and a question whether there is anything to do."""
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out, mask = torch.zeros_like(x), masks(chosen)
+        for row in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero(as_tuple=False):
+            number = int(row.item())
+            slot, token = torch.where(mask[number])
+            if token.numel() == 0:
+                continue
+            now = self.run(x[token], number) if number > 0 else x[token]
+            out.index_add_(0, token, now * weights[token, slot, None])
+        return out
+
+
+class Names(Routed):
+    """As switch_transformers: modules by name, a row as an index, in a flat loop as well."""
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out, mask = torch.zeros_like(x), masks(chosen)
+        for row in mask.sum((-1, -2)).gt(0).nonzero():
+            token = torch.where(mask[row].squeeze(0))[1]
+            out.index_add_(0, token, self.single[f"expert_{row[0]}"](x[None, token].flatten(0, 1)))
+        for number in mask.sum((-1, -2)).gt(0).nonzero().squeeze(-1):
+            out += number * x * weights[:, :1]  # every expert that is hit counts once
+            out[number] *= 2.0
+        return out
+
+
+MODELS = (Tensors, Unguarded, Numbers, Names)
+
+
+def model_of(kind: type[Routed]) -> Routed:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def batch(seed: int, shift: float = 0.0) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(TOKENS, WIDTH, dtype=torch.float64) + shift
+
+
+@pytest.mark.parametrize("mesh", ["dp2tp2", "tp3"])
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_training_equals_eager(kind: type[Routed], mesh: str) -> None:
+    axes = {**MESHES, "tp3": {"tp": 3}}[mesh]
+    report = assert_equal_training(model_of(kind), axes, (batch(1),), steps=1)
+    assert report.plan.cost.flops_per_rank < 0.6 * report.plan.cost.flops
+
+
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_one_program_serves_batches_that_hit_other_experts(kind: type[Routed]) -> None:
+    model = model_of(kind)
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({"tp": 2}), (batch(1),))
+    hits = set()
+    for x in (batch(1), batch(2), batch(3, 5.0), batch(4, -20.0), torch.zeros(TOKENS, WIDTH).double()):
+        hits.add(len(model.router(x).topk(2, -1).indices.unique()))
+        want, got = model(x), sharded(x)
+        assert torch.allclose(got, want, rtol=1e-10), kind
+        model.zero_grad(), sharded.zero_grad()
+        want.backward(), got.backward()
+        for (name, p), q in zip(model.named_parameters(), sharded.parameters(), strict=True):
+            expected = torch.zeros_like(p) if p.grad is None else p.grad
+            assert torch.allclose(torch.zeros_like(q) if q.grad is None else q.grad, expected, rtol=1e-9), name
+    assert len(hits) > 1
+    assert len(sharded._executables) == 1
+
+
+def test_what_is_not_taken_back_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the body's constant part counts for experts that are not hit."""
+    monkeypatch.setattr(loops._Loop, "before", lambda self, func, args, kwargs: None)
+    with pytest.raises(AssertionError, match="DIVERGES"):
+        assert_equal_training(model_of(Names), {"tp": 2}, (batch(3, 5.0),), steps=1)
+
+
+def counted(x: Tensor, hit: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number, row in enumerate(hit):
+        out.index_add_(0, row, number * x[:1])
+    return out
+
+
+def rebound(x: Tensor, hit: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for row in hit:
+        out = out + x * row[0]
+    return out
+
+
+def collected(x: Tensor, hit: Tensor) -> Tensor:
+    parts: list[Tensor] = []
+    for row in hit:
+        parts += [x * row[0]]
+    return torch.stack(parts).sum(0)
+
+
+def left_early(x: Tensor, hit: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for row in hit:
+        out += x * row[0]
+        if row[0] == 2:
+            break
+    return out
+
+
+def number_of_hits(x: Tensor, hit: Tensor) -> Tensor:
+    out, count = torch.zeros_like(x), 0
+    for row in hit:
+        count += 1
+        out += x * row[0]
+    return out / count
+
+
+def drawn(x: Tensor, hit: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for row in hit:
+        out += torch.rand_like(x) * row[0]
+    return out
+
+
+REFUSED: dict[Callable[[Tensor, Tensor], Tensor], str] = {
+    counted: "otherwise than by `for row in tensor:`",
+    rebound: "assigns 'out'",
+    collected: "is read after the iteration",
+    left_early: "left before its end",
+    number_of_hits: "assigns 'count'",
+    drawn: "random numbers are drawn",
+}
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
+def test_bodies_that_hand_on_otherwise_are_refused(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x, (x.sum(0) > 0).nonzero())
+
+    with pytest.raises(CaptureError, match=REFUSED[function]):
+        autoshard.plan(Model(), {"tp": 2}, (torch.randn(4, 6),))
