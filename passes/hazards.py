@@ -124,6 +124,8 @@ class Watch(TorchFunctionMode):
                     "the forward turns requires_grad on for an intermediate tensor, which the graph cannot express. "
                     "Make it a parameter, or pass it as an input with requires_grad=True."
                 )
+        if torch.compiler.is_dynamo_compiling():  # the body of a higher-order op
+            return func(*args, **kwargs)
         return self.loops.call(func, args, kwargs)
 
 

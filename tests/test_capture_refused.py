@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "reentrant": (lambda s, x: checkpoint(s.lin, x * s.w, use_reentrant=True), "activation checkpointing"),
     "branch": (branch, r"test_capture_refused.py:\d+.*depends on the values of a tensor \(`if x.sum\(\) > 0:`\)"),
     "float": (lambda s, x: s.w * float(x.sum()), "depends on the values of a tensor"),
-    "loop": (lambda s, x: sum(s.w * i for i in x.nonzero()), "depends on the values of a tensor"),
+    "loop": (lambda s, x: sum(s.w * i for i in x.nonzero()), "a loop over a tensor of unknown length"),
     "input": (lambda s, x: x.add_(1) * s.w, "in place into its input"),
     "parameter": (lambda s, x: x * s.w.data.mul_(2), "behind autograd's back"),
     "activation": (clamp_behind_autograd, "behind autograd's back"),
@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "numpy random": (lambda s, x: x * s.w * np.random.rand(), "numpy's generator"),
     "seed": (seeds, "torch's generator"),
     "generator": (lambda s, x: x * s.w + torch.rand(4, generator=torch.Generator()), "an object that is no tensor"),
-    "cond": (lambda s, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x * s.w,)), "higher-order op cond"),
+    "cond": (lambda s, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x * s.w,)), "higher.order op"),
     "shape": (lambda s, x: s.lin(x[:, :3]), r"lin \(test_capture_refused.py:\d+\).*RuntimeError"),
 }
 
