@@ -36,6 +36,8 @@ _SAME_ROWS = (
     torch.Tensor.squeeze, torch.squeeze, torch.Tensor.flatten, torch.flatten, torch.Tensor.reshape, torch.Tensor.view,
     torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.long, torch.Tensor.detach,
 )  # fmt: skip
+_CONTAINERS = (list, dict, set)
+_CHANGES = frozenset("append extend insert add update setdefault pop popitem remove discard clear".split())
 _ADVICE = "Hand on results in place only, as in out.index_add_(0, tokens, result)."
 
 
@@ -275,5 +277,28 @@ def _check_body(frame: FrameType) -> None:
     added = {n.target.id for n in ast.walk(loop) if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
     added = {name for name in added if isinstance(frame.f_locals.get(name), torch.Tensor)}  # written in place
     outside = {n.id for n in names if id(n) not in inside and isinstance(n.ctx, ast.Load)}
-    if handed := sorted((bound - added) & outside):
+    handed = sorted((bound - added) & outside) + _kept(loop, bound, frame)
+    if handed:
         raise CaptureError(f"the body of a loop over a tensor of unknown length assigns {handed[0]!r}. {_ADVICE}")
+
+
+def _kept(loop: ast.For, bound: set[str], frame: FrameType) -> list[str]:
+    """Python objects from outside that the body of ``loop`` changes: attributes, items of what is no tensor, containers."""
+
+    def value(node: ast.AST) -> Any:
+        if isinstance(node, ast.Attribute):
+            return getattr(value(node.value), node.attr, None)
+        name = node.id if isinstance(node, ast.Name) else ""
+        return None if name in bound else frame.f_locals.get(name, frame.f_globals.get(name))
+
+    def changed(n: ast.AST) -> ast.expr | None:
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store):
+            return n
+        if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store):
+            return n if isinstance(value(n.value), _CONTAINERS) else None
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in _CHANGES:
+            return n.func.value if isinstance(value(n.func.value), _CONTAINERS) else None
+        return None
+
+    found = (changed(n) for statement in loop.body for n in ast.walk(statement))
+    return [ast.unparse(n) for n in found if n is not None]

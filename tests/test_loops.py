@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 
 import pytest
@@ -167,6 +168,30 @@ def collected(x: Tensor, hit: Tensor) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
+def appended(x: Tensor, hit: Tensor) -> Tensor:
+    out, seen = torch.zeros_like(x), []
+    for row in hit:
+        seen.append(int(row))
+        out += x * row[0]
+    return out * len(seen)
+
+
+def in_a_dict(x: Tensor, hit: Tensor) -> Tensor:
+    out, seen = torch.zeros_like(x), {0: 0}
+    for row in hit:
+        seen[int(row)] = 1
+        out += x * row[0]
+    return out * sum(seen.values())
+
+
+def on_an_object(x: Tensor, hit: Tensor) -> Tensor:
+    out, state = torch.zeros_like(x), types.SimpleNamespace(seen=0)
+    for row in hit:
+        state.seen += 1
+        out += x * row[0]
+    return out * state.seen
+
+
 def left_early(x: Tensor, hit: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for row in hit:
@@ -194,7 +219,10 @@ def drawn(x: Tensor, hit: Tensor) -> Tensor:
 REFUSED: dict[Callable[[Tensor, Tensor], Tensor], str] = {
     counted: "otherwise than by `for row in tensor:`",
     rebound: "assigns 'out'",
-    collected: "is read after the iteration",
+    collected: "assigns 'parts'",
+    appended: "assigns 'seen'",
+    in_a_dict: r"assigns 'seen\[int\(row\)\]'",
+    on_an_object: "assigns 'state.seen'",
     left_early: "left before its end",
     number_of_hits: "assigns 'count'",
     drawn: "random numbers are drawn",
