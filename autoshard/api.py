@@ -12,6 +12,7 @@ from autoshard.errors import CaptureError, MeshError
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.module import Settings, ShardedModule
 from autoshard.passes.capture import capture
+from autoshard.passes.symbols import Dynamic
 from autoshard.plans import Plan
 from autoshard.progress import stage
 from autoshard.stages import set_up_logs
@@ -31,6 +32,7 @@ def compile(  # noqa: A001  the public name
     training: bool | None = None,
     gather_outputs: bool | None = None,
     strict: bool = False,
+    dynamic: Dynamic = False,
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
 
@@ -47,11 +49,15 @@ def compile(  # noqa: A001  the public name
         gather_outputs: whether outputs come back as full tensors; default: in inference yes, in training they keep
             their layout (a DTensor under torch.distributed). Scalars are always plain tensors.
         strict: raise for an op without a sharding rule instead of running it on full tensors.
+        dynamic: compile one program for all lengths of the inputs' dims that the model leaves open (True), or of those
+            named: ``{"input_ids": {0: "batch", 1: "seq"}}``. Dims of one name are equal; ``"4*batch"`` promises a
+            multiple of 4, so that a dim made of several may be cut. Local sizes become expressions of these lengths.
+            An example length of 0 or 1 stays fixed. A call that the program does not hold for compiles another one.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
-    settings = Settings(plan, hints, memory_budget, training, gather_outputs, strict)
+    settings = Settings(plan, hints, memory_budget, training, gather_outputs, strict, dynamic)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
@@ -89,6 +95,7 @@ def plan(
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
     training: bool | None = None,
+    dynamic: Dynamic = False,
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
@@ -99,5 +106,5 @@ def plan(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
     with stage("capture"):
-        graph = capture(model, tuple(example_args), dict(example_kwargs or {}), training=training)
+        graph = capture(model, tuple(example_args), dict(example_kwargs or {}), training=training, dynamic=dynamic)
     return build(graph, Mesh.of(mesh), hints=hints, memory_budget=memory_budget, title=type(model).__name__).plan

@@ -51,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
             "--hint", action="append", default=[], metavar="PATTERN=HINT", help="colwise, rowwise, replicate, S(0), …"
         )
         command.add_argument("--inference", action="store_true", help="no gradients")
+        if name != "verify":
+            command.add_argument("--dynamic", action="store_true", help="one program for all batch sizes and lengths")
         if name == "plan":
             command.add_argument("--json", type=Path, help="also write the plan here")
         if name in ("compile", "show"):
@@ -160,7 +162,10 @@ def _plan(options: argparse.Namespace) -> int:
     make, args, kwargs = load(options.model, options.batch, options.seq)
     with torch.device("meta"):
         model = make().train(not options.inference)
-    plan = autoshard.plan(model, _mesh(options), args, kwargs, hints=_hints(options), training=not options.inference)
+    training, dynamic = not options.inference, options.dynamic
+    plan = autoshard.plan(
+        model, _mesh(options), args, kwargs, hints=_hints(options), training=training, dynamic=dynamic
+    )
     print(plan)
     if options.json:
         options.json.write_text(plan.to_json(), encoding="utf-8")
@@ -183,8 +188,9 @@ def _sharded(options: argparse.Namespace) -> Any:
     make, args, kwargs = load(options.model, options.batch, options.seq)
     torch.manual_seed(0)
     training = not options.inference
+    model, hints = make().train(training), _hints(options)
     return autoshard.compile(
-        make().train(training), _mesh(options), args, kwargs, hints=_hints(options), training=training
+        model, _mesh(options), args, kwargs, hints=hints, training=training, dynamic=options.dynamic
     )
 
 

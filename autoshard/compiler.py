@@ -19,13 +19,14 @@ from autoshard.passes.codegen import Source, codegen
 from autoshard.passes.dynamic import is_rigid
 from autoshard.passes.hazards import is_random
 from autoshard.passes.hints import Constraint, resolve
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.lower import Program, Statement, lower
-from autoshard.passes.op_space import axis_strategies, canonical
+from autoshard.passes.ir import Graph, Node, Symbols
+from autoshard.passes.lower import Program, Statement, lower, narrowed
+from autoshard.passes.op_space import axis_strategies, canonical, fits
 from autoshard.passes.propagate import Assignment, propagate, state_bytes
 from autoshard.passes.rewrite import together
 from autoshard.passes.rules import rule_for
 from autoshard.passes.search import Solution
+from autoshard.passes.sizes import Size, free_symbols, noting
 from autoshard.passes.verify import check_graph, check_program
 from autoshard.plans import Choice, Collective, Cost, Plan
 from autoshard.progress import stage
@@ -41,6 +42,11 @@ class Compiled:
     program: Program
     plan: Plan
     source: Source
+
+    @property
+    def symbols(self) -> Symbols:
+        """The lengths it was not fixed to, and what must hold of them."""
+        return self.program.graph.symbols
 
 
 def build(
@@ -60,13 +66,15 @@ def build(
     dump = stages.captured(graph)
     if strict:
         check_rules(graph)
-    if plan is None:
-        constraints = resolve(hints, graph, mesh) | _fixed(parameters or {}, graph)
-        with stage("planning"):
-            assignment = propagate(graph, mesh, constraints, _budget(graph, mesh, memory_budget))
-    else:
-        assignment = assignment_of(plan, graph, mesh)
-    program = together(lower(graph, assignment))
+    with noting() as noted:
+        if plan is None:
+            constraints = resolve(hints, graph, mesh) | _fixed(parameters or {}, graph)
+            with stage("planning"):
+                assignment = propagate(graph, mesh, constraints, _budget(graph, mesh, memory_budget))
+        else:
+            assignment = assignment_of(plan, graph, mesh)
+        program = together(lower(graph, assignment))
+    program = narrowed(program, noted)
     check_program(program)
     result = Compiled(graph, program, describe(program, title), codegen(program, title))
     stages.compiled(result, dump)
@@ -172,7 +180,7 @@ def describe(program: Program, title: str = "") -> Plan:
         shared={public.get(n, n): layout for n, layout in assignment.shared.items()},
         outputs=assignment.outputs,
         pinned=tuple(sorted(public.get(n, n) for n in assignment.pinned)),
-        shapes={public.get(n, n): t.shape for n, t in graph.types.items()},
+        shapes={public.get(n, n): t.example.shape for n, t in graph.types.items()},
         kinds={n: kinds.get(n, "value") for n in layouts},
         notes=tuple(_notes(program, choices)),
         training=graph.training,
@@ -286,6 +294,7 @@ def _of_node(program: Program, s: Statement, backward: list[Collective]) -> Iter
 def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
     """What a user should know before he wonders."""
     mesh = program.mesh
+    yield from _notes_on_lengths(program.graph, mesh)
     for number, axis in enumerate(mesh.axes):
         if mesh.size_of(axis) > 1 and not any(isinstance(x[axis], Shard) for x in program.layouts.values()):
             yield f"axis {axis} is not used: every tensor is replicated along it, because {_why_whole(choices, number)}"
@@ -299,6 +308,28 @@ def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
     for node in program.graph.nodes:
         if not has_rule(node, program.graph):
             yield f"replicated: no rule for {node.op} in {node.fqn or '(root)'} at {node.source}"
+
+
+def _notes_on_lengths(graph: Graph, mesh: Mesh) -> Iterator[str]:
+    """Which lengths are open, which stay fixed, and where an open one keeps a dim whole."""
+    names = [s.name for s in graph.symbols.read]
+    if names:
+        yield f"one program for all {', '.join(names)}; costs, shapes and bytes are those of the example"
+    yield from (f"a length that stays fixed: {text}" for text in graph.symbols.fixed)
+    kept = [
+        (node, s.size)
+        for node in (graph.nodes if names else ())
+        for s in axis_strategies(node, graph)
+        if s.even and isinstance(s.size, Size) and not any(s.allows((n,)) for n in mesh.shape if n > 1)
+    ]
+    if kept:
+        node, size = kept[0]
+        s = next(s for s in graph.symbols.read if s.name in free_symbols(size))
+        promise = {next(i.fqn for i in graph.inputs if i.name == s.value): {s.dim: f"{mesh.size}*{s.name}"}}
+        yield (
+            f"{size} need not be a multiple of the ranks: {len(kept)} operations that merge dims keep it whole, the first "
+            f"is {node.op} in {node.fqn or '(root)'} at {node.source}. Promise a multiple to have it cut: dynamic={promise}"
+        )
 
 
 def _is_whole_for_its_data(node: Node, program: Program) -> bool:
@@ -333,6 +364,11 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh) -> Assignment:
     for node in graph.nodes:
         by_label = {s.label: s for s in axis_strategies(node, graph)}
         choices[node.name] = tuple(by_label[label] for label in plan.choices[node.name].labels)
+        if not fits(choices[node.name], mesh):
+            raise PlanError(
+                f"the plan cuts {node.op} in {node.fqn or '(root)'} at {node.source} along "
+                f"{', '.join(plan.choices[node.name].labels)}, which these sizes do not allow"
+            )
     layouts = {n: Layout(mesh, plan.layouts[public.get(n, n)].placements) for n in graph.types}
     fqns = {fqn: n for n, fqn in public.items()}
     shared = {fqns.get(n, n): Layout(mesh, layout.placements) for n, layout in plan.shared.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
 from autoshard.errors import RuntimeMismatchError
+from autoshard.executable import Executable
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.module import Executable, Settings, ShardedModule
+from autoshard.module import Settings, ShardedModule
 from autoshard.passes.ir import Graph, Ref, TensorType
 from autoshard.passes.redistribute import emit, redistribution
 from autoshard.passes.rules.base import Local
@@ -143,10 +144,11 @@ class DistributedModule(ShardedModule):
                 results = module(*(x.to(self._device) for x in inputs))
             finally:
                 module.release_tensors()
+            actual = executable.lengths(inputs)
             leaves = [
-                self._output(results[i], program.layouts[out.name], _shape(program.types[out.name], results[i]))
+                self._output(results[i], program.layouts[out.name], _shape(program.types[out.name], results[i], actual))
                 if isinstance(out, Ref)
-                else out
+                else results[i]
                 for i, out in enumerate(program.outputs)
             ]
         first = len(program.outputs)
@@ -198,9 +200,11 @@ class DistributedModule(ShardedModule):
         return not training if asked is None else asked
 
 
-def _shape(type_: TensorType, local: torch.Tensor) -> tuple[int, ...]:
+def _shape(
+    type_: TensorType, local: torch.Tensor, actual: Callable[[Sequence[int]], tuple[int, ...]]
+) -> tuple[int, ...]:
     """The global shape of an output; one whose length depends on the data is whole."""
-    return tuple(local.shape) if type_.unknown else type_.shape
+    return tuple(local.shape) if type_.unknown else actual(type_.shape)
 
 
 class _Locals(torch.autograd.Function):

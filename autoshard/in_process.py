@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.executable import Executable
 from autoshard.layout import I, Layout, R
 from autoshard.mesh import Mesh
-from autoshard.module import Executable, Settings, ShardedModule
+from autoshard.module import Settings, ShardedModule
 from autoshard.passes.ir import Ref
 from autoshard.runtime.communicator import Executed
 from autoshard.runtime.in_process import World
@@ -56,17 +57,20 @@ class InProcessModule(ShardedModule):
         finally:
             for module in modules:
                 module.release_tensors()
+        actual = executable.lengths(inputs)
         leaves: list[Any] = []
         for i, out in enumerate(program.outputs):
             if not isinstance(out, Ref):
-                leaves.append(out)
+                leaves.append(results[0][i])
                 continue
             type_ = program.types[out.name]
-            shape = None if type_.unknown else type_.shape
+            shape = None if type_.unknown else actual(type_.shape)
             leaves.append(joined([r[i] for r in results], program.layouts[out.name], shape, f"output {i}"))
         first = len(program.outputs)
         mutated = {
-            fqn: join([r[first + i].detach() for r in results], program.layouts[name], program.types[name].shape, fqn)
+            fqn: join(
+                [r[first + i].detach() for r in results], program.layouts[name], actual(program.types[name].shape), fqn
+            )
             for i, (fqn, name) in enumerate(program.mutations.items())
         }
         return leaves, mutated

@@ -153,8 +153,8 @@ class Layout:
         return tuple(self.chunk_of(d, n, rank)[0] for d, n in enumerate(shape))
 
     def max_local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The largest local shape over all ranks: that of rank 0."""
-        return self.local_shape(shape, 0)
+        """The largest local shape over all ranks: that of rank 0; of symbolic lengths, the example's."""
+        return self.local_shape([int(n) for n in shape], 0)
 
     def is_even(self, shape: Sequence[int]) -> bool:
         """Whether every rank holds the same local shape."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,17 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.compiler import Compiled, build
-from autoshard.errors import CaptureError, PlanError
+from autoshard.compiler import build
+from autoshard.errors import CaptureError, PlanError, RuleError
+from autoshard.executable import Executable, described, load_source, signature_of
 from autoshard.initialise import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.ir import Graph
+from autoshard.passes.symbols import Dynamic
 from autoshard.plans import Collective, Plan
 from autoshard.progress import stage
-from autoshard.runtime.profiling import name_lines
 
 log = logging.getLogger("autoshard")
 
@@ -39,20 +39,7 @@ class Settings:
     training: bool | None = None
     gather_outputs: bool | None = None
     strict: bool = False
-
-
-@dataclass
-class Executable:
-    """One compiled input signature: the compiler's stages and the class of the rank module."""
-
-    compiled: Compiled
-    rank_module: type[Any]
-    inputs: Mapping[str, Any] = field(default_factory=dict)
-    """shape, dtype and value range of every input it was compiled for"""
-
-    @property
-    def graph(self) -> Graph:
-        return self.compiled.graph
+    dynamic: Dynamic = False
 
 
 class OnDemand(torch.autograd.Function):
@@ -71,14 +58,6 @@ class OnDemand(torch.autograd.Function):
         pairs = [(leaves[i], g) for i, g in zip(ctx.places, gradients, strict=True) if leaves[i].requires_grad]
         found = torch.autograd.grad([x for x, _ in pairs], ctx.saved_tensors, [g for _, g in pairs], allow_unused=True)
         return None, None, None, *found
-
-
-def load_source(text: str, modules: Mapping[int, str] | None = None) -> type[Any]:
-    """The ``RankModule`` class of generated source. ``modules``: of its lines, see :class:`Source`."""
-    module = types.ModuleType("autoshard_rank_module")
-    exec(compile(text, "<autoshard rank_module.py>", "exec"), module.__dict__)
-    name_lines(module.RankModule, modules or {})
-    return module.RankModule  # type: ignore[no-any-return]
 
 
 class ShardedModule(nn.Module):
@@ -147,7 +126,7 @@ class ShardedModule(nn.Module):
     # --- compiling ---
 
     def specialise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Executable:
-        """Compile for the shapes, dtypes and non-tensor values of these arguments; cached."""
+        """Compile for the shapes, dtypes and non-tensor values of these arguments, unless a program serves them."""
         found = self._specialised(args, kwargs, self._trains)
         object.__setattr__(self, "_latest", found)
         return found
@@ -159,15 +138,43 @@ class ShardedModule(nn.Module):
 
     def _specialised(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool) -> Executable:
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        key = (tuple(_key(leaf) for leaf in leaves), spec, training, self.training)
+        key = (tuple(signature_of(leaf) for leaf in leaves), spec, training, self.training)
         if key not in self._executables:
-            self._executables[key] = self._build(args, kwargs, training)
+            structure = (tuple(signature_of(leaf, exactly=False) for leaf in leaves), *key[1:])
+            found = self._serving(structure, leaves)
+            self._executables[key] = found or self._build(args, kwargs, training, structure)
         return self._executables[key]
 
-    def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool) -> Executable:
+    @property
+    def programs(self) -> list[Executable]:
+        """Every program compiled so far, in order."""
+        return list({id(x): x for x in self._executables.values()}.values())
+
+    def _serving(self, structure: Any, leaves: Sequence[Any]) -> Executable | None:
+        """A program with symbolic lengths that holds for these leaves."""
+        for found in self.programs:
+            why = found.refuses(structure, leaves)
+            if not why:
+                return found
+            logging.getLogger("autoshard.capture").info("a program does not serve this call: %s", why)
+        return None
+
+    def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, structure: Any) -> Executable:
+        """Compile with symbolic lengths where asked to; if that is refused, for the shapes of these arguments."""
+        if self._settings.dynamic:
+            try:
+                return self._built(args, kwargs, training, structure)
+            except (CaptureError, PlanError, RuleError) as error:
+                log.warning("no program with symbolic lengths, compiling for these shapes alone: %s", error)
+        return self._built(args, kwargs, training, None)
+
+    def _built(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, structure: Any) -> Executable:
         settings = self._settings
+        dynamic = settings.dynamic if structure is not None else False
         with stage("capture"):
-            graph = capture(self._model, tuple(args), dict(kwargs), training=training, mode=self.training)
+            graph = capture(
+                self._model, tuple(args), dict(kwargs), training=training, mode=self.training, dynamic=dynamic
+            )
         first = self._parameter_layouts is None
         compiled = build(
             graph,
@@ -184,7 +191,7 @@ class ShardedModule(nn.Module):
             object.__setattr__(self, "_parameter_layouts", parameters)
             self._adopt(self._model, graph, parameters)
         rank_module = load_source(compiled.source.text, compiled.source.modules)
-        return Executable(compiled, rank_module, _described(graph, args, kwargs))
+        return Executable(compiled, rank_module, described(graph, args, kwargs), structure)
 
     def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
@@ -340,34 +347,6 @@ class ShardedModule(nn.Module):
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         tensor.copy_(full)
-
-
-def _described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Input name → shape, dtype and, for integers, the range of values, for synthetic inputs later."""
-    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    found = {}
-    for name, x in zip(graph.flat_inputs, leaves, strict=True):
-        if name is None:
-            continue
-        entry: dict[str, Any] = {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
-        if not x.dtype.is_floating_point:
-            known = x.numel() and not x.is_meta
-            entry |= {"low": int(x.min()) if known else 0, "high": int(x.max()) if known else 1}
-        found[name] = entry
-    return found
-
-
-def _key(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-    try:
-        hash(leaf)
-    except TypeError:
-        raise CaptureError(
-            f"argument of type {type(leaf).__name__} is neither a tensor nor a hashable constant; "
-            "pass tensors in tuples, lists or dicts"
-        ) from None
-    return (type(leaf), leaf)
 
 
 def _skeleton(model: nn.Module) -> nn.Module:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 if TYPE_CHECKING:
-    from autoshard.module import Executable, ShardedModule
+    from autoshard.executable import Executable
+    from autoshard.module import ShardedModule
 
 
 def save(sharded: ShardedModule, executable: Executable, directory: Path) -> None:

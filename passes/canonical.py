@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,14 @@ _UNINITIALISED = {
 """op → what is made instead, and how many of its positional arguments that takes"""
 
 
-def same_as(op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], result: Any) -> Ref | None:
+def same_as(
+    op: Any,
+    args: Any,
+    kwargs: Any,
+    types: dict[str, TensorType],
+    result: Any,
+    shape_of: Callable[[torch.Tensor], Sequence[int]],
+) -> Ref | None:
     """The operand that ``op`` returns unchanged, or None. ``result``: the op's fake result.
 
     In a functional graph a clone is its operand. A dropout that does nothing draws nothing in eager either.
@@ -59,7 +67,7 @@ def same_as(op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], resul
     if op in _SHAPES or op is aten.slice.Tensor:
         # A length that depends on the data is only known to be equal at run time.
         open_ = before.unknown or any(is_symbolic(n) for n in result.shape)
-        return operand if not open_ and before.shape == tuple(result.shape) else None
+        return operand if not open_ and before.shape == tuple(shape_of(result)) else None
     return None
 
 

@@ -19,16 +19,18 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.errors import CaptureError
 from autoshard.passes import hazards
+from autoshard.passes.arguments import Example, argument_paths, gradient_sources
 from autoshard.passes.decompose import decompose
 from autoshard.passes.ir import Graph, Ref
 from autoshard.passes.loops import Learnt
 from autoshard.passes.regions import detach_no_grad
-from autoshard.passes.translate import gradient_sources, translate
+from autoshard.passes.symbols import Dynamic, Open, opened, shapes_for_export
+from autoshard.passes.translate import translate
 from autoshard.passes.trees import register_types
 
 log = logging.getLogger("autoshard")
+Exported = tuple[torch.export.ExportedProgram, "list[bool] | None", Mapping[str, Open]]
 _NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
-Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def capture(
@@ -38,8 +40,11 @@ def capture(
     *,
     training: bool | None = None,
     mode: bool | None = None,
+    dynamic: Dynamic = False,
 ) -> Graph:
-    """The functional graph of one call ``model(*args, **kwargs)``, with static shapes.
+    """The functional graph of one call ``model(*args, **kwargs)``.
+
+    Shapes are static but for the lengths of inputs that ``dynamic`` names (True: all) and the model does not fix.
 
     ``training``: whether gradients are wanted (default: ``model.training``). ``mode``: the train or eval mode to
     capture in (default: as the model's modules are set). Without gradients every type has ``grad=False``.
@@ -51,48 +56,46 @@ def capture(
     hazards.check_model(model, training)
     hazards.check_example(example)
     register_types(example)
+    if dynamic:
+        opened(_tensors(model, example), dynamic)  # a wrong request is refused before tracing
     with _untouched(model), _quiet(), torch.enable_grad():
         if mode is not None and mode != model.training:
             model.train(mode)
-        program, eager_grads = _export(model, example, training)
-        graph = translate(program, model, example, training)
+        program, eager_grads, inputs = _export(model, example, training, dynamic)
+        graph = translate(program, model, example, training, inputs)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)
     return graph
 
 
-def _export(
-    model: nn.Module, example: Example, training: bool
-) -> tuple[torch.export.ExportedProgram, list[bool] | None]:
-    """The functional exported program, and which tensors of the output needed a gradient while it was traced.
+def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
+    """The functional exported program, which tensors of the output needed a gradient in the trace, and what is open.
 
     Where the model has another program for tracers, it is the eager one, unless only the other can be traced.
     """
     with hazards.as_in_eager() as has_other:
         try:
-            return _retried(model, example, training)
+            return _retried(model, example, training, dynamic)
         except CaptureError as error:
             if not has_other() and "HigherOrder" not in str(error):  # dynamo traces those, and stops at the answer
                 raise
             eager = error
     try:
-        return _retried(model, example, training)
+        return _retried(model, example, training, dynamic)
     except CaptureError as error:
         if str(error) == str(eager):
             raise
         raise CaptureError(f"{eager}\nIts program for tracers: {error}") from error
 
 
-def _retried(
-    model: nn.Module, example: Example, training: bool
-) -> tuple[torch.export.ExportedProgram, list[bool] | None]:
+def _retried(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
     """Traced again as long as an error tells what to do about a loop whose length depends on the data."""
     learnt = Learnt()
     while True:
         with _untouched(model):
             trace = _Trace(model)
             try:
-                return _traced(model, example, training, trace, learnt)
+                return _traced(model, example, training, dynamic, trace, learnt)
             except Exception as error:
                 cause = trace.error or error
                 loops = getattr(trace.watch, "loops", None)
@@ -101,15 +104,23 @@ def _retried(
 
 
 def _traced(
-    model: nn.Module, example: Example, training: bool, trace: _Trace, learnt: Learnt
-) -> tuple[torch.export.ExportedProgram, list[bool] | None]:
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, trace: _Trace, learnt: Learnt
+) -> Exported:
+    given = _without_data(model, example)
+    inputs = opened(_tensors(model, given), dynamic) if dynamic else {}
+    shapes = shapes_for_export(inputs.values()) if inputs else None
     with hazards.effects_stay():
         with hazards.watching(training, learnt) as trace.watch:
-            program = torch.export.export(model, *_without_data(model, example), strict=False)
+            program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
         hazards.check_loops(program)
         if training:
             detach_no_grad(program.graph_module, gradient_sources(program, model, example))
-        return decompose(program.run_decompositions({})), trace.output_grads
+        return decompose(program.run_decompositions({})), trace.output_grads, inputs
+
+
+def _tensors(model: nn.Module, example: Example) -> dict[str, torch.Tensor]:
+    """The example's tensors by argument."""
+    return {p: x for p, x in zip(argument_paths(model, example), pytree.tree_leaves(example), strict=True) if p}
 
 
 class _StoppedError(Exception):

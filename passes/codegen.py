@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import keyword
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,20 +14,21 @@ from autoshard.passes.bucket import bucketed
 from autoshard.passes.ir import Input, Ref
 from autoshard.passes.lower import Program, Statement
 from autoshard.passes.printing import WIDTH, expression, literal
+from autoshard.passes.sizes import free_symbols
 from autoshard.passes.source_text import (
+    Names,
+    block_table,
+    condition_lines,
     def_lines,
     layout_text,
     listed,
     literal_mesh,
     op_name,
     python_path,
-    range_arguments,
-    ranges,
     shape_text,
     step_comment,
+    symbol_lines,
 )
-
-_BUILTIN = frozenset({"F", "torch", "aten", "runtime", "self", "MESH"}) | frozenset(keyword.kwlist)
 
 
 @dataclass(frozen=True)
@@ -58,28 +59,6 @@ class _BlockClass:
     paths: list[str] = field(default_factory=list)
 
 
-class _Names:
-    """Identifiers for local names within one function; a name whose value is dead may be taken again."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, str] = {}
-        self.taken: set[str] = set()
-
-    def fresh(self, local: str, wanted: str) -> str:
-        base = re.sub(r"\W", "_", wanted).strip("_") or "x"
-        base = f"{base}_" if base in _BUILTIN else base if not base[0].isdigit() else f"x{base}"
-        name, n = base, 1
-        while name in self.taken:
-            name, n = f"{base}_{n}", n + 1
-        self.taken.add(name)
-        self.of[local] = name
-        return name
-
-    def reuse(self, local: str, old: str) -> str:
-        self.of[local] = self.of[old]
-        return self.of[local]
-
-
 class _Emitter:
     def __init__(self, program: Program, title: str) -> None:
         self.program, self.title = program, title
@@ -90,6 +69,7 @@ class _Emitter:
         self.segments = tuple(bucketed(s, program) for s in segments(program))
         self.classes: list[_BlockClass] = []
         self.method_of: dict[int, str] = {}
+        self.symbols = [s.name for s in program.graph.symbols.read]
         self.marks: dict[str, int] = {}
         self.tensors = self._tensors()
         self.read_later = self._read_later()
@@ -197,14 +177,19 @@ class _Emitter:
         return "\n".join(["    TENSORS = {", *lines, "    }", ""])
 
     def _method(self, segment: Segment) -> str:
-        names = _Names()
+        names = Names(self.symbols)
         for name in segment.inputs:
             names.fresh(name, self._argument_name(name))
-        signature = ["self", *(names.of[n] for n in segment.inputs)]
+        signature = ["self", *(names.of[n] for n in segment.inputs), *self._symbols(segment)]
         body = self._statements(segment, names, segment.path, frozenset(segment.outputs))
         returned = ", ".join(names.of[o] for o in segment.outputs)
         lines = [*def_lines("forward", signature), *body, f"        return {returned}".rstrip()]
         return "\n".join(lines) + "\n"
+
+    def _symbols(self, segment: Segment) -> list[str]:
+        """The lengths that the segment computes with, from outside."""
+        used = set().union(*(free_symbols(s.call) for s in segment.statements))
+        return [name for name in self.symbols if name in used]
 
     def _argument_name(self, local: str) -> str:
         """A name that is the same in every equal block: what made the value, without its number."""
@@ -216,7 +201,7 @@ class _Emitter:
 
     # --- statements ---
 
-    def _statements(self, segment: Segment, names: _Names, path: str, kept: frozenset[str]) -> list[str]:
+    def _statements(self, segment: Segment, names: Names, path: str, kept: frozenset[str]) -> list[str]:
         """``kept``: names whose values are read after the segment."""
         last_use = {name: i for i, s in enumerate(segment.statements) for name in reads(s)}
         lines: list[str] = []
@@ -225,7 +210,7 @@ class _Emitter:
         return lines
 
     def _statement(
-        self, s: Statement, names: _Names, path: str, i: int, last_use: Mapping[str, int], kept: frozenset[str]
+        self, s: Statement, names: Names, path: str, i: int, last_use: Mapping[str, int], kept: frozenset[str]
     ) -> list[str]:
         for name in reads(s):
             if name not in names.of:
@@ -287,7 +272,7 @@ class _Emitter:
         return (
             s.node is not None
             and len(named) == len(s.outputs)
-            and (sum(types[o].numel for o in named) == types[s.node.inputs[0]].numel)
+            and sum(math.prod(types[o].shape) for o in named) == math.prod(types[s.node.inputs[0]].shape)
         )
 
     def _own(self, name: str, path: str) -> str:
@@ -321,7 +306,7 @@ class _Emitter:
     # --- the root ---
 
     def _root(self) -> str:
-        names = _Names()
+        names = Names(self.symbols)
         for value in self.arguments:
             names.fresh(value.name, value.fqn)
         self.argument_names = dict(names.of)
@@ -343,8 +328,9 @@ class _Emitter:
         lines = ["", "", "class RankModule(runtime.RankModule):", f'    """{self.title}"""', "", "    MESH = MESH"]
         if any(m.call.fn == "gather_parameters" for segment in self.segments for m in segment.statements):
             lines.append("    GATHERS = True")
-        lines += [self._block_table(), self._tensor_table("")]
+        lines += [block_table((c.name, c.paths) for c in self.classes), self._tensor_table("")]
         lines += def_lines("forward", signature)
+        lines += self._symbol_lines()
         lines += body
         if len(last) <= WIDTH:
             lines.append(last)
@@ -352,32 +338,21 @@ class _Emitter:
             lines += ["        return (", *(f"            {r}," for r in returned), "        )"]
         return "\n".join(lines)
 
-    def _block_table(self) -> str:
-        parts = []
-        for block in self.classes:
-            for prefix, numbers in ranges(block.paths):
-                if isinstance(numbers, range):
-                    parts.append(f'{{f"{prefix}.{{i}}": {block.name} for i in range({range_arguments(numbers)})}}')
-                else:
-                    parts.append("{" + f"{literal(prefix)}: {block.name}" + "}")
-        if not parts:
-            return "    BLOCKS = {}"
-        one = f"    BLOCKS = {' | '.join(parts)}"
-        if len(one) <= WIDTH:
-            return one
-        if len(parts) == 1:
-            key, _, rest = parts[0][1:-1].partition(": ")
-            value, _, loop = rest.partition(" for ")
-            return "\n".join(["    BLOCKS = {", f"        {key}: {value} for {loop}", "    }"])
-        return "\n".join(["    BLOCKS = (", *(f"        {'| ' if i else ''}{p}" for i, p in enumerate(parts)), "    )"])
+    def _symbol_lines(self) -> list[str]:
+        symbols = self.program.graph.symbols.read
+        shapes = {i.name: self.program.types[i.name].shape for i in self.arguments}
+        return symbol_lines(symbols, self.argument_names, shapes) + condition_lines(
+            self.program.graph.symbols, self.argument_names, shapes
+        )
 
-    def _block_call(self, number: int, segment: Segment, names: _Names) -> list[str]:
+    def _block_call(self, number: int, segment: Segment, names: Names) -> list[str]:
         for name in segment.inputs:
             if name not in names.of:
                 names.of[name] = self._own(name, "")
         method = self.method_of[number]
         call = python_path(segment.path) + ("" if method == "forward" else f".{method}")
-        arguments = ", ".join(names.of[n] for n in segment.inputs)
+        given = [*(names.of[n] for n in segment.inputs), *self._symbols(segment)]
+        arguments = ", ".join(given)
         later = self.read_later[number]
         targets = []
         for out in segment.outputs:
@@ -394,4 +369,4 @@ class _Emitter:
         head = line[: len(line) - len(arguments) - 1]
         if len(inner) <= WIDTH:
             return [head, inner, "        )"]
-        return [head, *(f"            {names.of[n]}," for n in segment.inputs), "        )"]
+        return [head, *(f"            {name}," for name in given), "        )"]

@@ -28,7 +28,7 @@ def is_view(op: torch._ops.OpOverload) -> bool:
 @lru_cache(maxsize=1 << 16)
 def local_shape(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: Mesh) -> tuple[int, ...]:
     """The largest local shape (rank 0's) of a tensor with ``placements``."""
-    local = list(shape)
+    local = [int(n) for n in shape]
     for placement, ranks in zip(placements, mesh.shape, strict=True):
         if isinstance(placement, Shard):
             local[placement.dim] = chunk(local[placement.dim], ranks, 0)[1]
@@ -50,7 +50,7 @@ def divided(choice: Sequence[Strategy], mesh: Mesh) -> float:
         if strategy.size is None:
             share /= ranks
             continue
-        full, left = lengths.get(strategy.label, (strategy.size, strategy.size))
+        full, left = lengths.get(strategy.label, (int(strategy.size),) * 2)
         lengths[strategy.label] = (full, chunk(left, ranks, 0)[1])
     for full, left in lengths.values():
         share *= left / full if full else 1.0
@@ -109,7 +109,7 @@ def node_flops(node: Node, graph: Graph, rule: Rule | None) -> float:
     """Forward plus backward FLOPs of ``node`` on one device (matmul-like ops; others count 0)."""
     if rule is None or rule.flops is None:
         return 0.0
-    return rule.flops(node, graph) * (1.0 + backward_factor(node, graph))
+    return float(rule.flops(node, graph.example)) * (1.0 + backward_factor(node, graph))
 
 
 def node_seconds(

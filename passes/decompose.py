@@ -73,8 +73,8 @@ def _is_single(value: Any) -> bool:
 
 def _how(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """PyTorch's decomposition of ``op``, or None where it has none or it is not among those known to be good."""
-    if op.namespace != "aten":
-        return None
+    if op.namespace != "aten" or not any("Tensor" in str(r.type) for r in op._schema.returns):
+        return None  # a length is asked for as it is
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
     listed = op._schema.name.removeprefix("aten::") in _TABLE
     return _decompositions().get(op) if composite or listed else None

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autoshard.layout import Invariant, Replicate, Shard
 from autoshard.passes.ir import Node, TensorType, refs
@@ -60,8 +61,15 @@ _TYPED = {
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether export left ``value`` open: a number that depends on the data."""
-    return isinstance(value, _SYMBOLIC) and constant(value) is None
+    """Whether ``value`` is a number that only a run knows: it depends on the data, or is no int."""
+    return isinstance(value, _SYMBOLIC) and constant(value) is None and not is_length(value)
+
+
+def is_length(value: Any) -> bool:
+    """Whether ``value`` is an int that follows from the lengths of the inputs."""
+    if not isinstance(value, torch.SymInt) or not value.node.expr.free_symbols:
+        return False
+    return not free_unbacked_symbols(value.node.expr)
 
 
 def constant(value: Any) -> Number | None:
@@ -91,19 +99,19 @@ def estimate(value: Any) -> Number:
     if isinstance(value, int):
         return value
     expression, ranges = value.node.expr, value.node.shape_env.var_to_range
-    guesses = {}
-    for symbol in expression.free_symbols:
+    guesses = dict(value.node.shape_env.backed_var_to_val)
+    for symbol in free_unbacked_symbols(expression):
         upper: Any = ranges[symbol].upper if symbol in ranges else None
         bounded = upper is not None and upper.is_Integer and upper < 2**40
         guesses[symbol] = max(2, int(upper) // 2) if bounded else _FALLBACK
     return max(2, int(expression.xreplace(guesses)))
 
 
-def type_of(value: Any, grad: bool) -> TensorType:
-    """The type of a fake tensor or of a symbolic number."""
+def type_of(value: Any, grad: bool, length: Callable[[Any], int] = int) -> TensorType:
+    """The type of a fake tensor or of a symbolic number. ``length``: what a length that export left open stands for."""
     if isinstance(value, torch.Tensor):
         unknown = tuple(d for d, n in enumerate(value.shape) if is_symbolic(n))
-        shape = tuple(int(estimate(n)) if d in unknown else int(n) for d, n in enumerate(value.shape))
+        shape = tuple(int(estimate(n)) if d in unknown else length(n) for d, n in enumerate(value.shape))
         return TensorType(shape, value.dtype, grad, unknown)
     kinds = {torch.SymBool: torch.bool, torch.SymFloat: torch.float64}
     return TensorType((), kinds.get(type(value), torch.int64), number=estimate(value))

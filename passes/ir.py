@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ class TensorType:
     """A value's global shape and dtype, and whether a gradient flows through it."""
 
     shape: tuple[int, ...]
+    """a length that differs from call to call is a :class:`~autoshard.passes.sizes.Size`"""
     dtype: torch.dtype
     grad: bool = False
     unknown: tuple[int, ...] = ()
@@ -27,7 +28,13 @@ class TensorType:
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        """Elements, in the example where lengths are symbolic."""
+        return math.prod(map(int, self.shape))
+
+    @property
+    def example(self) -> TensorType:
+        """The same with the example's lengths."""
+        return replace(self, shape=tuple(map(int, self.shape)))
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +105,32 @@ class Input:
     """further names of the same (tied) parameter or buffer"""
 
 
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A length that may differ from call to call: ``factor`` of it and ``offset`` are a dim of an input."""
+
+    name: str
+    value: str
+    """the input"""
+    dim: int
+    factor: int = 1
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Symbols:
+    """What a program was not fixed to; empty for one of static shapes."""
+
+    read: tuple[Symbol, ...] = ()
+    conditions: tuple[str, ...] = ()
+    """Python over the symbols' names: where one does not hold, the program does not"""
+    fixed: tuple[str, ...] = ()
+    """lengths that were to be open, and are not: which, and why"""
+
+
+STATIC = Symbols()
+
+
 @dataclass(frozen=True)
 class Graph:
     """A captured program over full (global) tensors. Functional: no op writes to a value."""
@@ -115,6 +148,8 @@ class Graph:
     """buffer fqn → value written back to it after the forward"""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """lifted tensor constants by input name"""
+    symbols: Symbols = STATIC
+    """the lengths of inputs that types may depend on"""
     flat_inputs: tuple[str | None, ...] = ()
     """per leaf of ``in_spec``: the name of its Input, or None where the leaf is no tensor (baked in)"""
     training: bool = True
@@ -124,6 +159,13 @@ class Graph:
         """Whether the model computes in float64: its parameters, or its inputs where it has none."""
         parameters = [self.types[i.name].dtype for i in self.inputs if i.kind == "parameter"]
         return torch.float64 in (parameters or [self.types[i.name].dtype for i in self.inputs])
+
+    @cached_property
+    def example(self) -> Graph:
+        """The graph with the example's lengths as its types: for costs."""
+        if not self.symbols.read:
+            return self
+        return replace(self, types={n: t.example for n, t in self.types.items()}, symbols=STATIC)
 
     @cached_property
     def producers(self) -> dict[str, Node]:

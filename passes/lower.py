@@ -6,7 +6,7 @@ The invariant: a redistribution stands exactly where the layout of a use differs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from autoshard.passes.propagate import Assignment
 from autoshard.passes.redistribute import Step, emit, redistribution
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Call, Internal, Site
+from autoshard.passes.symbols import narrower
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,12 @@ def lower(graph: Graph, assignment: Assignment) -> Program:
     return _Lowering(graph, assignment).run()
 
 
+def narrowed(program: Program, noted: Iterable[Any]) -> Program:
+    """``program`` with what was decided as in the example (:func:`~autoshard.passes.sizes.noting`) as conditions."""
+    symbols = narrower(program.graph.symbols, noted)
+    return replace(program, graph=replace(program.graph, symbols=symbols)) if symbols.read else program
+
+
 class _Lowering:
     def __init__(self, graph: Graph, assignment: Assignment) -> None:
         self.assignment = assignment
@@ -128,7 +135,9 @@ class _Lowering:
         if is_rigid(node, self.types, rule) and not is_random(node.op):  # a random op is drawn once for all ranks
             rule = None
         call = rule.local(site) if rule is not None and rule.local is not None else Call(node.op, args, kwargs)
-        internal = rule.collectives(site) if rule is not None and rule.collectives is not None else ()
+        internal: tuple[Internal, ...] = ()
+        if rule is not None and rule.collectives is not None:
+            internal = rule.collectives(site.example)
         slots = dict(zip(node.output_slots, node.outputs, strict=True))
         outputs = tuple(slots.get(i, "_") for i in range(max(slots, default=-1) + 1))
         self.statements.append(

@@ -55,13 +55,13 @@ def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
     flops = costs.node_flops(node, graph, rule)
     best: dict[Any, tuple[float, tuple[Strategy, ...]]] = {}
     for choice in itertools.product(*(_fitting(per_axis, ranks) for ranks in mesh.shape)):
-        if not _fits(choice, mesh):
+        if not fits(choice, mesh):
             continue
         ins = tuple(tuple(canonical(s.inputs[i], g) for s in choice) for i, g in enumerate(grads_in))
         outs = tuple(tuple(canonical(s.outputs[i], g) for s in choice) for i, g in enumerate(grads_out))
         seconds = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs))
         if rule is not None and rule.collectives is not None and any(s.divides for s in choice):
-            internal = rule.collectives(site_of(node, graph, mesh, choice, (*ins, *outs)))
+            internal = rule.collectives(site_of(node, graph, mesh, choice, (*ins, *outs)).example)
             if internal and is_single_in_double(node, graph):
                 continue
             seconds += sum(costs.internal_cost(c, mesh)[1] for c in internal)
@@ -100,7 +100,7 @@ def _fitting(strategies: Sequence[Strategy], ranks: int) -> list[Strategy]:
     return [s for s in strategies if s.allows((ranks,))]
 
 
-def _fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
+def fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
     """Whether all axes on one factor together still leave a chunk for every rank."""
     used: dict[str, list[int]] = {}
     for strategy, ranks in zip(choice, mesh.shape, strict=True):

@@ -10,6 +10,7 @@ import torch
 
 from autoshard.passes.ir import Ref
 from autoshard.passes.rules.base import Call, Local, Offset
+from autoshard.passes.sizes import ENDLESS, Size, is_compound
 
 WIDTH = 88
 """ruff's default line length"""
@@ -117,9 +118,9 @@ class _Printer:
         plain = call.fn.namespace == "aten" if not isinstance(call.fn, str) else False
         if plain and name in _BINARY and len(args) == 2 and not kwargs:
             sign = _BINARY[name] if name == "pow" else f" {_BINARY[name]} "
-            return Operation(self.value(args[0]).flat, sign, self.value(args[1]).flat)
+            return Operation(self.operand(args[0]), sign, self.operand(args[1]))
         if plain and name in _UNARY and len(args) == 1:
-            return atom(f"{_UNARY[name]}{self.value(args[0]).flat}")
+            return atom(f"{_UNARY[name]}{self.operand(args[0])}")
         if plain and name in _METHODS and args and isinstance(args[0], Ref):
             return self.function(f"{self.value(args[0]).flat}.{name}", args[1:], kwargs)
         if plain and name in _FUNCTIONAL:
@@ -156,6 +157,11 @@ class _Printer:
             opening, closing = ("[", "]") if isinstance(value, list) else ("(", ")")
             return Expression(opening, [self.value(v) for v in value], closing)
         return atom(literal(value))
+
+    def operand(self, value: Any) -> str:
+        """A value beside a sign; a length that is computed needs parentheses."""
+        text = self.value(value).flat
+        return f"({text})" if isinstance(value, Size) and is_compound(text) else text
 
     def entry(self, key: Any, value: Any) -> Expression:
         printed = self.value(value)
@@ -223,8 +229,11 @@ def _slice(p: _Printer, call: Call) -> Expression | None:
     if not isinstance(dim, int) or not all(isinstance(v, int | Ref | None) for v in (start, end, step)):
         return None
     low = "" if not start else p.value(start).flat
-    high = "" if end is None or (isinstance(end, int) and end >= 2**62) else p.value(end).flat
-    text = f"{low}:{high}" + (f":{p.value(step).flat}" if step != 1 else "")
+    high = "" if end is None or (isinstance(end, int) and int(end) >= ENDLESS) else p.value(end).flat
+    colon = ":"
+    if any(isinstance(v, Size) and is_compound(str(v)) for v in (start, end)):  # as ruff format spaces it
+        colon = f"{' ' if low else ''}:{' ' if high else ''}"
+    text = f"{low}{colon}{high}" + (f":{p.value(step).flat}" if step != 1 else "")
     index = f"..., {text}" if dim == -1 else ", ".join([":"] * dim + [text]) if dim >= 0 else None
     return atom(f"{p.value(x).flat}[{index}]") if index is not None else None
 

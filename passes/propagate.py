@@ -254,7 +254,7 @@ def _placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = Non
     """Every assignment of shards that leaves each rank a chunk; whole axes are ``replicated`` (None: R and I)."""
     whole: tuple[Placement, ...] = (replicated,) if replicated is not None else (R, I) if type_.grad else (R,)
     per_axis = [
-        (*whole, *(Shard(d) for d, n in enumerate(type_.shape) if ranks > 1 and n >= ranks and not type_.unknown))
+        (*whole, *(Shard(d) for d, n in enumerate(type_.shape) if ranks > 1 and int(n) >= ranks and not type_.unknown))
         for ranks in mesh.shape
     ]
     return tuple(p for p in itertools.product(*per_axis) if _leaves_chunks(type_.shape, p, mesh))
@@ -264,4 +264,4 @@ def _leaves_chunks(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -
     ranks = (
         math.prod(r for p, r in zip(placements, mesh.shape, strict=True) if p == Shard(d)) for d in range(len(shape))
     )
-    return all(n >= cut or cut == 1 for n, cut in zip(shape, ranks, strict=True))
+    return all(int(n) >= cut or cut == 1 for n, cut in zip(shape, ranks, strict=True))

@@ -7,14 +7,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from autoshard.layout import Layout, Shard
-from autoshard.passes.ir import TensorType
+from autoshard.passes.ir import Symbol, Symbols, TensorType
 from autoshard.passes.lower import Statement
-from autoshard.passes.printing import WIDTH, literal
+from autoshard.passes.printing import WIDTH, Expression, atom, literal
+from autoshard.passes.sizes import Size, is_compound
 
 _NO_ATTRIBUTES = frozenset(keyword.kwlist) | frozenset(
     "MESH BLOCKS TENSORS GATHERS block_path place scope tensor_names bind_tensors release_tensors".split()
 )
 """names that Python or the base classes of rank modules have taken"""
+_BUILTIN = frozenset({"F", "torch", "aten", "runtime", "self", "MESH"}) | frozenset(keyword.kwlist)
 _SHORT = {
     "scaled_dot_product_attention": "attention",
     "cross_entropy_loss": "loss",
@@ -28,10 +30,40 @@ def shape_text(type_: TensorType, layout: Layout) -> str:
     if type_.number is not None:
         return "a number"
     local = layout.max_local_shape(type_.shape)
-    parts = [
-        g if not layout.axes_of(d) else f"{n}/{g}" for d, (n, g) in enumerate(zip(local, type_.lengths, strict=True))
-    ]
+    parts = []
+    for d, (n, whole, text) in enumerate(zip(local, type_.shape, type_.lengths, strict=True)):
+        ranks = layout.mesh.size_of(layout.axes_of(d))
+        symbolic = f"{f'({text})' if is_compound(text) else text}/{ranks}"
+        parts.append(text if not layout.axes_of(d) else symbolic if isinstance(whole, Size) else f"{n}/{text}")
     return "[" + ", ".join(parts) + "]"
+
+
+def symbol_lines(symbols: Sequence[Symbol], names: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """What binds the symbols to the lengths of the inputs. ``shapes``: of the inputs."""
+    lines = []
+    for value in dict.fromkeys(s.value for s in symbols):
+        mine = [s for s in symbols if s.value == value]
+        x = names[value]
+        if len(mine) > 1 and all(s.factor == 1 and not s.offset for s in mine):
+            named = {s.dim: s.name for s in mine}
+            lines.append(f"        {', '.join(named.get(d, '_') for d in range(len(shapes[value])))} = {x}.shape")
+            continue
+        for s in mine:
+            length = f"({x}.shape[{s.dim}] - {s.offset})" if s.offset else f"{x}.shape[{s.dim}]"
+            lines.append(f"        {s.name} = {length}" + (f" // {s.factor}" if s.factor > 1 else ""))
+    return lines
+
+
+def condition_lines(symbols: Symbols, names: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """What checks the lengths of a call, where the program does not hold for all."""
+    if not symbols.read:
+        return []
+    read = {(s.value, s.dim) for s in symbols.read if s.factor == 1 and not s.offset}
+    given = {x: tuple(shape) for x, shape in shapes.items() if any((x, d) not in read for d in range(len(shape)))}
+    found = [f"{names[x]}.shape == ({', '.join(map(str, n))}{',' * (len(n) == 1)})" for x, n in given.items()]
+    return Expression("runtime.require(", [atom(text) for text in (*found, *symbols.conditions)], ")").lines(
+        "", " " * 8
+    )
 
 
 def layout_text(layout: Layout) -> str:
@@ -111,3 +143,46 @@ def listed(paths: Sequence[str]) -> str:
         prefix if numbers is None else f"{prefix}.{numbers.start} … {prefix}.{numbers.stop - 1}"
         for prefix, numbers in ranges(paths)
     )
+
+
+def block_table(classes: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """``BLOCKS = {...}`` from class names and the paths of their blocks."""
+    parts = []
+    for name, paths in classes:
+        for prefix, numbers in ranges(paths):
+            if isinstance(numbers, range):
+                parts.append(f'{{f"{prefix}.{{i}}": {name} for i in range({range_arguments(numbers)})}}')
+            else:
+                parts.append("{" + f"{literal(prefix)}: {name}" + "}")
+    if not parts:
+        return "    BLOCKS = {}"
+    one = f"    BLOCKS = {' | '.join(parts)}"
+    if len(one) <= WIDTH:
+        return one
+    if len(parts) == 1:
+        key, _, rest = parts[0][1:-1].partition(": ")
+        value, _, loop = rest.partition(" for ")
+        return "\n".join(["    BLOCKS = {", f"        {key}: {value} for {loop}", "    }"])
+    return "\n".join(["    BLOCKS = (", *(f"        {'| ' if i else ''}{p}" for i, p in enumerate(parts)), "    )"])
+
+
+class Names:
+    """Identifiers for local names within one function; a name whose value is dead may be taken again."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self.of: dict[str, str] = {}
+        self.taken = set(taken)
+
+    def fresh(self, local: str, wanted: str) -> str:
+        base = re.sub(r"\W", "_", wanted).strip("_") or "x"
+        base = f"{base}_" if base in _BUILTIN else base if not base[0].isdigit() else f"x{base}"
+        name, n = base, 1
+        while name in self.taken:
+            name, n = f"{base}_{n}", n + 1
+        self.taken.add(name)
+        self.of[local] = name
+        return name
+
+    def reuse(self, local: str, old: str) -> str:
+        self.of[local] = self.of[old]
+        return self.of[local]

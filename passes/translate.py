@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, TensorArgument
+from torch.export.graph_signature import (
+    ConstantArgument,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    SymIntArgument,
+    TensorArgument,
+)
 
 from autoshard.errors import CaptureError
+from autoshard.passes.arguments import Example, argument_paths, export_order, own_tensor
 from autoshard.passes.canonical import DROPPED, STRIDED, Gradients, canonical, is_felt, memory_order, same_as
 from autoshard.passes.decompose import origin
-from autoshard.passes.dynamic import constant, is_symbolic, number_op, type_of
+from autoshard.passes.dynamic import constant, is_length, is_symbolic, number_op, type_of
 from autoshard.passes.exact import SINGLE, fan_out
 from autoshard.passes.hazards import DATA_DEPENDENT, is_random
 from autoshard.passes.ir import Graph, Input, Node, Ref, TensorType, map_refs, refs
-from autoshard.passes.provenance import argument_path, fqn, module_types, names_by_tensor, source, where
+from autoshard.passes.provenance import fqn, module_types, names_by_tensor, source, where
+from autoshard.passes.sizes import Size
+from autoshard.passes.symbols import Lengths, Open
 
 aten = torch.ops.aten
-Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 _KINDS = {
     InputKind.PARAMETER: "parameter",
@@ -32,48 +41,28 @@ _KINDS = {
 }
 
 
-def translate(program: torch.export.ExportedProgram, model: nn.Module, example: Example, training: bool) -> Graph:
-    """The graph of ``program``, which was exported from ``model`` for ``example`` and made functional."""
-    return _Translation(program, model, example, training).graph()
+def translate(
+    program: torch.export.ExportedProgram,
+    model: nn.Module,
+    example: Example,
+    training: bool,
+    inputs: Mapping[str, Open],
+) -> Graph:
+    """The graph of ``program``, which was exported from ``model`` for ``example`` and made functional.
 
-
-def gradient_sources(program: torch.export.ExportedProgram, model: nn.Module, example: Example) -> set[str]:
-    """Names of the program's placeholders whose tensor requires a gradient."""
-    leaves, order = pytree.tree_leaves(example), iter(_export_order(program, example))
-    names = set()
-    for spec in program.graph_signature.input_specs:
-        tensor = leaves[next(order)] if spec.kind is InputKind.USER_INPUT else _own_tensor(model, spec)
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            names.add(spec.arg.name)
-    return names
-
-
-def _own_tensor(model: nn.Module, spec: InputSpec) -> torch.Tensor | None:
-    if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
-        return None
-    path, _, leaf = (spec.target or "").rpartition(".")
-    tensor = getattr(model.get_submodule(path), leaf)
-    return tensor if isinstance(tensor, torch.Tensor) else None
-
-
-def _export_order(program: torch.export.ExportedProgram, example: Example) -> list[int]:
-    """Per user input of the program the index of its leaf in the example: export may reorder kwargs."""
-    positional, keywords = program.call_spec.in_spec.children()
-    positions, start = list(range(positional.num_leaves)), positional.num_leaves
-    of_key: dict[str, range] = {}
-    for key, child in zip(keywords.context, keywords.children(), strict=True):
-        of_key[key] = range(start, start + child.num_leaves)
-        start += child.num_leaves
-    positions += [position for key in example[1] for position in of_key[key]]
-    order = [0] * len(positions)
-    for leaf, position in enumerate(positions):
-        order[position] = leaf
-    return order
+    ``inputs``: the tensor arguments of which lengths were left open, by path.
+    """
+    return _Translation(program, model, example, training, inputs).graph()
 
 
 class _Translation:
     def __init__(
-        self, program: torch.export.ExportedProgram, model: nn.Module, example: Example, training: bool
+        self,
+        program: torch.export.ExportedProgram,
+        model: nn.Module,
+        example: Example,
+        training: bool,
+        inputs: Mapping[str, Open],
     ) -> None:
         self.program, self.model, self.example, self.training = program, model, example, training
         self.double = any(p.dtype == torch.float64 for p in model.parameters())
@@ -89,6 +78,14 @@ class _Translation:
         self.detached: dict[str, Ref] = {}
         self.inputs: dict[str, Input] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.lengths = Lengths(program, self.opened(inputs))
+
+    def opened(self, inputs: Mapping[str, Open]) -> dict[str, tuple[Open, torch.Tensor]]:
+        """Name of an input → what is open of it, and what stands for it in the trace."""
+        paths, order = argument_paths(self.model, self.example), iter(export_order(self.program, self.example))
+        specs = [s for s in self.program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+        named = [(spec.arg.name, paths[next(order)]) for spec in specs]
+        return {name: (inputs[path], self.fx_nodes[name].meta["val"]) for name, path in named if path in inputs}
 
     def graph(self) -> Graph:
         flat_inputs = self.read_inputs()
@@ -105,14 +102,15 @@ class _Translation:
             in_spec=pytree.tree_structure(self.example),
             mutations=mutations,
             constants=self.constants,
+            symbols=self.lengths.symbols(),
             flat_inputs=flat_inputs,
             training=self.training,
         )
         return fan_out(remove_dead(graph))
 
     def read_inputs(self) -> tuple[str | None, ...]:
-        leaves, _ = pytree.tree_flatten_with_path(self.example)
-        order = iter(_export_order(self.program, self.example))
+        leaves, paths = pytree.tree_leaves(self.example), argument_paths(self.model, self.example)
+        order = iter(export_order(self.program, self.example))
         flat: list[str | None] = [None] * len(leaves)
         for spec in self.program.graph_signature.input_specs:
             kind, name = _KINDS.get(spec.kind), spec.arg.name
@@ -127,15 +125,15 @@ class _Translation:
             if kind == "input":
                 flat[index] = name
                 new, grad = (
-                    Input(name, kind, argument_path(self.model, leaves[index][0])),
-                    leaves[index][1].requires_grad,
+                    Input(name, kind, paths[index]),
+                    leaves[index].requires_grad,
                 )
             elif kind == "constant":
                 self.constants[name] = self.constant(spec)
                 new, grad = Input(name, kind, str(spec.target)), False
             else:
                 first, *aliases = self.names[str(spec.target)]
-                tensor = _own_tensor(self.model, spec)
+                tensor = own_tensor(self.model, spec)
                 new, grad = Input(name, kind, first, tuple(aliases)), tensor is not None and tensor.requires_grad
                 if twin := next((i.name for i in self.inputs.values() if i.fqn == first and i.kind == kind), None):
                     self.values[name] = Ref(twin)
@@ -159,7 +157,7 @@ class _Translation:
         return tensor.detach()
 
     def define(self, name: str, node: fx.Node, value: Any, grad: bool) -> None:
-        self.types[name] = type_ = type_of(value, grad and self.training)
+        self.types[name] = type_ = type_of(value, grad and self.training, self.lengths.of)
         if self.double and type_.dtype in SINGLE and memory_order(value) != tuple(range(value.ndim)):
             self.types[name] = replace(type_, permuted=True)
         self.fakes[name] = value
@@ -169,7 +167,7 @@ class _Translation:
         op, value = node.target, node.meta.get("val")
         if op in DROPPED:
             return
-        if (fixed := constant(value)) is not None:
+        if (fixed := self.known(value)) is not None:
             self.values[node.name] = fixed
             return
         for result in value if isinstance(value, tuple | list) else (value,):
@@ -197,11 +195,18 @@ class _Translation:
             if op is aten.detach.default:
                 self.detached[args[0].name] = Ref(node.name)
 
+    def known(self, value: Any) -> int | float | None:
+        """The number that ``value`` is, or the length; None if it is neither, or depends on the data."""
+        return self.lengths.of(value) if is_length(value) else constant(value)
+
+    def shape(self, value: torch.Tensor) -> list[int]:
+        return [self.lengths.of(n) if is_length(n) else n for n in value.shape]
+
     def same(self, node: fx.Node, args: Any, kwargs: Any) -> Ref | None:
         is_output = any(user.op == "output" for user in node.users)
         if node.target is aten.clone.default and is_output:
             return None  # the user gets a tensor of his own
-        found = same_as(node.target, args, kwargs, self.types, node.meta.get("val"))
+        found = same_as(node.target, args, kwargs, self.types, node.meta.get("val"), self.shape)
         if found and self.double and is_felt(self.types[found.name], self.fakes[found.name], node.meta.get("val")):
             return None
         return found
@@ -221,13 +226,17 @@ class _Translation:
         """Whether a length of an operand in ``tree`` depends on the data, or an operand is a number that does."""
         return any(self.types[ref.name].unknown or self.types[ref.name].number is not None for ref in refs(tree))
 
+    def is_symbolic(self, tree: Any) -> bool:
+        """Whether a length of an operand in ``tree`` follows from the inputs' lengths."""
+        return any(isinstance(n, Size) for ref in refs(tree) for n in self.types[ref.name].shape)
+
     def cast(self, node: fx.Node, ref: Ref, value: torch.Tensor, like: Ref | None = None) -> Ref:
         """``ref`` with the shape and dtype of ``value``."""
         if [str(n) for n in self.fakes[ref.name].shape] != [str(n) for n in value.shape]:
             if like is not None and self.is_open((ref, like)):
                 ref = self.emit(node, aten.expand_as.default, (ref, like), {})
             else:
-                ref = self.emit(node, aten.expand.default, (ref, list(value.shape)), {})
+                ref = self.emit(node, aten.expand.default, (ref, self.shape(value)), {}, (ref, list(value.shape)))
         if self.types[ref.name].dtype != value.dtype:
             ref = self.emit(node, aten._to_copy.default, (ref,), {"dtype": value.dtype})
         return ref
@@ -239,6 +248,8 @@ class _Translation:
         if self.is_open((ref, src)):
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what='a write through as_strided')}")
         shape = self.types[ref.name].shape
+        if any(isinstance(n, Size) for n in (*shape, *size, *stride, storage_offset)):
+            raise CaptureError(f"{where(node)}: a write through as_strided, whose lengths have to be fixed")
         name = f"{node.name}_index"
         positions = torch.arange(self.types[ref.name].numel).as_strided(size, stride, storage_offset or 0)
         self.constants[name] = positions.reshape(-1)
@@ -260,15 +271,18 @@ class _Translation:
             ref = self.emit(node, aten.permute.default, (ref, sorted(range(len(order)), key=order.__getitem__)), {})
         return ref
 
-    def emit(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> Ref:
-        """Add an op with one result that stands for part of ``node``."""
+    def emit(self, node: fx.Node, op: Any, args: Any, kwargs: Any, theirs: Any = None) -> Ref:
+        """Add an op with one result that stands for part of ``node``. ``theirs``: ``args`` in export's own symbols."""
         stem, number = f"{node.name}_{op._schema.name.rpartition(':')[2].strip('_')}", 1
         name = stem
         while name in self.types or name in self.fx_nodes:
             number += 1
             name = f"{stem}_{number}"
-        metas = map_refs(args, (lambda ref: self.fakes[ref.name]) if self.is_open(args) else self._meta)
-        value = op(*metas, **kwargs)
+        theirs = args if theirs is None else theirs
+        without_data = (
+            (lambda ref: self.fakes[ref.name]) if self.is_open(args) or self.is_symbolic(args) else self._meta
+        )
+        value = op(*map_refs(theirs, without_data), **kwargs)
         grads = self.gradients.flags(op, args, kwargs, self.types, [value])
         self.add(node, name, op, args, kwargs, [(name, 0, value)], grads)
         return Ref(name)
@@ -349,6 +363,8 @@ class _Translation:
                 outputs.append(self.values[arg.name])
             elif isinstance(arg, ConstantArgument):
                 outputs.append(arg.value)
+            elif isinstance(arg, SymIntArgument) and is_length(value := self.fx_nodes[arg.name].meta["val"]):
+                outputs.append(self.lengths.of(value))
             else:
                 raise CaptureError(f"output {arg.name}: {DATA_DEPENDENT.format(what='a number in the output')}")
         return tuple(outputs), mutations

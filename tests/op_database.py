@@ -32,8 +32,9 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from autoshard import AutoshardError, Mesh, Shard
 from autoshard.compiler import Compiled, build
+from autoshard.executable import Executable, load_source
 from autoshard.in_process import InProcessModule
-from autoshard.module import Executable, Settings, load_source
+from autoshard.module import Settings
 from autoshard.passes.capture import capture
 from autoshard.passes.cost import is_view
 from autoshard.passes.ir import Graph

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard.errors import RuleError
+from autoshard.executable import load_source
 from autoshard.layout import Shard
-from autoshard.module import load_source
 from autoshard.passes.capture import capture
 from autoshard.plans import Plan
 from autoshard.trace import first_divergence

@@ -23,7 +23,7 @@ from autoshard.runtime.communicator import Communicator, Executed, bind, current
 from autoshard.runtime.fan_out import fan_out
 from autoshard.runtime.in_process import InProcessCommunicator, World
 from autoshard.runtime.launch import main
-from autoshard.runtime.module import Block, RankModule, device
+from autoshard.runtime.module import Block, RankModule, device, require
 from autoshard.runtime.parameters import enter_parameters, gather_parameters, regather, wait_gradients
 from autoshard.runtime.process_group import TorchCommunicator
 from autoshard.runtime.random import dropout, shared, synchronised_rng
@@ -67,6 +67,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_together",
     "regather",
+    "require",
     "reshape",
     "shared",
     "size",

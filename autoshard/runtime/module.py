@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.parameters import regather
 
 
@@ -90,6 +91,16 @@ class RankModule(Block):
         """Forget the bound tensors."""
         for scope, leaf in self._slots.values():
             scope._parameters[leaf] = None
+
+
+def require(*conditions: bool) -> None:
+    """Raise :class:`~autoshard.errors.RuntimeMismatchError` unless the inputs have lengths that the program holds for."""
+    if not all(conditions):
+        number = conditions.index(False) + 1
+        raise RuntimeMismatchError(
+            f"the program does not hold for inputs of these lengths: condition {number} of runtime.require in its forward "
+            "fails. Compile for such inputs."
+        )
 
 
 def device() -> torch.device:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
 from autoshard.passes.redistribute.space import Floats, Ints, Space, State, space
+from autoshard.passes.sizes import Size
 
 FORBIDDEN = 1 << 60
 """bytes of a move that the shape does not allow; more than any real one, and sums of a few stay below 2**63"""
@@ -52,12 +54,22 @@ def price(
     latency, per_byte = _rates(mesh, kinds, grad, base)
     moved = piece * itemsize
     total, seconds = volume * moved, latency + per_byte * moved
-    uneven = (sizes % graph.cuts != 0)[graph.src] & graph.needs_even
+    uneven = _uneven(shape, graph)[graph.src] & graph.needs_even
     cut = (graph.cuts[graph.dst] > 1)[:, list(closed)]
     if uneven.any() or cut.any():
         forbidden = uneven.any(axis=1) | cut.any(axis=1)
         total[forbidden], seconds[forbidden] = FORBIDDEN, np.inf
     return Prices(total, seconds, (-(-sizes // graph.cuts)).prod(axis=1), graph, piece)
+
+
+def _uneven(shape: tuple[int, ...], graph: Space) -> npt.NDArray[np.bool_]:
+    """Per state and dim: whether chunks may differ in length; of a symbolic length that is not known to divide, yes."""
+    found: npt.NDArray[np.bool_] = np.array(shape, np.int64) % graph.cuts != 0
+    for dim, n in enumerate(shape):
+        if isinstance(n, Size):
+            divides = {int(cut): not n % int(cut) for cut in np.unique(graph.cuts[:, dim])}
+            found[:, dim] = [not divides[int(cut)] for cut in graph.cuts[:, dim]]
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -156,7 +156,7 @@ def _collectives(site: Site) -> tuple[Internal, ...]:
             found += tuple(replace(c, kind="reduce_scatter", phase="backward") for c in found)
     shape = weights_shape(node, graph)
     axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | {len(shape) - 2: _axes(site, "query", 2)}
-    rows = math.prod(chunk(n, site.mesh.size_of(axes[d]), 0)[1] for d, n in enumerate(shape[:-1]))
+    rows = math.prod(chunk(int(n), site.mesh.size_of(axes[d]), 0)[1] for d, n in enumerate(shape[:-1]))
     size = rows * wide_bytes(site.in_type(0).dtype)
     return found + reductions(site, key_axes, size, ("maxima", "sums"), ("gradient of the sums",))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from autoshard.layout import Layout, Placement, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir import Graph, Node, TensorType
+from autoshard.passes.sizes import Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,11 @@ class Strategy:
         if self.size is None:
             return True
         count = math.prod(ranks)
-        if self.size < count or (self.even and self.size % count):
+        if int(self.size) < count or (self.even and self.size % count):
             return False
-        return not self.filled or _least(self.size, tuple(ranks)) > 0
+        if not self.filled or self.size % count == 0:
+            return True
+        return not isinstance(self.size, Size) and _least(self.size, tuple(ranks)) > 0
 
 
 def _least(size: int, ranks: tuple[int, ...]) -> int:
@@ -103,6 +106,14 @@ class Site:
     outputs: tuple[Layout, ...]
     choice: tuple[Strategy, ...]
     """the strategy of every mesh axis"""
+
+    @property
+    def example(self) -> Site:
+        """The site with the example's lengths, where types are symbolic: for costs."""
+        if not self.graph.symbols.read:
+            return self
+        types = {name: self.graph.types[name].example for name in (*self.node.inputs, *self.node.outputs)}
+        return replace(self, graph=replace(self.graph, types=types))
 
     def axes(self, label: str) -> tuple[str, ...]:
         """Mesh axes (in mesh order) on which the strategy labelled ``label`` was chosen."""

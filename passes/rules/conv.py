@@ -36,7 +36,7 @@ def _convolution(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     kernel_dims: Dims = (None,) * len(spatial)
     batch: Dims = ("n",) if len(x) == len(weight) else ()
     groups = argument(node, "groups")
-    sizes = {"n": x[0], "groups": groups} | {s.factor: s.to for s in slidings}
+    sizes = {"n": x[0], "groups": groups} | {s.factor: s.to for s in slidings if s.fixed}
     incoming, outgoing = "groups", "groups"
     kernel: Dims = ("groups", None)
     if groups == 1:

@@ -46,7 +46,7 @@ class Factors:
         """Every strategy: I, R, one per factor, one per linear group."""
         return (
             *whole(len(self.inputs), len(self.outputs)),
-            *(self._along(f) for f, n in self.sizes.items() if n > 1 and self._shardable(f, node, graph)),
+            *(self._along(f) for f, n in self.sizes.items() if int(n) > 1 and self._shardable(f, node, graph)),
             *(self._through(group) for group in self.linear if _can_be_summed(node, graph, group)),
         )
 
@@ -199,4 +199,11 @@ def sizes_of(shape: Sequence[int]) -> dict[str, int]:
 def broadcast(shape: Sequence[int], to: Sequence[int], names: Dims) -> Dims:
     """Factors of an operand of ``shape`` that broadcasts to a shape whose dims are ``names`` (right-aligned)."""
     start = len(to) - len(shape)
-    return tuple(names[start + d] if n == to[start + d] else None for d, n in enumerate(shape))
+    return tuple(names[start + d] if _meet(n, to[start + d]) else None for d, n in enumerate(shape))
+
+
+def _meet(a: int, b: int) -> bool:
+    """Whether two lengths are equal. Raises :class:`RuleError` for symbolic ones that are and do not show it."""
+    if a != b and int(a) == int(b) != 1:
+        raise RuleError(f"the lengths {a} and {b} are equal, but not in all calls as far as can be seen")
+    return a == b

@@ -62,13 +62,13 @@ def new_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """``x.new_zeros(size)``: x gives dtype and device only, so any placement of x goes with any of the result."""
     (source,), (shape,) = input_shapes(node, graph), output_shapes(node, graph)
     held: list[tuple[Placement, int | None]] = [(I, None), (R, None), (P, None)]
-    held += [(Shard(d), n) for d, n in enumerate(source) if n > 1]
+    held += [(Shard(d), n) for d, n in enumerate(source) if int(n) > 1]
     found = []
     for p, limit in held:
         found.append(Strategy("I" if p == I else str(p), (p,), (I if p == I else R,), limit))
         for d, n in enumerate(shape):
-            if n > 1:
-                found.append(Strategy(f"d{d} of {p}", (p,), (Shard(d),), min(n, limit or n), divides=True))
+            if int(n) > 1:
+                found.append(Strategy(f"d{d} of {p}", (p,), (Shard(d),), min(n, limit or n, key=int), divides=True))
     return tuple(found)
 
 

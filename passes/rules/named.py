@@ -48,8 +48,9 @@ def unchanged(site: Site, **changes: Any) -> Call:
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
     """The shape that tensors of these shapes broadcast to."""
-    found: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call,unused-ignore]
-    return tuple(found)
+    rank = max(map(len, shapes), default=0)
+    padded = [(1,) * (rank - len(s)) + tuple(s) for s in shapes]
+    return tuple(next((n for n in lengths if n != 1), 1) for lengths in zip(*padded, strict=True))
 
 
 def wide_bytes(dtype: torch.dtype) -> int:

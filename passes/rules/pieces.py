@@ -26,6 +26,7 @@ from autoshard.passes.rules.factors import (
 )
 from autoshard.passes.rules.named import spell
 from autoshard.passes.rules.windows import Sliding, cut, halo_collectives, haloed
+from autoshard.passes.sizes import reaches
 from autoshard.runtime.fan_out import FAN_OUT
 from autoshard.runtime.window import Window
 
@@ -74,8 +75,8 @@ def _slide(node: Node, graph: Graph) -> tuple[Sliding, ...]:
     """
     (shape,), (result,) = input_shapes(node, graph), output_shapes(node, graph)
     shifts = _shifts(node, shape)
-    kept = (d for d in shifts if 2 * result[d] > shape[d])
-    return tuple(Sliding(d, shape[d], result[d], Window(padding=shifts[d])) for d in kept)
+    found = (Sliding(d, shape[d], result[d], Window(padding=n)) for d, n in shifts.items())
+    return tuple(s for s in found if s.fixed and 2 * s.to > s.size)
 
 
 def _shifts(node: Node, shape: tuple[int, ...]) -> dict[int, int]:
@@ -95,7 +96,7 @@ def _changed(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
         return sorted({len(shape) - 1 - i // 2 for i in range(len(pad)) if pad[i]})
     dim = positive(argument(node, "dim"), len(shape))
     start, end, step = (argument(node, name) for name in ("start", "end", "step"))
-    full = start in (None, 0) and (end is None or end >= shape[dim]) and step == 1
+    full = start in (None, 0) and (end is None or reaches(end, shape[dim])) and step == 1
     return () if full else (dim,)
 
 
@@ -285,7 +286,8 @@ def _pixels(node: Node, graph: Graph) -> Factors:
     (shape,), (result,) = input_shapes(node, graph), output_shapes(node, graph)
     dims = numbered(shape)
     sizes = {f: min(a, b) for f, a, b in zip(dims, shape, result, strict=True) if f is not None}
-    return Factors((dims,), (dims,), sizes, frozenset(f for f in dims[-3:] if f), linear=((0,),))
+    even, filled = frozenset(f for f in dims[-3:] if f), frozenset(sizes)  # ATen's backward fails on an empty chunk
+    return Factors((dims,), (dims,), sizes, even, filled=filled, linear=((0,),))
 
 
 # A transform of no rows is an error, so no rank may hold an empty chunk.

@@ -31,7 +31,7 @@ def _along(slidings: SlidingsOf, linear: bool) -> Callable[[Node, Graph], tuple[
         """Every dim but positions, and those over which windows slide. Every rank holds channels and makes results."""
         shape, result = input_shapes(node, graph)[0], output_shapes(node, graph)[0]
         first = _positions(node, len(shape)).start
-        sizes = {f"d{d}": shape[d] for d in range(first)} | {s.factor: s.to for s in slidings(node, graph)}
+        sizes = {f"d{d}": shape[d] for d in range(first)} | {s.factor: s.to for s in slidings(node, graph) if s.fixed}
         summed = [d for d in range(first, len(shape)) if _is_mean(node, result)]
         sizes |= {f"d{d}": shape[d] for d in summed}
         dims: Dims = tuple(f"d{d}" if f"d{d}" in sizes else None for d in range(len(shape)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from autoshard.passes.rules.factors import (
     sizes_of,
     with_arguments,
 )
+from autoshard.passes.sizes import gcd
 
 aten = torch.ops.aten
 
@@ -39,12 +39,15 @@ def view_groups(source: Sequence[int], result: Sequence[int]) -> list[tuple[tupl
         return []
     a = [d for d, n in enumerate(source) if n != 1]
     b = [d for d, n in enumerate(result) if n != 1]
-    groups = []
+    groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     while a and b:
         left, right = [a.pop(0)], [b.pop(0)]
         m, n = source[left[0]], result[right[0]]
         while m != n:
-            if m < n:
+            shorter = m < n
+            if not (a if shorter else b):  # symbolic products whose equality does not show
+                return groups
+            if shorter:
                 left.append(a.pop(0))
                 m *= source[left[-1]]
             else:
@@ -63,7 +66,7 @@ def view_factors(source: Sequence[int], result: Sequence[int]) -> Factors:
     for left, right in view_groups(source, result):
         factor = f"d{right[0]}"
         before[left[0]] = after[right[0]] = factor
-        sizes[factor] = math.gcd(source[left[0]], result[right[0]])
+        sizes[factor] = gcd(source[left[0]], result[right[0]])
         if len(left) + len(right) > 2:
             even.add(factor)
     return Factors((tuple(before),), (tuple(after),), sizes, frozenset(even), linear=((0,),))

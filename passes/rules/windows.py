@@ -9,6 +9,7 @@ from typing import Any
 
 from autoshard.passes.rules.base import Call, Internal, Site
 from autoshard.passes.rules.named import spell
+from autoshard.passes.sizes import Size
 from autoshard.runtime.window import Halo, Window, halo_of
 
 
@@ -25,6 +26,11 @@ class Sliding:
     def factor(self) -> str:
         """The factor's name in the rule."""
         return f"d{self.dim}"
+
+    @property
+    def fixed(self) -> bool:
+        """Whether its lengths are the same in every call: what neighbours exchange is planned from them."""
+        return not isinstance(self.size, Size) and not isinstance(self.to, Size)
 
     def axes(self, site: Site) -> tuple[str, ...]:
         """Mesh axes that cut it, outer to inner."""

@@ -33,6 +33,7 @@ CONTRACT = (
     "wrong_mesh_size",
     "device_mesh",
     "profiled",
+    "one_program_for_all_lengths",
 )
 IN_BOTH = {
     "train_gpt",

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from harness import double
 from profiles import assert_as_predicted, names_of
 from test_compile_models import hugging_face, tokens
@@ -325,6 +326,33 @@ def profiled() -> None:
     _, sharded, args, kwargs = llama()
     assert_as_predicted(names_of(lambda: loss_of(sharded(*args, **kwargs)).backward()), sharded.plan)
     sharded.zero_grad()
+
+
+def tokens_like(tree: Any, shape: tuple[int, int], number: int) -> Any:
+    """Token ids of ``shape`` in place of every tensor."""
+    random = torch.Generator().manual_seed(number)
+    return pytree.tree_map(lambda x: torch.randint(0, 96, shape, generator=random), tree)
+
+
+def one_program_for_all_lengths() -> None:
+    """Dropout included; sizes that divide the ranks and that do not, logits as DTensors of the call's own shape."""
+    model, args, kwargs = case("gpt")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh(), args, kwargs, dynamic=True)
+    for step, (batch, seq) in enumerate(((4, 16), (3, 5), (5, 9), (2, 3))):
+        args, kwargs = tokens_like((args, kwargs), (batch, seq), step)
+        model.zero_grad()
+        sharded.zero_grad()
+        torch.manual_seed(step)
+        expected = model(*args, **kwargs)
+        seed(step)
+        found = sharded(*args, **kwargs)
+        expected.loss.backward()
+        found.loss.backward()
+        outputs = {"loss": found.loss, "logits": found.logits.full_tensor()}
+        assert_close(outputs, {"loss": expected.loss, "logits": expected.logits}, f"step {step}")
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert_close(sharded.full_gradients(), gradients, f"step {step}, gradient of")
+    assert len(sharded.programs) == 1
 
 
 def main() -> None:

@@ -1,0 +1,288 @@
+"""Symbolic sizes: ints that know how they follow from the lengths of a program's inputs.
+
+A :class:`Size` is the int it is in the example, which costs and choices look at, and beside it a sympy expression of
+the lengths that may differ from call to call, which generated code computes. Arithmetic keeps both. Equality asks for
+both: ``Size(8, batch) == 8`` is False, because it need not hold in another call, and ``batch % 2 == 0`` is False as
+long as nothing is known of ``batch``. An order that the expressions do not decide is that of the example, and is
+noted: the program holds only where it is the same (:func:`noting`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+import sympy  # type: ignore[import-untyped,unused-ignore]
+from torch.utils._sympy.functions import FloorDiv, PythonMod
+from torch.utils._sympy.printers import PythonPrinter
+
+ENDLESS = 2**62
+"""a slice that ends here or later ends after the last element"""
+
+_noted: ContextVar[dict[sympy.Basic, None] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[dict[sympy.Basic, None]]:
+    """Collect the conditions under which what is decided inside holds."""
+    found: dict[sympy.Basic, None] = {}
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
+def _note(condition: sympy.Basic) -> None:
+    found = _noted.get()
+    if found is not None:
+        found[condition] = None
+
+
+def symbol(name: str) -> sympy.Symbol:
+    """A length that may differ from call to call: an integer of at least 1."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+class Size(int):
+    """A length: its value in the example, and an expression for every call. Prints as the expression."""
+
+    expr: sympy.Expr
+    example: Mapping[sympy.Symbol, int]
+    """the symbols' values in the example"""
+
+    def __new__(cls, value: int, expr: sympy.Expr, example: Mapping[sympy.Symbol, int]) -> Size:
+        self = super().__new__(cls, value)
+        self.expr, self.example = expr, example
+        return self
+
+    def __getnewargs__(self) -> Any:
+        return int(self), self.expr, self.example
+
+    def __repr__(self) -> str:
+        return text_of(self.expr)
+
+    __str__ = __repr__
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int) and int.__eq__(self, other) and _same(self.expr, expression(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __bool__(self) -> bool:
+        return not _same(self.expr, sympy.S.Zero)
+
+    def __lt__(self, other: int) -> bool:
+        return _is_more(other, self)
+
+    def __gt__(self, other: int) -> bool:
+        return _is_more(self, other)
+
+    def __le__(self, other: int) -> bool:
+        return not _is_more(self, other)
+
+    def __ge__(self, other: int) -> bool:
+        return not _is_more(other, self)
+
+    def __neg__(self) -> int:
+        return size(-self.expr, self.example)
+
+    def __float__(self) -> float:
+        _note(sympy.Eq(self.expr, int(self)))
+        return float(int(self))
+
+    def __truediv__(self, other: Any) -> float:
+        return float(self) / float(other)
+
+    def __rtruediv__(self, other: Any) -> float:
+        return float(other) / float(self)
+
+    def __add__(self, other: Any) -> Any:
+        return _computed(self, other, sympy.Add)
+
+    def __sub__(self, other: Any) -> Any:
+        return _computed(self, other, operator.sub)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _computed(self, other, _less)
+
+    def __mul__(self, other: Any) -> Any:
+        return _computed(self, other, sympy.Mul)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _computed(self, other, FloorDiv)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _computed(self, other, _divided)
+
+    def __mod__(self, other: Any) -> Any:
+        return _computed(self, other, PythonMod)
+
+    def __rmod__(self, other: Any) -> Any:
+        return _computed(self, other, _modulo)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def size(expr: sympy.Expr, example: Mapping[sympy.Symbol, int]) -> int:
+    """The length ``expr``: a plain int where it is a number."""
+    return int(expr) if expr.is_number else Size(_value(expr, tuple(example.items())), expr, example)
+
+
+def expression(n: int) -> sympy.Expr:
+    """A length as sympy writes it."""
+    return n.expr if isinstance(n, Size) else sympy.Integer(n)
+
+
+def gcd(a: int, b: int) -> int:
+    """The greatest common divisor that ``a`` and ``b`` are sure to have."""
+    symbolic = next((n for n in (a, b) if isinstance(n, Size)), None)
+    if symbolic is None:
+        return math.gcd(a, b)
+    return size(sympy.gcd(expression(a), expression(b)), symbolic.example)
+
+
+def reaches(end: int, n: int) -> bool:
+    """Whether ``end`` is ``n`` or more in every call; False where that is not sure."""
+    return int(end) >= ENDLESS or is_sure(expression(end), expression(n))
+
+
+def is_sure(a: sympy.Expr, least: sympy.Expr) -> bool:
+    """Whether ``a >= least`` for all symbols of at least 1, as far as the expressions show."""
+    return _sign(a, least) in ("+", "0", "0+")
+
+
+def _computed(a: Size, b: Any, compute: Callable[[sympy.Expr, sympy.Expr], sympy.Expr]) -> Any:
+    if isinstance(b, float):
+        _note(sympy.Eq(a.expr, int(a)))
+    if not isinstance(b, int):
+        return NotImplemented
+    return size(_apply(compute, a.expr, expression(b)), a.example)
+
+
+def _less(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    return b - a
+
+
+def _divided(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    return FloorDiv(b, a)
+
+
+def _modulo(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    return PythonMod(b, a)
+
+
+def _is_more(a: int, b: int) -> bool:
+    """``a > b``; noted as in the example where the expressions leave it open."""
+    if max(int(a), int(b)) >= ENDLESS:
+        return int(a) > int(b)
+    left, right = expression(a), expression(b)
+    sign = _sign(left, right)
+    if sign in ("+", "-", "0", "0-"):
+        return sign == "+"
+    more = int(a) > int(b)
+    _note(sympy.Gt(left, right) if more else sympy.Le(left, right))
+    return more
+
+
+# --- sympy is slow, and a model asks the same again and again ---
+
+
+@lru_cache(maxsize=1 << 14)
+def _apply(compute: Callable[[sympy.Expr, sympy.Expr], sympy.Expr], a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    return compute(a, b)
+
+
+@lru_cache(maxsize=1 << 14)
+def _same(a: sympy.Expr, b: sympy.Expr) -> bool:
+    return bool(a == b or sympy.expand(a - b) == 0)
+
+
+@lru_cache(maxsize=1 << 14)
+def _value(expr: sympy.Expr, example: tuple[tuple[sympy.Symbol, int], ...]) -> int:
+    return int(expr.xreplace({s: sympy.Integer(n) for s, n in example}))
+
+
+@lru_cache(maxsize=1 << 14)
+def _sign(a: sympy.Expr, b: sympy.Expr) -> str:
+    """The sign of ``a - b`` for all symbols of at least 1: "+", "-", "0", "0+", "0-", or "" where it differs.
+
+    A polynomial in lengths less 1 has the sign of its coefficients, if all have the same.
+    """
+    difference = sympy.expand(a - b)
+    shifted = sympy.expand(difference.xreplace({s: s + 1 for s in difference.free_symbols}))
+    terms = shifted.as_coefficients_dict()
+    if not all(term.is_number or term.is_polynomial(*term.free_symbols) for term in terms):
+        return ""
+    constant = shifted.as_coeff_Add()[0]
+    if all(c >= 0 for c in terms.values()):
+        return "+" if constant > 0 else "0+" if terms != {} and shifted != 0 else "0"
+    if all(c <= 0 for c in terms.values()):
+        return "-" if constant < 0 else "0-"
+    return ""
+
+
+class _Printer(PythonPrinter):
+    """Python over ints, as ruff format spaces it: first what is positive, a number last."""
+
+    def _print_Add(self, expr: sympy.Add, order: str | None = None) -> str:  # noqa: N802  sympy looks for it
+        number, rest = expr.as_coeff_Add()
+        terms = sorted(sympy.Add.make_args(rest), key=lambda t: (bool(t.as_coeff_Mul()[0] < 0), str(t)))
+        text = ""
+        for term in [*terms, *([number] if number else [])]:
+            negative = term.as_coeff_Mul()[0] < 0
+            sign = (" - " if negative else " + ") if text else ("-" if negative else "")
+            text += sign + self.parenthesize(-term if negative else term, 40)
+        return text
+
+    def _print_Mul(self, expr: sympy.Mul) -> str:  # noqa: N802  sympy looks for it
+        number, rest = expr.as_coeff_Mul()
+        factors = [self.parenthesize(f, 50) for f in sympy.Mul.make_args(rest)]
+        if abs(number) != 1:
+            factors.insert(0, str(abs(number)))
+        return ("-" if number < 0 else "") + " * ".join(factors)
+
+    def _print_Pow(self, expr: sympy.Pow) -> str:  # noqa: N802  sympy looks for it
+        return f"{self.parenthesize(expr.base, 70)}**{self.parenthesize(expr.exp, 70)}"
+
+    def _print_FloorDiv(self, expr: sympy.Expr) -> str:  # noqa: N802  sympy looks for it
+        return " // ".join(self.parenthesize(x, 60) for x in expr.args)
+
+    def _print_PythonMod(self, expr: sympy.Expr) -> str:  # noqa: N802  sympy looks for it
+        return " % ".join(self.parenthesize(x, 60) for x in expr.args)
+
+    _print_Mod = _print_PythonMod  # noqa: N815
+
+
+@lru_cache(maxsize=1 << 14)
+def text_of(expr: sympy.Basic) -> str:
+    """An expression or a condition as Python."""
+    return str(_Printer().doprint(expr))
+
+
+def free_symbols(tree: Any) -> set[str]:
+    """Names of the symbols in nested arguments and calls."""
+    if isinstance(tree, Size):
+        return {str(s) for s in tree.expr.free_symbols}
+    if isinstance(tree, str) or tree is None:
+        return set()
+    if isinstance(tree, Mapping):
+        return free_symbols((*tree, *tree.values()))
+    if isinstance(tree, tuple | list):
+        return set().union(*map(free_symbols, tree))
+    return free_symbols([getattr(tree, name) for name in ("args", "kwargs", "size") if hasattr(tree, name)])
+
+
+def is_compound(text: str) -> bool:
+    """Whether an expression needs parentheses as an operand."""
+    return not re.fullmatch(r"\w+(\([^()]*\))?", text)

@@ -1,0 +1,167 @@
+"""Gpt on mesh dp=2, tp=2: what every rank runs, on its own shards.
+
+Comments: local/global sizes and the layout; S(d)@axis: sharded along dim d, P@axis: a summand,
+R@axis: whole (its gradient is a summand), I@axis (not shown): whole, and so is its gradient.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from autoshard import runtime
+
+MESH = {"dp": 2, "tp": 2}
+
+
+class Block(runtime.Block):
+    """blocks.0 … blocks.1"""
+
+    TENSORS = {
+        "norm_1.weight": "float32[16/64]",
+        "norm_1.bias": "float32[16/64]",
+        "attention.qkv.weight": "float32[48/192, 64]",
+        "attention.qkv.bias": "float32[48/192]",
+        "attention.out.weight": "float32[32/64, 32/64]",
+        "attention.out.bias": "float32[32/64]",
+        "norm_2.weight": "float32[16/64]",
+        "norm_2.bias": "float32[16/64]",
+        "up.weight": "float32[64/256, 64]",
+        "up.bias": "float32[64/256]",
+        "down.weight": "float32[64, 64/256]",
+        "down.bias": "float32[64]",
+    }
+
+    def forward(self, x, batch, seq):
+        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:77
+        norm_1 = runtime.layer_norm(
+            x, [64], self.norm_1.weight, self.norm_1.bias, 1e-05, ("dp", "tp")
+        )
+        # S(2)@dp S(2)@tp → R@dp R@tp    backward: reduce-scatter
+        norm_1 = runtime.all_gather(norm_1, 2, ("dp", "tp"), to="R")
+        # [batch, seq, 48/192] S(2)@dp S(2)@tp  gpt.py:59
+        qkv = F.linear(norm_1, self.attention.qkv.weight, self.attention.qkv.bias)
+        # [batch, seq, 1/4, 48] S(2)@dp S(2)@tp  gpt.py:59
+        view = qkv.reshape(batch, seq, 1, 48)
+        # [batch, 1/4, seq, 48] S(1)@dp S(1)@tp  gpt.py:59
+        transpose = view.transpose(1, 2)
+        # [batch, 1/4, seq, 16] S(1)@dp S(1)@tp; [batch, 1/4, seq, 16] S(1)@dp S(1)@tp; [batch, 1/4, seq, 16] S(1)@dp S(1)@tp  gpt.py:60
+        split, split_1, split_2 = transpose.split(16, -1)
+        # [batch, 1/4, seq, 16] S(1)@dp S(1)@tp  gpt.py:62
+        attention = runtime.attention(
+            split,
+            split_1,
+            split_2,
+            attn_mask=runtime.causal_mask(split, split_1),
+            dropout_p=0.1,
+            shape=(batch, 4, seq, seq),
+            cuts={1: ("dp", "tp")},
+        )
+        # S(1)@dp S(1)@tp → S(1)@tp S(1)@dp    backward: permute
+        attention = runtime.permute(attention, ("dp", "tp"), ("tp", "dp"))
+        # S(1)@dp → R@dp    backward: reduce-scatter
+        attention = runtime.all_gather(attention, 1, "dp", to="R")
+        # [batch, seq, 2/4, 16] S(2)@tp  gpt.py:63
+        transpose_1 = attention.transpose(1, 2)
+        # [batch, seq, 32/64] S(2)@tp  gpt.py:63
+        attention_1 = transpose_1.reshape(batch, seq, 32)
+        out_bias = runtime.partial(self.attention.out.bias, "tp", of="I")  # I@tp → P@tp
+        # [batch, seq, 32/64] S(2)@dp P@tp  gpt.py:63
+        out = F.linear(attention_1, self.attention.out.weight, out_bias)
+        # P@tp → S(2)@tp    backward: all-gather
+        out = runtime.reduce_scatter(out, 2, "tp")
+        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:77
+        native_dropout = runtime.dropout(out, 0.1, (batch, seq, 64), {2: ("dp", "tp")})
+        add = x + native_dropout  # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:77
+        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:78
+        norm_2 = runtime.layer_norm(
+            add, [64], self.norm_2.weight, self.norm_2.bias, 1e-05, ("dp", "tp")
+        )
+        # S(2)@dp S(2)@tp → R@dp R@tp    backward: reduce-scatter
+        norm_2 = runtime.all_gather(norm_2, 2, ("dp", "tp"), to="R")
+        # [batch, seq, 64/256] S(2)@dp S(2)@tp  gpt.py:78
+        up = F.linear(norm_2, self.up.weight, self.up.bias)
+        # S(2)@dp S(2)@tp → S(0)@dp S(0)@tp    backward: all-to-all
+        up = runtime.all_to_all(up, 2, 0, ("dp", "tp"))
+        # S(0)@tp → S(2)@tp    backward: all-to-all
+        up = runtime.all_to_all(up, 0, 2, "tp", size=runtime.size(batch, "dp"))
+        # S(2)@tp → S(0)@tp    backward: all-to-all
+        up = runtime.all_to_all(up, 2, 0, "tp")
+        # [batch/4, seq, 256] S(0)@dp S(0)@tp  gpt.py:78
+        gelu = F.gelu(up, approximate="tanh")
+        # S(0)@dp S(0)@tp → S(2)@dp S(2)@tp    backward: all-to-all
+        gelu = runtime.all_to_all(gelu, 0, 2, ("dp", "tp"), size=batch)
+        # I@dp I@tp → P@dp P@tp
+        down_bias = runtime.partial(self.down.bias, ("dp", "tp"), of="I")
+        # [batch, seq, 64] P@dp P@tp  gpt.py:78
+        down = F.linear(gelu, self.down.weight, down_bias)
+        # P@dp P@tp → S(2)@dp S(2)@tp    backward: all-gather
+        down = runtime.reduce_scatter(down, 2, ("dp", "tp"))
+        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:78
+        dropout = runtime.dropout(down, 0.1, (batch, seq, 64), {2: ("dp", "tp")})
+        add_1 = add + dropout  # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:78
+        return add_1
+
+
+class RankModule(runtime.RankModule):
+    """Gpt"""
+
+    MESH = MESH
+    BLOCKS = {f"blocks.{i}": Block for i in range(2)}
+    TENSORS = {
+        "token_embedding.weight": "float32[32/128, 64]",
+        "position_embedding.weight": "float32[32, 16/64]",
+        "norm.weight": "float32[16/64]",
+        "norm.bias": "float32[16/64]",
+    }
+
+    def forward(self, tokens, labels):
+        batch, seq = tokens.shape
+        runtime.require(labels.shape == (batch, seq), batch >= 2, seq >= 2)
+        # [seq/4] S(0)@dp S(0)@tp  gpt.py:108
+        arange = runtime.slice(
+            torch.arange(seq, device=runtime.device()), 0, ("dp", "tp"), of="R"
+        )
+        # S(0)@dp S(0)@tp → S(1)@dp S(1)@tp    backward: all-to-all
+        token_embedding_weight = runtime.all_to_all(
+            self.token_embedding.weight, 0, 1, ("dp", "tp")
+        )
+        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:109
+        token_embedding = F.embedding(tokens, token_embedding_weight)
+        # S(0)@dp S(0)@tp → R@dp R@tp
+        arange = runtime.all_gather(arange, 0, ("dp", "tp"), to="R", size=seq)
+        # [seq, 16/64] S(1)@dp S(1)@tp  gpt.py:109
+        position_embedding = F.embedding(arange, self.position_embedding.weight)
+        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:109
+        add = token_embedding + position_embedding
+        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:109
+        dropout = runtime.dropout(add, 0.1, (batch, seq, 64), {2: ("dp", "tp")})
+        dropout = self.blocks[0](dropout, batch, seq)
+        dropout = self.blocks[1](dropout, batch, seq)
+        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:112
+        norm = runtime.layer_norm(
+            dropout, [64], self.norm.weight, self.norm.bias, 1e-05, ("dp", "tp")
+        )
+        # S(2)@tp → S(1)@tp    backward: all-to-all
+        norm = runtime.all_to_all(norm, 2, 1, "tp")
+        # S(2)@dp → S(0)@dp    backward: all-to-all
+        norm = runtime.all_to_all(norm, 2, 0, "dp")
+        # S(0)@dp → R@dp    backward: reduce-scatter
+        norm = runtime.all_gather(norm, 0, "dp", to="R", size=batch)
+        # S(1)@tp → R@tp    backward: reduce-scatter
+        norm = runtime.all_gather(norm, 1, "tp", to="R", size=seq)
+        # [batch, seq, 32/128] S(2)@dp S(2)@tp  gpt.py:112
+        head = F.linear(norm, self.token_embedding.weight)
+        # [batch * seq, 32/128] S(1)@dp S(1)@tp  gpt.py:112
+        view = head.reshape(batch * seq, 32)
+        view_1 = labels.reshape(batch * seq)  # [batch * seq]  gpt.py:112
+        # S(1)@dp S(1)@tp → S(0)@dp S(0)@tp    backward: all-to-all
+        view = runtime.all_to_all(view, 1, 0, ("dp", "tp"))
+        # R@dp R@tp → S(0)@dp S(0)@tp
+        view_1 = runtime.slice(view_1, 0, ("dp", "tp"), of="R")
+        # [] P@dp P@tp  gpt.py:112
+        loss = runtime.cross_entropy(view, view_1, classes=128, batch_axes=("dp", "tp"))
+        loss = runtime.all_reduce(loss, ("dp", "tp"), to="I")  # P@dp P@tp → I@dp I@tp
+        return (head, loss)
+
+
+if __name__ == "__main__":
+    runtime.main(RankModule, __file__)
