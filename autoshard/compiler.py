@@ -112,8 +112,12 @@ def check_rules(graph: Graph) -> None:
 
 
 def has_rule(node: Node, graph: Graph) -> bool:
-    """Whether a rule says how ``node`` may be divided, or it is whole because a size or number depends on the data."""
-    return rule_for(node.op) is not None or is_rigid(node, graph.types, None)
+    """Whether a rule says how ``node`` may be divided, or there is nothing to divide.
+
+    That is so for a check without a result, and where a size or number depends on the data.
+    """
+    silent = not node.op._schema.returns
+    return silent or rule_for(node.op) is not None or is_rigid(node, graph.types, None)
 
 
 def _fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constraint]:

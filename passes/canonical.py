@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from autoshard.passes.dynamic import is_symbolic
 from autoshard.passes.exact import SINGLE
@@ -16,8 +17,6 @@ aten = torch.ops.aten
 DROPPED = {
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,
-    aten._assert_async.default,
-    aten._assert_async.msg,
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 }
@@ -75,6 +74,26 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """The dims of ``tensor`` as they lie in memory, outermost first."""
     strides = [s if isinstance(s, int) else 0 for s in tensor.stride()]
     return tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
+
+
+def operand_order(node: fx.Node) -> tuple[int, ...]:
+    """:func:`memory_order` of the first operand when traced; () if its dims lie as they are numbered, or with gaps."""
+    value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return ()
+    sizes, strides = ([_example(n) for n in ns] for ns in (value.shape, value.stride()))
+    if None in sizes:
+        return ()
+    like = torch.empty_strided(sizes, strides, device="meta")
+    order = memory_order(like)
+    return order if not like.is_contiguous() and like.permute(order).is_contiguous() else ()
+
+
+def _example(n: int | torch.SymInt) -> int | None:
+    """A length as it was when traced; None where it depends on the data."""
+    if isinstance(n, int):
+        return n
+    return int(n.node.hint) if n.node.has_hint() else None
 
 
 def is_felt(type_: TensorType, operand: Any, result: Any) -> bool:

@@ -23,6 +23,7 @@ from autoshard.passes.arguments import Example, argument_paths, gradient_sources
 from autoshard.passes.decompose import decompose
 from autoshard.passes.ir import Graph, Ref
 from autoshard.passes.loops import Learnt
+from autoshard.passes.model_checks import check_example, check_model
 from autoshard.passes.regions import detach_no_grad
 from autoshard.passes.symbols import Dynamic, Open, opened, shapes_for_export
 from autoshard.passes.translate import translate
@@ -53,8 +54,8 @@ def capture(
     """
     example = (tuple(args), dict(kwargs or {}))
     training = model.training if training is None else training
-    hazards.check_model(model, training)
-    hazards.check_example(example)
+    check_model(model, training)
+    check_example(example)
     register_types(example)
     if dynamic:
         opened(_tensors(model, example), dynamic)  # a wrong request is refused before tracing
@@ -132,15 +133,17 @@ class _Trace:
 
     def __init__(self, model: nn.Module) -> None:
         self.error: Exception | None = None
-        self.watch: Any = contextlib.nullcontext()
+        self.watch = hazards.Watch(False, Learnt())
         self.output_grads: list[bool] | None = None  # stays so for an fx.GraphModule: export interprets its graph
-        forward = model.forward
+        forward, buffers = model.forward, dict(model.named_buffers())
 
         @functools.wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
             try:
                 before = [(module, dict(vars(module))) for module in model.modules()]
                 with self.watch:
+                    self.watch.known.buffers((b, buffers[n]) for n, b in model.named_buffers() if n in buffers)
+                    self.watch.inputs = pytree.tree_leaves((args, kwargs))
                     output = forward(*args, **kwargs)
                     if isinstance(self.watch, hazards.Watch):
                         self.watch.loops.finish(output)
@@ -166,8 +169,9 @@ def _compare_gradients(graph: Graph, eager: list[bool]) -> None:
         if ours != theirs:
             has, lacks = ("the graph", "eager") if ours else ("eager", "the graph")
             raise CaptureError(
-                f"tensor {index} of the output has a gradient in {has} and none in {lacks}: tracing lost a change of "
-                "requires_grad in the forward. Use detach() and torch.no_grad() only, or pass training=False."
+                f"tensor {index} of the output has a gradient in {has} and none in {lacks}: the forward turns "
+                "requires_grad on or off for an intermediate tensor, which the graph cannot express. Use detach() and "
+                "torch.no_grad() only, or pass training=False."
             )
 
 

@@ -2,60 +2,96 @@
 
 Where the backward is nothing but the derivative of the forward, as in many hand-written activations, nothing is lost:
 autograd finds the same one. So the function is tried out on random numbers, and traced through where both agree.
+A library's function with another backward becomes an op of its own, which runs on whole tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from autoshard.runtime import functions
+from autoshard.runtime.functions import Context
+
 LARGEST = 1 << 22
 """elements of an operand up to which a function is tried out"""
-
-
-class _Context:
-    """What a Function's forward gets as ``ctx`` where autograd itself keeps what the backward needs."""
-
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        self.needs_input_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
-
-    def save_for_backward(self, *tensors: Any) -> None:
-        pass
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
 
 
 def inline(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> Any:
     """The result of ``function.apply(*args)`` out of differentiable ops. ``forward``: the function's own."""
     if function.setup_context is not torch.autograd.Function.setup_context:
         return forward(*args)
-    return forward(_Context(args), *args)
+    return forward(Context(args), *args)
 
 
 def is_derivative(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether autograd through ``forward`` gives the values and gradients of ``function``, on random float64 numbers."""
-    if any(isinstance(a, torch.Tensor) and a.numel() > LARGEST for a in args):
+    if _is_large(args):
         return False
-    own = function.__dict__.get("forward")
-    patched_apply = function.__dict__.get("apply")
-    with unset_fake_temporarily(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.enable_grad():
-        try:
-            function.forward = staticmethod(forward)
-            numbers = _numbers(args)
-            theirs = _gradients(torch.autograd.Function.apply.__func__(function, *numbers), numbers)  # type: ignore[attr-defined]
-            ours = _gradients(inline(function, forward, numbers), numbers)
-        except Exception:  # whatever a user's function cannot do with these numbers
-            return False
-        finally:
-            function.forward = own
-            if patched_apply is not None:
-                function.apply = patched_apply
-        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+    same = False
+    with _trial(function, forward):
+        numbers = _numbers(args)
+        theirs = _gradients(_apply(function, numbers), numbers)
+        ours = _gradients(inline(function, forward, numbers), numbers)
+        same = len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+    return same  # noqa: RET504  the block may end early
+
+
+def as_op(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """The result of ``function.apply(*args)`` from an op that runs its backward too; None where there cannot be one.
+
+    For that it draws no random numbers, and can be found by its name and called with tensors and literals.
+    """
+    tensors, others = functions.describe(args)
+    name = f"{function.__module__}:{function.__qualname__}"
+    before, single, is_found = torch.get_rng_state(), False, False
+    if _is_large(args):
+        return None
+    with _trial(function, forward):
+        found = functions.find(name) is function
+        results = _apply(function, functions.arguments(_numbers(tensors), others))
+        single = isinstance(results, torch.Tensor)
+        found = found and all(isinstance(r, torch.Tensor) for r in ((results,) if single else results))
+        is_found = found and torch.equal(before, torch.get_rng_state())
+    if not is_found:
+        return None
+    with _restored(function, forward):
+        made = functions.function(name, tensors, others)
+    return made[0] if single else tuple(made)
+
+
+@contextlib.contextmanager
+def _trial(function: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``function`` runs on numbers, untraced; what it cannot do with them ends the block without an error."""
+    with (
+        unset_fake_temporarily(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.enable_grad(),
+        _restored(function, forward), contextlib.suppress(Exception),
+    ):  # fmt: skip
+        yield
+
+
+@contextlib.contextmanager
+def _restored(function: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``function`` has its own ``forward`` again."""
+    patched = function.__dict__.get("forward")
+    function.forward = staticmethod(forward)
+    try:
+        yield
+    finally:
+        function.forward = patched
+
+
+def _apply(function: Any, args: Sequence[Any]) -> Any:
+    return torch.autograd.Function.apply.__func__(function, *args)  # type: ignore[attr-defined]
+
+
+def _is_large(args: Sequence[Any]) -> bool:
+    return any(isinstance(a, torch.Tensor) and a.numel() > LARGEST for a in args)
 
 
 def _numbers(args: Sequence[Any]) -> list[Any]:

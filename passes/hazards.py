@@ -7,7 +7,6 @@ Python's random generator leaves no trace in the graph, so each is looked for he
 from __future__ import annotations
 
 import contextlib
-import keyword
 import linecache
 import logging
 import os
@@ -20,12 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
+import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from autoshard.errors import CaptureError
-from autoshard.passes.custom_functions import inline, is_derivative
+from autoshard.passes import draws
+from autoshard.passes.conditions import FAILS, Conditions, truth_of_number
+from autoshard.passes.custom_functions import as_op, inline, is_derivative
+from autoshard.passes.known import Known
 from autoshard.passes.loops import LOOP, Learnt, Loops
 from autoshard.passes.regions import NO_GRAD
 from autoshard.passes.unchecked import UNCHECKED
@@ -46,54 +49,6 @@ DATA_DEPENDENT = (
 )
 
 
-def check_model(model: nn.Module, training: bool) -> None:
-    """Refuse what can be seen on the model before it runs: wrappers, exotic parameters, hooks of the backward."""
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(f"{path or 'the model'}: a ScriptModule cannot be traced; give the Python module")
-        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            raise CaptureError(f"{path or 'the model'}: {type(module).__name__} distributes already; give its .module")
-        if training and (module._backward_hooks or module._backward_pre_hooks):
-            raise CaptureError(
-                f"{path or 'the model'}: it has a module backward hook, which the compiled module would not call. "
-                "Remove it before compiling."
-            )
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
-            if taken := [part for part in name.split(".") if keyword.iskeyword(part)]:
-                raise CaptureError(
-                    f"{kind} {name!r}: torch.export cannot trace the name {taken[0]!r}, which is a Python keyword. "
-                    "Rename it."
-                )
-            _check_tensor(kind, name, tensor, training)
-
-
-def check_example(example: Any) -> None:
-    """Refuse inputs that are no plain dense tensors."""
-    for leaf in pytree.tree_leaves(example):
-        if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
-            raise CaptureError(
-                f"an input of shape {list(leaf.shape)} is a tensor of layout {leaf.layout}; autoshard shards plain dense "
-                "tensors. Convert it first (to_dense())."
-            )
-
-
-def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) -> None:
-    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
-        raise CaptureError(f"{kind} {name!r} has no shape yet: run the model once before compiling it")
-    wrapped = hasattr(type(tensor), "__tensor_flatten__")  # DTensor and other subclasses made of plain tensors
-    if wrapped or tensor.layout != torch.strided:
-        raise CaptureError(
-            f"{kind} {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; autoshard shards plain dense "
-            "tensors. Convert it first (full_tensor(), to_dense(), dequantize())."
-        )
-    if training and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
-        raise CaptureError(
-            f"{kind} {name!r}: it has a tensor hook, which the compiled module would not call. Remove it before "
-            "compiling, and register it on the compiled module's parameter, or change .grad after backward()."
-        )
-
-
 class Watch(TorchFunctionMode):
     """Active around the traced forward: refuses calls that tracing would lose. ``refusal`` is the first of them."""
 
@@ -102,15 +57,24 @@ class Watch(TorchFunctionMode):
         self.training = training
         self.refusal: CaptureError | None = None
         self.loops = Loops(learnt)
+        self.conditions = Conditions()
+        self.known = Known()
+        self.inputs: list[Any] = []
 
     def refuse(self, message: str) -> CaptureError:
         self.refusal = self.refusal or CaptureError(message)
         return self.refusal
 
+    def turn_on(self, tensor: torch.Tensor) -> None:
+        """requires_grad_ on an intermediate tensor: nobody sees its gradient, and :mod:`capture` compares outputs."""
+        if any(tensor is x for x in self.inputs):
+            raise self.refuse(
+                "the forward turns requires_grad on for its input, whose gradient the compiled module would not give. "
+                "Pass it with requires_grad=True."
+            )
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in UNCHECKED:
-            return UNCHECKED[func](*args, **kwargs)
         if func == _DATA_GET:  # what .data reads is a detached alias; export loses track of it
             return args[0].detach()
         if func == _DATA_SET:
@@ -120,13 +84,22 @@ class Watch(TorchFunctionMode):
             if name is not None:
                 raise self.refuse(f"{name} is called in the forward; the compiled module would lose it. {_ADVICE}")
             if func in _REQUIRES and not args[0].requires_grad and (*args[1:], *kwargs.values(), True)[0]:
-                raise self.refuse(
-                    "the forward turns requires_grad on for an intermediate tensor, which the graph cannot express. "
-                    "Make it a parameter, or pass it as an input with requires_grad=True."
-                )
+                self.turn_on(args[0])
         if torch.compiler.is_dynamo_compiling():  # the body of a higher-order op
             return func(*args, **kwargs)
-        return self.loops.call(func, args, kwargs)
+        if (value := self.known.read(func, args)) is not ...:
+            return value
+        if func == torch.Tensor.__bool__ and not self.loops.running:  # in a loop, a check would hold for all places
+            known = self.conditions.truth(args[0], sys._getframe(1))
+            if known is not None:
+                return known
+        if func in (F.pad, torch.Tensor.__getitem__):
+            args, kwargs = (args[0], *self.known.plain(args[1:])), self.known.plain(kwargs)
+        func = UNCHECKED.get(func, func)
+        result = self.loops.call(func, args, kwargs)
+        self.conditions.follow(func, args, result)
+        self.known.follow(func, args, kwargs, result)
+        return result
 
 
 _DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -163,6 +136,10 @@ def watching(training: bool, learnt: Learnt) -> Iterator[Watch]:
             stack.enter_context(_patched(hooks, "__enter__", _refuse_saved_tensors(watch)))
         stack.enter_context(_patched(torch.fx.Graph, "create_node", _mark(torch.fx.Graph.create_node, watch)))
         stack.enter_context(_patched(nn.Module, "_apply", _apply_per_call))
+        for patch in draws.patches(watch.refuse):
+            stack.enter_context(_patched(*patch))
+        stack.enter_context(_patched(torch.SymBool, "__bool__", _truth(torch.SymBool.__bool__, watch)))
+        stack.enter_context(_patched(torch, "_check_tensor_all_with", _check_all))
         stack.enter_context(_patched(torch.inference_mode, "__enter__", _enter_no_grad))
         stack.enter_context(_patched(torch.inference_mode, "__exit__", _exit_no_grad))
         yield watch
@@ -172,10 +149,24 @@ def watching(training: bool, learnt: Learnt) -> Iterator[Watch]:
             ("Python's random", "numpy's", "torch's"), states, _generator_states(), strict=True
         ):
             if before != now:
-                raise CaptureError(
-                    f"the forward draws from or seeds {name} generator outside of torch's random ops; the number would "
-                    "be a constant of the graph. Draw with torch (torch.rand), and seed outside the forward."
-                )
+                raise CaptureError(draws.message(name))
+
+
+def _truth(original: Callable[[torch.SymBool], bool], watch: Watch) -> Callable[[torch.SymBool], bool]:
+    def truth(self: torch.SymBool) -> bool:
+        try:
+            return original(self)
+        except GuardOnDataDependentSymNode:
+            known = None if watch.loops.running else truth_of_number(self, sys._getframe(1))
+            if known is None:
+                raise
+            return known
+
+    return truth
+
+
+def _check_all(kind: type, condition: torch.Tensor, message: Callable[[], str] | None = None) -> None:
+    torch._assert_async(condition.all(), str(message() if message else FAILS))
 
 
 def _generator_states() -> tuple[Any, Any, Any]:
@@ -224,16 +215,19 @@ def _is_a_librarys(function: type) -> bool:
 
 
 def _inlined(function: Any, refuse: Callable[..., Any]) -> Callable[..., Any]:
-    """``function.apply`` as its forward's own ops where it is a library's and their derivative is its backward.
+    """``function.apply`` of a library as its forward's own ops where their derivative is its backward, else as one op.
 
-    Else it is refused: a trial on random numbers is evidence, not proof, and a user can rewrite his own function.
+    A user's is refused: a trial on random numbers is evidence, not proof, and he can rewrite it.
     """
     forward = function.forward
 
     def apply(*args: Any) -> Any:
-        if not _is_a_librarys(function) or not is_derivative(function, forward, args):
+        if not _is_a_librarys(function):
             return refuse(*args)
-        return inline(function, forward, args)
+        if is_derivative(function, forward, args):
+            return inline(function, forward, args)
+        result = as_op(function, forward, args)
+        return refuse(*args) if result is None else result
 
     return apply
 

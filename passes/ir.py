@@ -82,6 +82,8 @@ class Node:
     """the user's ``file:line``"""
     origin: str = ""
     """the op without a rule that it was decomposed from"""
+    order: tuple[int, ...] = ()
+    """of a random op: the dims of its operand as they lie in memory, if not as they are numbered"""
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from torch.export.graph_signature import (
 
 from autoshard.errors import CaptureError
 from autoshard.passes.arguments import Example, argument_paths, export_order, own_tensor
-from autoshard.passes.canonical import DROPPED, STRIDED, Gradients, canonical, is_felt, memory_order, same_as
+from autoshard.passes.canonical import DROPPED, STRIDED, Gradients, canonical, is_felt, memory_order, operand_order, same_as
 from autoshard.passes.decompose import origin
 from autoshard.passes.dynamic import constant, is_length, is_symbolic, number_op, type_of
 from autoshard.passes.exact import SINGLE, fan_out
@@ -173,11 +173,15 @@ class _Translation:
         for result in value if isinstance(value, tuple | list) else (value,):
             check_result(node, result)
         op = number_op(op, value) or op
+        if node.target is torch.sym_ite and tuple(node.args[1:]) == (1, 0):  # a truth value as a number
+            op, node.args = aten.Int.Scalar, node.args[:1]
         if not isinstance(op, torch._ops.OpOverload):
             raise CaptureError(f"{where(node)}: {_not_an_op(node)}")
         args, kwargs = self.argument(node.args), self.argument(dict(node.kwargs))
         if any(is_symbolic(a) for a in pytree.tree_leaves((args, kwargs))):
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
+        if op is aten.linear.default and len(args) == 2 and len(self.types[args[1].name].shape) == 1:
+            op = aten.matmul.default  # a weight of one row
         if op is aten.broadcast_tensors.default and not self.is_open(args):
             self.broadcast(node, args[0])
         elif op is aten.detach.default and args[0].name in self.detached:
@@ -317,6 +321,7 @@ class _Translation:
                 module_types=module_types(node),
                 source=source(node),
                 origin=origin(node),
+                order=operand_order(node) if is_random(op) else (),
             )
         )
 

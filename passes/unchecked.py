@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autoshard.runtime.ctc import ctc_loss
+
 
 def _gaussian_nll_loss(
     input: torch.Tensor,  # noqa: A002
@@ -65,7 +67,21 @@ def _corrcoef(input: torch.Tensor) -> torch.Tensor:  # noqa: A002
     return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1)) if cov.is_complex() else found.clamp(-1, 1)
 
 
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: Any, input_lengths: Any, target_lengths: Any, *options: Any, **named: Any
+) -> torch.Tensor:
+    """``F.ctc_loss``; as an op of our own where it would read lengths out of tensors."""
+    given = isinstance(input_lengths, torch.Tensor) and isinstance(target_lengths, torch.Tensor)
+    loss: torch.Tensor = (ctc_loss if given else F.ctc_loss)(
+        log_probs, targets, input_lengths, target_lengths, *options, **named
+    )
+    return loss
+
+
 UNCHECKED: dict[Any, Callable[..., torch.Tensor]] = {
+    F.ctc_loss: _ctc_loss,
+    torch._is_all_true: torch.all,  # what torch.distributions calls
+    torch._is_any_true: torch.any,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,

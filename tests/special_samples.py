@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-import autoshard.runtime  # noqa: F401  registers its ops
+from autoshard.runtime.ctc import ctc_loss
+from autoshard.runtime.functions import function
 
 aten = torch.ops.aten
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -215,8 +216,35 @@ RANDOM: dict[Any, list[Sample]] = {
 
 COPIES: dict[Any, list[Sample]] = {torch.ops.autoshard.fan_out.default: [call(f(4, 5), 3)]}
 
+
+class Straight(torch.autograd.Function):
+    """Rounds, and hands the gradient through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, digits: int) -> torch.Tensor:
+        return x.round(decimals=digits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad, None
+
+
+WHOLE = {
+    function._opoverload: [call("special_samples:Straight", [f(4, 5)], "[(True, None), (False, 1)]")],
+    ctc_loss._opoverload: [
+        call(
+            unit(6, 3, 5).log(),
+            torch.tensor([[1, 2], [3, 3], [4, 0]]),
+            torch.tensor([6, 6, 5]),
+            torch.tensor([2, 2, 1]),
+        ),
+        call(unit(6, 2, 5).log(), torch.tensor([1, 2, 4]), torch.tensor([6, 6]), torch.tensor([2, 1]), 0, "none", True),
+    ],
+}
+
+
 SAMPLES = {
     op: calls
-    for table in (EMBEDDINGS, CLASSIFICATION, SOFTMAX, LOSSES, ATTENTION, NORMS, RANDOM, COPIES)
+    for table in (EMBEDDINGS, CLASSIFICATION, SOFTMAX, LOSSES, ATTENTION, NORMS, RANDOM, COPIES, WHOLE)
     for op, calls in table.items()
 }

@@ -378,3 +378,8 @@ def test_hugging_face_checkpointing_is_refused() -> None:
     model.gradient_checkpointing_enable()  # type: ignore[operator]
     with pytest.raises(CaptureError, match="gradient_checkpointing_disable"):
         capture(model.train(), (), kwargs)
+
+
+def test_a_linear_layer_with_a_weight_of_one_row() -> None:
+    graph = check(Model(lambda s, x: F.linear(x, s.lin.weight[0])), X)
+    assert aten.matmul.default in ops(graph)

@@ -88,6 +88,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "activation": (clamp_behind_autograd, "behind autograd's back"),
     "autograd.grad": (own_gradient, r"torch.autograd.grad\(\) is called in the forward"),
     "requires_grad": (lambda s, x: (x * s.w).detach().requires_grad_() * 2, "turns requires_grad on"),
+    "requires_grad of the input": (lambda s, x: x.requires_grad_() * s.w, "turns requires_grad on for its input"),
     "python random": (lambda s, x: x * s.w * random.random(), "Python's random generator"),
     "numpy random": (lambda s, x: x * s.w * np.random.rand(), "numpy's generator"),
     "seed": (seeds, "torch's generator"),

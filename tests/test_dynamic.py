@@ -243,3 +243,23 @@ def test_the_first_difference_is_found_past_numbers() -> None:
     model = model_of("item")
     sharded = autoshard.compile(copy.deepcopy(model), ideal(MESHES["tp2"]), (batch(1),))
     assert first_divergence(model, sharded, (batch(2),), {}, 1e-9) is None
+
+
+class Speech(nn.Module):
+    """CTC loss with lengths in tensors, which ATen's op reads while it runs, and labels whose number depends on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        kept = labels >= 0
+        frames = torch.full((x.shape[1],), x.shape[0])
+        scores = self.linear(x).log_softmax(-1)
+        return F.ctc_loss(scores, labels.masked_select(kept), frames, kept.sum(-1), reduction="sum")
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 3}])
+def test_ctc_loss(axes: dict[str, int]) -> None:
+    labels = torch.tensor([[1, 2, -1], [3, 3, 2]])
+    assert_equal_training(Speech(), axes, (torch.randn(9, 2, 6), labels), steps=1, share=1.2)

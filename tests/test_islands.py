@@ -211,7 +211,49 @@ def test_a_librarys_backward_that_is_the_derivative_is_traced_through(monkeypatc
     assert_equal_training(Activated(Cube), {"tp": 2}, (torch.randn(4, 8),), share=1.05)
 
 
-@pytest.mark.parametrize(("function", "library"), [(StraightThrough, True), (StraightThrough, False), (Cube, False)])
+class Halves(torch.autograd.Function):
+    """Two results, arguments that are no tensors, and a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, options: dict[str, float], flip: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.scale = options["scale"]
+        ctx.save_for_backward(x)
+        return x.clamp(-1, 1), -x if flip else x * 1
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return ctx.scale * first + x * second, None, None
+
+
+class Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+class Twice(Activated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.function.apply(self.up(x), {"scale": 0.5}, True)
+        y: torch.Tensor = self.down(first * second).square().mean()
+        return y
+
+
+@pytest.mark.parametrize("model", [Activated(StraightThrough), Twice(Halves)], ids=["one", "two"])
+@pytest.mark.parametrize("axes", [{"tp": 3}, {"dp": 2, "tp": 2}])
+def test_a_librarys_other_backward_runs_as_an_op(
+    model: nn.Module, axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hazards, "_is_a_librarys", lambda function: True)
+    report = assert_equal_training(model, axes, (torch.randn(4, 8),))
+    assert any(choice.op == "autoshard.function.default" for choice in report.plan.choices.values())
+
+
+@pytest.mark.parametrize(("function", "library"), [(Noise, True), (StraightThrough, False), (Cube, False)])
 def test_any_other_backward_is_refused(function: Any, library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hazards, "_is_a_librarys", lambda function: library)
     with pytest.raises(CaptureError, match=rf"'{function.__name__}'.*drops its backward"):

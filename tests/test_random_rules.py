@@ -102,3 +102,24 @@ def test_another_seed_is_noticed() -> None:
     torch.manual_seed(4)
     parts = _on_every_rank(lambda r: runtime.dropout(x, 0.3, (5, 7), {}))
     assert not torch.equal(parts[0], expected)
+
+
+class Permuted(nn.Module):
+    """Random ops on tensors that lie permuted in memory, as images made from tokens do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 9)
+        self.conv = nn.Conv2d(9, 7, 3, padding=1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.linear(tokens).transpose(1, 2).reshape(tokens.shape[0], 9, 4, 4)
+        x = F.dropout(self.conv(x), 0.4)
+        x = x * torch.rand_like(x)
+        return F.dropout(x.contiguous(), 0.3)
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}])
+def test_draws_for_permuted_memory_are_those_of_one_device(axes: dict[str, int]) -> None:
+    tokens = torch.randn(4, 16, 8)
+    assert_equal_training(Permuted(), axes, (tokens,), steps=1)

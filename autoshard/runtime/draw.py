@@ -10,7 +10,7 @@ import torch
 from autoshard.runtime.collectives import slice as cut
 from autoshard.runtime.communicator import Axes
 from autoshard.runtime.module import device
-from autoshard.runtime.random import dropout, shared
+from autoshard.runtime.random import dropout, in_memory_order, shared
 
 
 def draw(op: str, *args: Any, dims: Mapping[int, Axes] | None = None, **kwargs: Any) -> torch.Tensor:
@@ -25,19 +25,26 @@ def draw(op: str, *args: Any, dims: Mapping[int, Axes] | None = None, **kwargs: 
 
 
 def draw_like(
-    op: str, x: torch.Tensor, shape: Sequence[int], dims: Mapping[int, Axes], *args: Any, **kwargs: Any
+    op: str,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    dims: Mapping[int, Axes],
+    *args: Any,
+    order: Sequence[int] = (),
+    **kwargs: Any,
 ) -> torch.Tensor:
     """This rank's part of ``aten.op(t, *args)`` for a ``t`` of global ``shape`` whose values do not matter.
 
-    ``x``: this rank's part of ``t``, for its dtype and device; ``dims``: the axes that cut each sharded dim.
+    ``x``: this rank's part of ``t``, for its dtype and device; ``dims``: the axes that cut each sharded dim;
+    ``order``: the dims of ``t`` as they lie in memory, if not as they are numbered.
     """
 
-    def fill() -> torch.Tensor:
-        empty = torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
+    def fill(size: tuple[int, ...]) -> torch.Tensor:
+        empty = torch.empty(size, dtype=x.dtype, device=x.device)
         filled: torch.Tensor = getattr(torch.ops.aten, op)(empty, *args, **kwargs)
         return filled
 
-    return _part(shared(fill), dims)
+    return _part(in_memory_order(order, lambda size: shared(fill, size), shape), dims)
 
 
 def _part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
@@ -47,10 +54,10 @@ def _part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
 
 
 def native_dropout(
-    x: torch.Tensor, p: float, shape: Sequence[int], dims: Mapping[int, Axes]
+    x: torch.Tensor, p: float, shape: Sequence[int], dims: Mapping[int, Axes], order: Sequence[int] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``aten.native_dropout`` in training: what ``runtime.dropout`` gives, and what was kept."""
-    kept = dropout(torch.ones_like(x), p, shape, dims) != 0
+    kept = dropout(torch.ones_like(x), p, shape, dims, order) != 0
     return x * kept * (1 / (1 - p) if p < 1 else 0), kept
 
 

@@ -40,12 +40,14 @@ def synchronised_rng(comm: Communicator) -> Iterator[None]:
         yield
 
 
-def dropout(x: torch.Tensor, p: float, shape: Sequence[int], dims: Mapping[int, Axes]) -> torch.Tensor:
+def dropout(
+    x: torch.Tensor, p: float, shape: Sequence[int], dims: Mapping[int, Axes], order: Sequence[int] = ()
+) -> torch.Tensor:
     """``F.dropout(training=True)`` of the global tensor, on this rank's part ``x``.
 
     ``shape``: the global shape; ``dims``: the axes that cut each sharded tensor dim. Every element is dropped exactly
-    when the unsharded model drops it, from the same seed, provided that ``x`` lies in memory as the unsharded model's
-    tensor does (contiguous, or its dims permuted): eager dropout draws in memory order.
+    when the unsharded model drops it, from the same seed. ``order``: the dims of the unsharded model's tensor as they
+    lie in memory, if not as they are numbered: eager dropout draws in memory order.
     """
     if not 0.0 <= p <= 1.0:
         raise LayoutError(f"dropout probability {p} is not between 0 and 1")
@@ -53,8 +55,8 @@ def dropout(x: torch.Tensor, p: float, shape: Sequence[int], dims: Mapping[int, 
         return x
     if p == 1.0:
         return x * 0.0
-    noise = current().shared(_noise, (tuple(shape), p, x.dtype, x.device), {})
-    return x * _part(_in_memory_order_of(x, noise), dims)
+    noise = in_memory_order(order, lambda s: current().shared(_noise, (s, p, x.dtype, x.device), {}), shape)
+    return x * _part(noise, dims)
 
 
 def _noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -65,12 +67,13 @@ def _noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.d
     return torch.native_dropout(ones, p, True)[0]
 
 
-def _in_memory_order_of(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """``noise`` as if drawn into a tensor whose dims lie in memory as those of ``x`` do."""
-    order = sorted(range(x.dim()), key=lambda d: -x.stride()[d])
-    if x.is_contiguous() or not x.permute(order).is_contiguous():
-        return noise
-    return noise.view([noise.shape[d] for d in order]).permute([order.index(d) for d in range(x.dim())])
+def in_memory_order(
+    order: Sequence[int], draw: Callable[[tuple[int, ...]], torch.Tensor], shape: Sequence[int]
+) -> torch.Tensor:
+    """``draw(shape)`` of a tensor whose dims lie in memory in this ``order`` (none given: as they are numbered)."""
+    if not order:
+        return draw(tuple(shape))
+    return draw(tuple(shape[d] for d in order)).permute([order.index(d) for d in range(len(order))])
 
 
 def _part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:

@@ -28,6 +28,11 @@ def _lengths(site: Site) -> tuple[Any, ...]:
     return tuple(Call(aten.sym_size.int, (x, d), {}) if d in type_.unknown else n for d, n in enumerate(type_.shape))
 
 
+def _order(site: Site) -> dict[str, Any]:
+    """How the operand lies in memory on one device, where that is not as its dims are numbered."""
+    return {"order": site.node.order} if site.node.order else {}
+
+
 def _same_shape(node: Node, graph: Graph) -> Factors:
     (shape,) = input_shapes(node, graph)
     dims = numbered(shape)
@@ -44,7 +49,7 @@ def _local_dropout(site: Site) -> Call:
     node = site.node
     if not argument(node, "train"):
         return unchanged(site)
-    return Call("dropout", (node.args[0], argument(node, "p"), _lengths(site), cuts(site)), {})
+    return Call("dropout", (node.args[0], argument(node, "p"), _lengths(site), cuts(site)), _order(site))
 
 
 def _native_dropout(node: Node, graph: Graph) -> tuple[Strategy, ...]:
@@ -54,7 +59,7 @@ def _native_dropout(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 def _local_native_dropout(site: Site) -> Call:
     node = site.node
     probability = 0.0 if argument(node, "train") is False else argument(node, "p")
-    return Call("native_dropout", (node.args[0], probability, _lengths(site), cuts(site)), {})
+    return Call("native_dropout", (node.args[0], probability, _lengths(site), cuts(site)), _order(site))
 
 
 def _like(node: Node, graph: Graph) -> tuple[Strategy, ...]:
@@ -65,7 +70,7 @@ def _like(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 def _local_like(site: Site) -> Call:
     node = site.node
     x, *rest = node.args
-    return Call("draw_like", (_name(node), x, _lengths(site), cuts(site), *rest), dict(node.kwargs))
+    return Call("draw_like", (_name(node), x, _lengths(site), cuts(site), *rest), {**node.kwargs, **_order(site)})
 
 
 def _sized(node: Node, graph: Graph) -> tuple[Strategy, ...]:

@@ -1,0 +1,176 @@
+"""``if`` on a tensor where one branch is for errors: the other is traced, and every call checks that it applies.
+
+Libraries test their arguments (``if labels.max() >= n: raise``, ``assert``) and look for overflow (``if not
+torch.isfinite(x).all(): x = x.clamp(…)``). Both ask for a truth value that a trace without data does not have.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import linecache
+import os
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_UNIFORM = {
+    torch.isfinite: True, torch.Tensor.isfinite: True, torch.isnan: False, torch.Tensor.isnan: False,
+    torch.isinf: False, torch.Tensor.isinf: False,
+}  # fmt: skip
+"""what every element of the result is, if all numbers are finite"""
+_SAME = (torch.all, torch.Tensor.all, torch.any, torch.Tensor.any)
+_NOT = (
+    torch.logical_not,
+    torch.Tensor.logical_not,
+    torch.bitwise_not,
+    torch.Tensor.bitwise_not,
+    torch.Tensor.__invert__,
+)
+_OR = (torch.logical_or, torch.Tensor.logical_or, torch.bitwise_or, torch.Tensor.bitwise_or, torch.Tensor.__or__)
+_AND = (torch.logical_and, torch.Tensor.logical_and, torch.bitwise_and, torch.Tensor.bitwise_and, torch.Tensor.__and__)
+
+
+class Conditions:
+    """Follows tests for infinities and NaN through a trace, and answers ``bool(tensor)`` where it can."""
+
+    def __init__(self) -> None:
+        self.uniform: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """tensor → what all its elements are if the numbers that were tested are finite"""
+
+    def follow(self, func: Any, args: Any, result: Any) -> None:
+        """Take note of the result of a call."""
+        if not isinstance(result, torch.Tensor) or result.dtype != torch.bool:
+            return
+        if func in _UNIFORM:
+            self.uniform[result] = _UNIFORM[func]
+            return
+        known = [self.uniform.get(x) for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+        if not known or None in known:
+            return
+        if func in _SAME:
+            self.uniform[result] = bool(known[0])
+        elif func in _NOT:
+            self.uniform[result] = not known[0]
+        elif func in _OR:
+            self.uniform[result] = any(known)
+        elif func in _AND:
+            self.uniform[result] = all(known)
+
+    def truth(self, tensor: torch.Tensor, frame: FrameType) -> bool | None:
+        """``bool(tensor)``, asked for by ``frame``, with a check in the graph that it is so; None: not known."""
+        known: bool | None
+        if (known := self.uniform.get(tensor)) is not None:
+            message = "a number is infinite or NaN; the compiled program is for finite numbers"
+        elif (known := unless_raised(frame)) is not None:
+            message = FAILS
+        else:
+            return None
+        torch._assert_async(tensor if known else tensor.logical_not(), f"{_where(frame)}: {message}: {_line(frame)}")
+        return known
+
+
+FAILS = "the model's check of its values fails"
+
+
+def truth_of_number(number: torch.SymBool, frame: FrameType) -> bool | None:
+    """``bool(number)``, which depends on the data, as :meth:`Conditions.truth` of a tensor.
+
+    Whether a length is less than 2 is answered too: it is not.
+    """
+    if get_proxy_mode() is None:  # inside an op, where the graph would not get the check
+        return None
+    if (known := unless_raised(frame)) is not None:
+        message = FAILS
+    elif (known := _of_many(number)) is not None:
+        message = "a length that depends on the data is too small for the compiled program"
+    else:
+        return None
+    holds = number if known else torch.sym_not(number)
+    check = torch.scalar_tensor(torch.sym_ite(holds, 1, 0), dtype=torch.int64)
+    torch._assert_async(check, f"{_where(frame)}: {message}: {_line(frame)}")
+    if message != FAILS:
+        torch._check(holds)  # later ops may count on the length; of a number it would make a constant
+    return known
+
+
+def _of_many(number: torch.SymBool) -> bool | None:
+    """What ``number`` is for long lengths, if it compares one with 0, 1 or 2; else None."""
+    expression, shapes = number.node.expr, number.node.shape_env
+    symbols = expression.free_symbols
+    small = expression.is_Relational and any(side in (0, 1, 2) for side in expression.args)
+    if not small or len(symbols) != 1 or not symbols <= shapes.size_like:
+        return None
+    values = {bool(expression.xreplace(dict.fromkeys(symbols, n))) for n in (2**10, 2**20 + 1, 2**30 + 3)}
+    return values.pop() if len(values) == 1 else None
+
+
+def _where(frame: FrameType) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _line(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+def unless_raised(frame: FrameType) -> bool | None:
+    """The truth value with which ``frame`` goes on, if the condition it evaluates is an assert or guards a raise."""
+    line = frame.f_lineno
+    tests = [
+        (node.test, isinstance(node, ast.Assert))
+        for node in _checks(frame.f_code.co_filename)
+        if node.test.lineno <= line <= (node.test.end_lineno or line)
+    ]
+    if not tests:
+        return None
+    leaves = list(_leaves(*tests[-1]))
+    if (span := _operand(frame.f_code, frame.f_lasti)) is not None:
+        leaves = [(leaf, wanted) for leaf, wanted in leaves if _covers(leaf, span)]
+    wanted = {wanted for _, wanted in leaves}
+    return wanted.pop() if len(wanted) == 1 else None
+
+
+@functools.cache
+def _checks(file: str) -> tuple[ast.Assert | ast.If, ...]:
+    """Every assert in ``file``, and every ``if`` that only raises."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Assert | ast.If)]
+    return tuple(n for n in found if isinstance(n, ast.Assert) or (isinstance(n.body[-1], ast.Raise) and not n.orelse))
+
+
+def _leaves(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
+    """The parts of a condition that and, or, not combine, and what each is if the whole is as ``wanted``."""
+    if isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from _leaves(value, wanted)
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _leaves(test.operand, not wanted)
+    else:
+        yield test, wanted
+
+
+Span = tuple[tuple[int, int], tuple[int, int]]
+"""(line, column) of the start and the end of source text"""
+
+
+def _operand(code: CodeType, offset: int) -> Span | None:
+    """Where the value that the instruction at ``offset`` tests was computed; None before Python 3.11."""
+    before = [i for i in dis.get_instructions(code) if i.offset < offset and i.opname != "EXTENDED_ARG"]
+    place = getattr(before[-1], "positions", None) if before else None
+    if place is None or None in place:
+        return None
+    return (place.lineno, place.col_offset), (place.end_lineno, place.end_col_offset)
+
+
+def _covers(node: ast.expr, span: Span) -> bool:
+    start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+    return start <= span[0] and span[1] <= end

@@ -1,0 +1,70 @@
+"""Draws from Python's or NumPy's generator in a forward: refused, unless what is drawn decides nothing.
+
+Layer dropout draws a number for every layer and compares it with a rate that is 0 most of the time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+
+from autoshard.errors import CaptureError
+
+UNIFORM = (
+    (random, "random", "Python's random"), (random, "uniform", "Python's random"),
+    (np.random, "random", "numpy's"), (np.random, "rand", "numpy's"), (np.random, "uniform", "numpy's"),
+)  # fmt: skip
+"""functions that draw a number from 0 to 1 when they are called without arguments, or with these bounds"""
+
+Refuse = Callable[[str], CaptureError]
+
+
+def message(generator: str) -> str:
+    return (
+        f"the forward draws from or seeds {generator} generator outside of torch's random ops; the number would be a "
+        "constant of the graph. Draw with torch (torch.rand), and seed outside the forward."
+    )
+
+
+def patches(refuse: Refuse) -> Iterator[tuple[Any, str, Any]]:
+    """(module, name, stand-in) for each function of :data:`UNIFORM`. ``refuse``: makes the error to raise."""
+    for module, name, generator in UNIFORM:
+        yield module, name, _drawing(getattr(module, name), generator, refuse)
+
+
+def _drawing(original: Callable[..., Any], generator: str, refuse: Refuse) -> Callable[..., Any]:
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        if args in ((), (0, 1)) and not kwargs:
+            return Drawn(generator, refuse)
+        return original(*args, **kwargs)
+
+    return draw
+
+
+class Drawn:
+    """A number from 0 to 1 that is not known: comparisons say what holds for all of them, all else is refused."""
+
+    def __init__(self, generator: str, refuse: Refuse) -> None:
+        self.refuse, self.generator = refuse, generator
+
+    def _used(self, *args: Any) -> NoReturn:
+        raise self.refuse(message(self.generator))
+
+    def _less(self, other: Any) -> bool:
+        """Whether it is less than ``other``; 0 and 1 themselves are as good as never drawn."""
+        if isinstance(other, int | float) and not 0 < other < 1:
+            return other >= 1
+        raise self.refuse(message(self.generator))
+
+    def _greater(self, other: Any) -> bool:
+        return not self._less(other)
+
+    __lt__ = __le__ = _less
+    __gt__ = __ge__ = _greater
+    __eq__ = __ne__ = __bool__ = __float__ = __int__ = __index__ = __round__ = __neg__ = __abs__ = _used
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _used
+    __rpow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __array__ = __str__ = __repr__ = __format__ = _used
+    __hash__ = None  # type: ignore[assignment]

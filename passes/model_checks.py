@@ -1,0 +1,60 @@
+"""What can be seen on a model and its inputs before a trace: wrappers, exotic tensors, hooks of the backward."""
+
+from __future__ import annotations
+
+import keyword
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autoshard.errors import CaptureError
+
+
+def check_model(model: nn.Module, training: bool) -> None:
+    """Refuse what can be seen on the model before it runs: wrappers, exotic parameters, hooks of the backward."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(f"{path or 'the model'}: a ScriptModule cannot be traced; give the Python module")
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise CaptureError(f"{path or 'the model'}: {type(module).__name__} distributes already; give its .module")
+        if training and (module._backward_hooks or module._backward_pre_hooks):
+            raise CaptureError(
+                f"{path or 'the model'}: it has a module backward hook, which the compiled module would not call. "
+                "Remove it before compiling."
+            )
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if taken := [part for part in name.split(".") if keyword.iskeyword(part)]:
+                raise CaptureError(
+                    f"{kind} {name!r}: torch.export cannot trace the name {taken[0]!r}, which is a Python keyword. "
+                    "Rename it."
+                )
+            _check_tensor(kind, name, tensor, training)
+
+
+def check_example(example: Any) -> None:
+    """Refuse inputs that are no plain dense tensors."""
+    for leaf in pytree.tree_leaves(example):
+        if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
+            raise CaptureError(
+                f"an input of shape {list(leaf.shape)} is a tensor of layout {leaf.layout}; autoshard shards plain dense "
+                "tensors. Convert it first (to_dense())."
+            )
+
+
+def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) -> None:
+    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+        raise CaptureError(f"{kind} {name!r} has no shape yet: run the model once before compiling it")
+    wrapped = hasattr(type(tensor), "__tensor_flatten__")  # DTensor and other subclasses made of plain tensors
+    if wrapped or tensor.layout != torch.strided:
+        raise CaptureError(
+            f"{kind} {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; autoshard shards plain dense "
+            "tensors. Convert it first (full_tensor(), to_dense(), dequantize())."
+        )
+    if training and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
+        raise CaptureError(
+            f"{kind} {name!r}: it has a tensor hook, which the compiled module would not call. Remove it before "
+            "compiling, and register it on the compiled module's parameter, or change .grad after backward()."
+        )
