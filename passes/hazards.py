@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.errors import CaptureError
 from autoshard.passes import draws
+from autoshard.passes.caches import caches_stay_clean
 from autoshard.passes.conditions import FAILS, Conditions, truth_of_number
 from autoshard.passes.custom_functions import as_op, inline, is_derivative
 from autoshard.passes.known import Known
@@ -125,6 +126,7 @@ def watching(training: bool, learnt: Learnt) -> Iterator[Watch]:
     states = _generator_states()
     with contextlib.ExitStack() as stack:
         stack.callback(_restore_generators, states)
+        stack.enter_context(caches_stay_clean())
         if training:
             for function in _subclasses(torch.autograd.Function):
                 if _is_foreign(function):

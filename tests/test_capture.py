@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -383,3 +384,16 @@ def test_hugging_face_checkpointing_is_refused() -> None:
 def test_a_linear_layer_with_a_weight_of_one_row() -> None:
     graph = check(Model(lambda s, x: F.linear(x, s.lin.weight[0])), X)
     assert aten.matmul.default in ops(graph)
+
+
+@functools.lru_cache
+def positions(length: int) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.float64)
+
+
+def test_caches_of_the_model_hold_no_tensors_without_data() -> None:
+    model = Model(lambda s, x: s.lin(x) + positions(x.shape[-1]))
+    capture(model, (X,))
+    capture(model, (X,))
+    assert type(positions(4)) is torch.Tensor
+    assert model(X).shape == X.shape

@@ -1,0 +1,29 @@
+"""``functools.lru_cache`` around functions of the model: what a trace leaves there has no data, and eager would get it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+_NOT_THE_MODELS = ("torch", "sympy", "functools", "autoshard", "numpy")
+
+
+@contextlib.contextmanager
+def caches_stay_clean() -> Iterator[None]:
+    """Afterwards every cache that took in something is empty; those of torch itself are left alone."""
+    before = {id(cache): cache.cache_info().misses for cache in _caches()}
+    try:
+        yield
+    finally:
+        for cache in _caches():
+            if cache.cache_info().misses > before.get(id(cache), 0):
+                cache.cache_clear()
+
+
+def _caches() -> list[Any]:
+    kind = functools._lru_cache_wrapper
+    found = [x for x in gc.get_objects() if type(x) is kind]
+    return [x for x in found if (getattr(x, "__module__", "") or "").partition(".")[0] not in _NOT_THE_MODELS]
