@@ -81,8 +81,8 @@ def operand_order(node: fx.Node) -> tuple[int, ...]:
     value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
     if not isinstance(value, torch.Tensor):
         return ()
-    sizes, strides = ([_example(n) for n in ns] for ns in (value.shape, value.stride()))
-    if None in sizes:
+    sizes, strides = ([e for n in ns if (e := _example(n)) is not None] for ns in (value.shape, value.stride()))
+    if len(sizes) != value.ndim or len(strides) != value.ndim:
         return ()
     like = torch.empty_strided(sizes, strides, device="meta")
     order = memory_order(like)
