@@ -10,6 +10,7 @@ from torch import fx
 
 from autoshard.passes.dynamic import is_symbolic
 from autoshard.passes.exact import SINGLE
+from autoshard.passes.hazards import is_random
 from autoshard.passes.ir import Ref, TensorType, map_refs, refs
 
 aten = torch.ops.aten
@@ -106,12 +107,24 @@ def is_felt(type_: TensorType, operand: Any, result: Any) -> bool:
     return isinstance(result, torch.Tensor) and memory_order(operand) != memory_order(result)
 
 
+def live_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that the output, an effect or a draw depends on; checks are none of these."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        op = node.target
+        lasting = isinstance(op, torch._ops.OpOverload) and (is_random(op) or not op._schema.returns)
+        if node.op == "output" or (lasting and op not in DROPPED) or any(user in found for user in node.users):
+            found.add(node)
+    return [node for node in graph.nodes if node in found]
+
+
 def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> tuple[Any, Any, dict[str, Any]]:
     """``(op, args, kwargs)`` in the form the passes expect. ``slots``: the results that are used.
 
     - Every way to reshape is ``reshape``, which also serves local tensors of any strides.
     - ``native_dropout`` whose mask is unused is ``dropout``.
     - What overwrites a value wholly (``zero``, ``fill``) makes a new one: the old one has no part in the gradient.
+    - ``item`` is ``_local_scalar_dense``.
     - Memory that is not initialised is zeros: it would differ from rank to rank.
     - No op names a device, a layout or pinned memory: a program runs on the device of its module.
     """
@@ -120,6 +133,8 @@ def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> t
         kwargs.pop("memory_format", None)
         make, operands = _UNINITIALISED[op]
         return make, args[:operands], kwargs
+    if op is aten.item.default:
+        return aten._local_scalar_dense.default, args, kwargs
     if op is aten.zero.default:
         return aten.zeros_like.default, args, kwargs
     if op is aten.fill.Scalar:

@@ -24,13 +24,14 @@ from autoshard.passes.decompose import decompose
 from autoshard.passes.ir import Graph, Ref
 from autoshard.passes.loops import Learnt
 from autoshard.passes.model_checks import check_example, check_model
+from autoshard.passes.numbers import Numbers
+from autoshard.passes.questions import Exported, indifferent
 from autoshard.passes.regions import detach_no_grad
-from autoshard.passes.symbols import Dynamic, Open, opened, shapes_for_export
+from autoshard.passes.symbols import Dynamic, opened, shapes_for_export
 from autoshard.passes.translate import translate
 from autoshard.passes.trees import register_types
 
 log = logging.getLogger("autoshard")
-Exported = tuple[torch.export.ExportedProgram, "list[bool] | None", Mapping[str, Open]]
 _NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
 
 
@@ -76,31 +77,50 @@ def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic
     """
     with hazards.as_in_eager() as has_other:
         try:
-            return _retried(model, example, training, dynamic)
+            return _functional(model, example, training, dynamic)
         except CaptureError as error:
             if not has_other() and "HigherOrder" not in str(error):  # dynamo traces those, and stops at the answer
                 raise
             eager = error
     try:
-        return _retried(model, example, training, dynamic)
+        return _functional(model, example, training, dynamic)
     except CaptureError as error:
         if str(error) == str(eager):
             raise
         raise CaptureError(f"{eager}\nIts program for tracers: {error}") from error
 
 
-def _retried(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
-    """Traced again as long as an error tells what to do about a loop whose length depends on the data."""
+def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
+    """See :func:`_export`; questions about values are answered where the answer does not matter."""
+    trace = functools.partial(_retried, model, example, training, dynamic, Numbers())
+    try:
+        program, output_grads, inputs = trace()
+    except CaptureError as error:
+        found = indifferent(trace) if hazards.is_data_dependent(error.__cause__ or error) else None
+        if found is None:
+            raise
+        program, output_grads, inputs = found
+    try:
+        with hazards.effects_stay():
+            if training:
+                detach_no_grad(program.graph_module, gradient_sources(program, model, example))
+            return decompose(program.run_decompositions({})), output_grads, inputs
+    except Exception as error:
+        raise hazards.explain(model, error) from error
+
+
+def _retried(model: nn.Module, example: Example, training: bool, dynamic: Dynamic, numbers: Numbers) -> Exported:
+    """Traced again as long as an error tells what to do about a loop or a number that depends on the data."""
     learnt = Learnt()
     while True:
-        with _untouched(model):
+        with _untouched(model), numbers.stand_ins():
             trace = _Trace(model)
             try:
                 return _traced(model, example, training, dynamic, trace, learnt)
             except Exception as error:
                 cause = trace.error or error
                 loops = getattr(trace.watch, "loops", None)
-                if loops is None or not loops.learn(cause):
+                if not numbers.learn(cause) and (loops is None or not loops.learn(cause)):
                     raise hazards.explain(model, cause) from cause
 
 
@@ -114,9 +134,7 @@ def _traced(
         with hazards.watching(training, learnt) as trace.watch:
             program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
         hazards.check_loops(program)
-        if training:
-            detach_no_grad(program.graph_module, gradient_sources(program, model, example))
-        return decompose(program.run_decompositions({})), trace.output_grads, inputs
+    return program, trace.output_grads, inputs
 
 
 def _tensors(model: nn.Module, example: Example) -> dict[str, torch.Tensor]:

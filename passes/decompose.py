@@ -33,10 +33,12 @@ _TABLE = """
 
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """``program`` without the ops that have no rule and can be written as others. Parts keep their module and line."""
+    tried: set[torch._ops.OpOverload] = set()
     for _ in range(ROUNDS):
-        tail = {op: how for op in _without_rule(program) if (how := _how(op)) is not None}
+        tail = {op: how for op in _without_rule(program) if op not in tried and (how := _how(op)) is not None}
         if not tail:
             break
+        tried.update(tail)
         for node in program.graph.nodes:
             if node.target in tail:
                 node.meta["custom"] = {ORIGIN: str(node.target), **(node.meta.get("custom") or {})}

@@ -46,7 +46,7 @@ _DATA_DEPENDENT = (
 )
 DATA_DEPENDENT = (
     "the program depends on the values of a tensor ({what}), but one graph must serve all inputs. "
-    "Use torch.where or a mask instead of `if` and of loops over a tensor, and .item() instead of int() or float()."
+    "Use torch.where or a mask instead of `if` and of loops over a tensor."
 )
 
 
@@ -364,12 +364,22 @@ def explain(model: nn.Module, error: BaseException) -> CaptureError:
     prefix = f"{where}: " if where else ""
     if isinstance(error, CaptureError):
         text = str(error)
-    elif type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error):
+    elif is_data_dependent(error):
         text = DATA_DEPENDENT.format(what=f"`{code}`" if code else type(error).__name__)
     else:
         first = str(error).strip().split("\n\n")[0]
         text = f"the model could not be traced. {type(error).__name__}: {first}"
     return CaptureError(prefix + text)
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether ``error`` says that Python needs the value of a tensor."""
+    return type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error)
+
+
+def is_foreign_file(file: str) -> bool:
+    """Whether a file is neither torch's, nor autoshard's, nor Python's."""
+    return not file.startswith((_TORCH, _HERE, "<")) and (not file.startswith(_STANDARD) or "site-packages" in file)
 
 
 def _locate(model: nn.Module, tb: TracebackType | None) -> tuple[str, str, str]:
@@ -381,6 +391,6 @@ def _locate(model: nn.Module, tb: TracebackType | None) -> tuple[str, str, str]:
         owner = frame.f_locals.get("self")
         if id(owner) in names and names[id(owner)]:
             path = names[id(owner)]
-        if not file.startswith((_TORCH, _HERE, "<")) and (not file.startswith(_STANDARD) or "site-packages" in file):
+        if is_foreign_file(file):
             line, code = f"{os.path.basename(file)}:{number}", linecache.getline(file, number).strip()
     return path, line, code

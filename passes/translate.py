@@ -21,7 +21,16 @@ from torch.export.graph_signature import (
 
 from autoshard.errors import CaptureError
 from autoshard.passes.arguments import Example, argument_paths, export_order, own_tensor
-from autoshard.passes.canonical import DROPPED, STRIDED, Gradients, canonical, is_felt, memory_order, operand_order, same_as
+from autoshard.passes.canonical import (
+    STRIDED,
+    Gradients,
+    canonical,
+    is_felt,
+    live_nodes,
+    memory_order,
+    operand_order,
+    same_as,
+)
 from autoshard.passes.decompose import origin
 from autoshard.passes.dynamic import constant, is_length, is_symbolic, number_op, type_of
 from autoshard.passes.exact import SINGLE, fan_out
@@ -89,7 +98,7 @@ class _Translation:
 
     def graph(self) -> Graph:
         flat_inputs = self.read_inputs()
-        for node in self.program.graph.nodes:
+        for node in live_nodes(self.program.graph):
             if node.op == "call_function" and node.target is not operator.getitem:
                 self.node(node)
         outputs, mutations = self.outputs()
@@ -165,8 +174,6 @@ class _Translation:
 
     def node(self, node: fx.Node) -> None:
         op, value = node.target, node.meta.get("val")
-        if op in DROPPED:
-            return
         if (fixed := self.known(value)) is not None:
             self.values[node.name] = fixed
             return

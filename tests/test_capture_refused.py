@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "checkpoint": (lambda s, x: checkpoint(s.lin, x * s.w, use_reentrant=False), "activation checkpointing"),
     "reentrant": (lambda s, x: checkpoint(s.lin, x * s.w, use_reentrant=True), "activation checkpointing"),
     "branch": (branch, r"test_capture_refused.py:\d+.*depends on the values of a tensor \(`if x.sum\(\) > 0:`\)"),
-    "float": (lambda s, x: s.w * float(x.sum()), "depends on the values of a tensor"),
+    "range": (lambda s, x: sum(s.w * i for i in range(int(x.sum()))), "depends on the values of a tensor"),
     "loop": (lambda s, x: sum(s.w * i for i in x.nonzero()), "a loop over a tensor of unknown length"),
     "input": (lambda s, x: x.add_(1) * s.w, "in place into its input"),
     "parameter": (lambda s, x: x * s.w.data.mul_(2), "behind autograd's back"),

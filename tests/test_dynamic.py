@@ -100,6 +100,17 @@ class Item(nn.Module):
         return scaled + first
 
 
+class Segments(nn.Module):
+    """Sums over segments whose number is read with Python's ``int``; a factor read with ``float``."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        segment = (h[:, 0] > 0).long() + 2 * (h[:, 1] > 0).long()
+        count = int(segment.max()) + 1 if isinstance(len(h), int) else 0
+        assert isinstance(count, int)
+        sums = h.new_zeros(count, WIDTH).index_add(0, segment, h)
+        return h + sums[segment] * float(h.detach().mean()) * (float("0.5") + int(3.7))
+
+
 class Unique(nn.Module):
     """A table row is transformed once for all tokens that share it."""
 
@@ -134,7 +145,7 @@ class Pieces(nn.Module):
 
 
 MIDDLES: dict[str, Callable[[], nn.Module]] = {
-    m.__name__.lower(): m for m in (Masked, Nonzero, Experts, Item, Unique, Repeated, Pieces)
+    m.__name__.lower(): m for m in (Masked, Nonzero, Experts, Item, Segments, Unique, Repeated, Pieces)
 }
 
 
@@ -237,6 +248,12 @@ def test_strict_names_the_operation_of_unknown_length() -> None:
         RuleError, match=r"aten.index.Tensor in module 'middle' at test_dynamic.py:\d+ runs on full tensors"
     ):
         autoshard.compile(model_of("masked"), ideal(MESHES["tp2"]), (batch(1),), strict=True)
+
+
+def test_int_is_pythons_own_again_after_the_trace() -> None:
+    code = Segments.forward.__code__
+    capture(model_of("segments"), (batch(1),))
+    assert Segments.forward.__code__ is code
 
 
 def test_the_first_difference_is_found_past_numbers() -> None:

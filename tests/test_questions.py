@@ -1,0 +1,121 @@
+"""Questions about a tensor's values: answered where the answer does not matter, and refused where it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import MESHES, assert_equal_training
+from torch import Tensor, nn
+
+import autoshard
+from autoshard.passes.capture import capture
+
+
+class Asking(nn.Module):
+    """A linear layer between questions."""
+
+    def __init__(self, ask: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 12)
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.ask(x)).square().mean()
+
+
+def kernel(x: Tensor) -> Tensor:
+    """Which of two kernels, of which one is not installed; PyG asks so."""
+    fast = bool(x.abs().sum() > 3)
+    return x.neg() if fast and not hasattr(torch, "relu") else x.relu()
+
+
+def checked(x: Tensor) -> Tensor:
+    """Checks of the input: by a tensor, by a number, by an assertion."""
+    if not torch.isfinite(x).all():
+        raise ValueError("not finite")
+    if int((x > 0).sum()) > 1000:
+        raise ValueError("too many")
+    assert (x < 100).all()
+    return x.relu()
+
+
+def equal_branches(x: Tensor) -> Tensor:
+    """Both branches do the same."""
+    return x.relu() if x.sum() > 0 else torch.relu(x)
+
+
+HARMLESS = [kernel, checked, equal_branches]
+
+
+@pytest.mark.parametrize("ask", HARMLESS, ids=lambda f: f.__name__)
+def test_questions_whose_answer_does_not_matter(ask: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    assert_equal_training(Asking(ask), MESHES["tp2"], (torch.randn(6, 8),), share=1.0, steps=1)
+
+
+def factor(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x * 3
+
+
+def only_together(x: Tensor) -> Tensor:
+    """One yes does nothing, two do."""
+    first, second = bool(x.sum() > 0), bool(x.prod() > 0)
+    return x * 2 if first and second else x
+
+
+def constant(x: Tensor) -> Tensor:
+    return x * torch.tensor([2.0 if x.sum() > 0 else 3.0])
+
+
+def precision(x: Tensor) -> Tensor:
+    return (x.float() if x.sum() > 0 else x.double()).to(x.dtype)
+
+
+def loop(x: Tensor) -> Tensor:
+    while not x.sum() > 3:
+        x = x + 1
+    return x
+
+
+def many(x: Tensor) -> Tensor:
+    """More sequences of answers than are traced."""
+    for row in x.unbind(0):
+        bool(row.sum() > 0)
+    return x
+
+
+def error_of_torch(x: Tensor) -> Tensor:
+    """An error that the model does not raise itself might be the trace's own."""
+    return x.view(7) if x.sum() > 0 else x
+
+
+MATTERS = [factor, only_together, constant, precision, loop, many, error_of_torch]
+
+
+@pytest.mark.parametrize("ask", MATTERS, ids=lambda f: f.__name__)
+def test_questions_whose_answer_matters_are_refused(ask: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(autoshard.CaptureError, match=r"test_questions.py:\d+\): the program depends on the values"):
+        capture(Asking(ask), (torch.randn(6, 8),))
+
+
+def test_pythons_own_answers_are_back_after_the_trace() -> None:
+    before = torch.SymBool.__bool__
+    capture(Asking(checked), (torch.randn(6, 8),))
+    assert torch.SymBool.__bool__ is before
+
+
+def test_a_program_with_sizes_of_the_data_is_traced_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a size or a number has nothing to decompose: no rounds for it."""
+    rounds = []
+    original = torch.export.ExportedProgram.run_decompositions
+
+    def counted(self: torch.export.ExportedProgram, table: object) -> torch.export.ExportedProgram:
+        rounds.append(table)
+        return original(self, table)
+
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", counted)
+    rows = Asking(lambda x: x[x.sum(-1) > 0] * int((x > 0).sum()))
+    capture(rows, (torch.randn(6, 8),))
+    assert len(rounds) == 1
