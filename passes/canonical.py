@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import fx
 from autoshard.passes.dynamic import is_symbolic
 from autoshard.passes.exact import SINGLE
 from autoshard.passes.hazards import is_random
-from autoshard.passes.ir import Ref, TensorType, map_refs, refs
+from autoshard.passes.ir import Graph, Node, Ref, TensorType, map_refs, refs
 
 aten = torch.ops.aten
 
@@ -116,6 +117,19 @@ def live_nodes(graph: fx.Graph) -> list[fx.Node]:
         if node.op == "output" or (lasting and op not in DROPPED) or any(user in found for user in node.users):
             found.add(node)
     return [node for node in graph.nodes if node in found]
+
+
+def remove_dead(graph: Graph) -> Graph:
+    """Without nodes that nothing needs. Random ops stay: each advances the generator, used or not."""
+    needed = {o.name for o in graph.outputs if isinstance(o, Ref)} | set(graph.mutations.values())
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if needed.intersection(node.outputs) or is_random(node.op) or not node.op._schema.returns:
+            kept.append(node)
+            needed.update(node.inputs)
+    kept.reverse()
+    defined = {i.name for i in graph.inputs} | {o for n in kept for o in n.outputs}
+    return replace(graph, nodes=tuple(kept), types={name: t for name, t in graph.types.items() if name in defined})
 
 
 def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> tuple[Any, Any, dict[str, Any]]:

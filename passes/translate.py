@@ -29,6 +29,7 @@ from autoshard.passes.canonical import (
     live_nodes,
     memory_order,
     operand_order,
+    remove_dead,
     same_as,
 )
 from autoshard.passes.decompose import origin
@@ -395,19 +396,6 @@ def check_result(node: fx.Node, value: Any) -> None:
         raise CaptureError(f"{where(node)}: {node.target} makes a tensor of layout {value.layout}; use dense tensors.")
     if value is not None and not isinstance(value, torch.Tensor) and not is_symbolic(value):
         raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'a result of {node.target}')}")
-
-
-def remove_dead(graph: Graph) -> Graph:
-    """Without nodes that nothing needs. Random ops stay: each advances the generator, used or not."""
-    needed = {o.name for o in graph.outputs if isinstance(o, Ref)} | set(graph.mutations.values())
-    kept: list[Node] = []
-    for node in reversed(graph.nodes):
-        if needed.intersection(node.outputs) or is_random(node.op) or not node.op._schema.returns:
-            kept.append(node)
-            needed.update(node.inputs)
-    kept.reverse()
-    defined = {i.name for i in graph.inputs} | {o for n in kept for o in n.outputs}
-    return replace(graph, nodes=tuple(kept), types={name: t for name, t in graph.types.items() if name in defined})
 
 
 def _not_an_op(node: fx.Node) -> str:
