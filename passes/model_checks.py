@@ -1,4 +1,4 @@
-"""What can be seen on a model and its inputs before a trace: wrappers, exotic tensors, hooks of the backward."""
+"""What is refused at sight: on a model and its inputs before a trace, on single results after it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import fx, nn
 
 from autoshard.errors import CaptureError
+from autoshard.passes.dynamic import is_symbolic
+from autoshard.passes.hazards import DATA_DEPENDENT
+from autoshard.passes.provenance import where
 
 
 def check_model(model: nn.Module, training: bool) -> None:
@@ -58,3 +61,17 @@ def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) ->
             f"{kind} {name!r}: it has a tensor hook, which the compiled module would not call. Remove it before "
             "compiling, and register it on the compiled module's parameter, or change .grad after backward()."
         )
+
+
+def check_result(node: fx.Node, value: Any) -> None:
+    """Refuse a result that is neither a dense tensor nor a number that is known at run time."""
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        raise CaptureError(f"{where(node)}: {node.target} makes a tensor of layout {value.layout}; use dense tensors.")
+    if value is not None and not isinstance(value, torch.Tensor) and not is_symbolic(value):
+        raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'a result of {node.target}')}")
+
+
+def not_an_op(node: fx.Node) -> str:
+    """Why a target that is no op is refused."""
+    advice = " Hugging Face: attn_implementation='sdpa'." if "flex_attention" in str(node.target) else ""
+    return f"the higher-order op {node.target} is not supported. Use plain torch ops instead.{advice}"

@@ -37,6 +37,7 @@ from autoshard.passes.dynamic import constant, is_length, is_symbolic, number_op
 from autoshard.passes.exact import SINGLE, fan_out
 from autoshard.passes.hazards import DATA_DEPENDENT, is_random
 from autoshard.passes.ir import Graph, Input, Node, Ref, TensorType, map_refs, refs
+from autoshard.passes.model_checks import check_result, not_an_op
 from autoshard.passes.provenance import fqn, module_types, names_by_tensor, source, where
 from autoshard.passes.sizes import Size
 from autoshard.passes.symbols import Lengths, Open
@@ -184,7 +185,7 @@ class _Translation:
         if node.target is torch.sym_ite and tuple(node.args[1:]) == (1, 0):  # a truth value as a number
             op, node.args = aten.Int.Scalar, node.args[:1]
         if not isinstance(op, torch._ops.OpOverload):
-            raise CaptureError(f"{where(node)}: {_not_an_op(node)}")
+            raise CaptureError(f"{where(node)}: {not_an_op(node)}")
         args, kwargs = self.argument(node.args), self.argument(dict(node.kwargs))
         if any(is_symbolic(a) for a in pytree.tree_leaves((args, kwargs))):
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
@@ -388,16 +389,3 @@ class _Translation:
         if kind is OutputKind.PARAMETER_MUTATION:
             return f"the forward writes in place into parameter {target!r}. Make it a buffer, or compute a new tensor."
         return f"the forward has an effect on {target!r} that a graph cannot express ({kind.name.lower()})."
-
-
-def check_result(node: fx.Node, value: Any) -> None:
-    """Refuse a result that is neither a dense tensor nor a number that is known at run time."""
-    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-        raise CaptureError(f"{where(node)}: {node.target} makes a tensor of layout {value.layout}; use dense tensors.")
-    if value is not None and not isinstance(value, torch.Tensor) and not is_symbolic(value):
-        raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'a result of {node.target}')}")
-
-
-def _not_an_op(node: fx.Node) -> str:
-    advice = " Hugging Face: attn_implementation='sdpa'." if "flex_attention" in str(node.target) else ""
-    return f"the higher-order op {node.target} is not supported. Use plain torch ops instead.{advice}"
