@@ -63,7 +63,7 @@ class Known:
             self._forget(list(written.values()))
             if all(x in written for x in operands) and not {"inplace", "out"} & set(kwargs):
                 self._note(args[0], _returning_first(func), args, kwargs, written)
-        elif func in _OF_A_SHAPE:
+        elif func in _OF_A_SHAPE and _is_fixed(result):
             self._from(operands[1:], result, func, (_blank(args[0]), *args[1:]), kwargs)
         elif operands or func in _FACTORIES:
             self._from(operands, result, func, args, kwargs)
