@@ -16,6 +16,7 @@ from autoshard.passes.ir import Graph, Ref
 from autoshard.passes.lower import Program
 from autoshard.passes.rules.base import Call, Local, Offset
 from autoshard.simulate import join, shard_of
+from autoshard.verification import scale
 
 
 def first_divergence(
@@ -38,8 +39,8 @@ def first_divergence(
             want = torch.as_tensor(expected[name])  # a number that depends on the data is compared as a scalar
             try:
                 got = join([torch.as_tensor(v[name]) for v in given], program.layouts[name], want.shape, name)
-                error = float((got - want).abs().max()) if want.is_floating_point() and want.numel() else 0.0
-                differs = not error <= rtol * max(float(want.abs().max()), 1e-30) if error else False
+                error = _error(got, want) if want.is_floating_point() and want.numel() else 0.0
+                differs = not error <= rtol * max(scale(want), 1e-30) if error else False
                 differs = differs or (not want.is_floating_point() and not torch.equal(got, want))
             except Exception as problem:  # shapes that do not fit, or ranks that disagree
                 return f"{node.op} in {node.fqn or '(root)'} at {node.source}: {problem}"
@@ -47,6 +48,12 @@ def first_divergence(
                 layout = program.layouts[name]
                 return f"{node.op} in {node.fqn or '(root)'} at {node.source}: error {error:.2e}, layout {layout}"
     return None
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference; equal infinities and NaN in the same places do not differ."""
+    same = (got == want) | (got.isnan() & want.isnan())
+    return float((got - want).abs().masked_fill(same, 0.0).max())
 
 
 def graph_inputs(

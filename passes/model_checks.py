@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch.export.graph_signature import OutputKind
 
 from autoshard.errors import CaptureError
 from autoshard.passes.dynamic import is_symbolic
@@ -71,7 +72,26 @@ def check_result(node: fx.Node, value: Any) -> None:
         raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'a result of {node.target}')}")
 
 
+def check_filled(node: fx.Node, operand: torch.Tensor, order: tuple[int, ...]) -> None:
+    """Refuse an operand of as_strided with gaps in its memory. ``order``: of its dims there; () if as numbered."""
+    known = all(isinstance(n, int) for n in (*operand.shape, *operand.stride()))
+    if known and not operand.permute(order or tuple(range(operand.ndim))).is_contiguous():
+        raise CaptureError(
+            f"{where(node)}: as_strided counts in the memory of a tensor that does not fill it (a slice, or expanded). "
+            "Make the tensor contiguous first."
+        )
+
+
 def not_an_op(node: fx.Node) -> str:
     """Why a target that is no op is refused."""
     advice = " Hugging Face: attn_implementation='sdpa'." if "flex_attention" in str(node.target) else ""
     return f"the higher-order op {node.target} is not supported. Use plain torch ops instead.{advice}"
+
+
+def written(kind: OutputKind, target: str) -> str:
+    """Why an effect of the forward is refused."""
+    if kind is OutputKind.USER_INPUT_MUTATION:
+        return f"the forward writes in place into its input {target!r}. Write into a clone and return it."
+    if kind is OutputKind.PARAMETER_MUTATION:
+        return f"the forward writes in place into parameter {target!r}. Make it a buffer, or compute a new tensor."
+    return f"the forward has an effect on {target!r} that a graph cannot express ({kind.name.lower()})."

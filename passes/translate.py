@@ -37,7 +37,7 @@ from autoshard.passes.dynamic import constant, is_length, is_symbolic, number_op
 from autoshard.passes.exact import SINGLE, fan_out
 from autoshard.passes.hazards import DATA_DEPENDENT, is_random
 from autoshard.passes.ir import Graph, Input, Node, Ref, TensorType, map_refs, refs
-from autoshard.passes.model_checks import check_result, not_an_op
+from autoshard.passes.model_checks import check_filled, check_result, not_an_op, written
 from autoshard.passes.provenance import fqn, module_types, names_by_tensor, source, where
 from autoshard.passes.sizes import Size
 from autoshard.passes.symbols import Lengths, Open
@@ -202,6 +202,8 @@ class _Translation:
         elif same := self.same(node, args, kwargs):
             self.rename(node, same)
         else:
+            if op is aten.as_strided.default:
+                args, kwargs = self.in_memory(node, *args, **kwargs)[0], {}
             if op in STRIDED:
                 args = (self.strided(node, args[0]), *args[1:])
             self.emit_all(node, op, args, kwargs)
@@ -260,6 +262,7 @@ class _Translation:
         """as_strided_scatter as an index_put: torch 2.13's own backward gives the gradient of the wrong elements."""
         if self.is_open((ref, src)):
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what='a write through as_strided')}")
+        (ref, _, _, storage_offset), order = self.in_memory(node, ref, size, stride, storage_offset)
         shape = self.types[ref.name].shape
         if any(isinstance(n, Size) for n in (*shape, *size, *stride, storage_offset)):
             raise CaptureError(f"{where(node)}: a write through as_strided, whose lengths have to be fixed")
@@ -271,7 +274,20 @@ class _Translation:
         flat = self.emit(node, aten.reshape.default, (ref, [-1]), {})
         values = self.emit(node, aten.reshape.default, (src, [-1]), {})
         put = self.emit(node, aten.index_put.default, (flat, [Ref(name)], values), {})
-        return self.emit(node, aten.reshape.default, (put, list(shape)), {})
+        written = self.emit(node, aten.reshape.default, (put, list(shape)), {})
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return self.emit(node, aten.permute.default, (written, back), {}) if order else written
+
+    def in_memory(
+        self, node: fx.Node, ref: Ref, size: list[int], stride: list[int], storage_offset: int | None = None
+    ) -> tuple[tuple[Ref, list[int], list[int], int], tuple[int, ...]]:
+        """Arguments of as_strided with the operand's dims in the order of its memory, and that order; () as numbered."""
+        value, order = self.fakes[ref.name], operand_order(node)
+        check_filled(node, value, order)
+        if order:
+            ref = self.emit(node, aten.permute.default, (ref, list(order)), {})
+        first = value.storage_offset()
+        return (ref, size, stride, (first if storage_offset is None else storage_offset) - first), order
 
     def strided(self, node: fx.Node, ref: Ref) -> Ref:
         """``ref`` with its dims in memory as in the traced run where a float32 island feels them, else row-major."""
@@ -372,7 +388,7 @@ class _Translation:
             if spec.kind is OutputKind.BUFFER_MUTATION:
                 mutations[self.names[str(spec.target)][0]] = self.values[arg.name].name
             elif spec.kind is not OutputKind.USER_OUTPUT:
-                raise CaptureError(self.written(spec.kind, str(spec.target)))
+                raise CaptureError(written(spec.kind, str(spec.target)))
             elif isinstance(arg, TensorArgument):
                 outputs.append(self.values[arg.name])
             elif isinstance(arg, ConstantArgument):
@@ -382,10 +398,3 @@ class _Translation:
             else:
                 raise CaptureError(f"output {arg.name}: {DATA_DEPENDENT.format(what='a number in the output')}")
         return tuple(outputs), mutations
-
-    def written(self, kind: OutputKind, target: str) -> str:
-        if kind is OutputKind.USER_INPUT_MUTATION:
-            return f"the forward writes in place into its input {target!r}. Write into a clone and return it."
-        if kind is OutputKind.PARAMETER_MUTATION:
-            return f"the forward writes in place into parameter {target!r}. Make it a buffer, or compute a new tensor."
-        return f"the forward has an effect on {target!r} that a graph cannot express ({kind.name.lower()})."
