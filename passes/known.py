@@ -171,6 +171,7 @@ def _is_fixed(tensor: torch.Tensor) -> bool:
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    """Any tensor of that shape and dtype with data."""
+    """Any tensor of that dtype with data, and of that shape; an open one does not count for a result of fixed shape."""
     with _off():
-        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+        shape = tuple(tensor.shape) if all(isinstance(n, int) for n in tensor.shape) else ()
+        return torch.empty(shape, dtype=tensor.dtype)

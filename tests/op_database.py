@@ -137,7 +137,7 @@ class _Captured(InProcessModule):
         for name, buffer in model.named_buffers():
             self.register_buffer(name, buffer.detach().clone())
 
-    def _build(self, args: Any, kwargs: Any, training: bool) -> Executable:
+    def _build(self, args: Any, kwargs: Any, training: bool, structure: Any) -> Executable:
         return Executable(self._compiled, load_source(self._compiled.source.text))
 
 

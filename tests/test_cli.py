@@ -94,12 +94,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-@pytest.mark.usefixtures("module")
 def test_show_a_program_for_all_lengths(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "gpt", "--mesh", "tp=2", "--dynamic"]) == 0
     assert "batch, seq = tokens.shape" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("module")
 def test_a_users_own_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "my_models.nets:with_inputs", "--mesh", "tp=2"]) == 0
     assert ": ok" in capsys.readouterr().out
