@@ -108,6 +108,16 @@ def is_felt(type_: TensorType, operand: Any, result: Any) -> bool:
     return isinstance(result, torch.Tensor) and memory_order(operand) != memory_order(result)
 
 
+def is_turned(operand: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether a cast into a float32 island has to say how dims lie in memory, as they are not row-major throughout.
+
+    Chunks of float64 values need not keep their order, and a cast may give another one.
+    """
+    if operand.dtype in SINGLE or result.dtype not in SINGLE:
+        return False
+    return any(memory_order(x) != tuple(range(x.ndim)) for x in (operand, result))
+
+
 def live_nodes(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that the output, an effect or a draw depends on; checks are none of these."""
     found: set[fx.Node] = set()

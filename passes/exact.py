@@ -4,7 +4,7 @@ Whoever trains in float64 compares digits, and float32 values that are rounded o
 the eighth. So an island is cut only where the result is the same to the last bit, and runs on full tensors elsewhere:
 there each op sees what it sees on one device. What counts beside the values is the order of dims in memory, which
 sums and complex products follow, and the order in which gradients are added. Redistributions keep the former
-(:func:`autoshard.runtime.communicator.in_order_of`), :func:`fan_out` fixes the latter.
+(:func:`autoshard.runtime.communicator.in_order_of`) where chunks show it, :func:`fan_out` fixes the latter.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _ROUNDED = frozenset(
 """rounded correctly, or not at all. Kernels of exp, sin or sigmoid round otherwise in a vector than at its end"""
 _SUMS = frozenset({"sum", "mean"})
 _PRODUCTS = frozenset({"bmm", "matmul", "einsum", "scaled_dot_product_attention"})
+LEAST = 2
+"""positions on every rank: kernels take chunks that are empty, or one long, for row-major ones"""
 _POWERS = (1, 2, 3)
 """exponents that are products, and in the derivative too"""
 
@@ -55,7 +57,7 @@ def exact(strategies: tuple[Strategy, ...], node: Node, graph: Graph) -> tuple[S
             return False  # only whole products are divided among ranks: a kernel's blocks follow the sizes
         return all(map(is_exact, types, placements))
 
-    return tuple(s for s in strategies if is_kept(s))
+    return tuple(replace(s, least=LEAST) for s in strategies if is_kept(s))
 
 
 def is_single_in_double(node: Node, graph: Graph) -> bool:

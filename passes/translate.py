@@ -26,6 +26,7 @@ from autoshard.passes.canonical import (
     Gradients,
     canonical,
     is_felt,
+    is_turned,
     live_nodes,
     memory_order,
     operand_order,
@@ -207,6 +208,8 @@ class _Translation:
             if op in STRIDED:
                 args = (self.strided(node, args[0]), *args[1:])
             self.emit_all(node, op, args, kwargs)
+            if op is aten._to_copy.default and self.double and is_turned(self.fakes[args[0].name], node.meta["val"]):
+                self.values[node.name] = self.strided(node, Ref(node.name))
             if op is aten.detach.default:
                 self.detached[args[0].name] = Ref(node.name)
 

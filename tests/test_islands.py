@@ -13,7 +13,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import CaptureError
-from autoshard.passes import hazards, op_space, translate
+from autoshard.passes import exact, hazards, op_space, translate
 from autoshard.passes.capture import capture
 from autoshard.runtime import in_process
 from autoshard.runtime.fan_out import FAN_OUT, fan_out
@@ -91,6 +91,27 @@ class Chunks(nn.Module):
         return out.transpose(1, 2).flatten(2).to(x.dtype)
 
 
+class Pairs(nn.Module):
+    """Two heads that lie transposed in memory: in a chunk of one head nothing says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.view(*x.shape[:2], 2, 16).transpose(1, 2).float()
+        h = h * h + h.abs() * h
+        h = h * h.mean(-1, keepdim=True).rsqrt()
+        h = h + h.sum((0, 2), keepdim=True) / 99 + h.sum((1, 2), keepdim=True) / 99
+        return h.transpose(1, 2).reshape(x.shape).to(x.dtype)
+
+
+class Casts(nn.Module):
+    """Values that lie transposed in memory: one cast keeps that, after float64 ops on them, the other does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(*x.shape[:2], 2, 16).transpose(1, 2)
+        kept, changed = (heads * heads.abs()).float(), heads.to(torch.float32, memory_format=torch.contiguous_format)
+        h = sum(h + h.sum((0, 2), keepdim=True) / 99 + h.sum((1, 2), keepdim=True) / 99 for h in (kept, changed))
+        return h.transpose(1, 2).reshape(x.shape).to(x.dtype)  # type: ignore[union-attr]
+
+
 class Traced(nn.Module):
     """Another algorithm for tracers, as libraries have."""
 
@@ -112,7 +133,7 @@ class Between(nn.Module):
         return self.down(h + self.island(h)).square().mean()
 
 
-ISLANDS = (Rotary, Columns, Readers, Chunks, Traced)
+ISLANDS = (Rotary, Columns, Readers, Chunks, Pairs, Casts, Traced)
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
@@ -131,6 +152,14 @@ def _program_for_tracers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hazards, "as_in_eager", lambda: contextlib.nullcontext(lambda: False))
 
 
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "LEAST", 0)
+
+
+def _casts_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translate, "is_turned", lambda *args: False)
+
+
 def _clones_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(translate, "is_felt", lambda *args: False)
 
@@ -138,9 +167,11 @@ def _clones_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("island", "harm"),
     [
-        (Columns, _other_order),
+        (Pairs, _other_order),
         (Columns, _clones_left_out),
         (Traced, _program_for_tracers),
+        (Pairs, _short_chunks),
+        (Casts, _casts_as_they_are),
     ],
     ids=lambda part: part.__name__.strip("_"),
 )
@@ -148,8 +179,27 @@ def test_each_measure_counts(island: type[nn.Module], harm: Any, monkeypatch: py
     """Negative control: without it, the last digits of float32 show."""
     harm(monkeypatch)
     torch.manual_seed(3)
+    axes = {"tp": 2} if harm in (_short_chunks, _casts_as_they_are) else {"tp": 3}
     with pytest.raises(AssertionError, match="DIVERGES"):
-        assert_equal_training(Between(island()), {"tp": 3}, (torch.randn(6, 11, 32),), steps=1)
+        assert_equal_training(Between(island()), axes, (torch.randn(6, 11, 32),), steps=1)
+
+
+class Keys(nn.Module):
+    """Keys that are only read transposed, so that their gradients lie so too: a rank without rows does not see it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = (x - x.mean((0, 1))).float()
+        k, q = h * (h.square().sum(-1, keepdim=True) + 1e-6).rsqrt(), h.detach()
+        return ((q @ k.mT * 0.1 + (q * q) @ k.mT * 0.3) @ q).to(x.dtype)
+
+
+@pytest.mark.parametrize("least", [exact.LEAST, 0])
+def test_no_rank_of_an_island_is_empty(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows on three ranks; the negative control leaves the last one none."""
+    monkeypatch.setattr(exact, "LEAST", least)
+    torch.manual_seed(3)
+    with contextlib.nullcontext() if least else pytest.raises(AssertionError, match="DIVERGES"):
+        assert_equal_training(Between(Keys()), {"tp": 3}, (torch.randn(4, 11, 32),), steps=1)
 
 
 def test_what_only_the_tracers_program_can_do_is_traced_with_it() -> None:

@@ -32,8 +32,8 @@ class Strategy:
     """the axes on this factor must divide ``size`` (compound dims of a reshape)"""
     divides: bool = False
     """whether the op's work is divided by the axis"""
-    filled: bool = False
-    """every rank must hold a part of the factor: the op's kernel takes no empty one"""
+    least: int = 0
+    """what every rank must hold of the factor at least: 1 where the op's kernel takes no empty part"""
 
     def allows(self, ranks: Sequence[int]) -> bool:
         """Whether axes of these sizes, outer to inner, may all be on the factor."""
@@ -42,9 +42,9 @@ class Strategy:
         count = math.prod(ranks)
         if int(self.size) < count or (self.even and self.size % count):
             return False
-        if not self.filled or self.size % count == 0:
+        if not self.least or (self.least == 1 and self.size % count == 0):
             return True
-        return not isinstance(self.size, Size) and _least(self.size, tuple(ranks)) > 0
+        return not isinstance(self.size, Size) and _least(self.size, tuple(ranks)) >= self.least
 
 
 def _least(size: int, ranks: tuple[int, ...]) -> int:

@@ -65,7 +65,8 @@ class Factors:
             _place(dims, factor, P if summed and i in self.addends else R) for i, dims in enumerate(self.inputs)
         )
         outputs = tuple(_place(dims, factor, self.reduced.get(factor, P)) for dims in self.outputs)
-        return Strategy(factor, inputs, outputs, self.sizes[factor], factor in self.even, True, factor in self.filled)
+        least = int(factor in self.filled)
+        return Strategy(factor, inputs, outputs, self.sizes[factor], factor in self.even, divides=True, least=least)
 
     def _through(self, group: tuple[int, ...]) -> Strategy:
         inputs = tuple(P if i in group else R for i in range(len(self.inputs)))
