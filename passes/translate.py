@@ -274,8 +274,7 @@ class _Translation:
         self.constants[name] = positions.reshape(-1)
         self.inputs[name] = Input(name, "constant", name)
         self.define(name, node, self.constants[name], False)
-        flat = self.emit(node, aten.reshape.default, (ref, [-1]), {})
-        values = self.emit(node, aten.reshape.default, (src, [-1]), {})
+        flat, values = (self.emit(node, aten.reshape.default, (x, [-1]), {}) for x in (ref, src))
         put = self.emit(node, aten.index_put.default, (flat, [Ref(name)], values), {})
         written = self.emit(node, aten.reshape.default, (put, list(shape)), {})
         back = sorted(range(len(order)), key=order.__getitem__)
@@ -310,11 +309,9 @@ class _Translation:
         while name in self.types or name in self.fx_nodes:
             number += 1
             name = f"{stem}_{number}"
-        theirs = args if theirs is None else theirs
-        without_data = (
-            (lambda ref: self.fakes[ref.name]) if self.is_open(args) or self.is_symbolic(args) else self._meta
-        )
-        value = op(*map_refs(theirs, without_data), **kwargs)
+        varies = self.is_open(args) or self.is_symbolic(args)
+        without_data = (lambda ref: self.fakes[ref.name]) if varies else self._meta
+        value = op(*map_refs(args if theirs is None else theirs, without_data), **kwargs)
         grads = self.gradients.flags(op, args, kwargs, self.types, [value])
         self.add(node, name, op, args, kwargs, [(name, 0, value)], grads)
         return Ref(name)
