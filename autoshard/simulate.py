@@ -90,7 +90,9 @@ class _Cut(torch.autograd.Function):
         if len(given) < len(gradients):  # a rank whose part is empty may be left out of the graph
             shapes = [ctx.layout.local_shape(ctx.shape, r) for r in range(len(gradients))]
             given = [given[0].new_zeros(s) if g is None else g for g, s in zip(gradients, shapes, strict=True)]
-        return join(given, ctx.layout.gradient(), ctx.shape, f"the gradient of {ctx.name}"), None, None
+        # As a node of the graph again: it has the derivative of its own that a gradient penalty asks for.
+        joined = _Join.apply(ctx.layout.gradient(), ctx.shape, f"the gradient of {ctx.name}", *given)  # type: ignore[no-untyped-call]
+        return joined, None, None
 
 
 class _Join(torch.autograd.Function):
@@ -98,10 +100,9 @@ class _Join(torch.autograd.Function):
     def forward(
         ctx: Any, layout: Layout, shape: tuple[int, ...] | None, name: str, *shards: torch.Tensor
     ) -> torch.Tensor:
-        ctx.layout = layout
+        ctx.layout, ctx.name = layout, name
         return join(shards, layout, shape, name)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        layout = ctx.layout.gradient()
-        return None, None, None, *(shard_of(gradient, layout, r).clone() for r in range(layout.mesh.size))
+        return None, None, None, *_Cut.apply(gradient, ctx.layout.gradient(), ctx.name)  # type: ignore[no-untyped-call]

@@ -72,10 +72,13 @@ def check_result(node: fx.Node, value: Any) -> None:
         raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'a result of {node.target}')}")
 
 
-def check_filled(node: fx.Node, operand: torch.Tensor, order: tuple[int, ...]) -> None:
-    """Refuse an operand of as_strided with gaps in its memory. ``order``: of its dims there; () if as numbered."""
+def check_filled(node: fx.Node, operand: torch.Tensor, order: tuple[int, ...], offset: int) -> None:
+    """Refuse an operand of as_strided with gaps in its memory, or a window that begins ``offset`` < 0 before it.
+
+    ``order``: of the operand's dims in memory; () if as numbered.
+    """
     known = all(isinstance(n, int) for n in (*operand.shape, *operand.stride()))
-    if known and not operand.permute(order or tuple(range(operand.ndim))).is_contiguous():
+    if known and (offset < 0 or not operand.permute(order or tuple(range(operand.ndim))).is_contiguous()):
         raise CaptureError(
             f"{where(node)}: as_strided counts in the memory of a tensor that does not fill it (a slice, or expanded). "
             "Make the tensor contiguous first."

@@ -285,11 +285,11 @@ class _Translation:
     ) -> tuple[tuple[Ref, list[int], list[int], int], tuple[int, ...]]:
         """Arguments of as_strided with the operand's dims in the order of its memory, and that order; () as numbered."""
         value, order = self.fakes[ref.name], operand_order(node)
-        check_filled(node, value, order)
+        offset = 0 if storage_offset is None else storage_offset - value.storage_offset()
+        check_filled(node, value, order, offset)
         if order:
             ref = self.emit(node, aten.permute.default, (ref, list(order)), {})
-        first = value.storage_offset()
-        return (ref, size, stride, (first if storage_offset is None else storage_offset) - first), order
+        return (ref, size, stride, offset), order
 
     def strided(self, node: fx.Node, ref: Ref) -> Ref:
         """``ref`` with its dims in memory as in the traced run where a float32 island feels them, else row-major."""

@@ -286,3 +286,55 @@ def test_a_hint_on_an_input_binds() -> None:
 def test_parameters_before_compilation() -> None:
     with pytest.raises(autoshard.PlanError, match="nothing is compiled yet"):
         torch.optim.SGD(autoshard.compile(nn.Linear(4, 4), {"tp": 2}).parameters(), lr=0.1)
+
+
+# --- found by trying to break it ---
+
+
+class Penalised(nn.Module):
+    """A frozen net of its input: its gradient is differentiated again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = (nn.Parameter(randn(6, 6) * s, requires_grad=False) for s in (1.0, 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x @ self.w) @ self.v).pow(3).sum() + x.pow(3).sum()
+
+
+@pytest.mark.parametrize("hints", [{}, {"x": Shard(0)}, {"w": Shard(1)}])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_gradient_penalty(ranks: int, hints: dict[str, object]) -> None:
+    model = Penalised()
+    sharded = autoshard.compile(
+        copy.deepcopy(model), ideal({"tp": ranks}), (randn(4, 6).requires_grad_(),), hints=hints
+    )
+    assert any(c.kind for c in sharded.collectives) or hints == {}
+
+    def second(module: nn.Module) -> torch.Tensor:
+        x = randn(4, 6).requires_grad_()
+        (first,) = torch.autograd.grad(module(x), x, create_graph=True)
+        first.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    torch.testing.assert_close(second(sharded), second(model), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("channels", [1, 4, 6])
+def test_unfolded_channels(channels: int) -> None:
+    class Unfold(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.unfold(x, 3).cumsum(1).square()
+
+    x = randn(1, channels, 6, 6).requires_grad_()
+    assert_equal_training(Unfold(), {"tp": 3}, (x,), hints={"x": Shard(1)})
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_mirrored_pads_of_few_channels(mode: str) -> None:
+    class Pad(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.pad(x, (3, 5), mode=mode).square()
+
+    assert_equal_training(Pad(), {"tp": 3}, (randn(2, 4, 11).requires_grad_(),), hints={"x": Shard(1)})

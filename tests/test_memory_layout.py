@@ -43,7 +43,10 @@ def test_windows_on_memory(name: str, ranks: int) -> None:
     assert_equal_training(Net(WINDOWS[name]), {"tp": ranks}, (x,))
 
 
-def test_gaps_in_memory_are_refused() -> None:
-    net = Net(lambda y: y[:, ::2].as_strided((2, 2), (6, 1)))
+@pytest.mark.parametrize(
+    "fn", [lambda y: y[:, ::2].as_strided((2, 2), (6, 1)), lambda y: y[1:].as_strided((2, 2), (3, 1), 1)]
+)
+def test_memory_of_others_is_refused(fn: Callable[[Tensor], Tensor]) -> None:
+    net = Net(fn)
     with pytest.raises(CaptureError, match="counts in the memory of a tensor that does not fill it"):
         autoshard.plan(net, {"tp": 2}, (torch.randn(4, 6),))

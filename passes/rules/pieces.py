@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from autoshard.passes.ir import Graph, Node
-from autoshard.passes.notation import rule
 from autoshard.passes.rules.base import Call, Internal, Rule, Site, Strategy
 from autoshard.passes.rules.factors import (
     Dims,
@@ -111,7 +110,8 @@ def _shifted(node: Node, graph: Graph) -> Factors:
     dims = numbered(shape, set(_changed(node, shape)) - {s.dim for s in slidings})
     linear = "pad" not in str(node.op) or not _is_constant(node) or not argument(node, "value")
     sizes = sizes_of(shape) | {s.factor: s.to for s in slidings}
-    return Factors((dims,), (dims,), sizes, linear=((0,),) if linear else ())
+    filled = frozenset() if _is_constant(node) else frozenset(sizes)  # mirrors have no kernel for nothing
+    return Factors((dims,), (dims,), sizes, filled=filled, linear=((0,),) if linear else ())
 
 
 def _local_shifted(site: Site) -> Call:
@@ -206,6 +206,16 @@ def _select_scatter(node: Node, graph: Graph) -> Factors:
     dim = positive(argument(node, "dim"), len(shape))
     dims = numbered(shape, (dim,))
     return Factors((dims, dims[:dim] + dims[dim + 1 :]), (dims,), sizes_of(shape), linear=((0, 1),))
+
+
+def _columns(node: Node, graph: Graph) -> Factors:
+    """im2col and col2im: samples, and channels where they divide, for only then are chunks of them chunks of rows."""
+    (shape,), (result,) = input_shapes(node, graph), output_shapes(node, graph)
+    image = shape if "im2col" in str(node.op) else result
+    lead: Dims = ("n",) if max(len(shape), len(result)) == 4 else ()
+    dims = [(*lead, "c", *(None,) * (len(s) - len(lead) - 1)) for s in (shape, result)]
+    sizes = {"n": shape[0], "c": image[len(lead)]}
+    return Factors((dims[0],), (dims[1],), sizes, even=frozenset({"c"}), filled=frozenset({"n"}), linear=((0,),))
 
 
 def _weight_norm(node: Node, graph: Graph) -> Factors:
@@ -332,8 +342,7 @@ RULES: tuple[Rule, ...] = (
     *by_factors("broadcast_tensors.default", _broadcast_tensors, None, "..., ... -> ..., ..."),
     *by_factors("pixel_shuffle.default", _pixels, None, "... (c r r) h w -> ... c (h r) (w r)"),
     *by_factors("pixel_unshuffle.default", _pixels, None, "... c (h r) (w r) -> ... (c r r) h w"),
-    rule(aten.im2col.default, "... c _ _ -> ... (c k) _", linear=((0,),)),
-    rule(aten.col2im.default, "... (c k) _ -> ... c _ _", linear=((0,),)),
+    *by_factors("im2col.default col2im.default", _columns, None, "n c _ _ -> n (c k) _, or back"),
     *by_factors("max_unpool2d.default", _unpooled(2), None, "n c _, n c _ -> n c _"),
     *by_factors("max_unpool3d.default", _unpooled(3), None, "n c _, n c _ -> n c _"),
     *by_factors(_FFT, _in_place(_dim, filled=True), None, "dim whole"),
