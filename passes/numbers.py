@@ -7,6 +7,7 @@ calling function gets an ``int`` and a ``float`` that read tensors with ``item()
 from __future__ import annotations
 
 import contextlib
+import dis
 import gc
 import traceback
 from collections.abc import Callable, Iterator
@@ -81,6 +82,12 @@ class Numbers:
         """While inside, ``int`` and ``float`` of the functions that were met read tensors."""
         with contextlib.ExitStack() as stack:
             for code, names in self.met.items():
+                if _has_method_of_that_name(code):  # such as x.float(): a code object has one table for both
+                    for name, stand_in in STAND_INS.items():
+                        if name not in names:
+                            names[name] = stand_in
+                            stack.callback(names.pop, name, None)
+                    continue
                 renamed = tuple(_PREFIX + n if n in STAND_INS else n for n in code.co_names)
                 for function in _functions(code):
                     function.__code__ = code.replace(co_names=renamed)
@@ -89,6 +96,11 @@ class Numbers:
                     names[_PREFIX + name] = stand_in
                     stack.callback(names.pop, _PREFIX + name, None)
             yield
+
+
+def _has_method_of_that_name(code: CodeType) -> bool:
+    reads = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+    return any(i.opname in reads and i.argval in STAND_INS for i in dis.get_instructions(code))
 
 
 def _functions(code: CodeType) -> list[FunctionType]:

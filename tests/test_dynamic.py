@@ -111,6 +111,13 @@ class Segments(nn.Module):
         return h + sums[segment] * float(h.detach().mean()) * (float("0.5") + int(3.7))
 
 
+class Methods(nn.Module):
+    """``float`` of Python beside the method of that name."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * float((h.detach() > 0).float().sum())
+
+
 class Unique(nn.Module):
     """A table row is transformed once for all tokens that share it."""
 
@@ -145,7 +152,7 @@ class Pieces(nn.Module):
 
 
 MIDDLES: dict[str, Callable[[], nn.Module]] = {
-    m.__name__.lower(): m for m in (Masked, Nonzero, Experts, Item, Segments, Unique, Repeated, Pieces)
+    m.__name__.lower(): m for m in (Masked, Nonzero, Experts, Item, Segments, Methods, Unique, Repeated, Pieces)
 }
 
 
