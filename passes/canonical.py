@@ -74,7 +74,7 @@ def same_as(
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """The dims of ``tensor`` as they lie in memory, outermost first."""
-    strides = [s if isinstance(s, int) else 0 for s in tensor.stride()]
+    strides = [_example(s) or 0 for s in tensor.stride()]
     return tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
 
 
