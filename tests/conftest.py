@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -21,6 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Tests run side by side in several processes; more threads each would only get in one another's way.
     torch.set_num_threads(1)
+    # A run of the suite says the same twice; slow runs look for examples that nobody has seen.
+    hypothesis.settings.register_profile("same", derandomize=not config.getoption("--run-slow"), deadline=None)
+    hypothesis.settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -75,7 +75,7 @@ def check(numbers: Sequence[int], shape: tuple[int, ...], axes: dict[str, int], 
     return sharded
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(programs)
 def test_random_programs(case: tuple[list[int], tuple[int, ...], dict[str, int], int]) -> None:
     check(*case)
@@ -83,7 +83,7 @@ def test_random_programs(case: tuple[list[int], tuple[int, ...], dict[str, int],
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(programs)
 def test_many_random_programs(case: tuple[list[int], tuple[int, ...], dict[str, int], int]) -> None:
     check(*case)

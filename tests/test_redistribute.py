@@ -122,7 +122,7 @@ def test_triangle_inequality(grad: bool) -> None:
 
 
 @given(st.sampled_from(MESHES), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_all_reduce_is_never_dearer_than_its_halves(sizes: tuple[int, ...], shape: list[int], grad: bool) -> None:
     mesh = Mesh(dict(zip("abc", sizes, strict=False)))
     partial, whole, split = (Layout(mesh, [p] * mesh.ndim) for p in (P, R, S0))

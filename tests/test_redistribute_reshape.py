@@ -129,7 +129,7 @@ def call(step: Step, x: torch.Tensor) -> torch.Tensor:
     return getattr(runtime, fn)(x, *map(local, args), **{k: local(v) for k, v in kwargs.items()})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases())
 def test_values_and_gradients(case: Case) -> None:
     src, dst, shape, to, grad, seed = case

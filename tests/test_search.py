@@ -65,7 +65,7 @@ def route(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(network=networks())
 def test_equals_brute_force(network: CostNetwork) -> None:
     check(network)
@@ -179,14 +179,14 @@ def test_sharing_arrays_changes_nothing() -> None:
     assert solve(network).choice == solve(copied).choice
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(network=networks(forbidden=0.0))
 def test_the_same_every_time(network: CostNetwork) -> None:
     first, second = solve(network), solve(network)
     assert (first.choice, first.cost) == (second.choice, second.cost)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(network=networks(forbidden=0.0))
 def test_message_passing_bounds_from_below(network: CostNetwork) -> None:
     dual = Dual(Eliminator.of(network, Tables()))
@@ -248,7 +248,7 @@ def limited_networks(draw: st.DrawFn) -> tuple[CostNetwork, Memory]:
     return network, Memory(usage, float(draw(st.integers(2, 14))), lives)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(limited=limited_networks())
 def test_memory_equals_brute_force(limited: tuple[CostNetwork, Memory]) -> None:
     network, memory = limited

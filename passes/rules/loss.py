@@ -194,15 +194,24 @@ def _first_dim(shape: tuple[int, ...], rows: int) -> Dims:
 
 
 def _local_mean(count: Callable[[Site], int]) -> Callable[[Site], Call]:
-    """Where "mean" runs over sharded elements: the local sum over the global count."""
+    """Where the loss reduces over sharded elements: the local sum, for "mean" over the global count."""
 
     def local(site: Site) -> Call:
+        reduction = REDUCTIONS[argument(site.node, "reduction")]
         sharded = any(isinstance(p, Shard) for layout in site.inputs for p in layout.placements)
-        if REDUCTIONS[argument(site.node, "reduction")] != "mean" or not sharded:
+        if reduction == "none" or not sharded:
             return unchanged(site)
-        return Call(aten.div.Scalar, (unchanged(site, reduction=2), count(site)), {})
+        total = _local_sum(site)
+        return Call(aten.div.Scalar, (total, count(site)), {}) if reduction == "mean" else total
 
     return local
+
+
+def _local_sum(site: Site) -> Call:
+    """The op's own sum, but for one that leaves the result for no rows unset (torch 2.13)."""
+    if site.node.op is aten.multi_margin_loss.default:
+        return Call(aten.sum.default, (unchanged(site, reduction=0),), {})
+    return unchanged(site, reduction=2)
 
 
 def _elements(site: Site) -> int:
