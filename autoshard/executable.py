@@ -64,7 +64,7 @@ def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
         if name is None:
             continue
         entry: dict[str, Any] = {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
-        if not x.dtype.is_floating_point:
+        if not (x.dtype.is_floating_point or x.dtype.is_complex):
             known = x.numel() and not x.is_meta
             entry |= {"low": int(x.min()) if known else 0, "high": int(x.max()) if known else 1}
         found[name] = entry

@@ -356,4 +356,12 @@ def _skeleton(model: nn.Module) -> nn.Module:
         memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
     for b in model.buffers():
         memo[id(b)] = b.detach().to("meta")
+    for t in computed(model):
+        memo[id(t)] = t.detach().to("meta")
     return copy.deepcopy(model, memo)
+
+
+def computed(model: nn.Module) -> list[torch.Tensor]:
+    """Attributes computed from parameters, such as the weights of old weight norms: ``copy.deepcopy`` refuses them."""
+    attributes = [x for module in model.modules() for x in vars(module).values()]
+    return [x for x in attributes if isinstance(x, torch.Tensor) and not x.is_leaf]

@@ -15,7 +15,7 @@ from torch import nn
 from autoshard import api
 from autoshard.errors import RuntimeMismatchError
 from autoshard.mesh import MeshLike
-from autoshard.module import ShardedModule
+from autoshard.module import ShardedModule, computed
 from autoshard.plans import Plan
 
 LEARNING_RATE = 1e-3
@@ -102,7 +102,7 @@ def verify(
     on every rank (a collective call). The loss is the model's first scalar output, or the mean square of its outputs.
     """
     kwargs = dict(example_kwargs or {})
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(model, {id(t): t.detach().clone() for t in computed(model)})
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
     asked, rtol = rtol, default_rtol(dtype) if rtol is None else rtol
     sharded = api.compile(model, mesh, example_args, kwargs, plan=plan, hints=hints)

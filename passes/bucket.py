@@ -34,8 +34,8 @@ class _Key:
     to: str
     replicas: tuple[str, ...]
     dtype: Any
-    chained: bool
-    """whether the members come from another bucket: hybrid sharding gathers along one axis after another"""
+    depth: int
+    """buckets that the members came through: hybrid sharding gathers along one axis after another"""
 
 
 def bucketed(segment: Segment, program: Program) -> Segment:
@@ -43,18 +43,22 @@ def bucketed(segment: Segment, program: Program) -> Segment:
     statements = _fused(segment)
     bucket_of: dict[str, list[Statement]] = {}
     open_: dict[_Key, list[Statement]] = {}
+    depths: dict[str, int] = {}
     for s in statements:
         step = s.step
+        if s.parameter:
+            depths[s.outputs[0]] = depth = depths.get(reads(s)[0], 0)
         if not s.parameter or step is None or step.kind not in _KINDS or not program.types[s.value].grad:
             continue
         to, replicas = str(s.call.kwargs.get("to", "")), s.call.kwargs.get("replicas", ())
         dtype = program.types[s.value].dtype
-        key = _Key(step.kind, step.axes, to, replicas, dtype, chained=reads(s)[0] in bucket_of)
+        key = _Key(step.kind, step.axes, to, replicas, dtype, depth)
         bucket = open_.get(key)
         if bucket is None or sum(_bytes(member, program) for member in bucket) >= BUCKET_BYTES:
             bucket = open_[key] = []
         bucket.append(s)
         bucket_of[s.outputs[0]] = bucket
+        depths[s.outputs[0]] = depth + 1
     return replace(segment, statements=tuple(_placed(statements, bucket_of)))
 
 

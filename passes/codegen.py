@@ -223,6 +223,7 @@ class _Emitter:
                 continue
             source = reads(s)[len(targets)] if s.step is not None else ""
             dead = source and last_use.get(source) == i and source not in kept and names.of[source] in names.taken
+            dead = dead and names.of[source] not in targets  # one value may go two ways in one statement
             targets.append(names.reuse(out, source) if dead else names.fresh(out, self._wanted(s, out, path)))
         comment = self._comment(s)
         prefix = self._targets(s, targets)

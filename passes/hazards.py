@@ -31,6 +31,7 @@ from autoshard.passes.conditions import FAILS, Conditions, truth_of_number
 from autoshard.passes.custom_functions import as_op, inline, is_derivative
 from autoshard.passes.known import Known
 from autoshard.passes.loops import LOOP, Learnt, Loops
+from autoshard.passes.mistraced import MISTRACED, PATCHES
 from autoshard.passes.regions import NO_GRAD
 from autoshard.passes.unchecked import UNCHECKED
 
@@ -96,13 +97,14 @@ class Watch(TorchFunctionMode):
                 return known
         if func in (F.pad, torch.Tensor.__getitem__):
             args, kwargs = (args[0], *self.known.plain(args[1:])), self.known.plain(kwargs)
-        func = UNCHECKED.get(func, func)
+        func = _REWRITTEN.get(func, func)
         result = self.loops.call(func, args, kwargs)
         self.conditions.follow(func, args, result)
         self.known.follow(func, args, kwargs, result)
         return result
 
 
+_REWRITTEN = UNCHECKED | MISTRACED
 _DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REQUIRES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _ADVICE = "Do it on the compiled module's outputs or gradients, or remove it."
@@ -138,7 +140,7 @@ def watching(training: bool, learnt: Learnt) -> Iterator[Watch]:
             stack.enter_context(_patched(hooks, "__enter__", _refuse_saved_tensors(watch)))
         stack.enter_context(_patched(torch.fx.Graph, "create_node", _mark(torch.fx.Graph.create_node, watch)))
         stack.enter_context(_patched(nn.Module, "_apply", _apply_per_call))
-        for patch in draws.patches(watch.refuse):
+        for patch in (*PATCHES, *draws.patches(watch.refuse)):
             stack.enter_context(_patched(*patch))
         stack.enter_context(_patched(torch.SymBool, "__bool__", _truth(torch.SymBool.__bool__, watch)))
         stack.enter_context(_patched(torch, "_check_tensor_all_with", _check_all))

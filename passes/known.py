@@ -61,7 +61,8 @@ class Known:
         if _writes(func, kwargs):
             written = {x: self.made[x] for x in operands if x in self.made}
             self._forget(list(written.values()))
-            if all(x in written for x in operands) and not {"inplace", "out"} & set(kwargs):
+            counts = any(made.from_buffer for made in written.values())  # a buffer that changes from call to call
+            if not counts and all(x in written for x in operands) and not {"inplace", "out"} & set(kwargs):
                 self._note(args[0], _returning_first(func), args, kwargs, written)
         elif func in _OF_A_SHAPE and _is_fixed(result):
             self._from(operands[1:], result, func, (_blank(args[0]), *args[1:]), kwargs)

@@ -71,7 +71,7 @@ class Numbers:
         """Whether another trace may get past ``error``, which ended one: the function it comes from is now known."""
         known = len(self.met)
         while error is not None:
-            frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if is_foreign_file(f.f_code.co_filename)]
+            frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if _may_read(f.f_code.co_filename)]
             if frames and is_data_dependent(error) and not STAND_INS.keys().isdisjoint(frames[-1].f_code.co_names):
                 self.met[frames[-1].f_code] = frames[-1].f_globals
             error = error.__context__
@@ -96,6 +96,11 @@ class Numbers:
                     names[_PREFIX + name] = stand_in
                     stack.callback(names.pop, _PREFIX + name, None)
             yield
+
+
+def _may_read(filename: str) -> bool:
+    """Whether ``int`` or ``float`` of a tensor in this file is the model's: torch's batch norm has one."""
+    return is_foreign_file(filename) or filename == torch.nn.modules.batchnorm.__file__
 
 
 def _has_method_of_that_name(code: CodeType) -> bool:

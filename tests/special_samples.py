@@ -171,6 +171,7 @@ NORMS: dict[Any, list[Sample]] = {
     ],
     aten._native_batch_norm_legit.no_stats: [call(f(5, 4, 3), f(4), f(4), True, 0.1, 1e-5)],
     aten._native_batch_norm_legit_no_training.default: [call(f(5, 4, 3), f(4), f(4), f(4), unit(4), 0.1, 1e-5)],
+    aten._weight_norm.default: [call(f(4, 3, 2), unit(4, 1, 1)), call(f(4, 3), unit(1, 3), 1), call(f(4, 3), f(), -1)],
     aten.instance_norm.default: [
         call(_IMAGE, f(6), f(6), None, None, True, 0.1, 1e-5, False),
         call(_IMAGE, None, None, f(6), unit(6), False, 0.1, 1e-5, False),

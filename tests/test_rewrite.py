@@ -307,6 +307,25 @@ def test_every_kind_goes_together(kind: str, ranks: int) -> None:
     assert_equal_training(pairs(), {"tp": ranks}, (randn(8, 16),), hints=KINDS[kind])
 
 
+def test_one_value_goes_two_ways_in_one_message() -> None:
+    """The results have names of their own, also where the value is read for the last time."""
+
+    class Sorted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sort(2).values
+
+    def net() -> nn.Module:
+        model = Net(6, "", lambda m, x: (m.first(x) * m.scale, m.second(x) * m.scale))
+        model.first, model.second = Sorted(), Sorted()
+        model.scale = nn.Parameter(randn(6))
+        return model
+
+    hints = {"x": {"tp": Shard(2)}, "first": {"tp": Shard(0)}, "second": {"tp": Shard(1)}}
+    sharded = compiled(net(), {"tp": 3}, randn(6, 6, 6), hints)
+    assert calls(sharded).count("all_to_all_together") == 1
+    assert_equal_training(net(), {"tp": 3}, (randn(6, 6, 6),), hints=hints)
+
+
 def _bytes(collectives: Sequence[Any]) -> dict[tuple[str, str], int]:
     total: defaultdict[tuple[str, str], float] = defaultdict(float)
     for c in collectives:

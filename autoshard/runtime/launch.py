@@ -158,8 +158,8 @@ def _inputs(rank_module: type[RankModule], folder: Path, given: Path | None) -> 
 
 def _synthetic(described: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
     dtype, shape = getattr(torch, described["dtype"]), described["shape"]
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator).to(dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=dtype)
     return torch.randint(described["low"], described["high"] + 1, shape, generator=generator).to(dtype)
 
 

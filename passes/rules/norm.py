@@ -163,12 +163,12 @@ def _local_batch_norm(site: Site) -> Call:
 
 
 def _instance_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """Samples and channels are independent; running statistics mix the samples."""
+    """Samples and channels are independent. Running statistics are read: the captured graph writes them elsewhere."""
     shape = shape_of(graph, argument(node, "input"))
     dims: Dims = ("n", "c", *(None for _ in shape[2:]))
     named: dict[str, Dims] = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), ("c",))
-    sizes = {"c": shape[1]} if argument(node, "running_mean") is not None else {"n": shape[0], "c": shape[1]}
-    filled = frozenset({"n"})  # ATen fails where a rank has no sample
+    sizes = {"n": shape[0], "c": shape[1]}
+    filled = frozenset({"n", "c"})  # ATen fails where a rank has no sample, or no channel
     return Factors(inputs(node, {"input": dims, **named}), (dims,), sizes, filled=filled).strategies(node, graph)
 
 

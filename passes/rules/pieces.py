@@ -221,12 +221,12 @@ def _columns(node: Node, graph: Graph) -> Factors:
 def _weight_norm(node: Node, graph: Graph) -> Factors:
     """Each slice along ``dim`` is normalised by itself; of the norms only that dim is longer than 1."""
     shapes = input_shapes(node, graph)
-    dim = positive(argument(node, "dim"), len(shapes[0]))
+    dim = argument(node, "dim")  # -1: one norm of all
     inputs = tuple(tuple("d" if d == dim else None for d in range(len(s))) for s in shapes)
     outputs = tuple(tuple("d" if d == dim else None for d in range(len(s))) for s in output_shapes(node, graph))
     linear = ((1,),) if node.op is aten._weight_norm.default else ()
     # filled: the kernel dies of an empty chunk
-    return Factors(inputs, outputs, {"d": shapes[0][dim]}, filled=frozenset("d"), linear=linear)
+    return Factors(inputs, outputs, {"d": shapes[0][dim]} if dim >= 0 else {}, filled=frozenset("d"), linear=linear)
 
 
 def _meshgrid(node: Node, graph: Graph) -> Factors:

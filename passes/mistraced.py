@@ -1,0 +1,94 @@
+"""Functions of torch of which a trace loses something (torch 2.13), written so that it does not.
+
+Of recurrent networks the dropout between layers, of an instance norm the new running statistics, of a batch norm a
+momentum that is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Stack = Callable[..., tuple[torch.Tensor, ...]]
+_INSTANCE_NORM, _BATCH_NORM = torch.instance_norm, torch.batch_norm
+
+
+def _recurrent(function: Stack) -> Stack:
+    """``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``, layer by layer where there is dropout between layers."""
+
+    def stack(x: torch.Tensor, hx: Any, params: Any, *options: Any) -> tuple[torch.Tensor, ...]:
+        packed = isinstance(params, torch.Tensor)
+        if packed or not (options[2] and options[3] and options[1] > 1):
+            return function(x, hx, params, *options)
+        has_biases, num_layers, dropout, train, bidirectional, batch_first = options
+        states = (hx,) if isinstance(hx, torch.Tensor) else hx
+        x = x.transpose(0, 1) if batch_first else x
+        ends = []
+        for i in range(num_layers):
+            x = torch.dropout(x, dropout, True) if i else x
+            part, own = (
+                _parts(states, num_layers, i),
+                params[len(params) // num_layers * i :][: len(params) // num_layers],
+            )
+            given = part[0] if isinstance(hx, torch.Tensor) else part
+            x, *end = function(x, given, own, has_biases, 1, 0.0, train, bidirectional, False)
+            ends.append(end)
+        return (x.transpose(0, 1) if batch_first else x, *(torch.cat(of) for of in zip(*ends, strict=True)))
+
+    return stack
+
+
+def _parts(states: Sequence[torch.Tensor], layers: int, i: int) -> tuple[torch.Tensor, ...]:
+    """Of states [layers · directions, batch, features] those of layer ``i``."""
+    return tuple(s.unflatten(0, (layers, -1))[i] for s in states)
+
+
+def _instance_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    *options: Any,
+) -> torch.Tensor:
+    """``torch.instance_norm``: its op writes running statistics and does not say so."""
+    if not use_input_stats:
+        return _INSTANCE_NORM(x, weight, bias, running_mean, running_var, False, momentum, *options)
+    out = _INSTANCE_NORM(x, weight, bias, None, None, True, momentum, *options)
+    with torch.no_grad():
+        var, mean = torch.var_mean(x, tuple(range(2, x.dim())))
+        for running, new in ((running_mean, mean), (running_var, var)):
+            if running is not None:
+                running.mul_(1 - momentum).add_(momentum * new.mean(0).to(running.dtype))
+    return out
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: Any,
+    *options: Any,
+) -> torch.Tensor:
+    """``torch.batch_norm``, whose op takes no momentum that the program computes."""
+    if not (training and isinstance(momentum, torch.SymFloat)):
+        return _BATCH_NORM(x, weight, bias, running_mean, running_var, training, momentum, *options)
+    new_mean, new_var = (None if r is None else r.clone() for r in (running_mean, running_var))
+    out = _BATCH_NORM(x, weight, bias, new_mean, new_var, True, 1.0, *options)
+    part: Any = momentum
+    for running, new in ((running_mean, new_mean), (running_var, new_var)):
+        if running is not None and new is not None:
+            running.mul_(1 - part).add_(new * part)
+    return out
+
+
+MISTRACED: dict[Any, Stack] = {f: _recurrent(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)}
+PATCHES = ((torch, "instance_norm", _instance_norm), (torch, "batch_norm", _batch_norm))
+"""what ``torch.nn.functional`` calls where no function mode sees it"""

@@ -1,0 +1,93 @@
+"""Functions of which a trace of torch loses something: captured whole, and equal to one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import assert_equal_training, double, ideal
+from sample_makers import f
+from torch import nn
+
+import autoshard
+from autoshard.passes.mistraced import MISTRACED
+
+
+class First(nn.Module):
+    """The sequence that a recurrent network gives, and its last states."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, state = self.network(x)
+        return y, state if isinstance(state, torch.Tensor) else state[0] + state[1].sum(-1, keepdim=True)
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: nn.LSTM(4, 5, 3, dropout=0.3, bidirectional=True, batch_first=True),
+    "lstm with a projection": lambda: nn.LSTM(4, 5, 2, dropout=0.3, proj_size=3),
+    "gru without biases": lambda: nn.GRU(4, 5, 2, dropout=0.3, bias=False),
+    "rnn": lambda: nn.RNN(4, 5, 2, dropout=0.3, nonlinearity="relu", bidirectional=True),
+    "one layer": lambda: nn.GRU(4, 5),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}], ids=str)
+def test_dropout_between_recurrent_layers(name: str, axes: dict[str, int]) -> None:
+    assert_equal_training(First(RECURRENT[name]()), axes, (f(3, 4, 4),))
+
+
+def test_of_one_sequence_without_a_batch() -> None:
+    assert_equal_training(First(RECURRENT["lstm"]()), {"x": 2}, (f(3, 4),))
+
+
+def test_verify_sees_dropout_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(MISTRACED, torch.gru)
+    monkeypatch.setattr("autoshard.passes.hazards._REWRITTEN", {})
+    model = First(RECURRENT["gru without biases"]()).double()
+    assert not autoshard.verify(model, ideal({"x": 2}), double((f(3, 4, 4),))).ok
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (3, 4, 5, 6)),
+    "instance norm of one sample": (lambda: nn.InstanceNorm1d(5, track_running_stats=True, momentum=0.3), (5, 6)),
+    "no running statistics": (lambda: nn.InstanceNorm1d(5, affine=True), (2, 5, 6)),
+    "cumulative batch norm": (lambda: nn.BatchNorm1d(4, momentum=None), (6, 4)),
+    "batch norm": (lambda: nn.BatchNorm2d(4), (3, 4, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}, {"a": 2, "b": 2}], ids=str)
+def test_running_statistics(name: str, axes: dict[str, int], train: bool) -> None:
+    make, shape = NORMS[name]
+    # no bias in front and no plain squares behind: their gradients through a norm are noise, which AdamW magnifies
+    model = nn.Sequential(nn.Linear(shape[-1], shape[-1], bias=False), make(), nn.Softplus())
+    assert_equal_training(model.train(train), axes, (f(*shape),))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_weights_computed_in_hooks() -> None:
+    """The old weight norms leave an attribute that has a gradient."""
+    old = nn.utils.weight_norm(nn.Linear(6, 7)), nn.Tanh(), nn.utils.weight_norm(nn.Linear(7, 6), dim=None)
+    model = nn.Sequential(*old, nn.Tanh(), nn.utils.spectral_norm(nn.Linear(6, 5)), nn.Tanh()).double()
+    model(f(4, 6))
+    assert_equal_training(model, {"x": 3}, (f(4, 6),))
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.linear(z.real) * self.linear(z.imag).tanh() + z.abs().sum()
+
+
+def test_complex_inputs() -> None:
+    assert_equal_training(Parts(), {"x": 3}, (torch.complex(f(4, 6), f(4, 6).flip(0)),))
