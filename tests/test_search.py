@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, Memory, solve, solver, tables
+from autoshard.passes.search import CostNetwork, Memory, eliminate, solve, solver, tables
 from autoshard.passes.search.bound import Dual
-from autoshard.passes.search.eliminate import Eliminator
+from autoshard.passes.search.eliminate import ORDERS, Eliminator, Order, by_join, by_result
 from autoshard.passes.search.milp import solve_core
 from autoshard.passes.search.tables import Tables
 
@@ -86,6 +86,37 @@ def dense(generator: np.random.Generator, nodes: int, size: int, forbidden: floa
 
     pairs = itertools.combinations(range(nodes), 2)
     return CostNetwork(tuple(table(size) for _ in range(nodes)), tuple((i, j, table(size, size)) for i, j in pairs))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", range(5))
+def test_every_order_equals_brute_force(order: Order, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eliminate, "ORDERS", (order,))
+    check(dense(np.random.default_rng(seed), nodes=6, size=3, forbidden=0.1))
+
+
+def rotary(layers: int) -> CostNetwork:
+    """Attention in a row; each layer's queries and keys are turned by cosines and sines, which it hands to the next."""
+    sizes, edges, before = [4, 4, 4, 4], [], range(4)
+    for _ in range(layers):
+        cosine, sine, x, attention = here = range(len(sizes), len(sizes) + 4)
+        sizes += [4, 4, 4, 4]
+        edges += [(x, attention), *zip(before, here, strict=True)]
+        before = here
+        for _ in range(2):
+            given, left, right, turned = range(len(sizes), len(sizes) + 4)
+            sizes += [12, 16, 16, 12]
+            edges += [(x, given), (given, left), (given, right), (left, cosine), (right, sine)]
+            edges += [(left, turned), (right, turned), (turned, attention)]
+    tables = tuple((i, j, np.zeros((sizes[i], sizes[j]))) for i, j in edges)
+    return CostNetwork(tuple(map(np.zeros, sizes)), tables)
+
+
+def test_the_order_of_the_smaller_joins_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Eliminator.of(rotary(layers=3), Tables())
+    assert work.order_within(10**5) is by_result
+    monkeypatch.setattr(eliminate, "ORDERS", (by_join,))
+    assert work.order_within(10**6) is None
 
 
 def test_the_milp_route_uses_the_milp(monkeypatch: pytest.MonkeyPatch) -> None:

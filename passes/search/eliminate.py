@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,22 @@ from autoshard.passes.search.network import Array, CostNetwork
 from autoshard.passes.search.tables import Tables
 
 Scope = tuple[int, ...]
+Order = Callable[[int, Sequence[int]], int]
+"""what is eliminated next: the least of this, of a node's number of strategies and those of its neighbours"""
+
+
+def by_join(own: int, others: Sequence[int]) -> int:
+    """Entries of the join that eliminating a node computes."""
+    return 0 if own == 1 else own * math.prod(others)
+
+
+def by_result(own: int, others: Sequence[int]) -> int:
+    """Entries of the table that eliminating a node leaves."""
+    return 0 if own == 1 else math.prod(others)
+
+
+# Greedy orders; on some networks one ends in joins a hundred times as large as those of the other.
+ORDERS: tuple[Order, ...] = (by_join, by_result)
 
 
 @dataclass(frozen=True)
@@ -104,22 +120,17 @@ class Eliminator:
     def _node_last(self, scope: Scope, table: int, node: int) -> int:
         return self.tables.move_last(table, scope.index(node))
 
-    def weight(self, node: int) -> int:
-        """Entries of the join that eliminating the node computes."""
-        size = self.sizes[node]
-        if size == 1:
-            return 0
-        for other in self.neighbours(node):
-            size *= self.sizes[other]
-        return size
+    def priced(self, node: int, order: Order) -> int:
+        """``order`` of a node that is left."""
+        return order(self.sizes[node], [self.sizes[other] for other in self.neighbours(node)])
 
-    def run(self, max_degree: int, max_weight: int) -> None:
-        """Eliminate, cheapest first, every node of at most ``max_degree`` neighbours and ``max_weight`` join entries.
+    def run(self, max_degree: int, max_weight: int, order: Order = by_join) -> None:
+        """Eliminate, cheapest first, every node of at most ``max_degree`` neighbours and ``max_weight`` by ``order``.
 
         Among equals the node with the oldest tables comes first: equal positions of equal layers go one after the
         other, and a chain of equal layers is halved again and again, so its tables are found in the memo.
         """
-        heap = [self._key(node) for node in sorted(self.alive) if self.free(node)]
+        heap = [self._key(node, order) for node in sorted(self.alive) if self.free(node)]
         current = {key[-1]: key for key in heap}
         heapq.heapify(heap)
         while heap:
@@ -129,40 +140,49 @@ class Eliminator:
                 continue
             del current[node]
             for other in filter(self.free, self.eliminate(node)):
-                current[other] = self._key(other)
+                current[other] = self._key(other, order)
                 heapq.heappush(heap, current[other])
 
-    def _key(self, node: int) -> tuple[int, tuple[int, ...], int]:
-        return self.weight(node), tuple(sorted(self.factors[scope] for scope in self.touching[node])), node
+    def _key(self, node: int, order: Order) -> tuple[int, tuple[int, ...], int]:
+        return self.priced(node, order), tuple(sorted(self.factors[scope] for scope in self.touching[node])), node
 
-    def fits(self, max_weight: int, sizes: Mapping[int, int] | None = None) -> bool:
-        """Whether cheapest-first elimination of all that is left stays within ``max_weight`` join entries.
+    def order_within(self, max_weight: int, sizes: Mapping[int, int] | None = None) -> Order | None:
+        """The order in which eliminating all that is left joins the fewest entries; None: all exceed ``max_weight`` once.
 
         ``sizes``: numbers of strategies to assume in place of the present ones.
         """
+        totals = {order: self._total(order, max_weight, sizes) for order in ORDERS}
+        best = min(ORDERS, key=totals.__getitem__)
+        return best if totals[best] < math.inf else None
+
+    def _total(self, order: Order, max_weight: int, sizes: Mapping[int, int] | None) -> float:
+        """Entries of all joins in this order; infinite where one has more than ``max_weight``."""
         size = {node: self.sizes[node] for node in self.alive} if sizes is None else sizes
         many = {node for node in self.alive if size[node] > 1}
         around = {node: set(self.neighbours(node)) & many for node in many}
 
-        def weight(node: int) -> int:
-            return math.prod(size[other] for other in around[node]) * size[node]
+        def priced(node: int, order: Order) -> int:
+            return order(size[node], [size[other] for other in around[node]])
 
-        current = {node: weight(node) for node in sorted(around)}
+        current = {node: priced(node, order) for node in sorted(around)}
         heap = [(w, node) for node, w in current.items()]
         heapq.heapify(heap)
+        total = 0
         while heap:
             w, node = heapq.heappop(heap)
             if current.get(node) != w:
                 continue
-            if w > max_weight:
-                return False
+            join = priced(node, by_join)
+            if join > max_weight:
+                return math.inf
+            total += join
             del current[node]
             near = around.pop(node)
             for other in near:
                 around[other] = (around[other] | near) - {node, other}
-                current[other] = weight(other)
+                current[other] = priced(other, order)
                 heapq.heappush(heap, (current[other], other))
-        return True
+        return total
 
     def back_substitute(self, choice: dict[int, int], mark: int) -> dict[int, int]:
         """All nodes' choices, given those of the nodes left after ``mark`` steps; ties go to the lowest index."""

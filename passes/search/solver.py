@@ -86,7 +86,7 @@ def _solve(rounded: CostNetwork, network: CostNetwork, pruner: Pruner, deadline:
     run = _Run(work, pruner, deadline, milp)
     _timed(run, "reduce", reduce)
     left = math.inf
-    while not work.fits(EASY_JOIN) and work.strategies < 0.9 * left:
+    while work.order_within(EASY_JOIN) is None and work.strategies < 0.9 * left:
         left = work.strategies
         _timed(run, "bound", tighten)
     exact = _timed(run, "core", finish)
@@ -159,7 +159,7 @@ def tighten(run: _Run) -> None:
             break
         if dual.strategies < 0.8 * tried:
             tried = dual.strategies
-            if run.network.fits(EASY_JOIN, {node: len(kept) for node, kept in dual.kept.items()}):
+            if run.network.order_within(EASY_JOIN, {node: len(kept) for node, kept in dual.kept.items()}) is not None:
                 break
     dual.sweep(run.upper + tolerance)
     run.bound = max(run.bound, dual.bound)
@@ -185,8 +185,9 @@ def finish(run: _Run) -> bool:
     """Choices for the core; returns whether they are proven optimal."""
     work = run.network
     run.core = len(work.alive), work.strategies
-    if work.fits(MAX_JOIN):
-        work.run(max_degree=len(work.sizes), max_weight=sys.maxsize)  # ties may be taken in another order than tried
+    order = work.order_within(MAX_JOIN)
+    if order is not None:
+        work.run(len(work.sizes), sys.maxsize, order)  # ties may be taken in another order than tried
         run.incumbent, run.mark = {}, len(work.steps)
         if math.isinf(work.constant):
             raise PlanError(NO_CHOICE)
