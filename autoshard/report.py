@@ -146,7 +146,9 @@ def _headline(plan: Plan) -> Text:
     cost, mfu = plan.cost, utilisation(plan)
     share = cost.comm_s / cost.total_s if cost.total_s else 0.0
     gap = cost.total_s / plan.lower_bound - 1 if plan.lower_bound > 0 else 0.0
-    proof = "optimal in the cost model" if gap < 1e-9 else f"at most {gap:.2%} above the optimum of the cost model"
+    proof = (
+        "optimal in the cost model" if gap < 1e-9 else f"at most {100 * gap:.2g}% above the optimum of the cost model"
+    )
     what = "training step" if plan.training else "inference"
     lines = [
         f"{plan.title or 'Plan'} on {plan.mesh.hardware.name}, mesh {plan.mesh}: {plan.mesh.size} ranks, {what}",

@@ -130,6 +130,21 @@ def test_the_milp_route_uses_the_milp(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called
 
 
+def test_of_a_large_core_a_choice_close_to_the_bound_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "EASY_JOIN", 1)
+    monkeypatch.setattr(solver, "MAX_JOIN", 12)
+    monkeypatch.setattr(solver, "MAX_SWEEPS", 1)
+    network = dense(np.random.default_rng(3), nodes=7, size=3, forbidden=0.0)
+    dear = CostNetwork(tuple(v + 1e7 for v in network.nodes), network.edges)
+    best = brute_force(dear)
+    assert solve(dear).exact  # small enough for the MILP
+    monkeypatch.setattr(solver, "LARGE_CORE", 0)
+    found = solve(dear)
+    assert not found.exact
+    assert found.lower_bound < best <= found.cost <= found.lower_bound * (1 + solver.CLOSE)
+    assert solve(network).exact  # here the same gap is a large part of the cost
+
+
 def test_tiny_costs_are_resolved_by_the_milp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of 1e-9 lie far below the MILP solver's absolute tolerances."""
     monkeypatch.setattr(solver, "EASY_JOIN", 1)

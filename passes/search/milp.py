@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import highspy
@@ -20,6 +20,11 @@ SCALE = 1e4
 ENTRIES_PER_SECOND = 30_000
 
 Factors = Sequence[tuple[Scope, Array]]
+
+
+def entries(factors: Iterable[tuple[Scope, Array]]) -> int:
+    """How many variables the programme has."""
+    return sum(int(np.isfinite(array).sum()) for _, array in factors)
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,7 @@ def solve_core(
     reduced = [
         (scope, np.where(array - least[scope] <= ceiling, array - least[scope], np.inf)) for scope, array in factors
     ]
-    entries = sum(int(np.isfinite(array).sum()) for _, array in reduced)
-    if entries > ENTRIES_PER_SECOND * time_limit:
+    if entries(reduced) > ENTRIES_PER_SECOND * time_limit:
         return CoreSolution(None, constant, False)
     largest = max((float(array[np.isfinite(array)].max()) for _, array in reduced), default=0.0)
     scale = SCALE / min(ceiling, largest) if min(ceiling, largest) > 0 else 1.0

@@ -15,7 +15,7 @@ from autoshard.errors import PlanError
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.eliminate import Eliminator, Step
 from autoshard.passes.search.memory import rows_of, solve_within
-from autoshard.passes.search.milp import solve_core
+from autoshard.passes.search.milp import entries, solve_core
 from autoshard.passes.search.network import CostNetwork, Memory, Solution
 from autoshard.passes.search.prune import NO_CHOICE, Pruner, restrict
 from autoshard.passes.search.tables import Tables
@@ -27,6 +27,9 @@ MAX_JOIN = 1_000_000_000
 MAX_SWEEPS = 300
 PATIENCE = 10
 LEAST_PROGRESS = 0.02
+# An integer programme of more entries than this takes minutes: a choice this close to the bound is taken without it.
+LARGE_CORE = 100_000
+CLOSE = 1e-5
 # Part of the cost that is rounding noise of message passing.
 TOLERANCE = 1e-11
 # Bits kept for the sum of all costs: float64 has 53, messages and sums need no more than the rest.
@@ -194,6 +197,8 @@ def finish(run: _Run) -> bool:
         return True
     if run.incumbent and run.upper - run.bound <= TOLERANCE * (abs(run.upper) + abs(run.bound)):
         return True
+    if run.incumbent and run.upper - run.bound <= CLOSE * abs(run.upper) and entries(work.core()) > LARGE_CORE:
+        return False
     if not run.milp and (run.incumbent or time.perf_counter() > run.deadline):
         if not run.incumbent:
             raise PlanError("the time is up")
