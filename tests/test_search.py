@@ -114,9 +114,11 @@ def rotary(layers: int) -> CostNetwork:
 
 def test_the_order_of_the_smaller_joins_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Eliminator.of(rotary(layers=3), Tables())
-    assert work.order_within(10**5) is by_result
+    joined, order = work.cheapest_order(10**5)
+    assert order is by_result
+    assert joined < 10**6
     monkeypatch.setattr(eliminate, "ORDERS", (by_join,))
-    assert work.order_within(10**6) is None
+    assert work.cheapest_order(10**6)[0] == math.inf
 
 
 def test_the_milp_route_uses_the_milp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +128,21 @@ def test_the_milp_route_uses_the_milp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solver, "MAX_SWEEPS", 1)
     monkeypatch.setattr(solver, "solve_core", lambda *a, **k: called.append(1) or solve_core(*a, **k))
     network = dense(np.random.default_rng(3), nodes=7, size=3, forbidden=0.0)
+    assert solve(network).cost == brute_force(network)
+    assert called
+
+
+def test_the_milp_takes_over_where_joins_would_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells of a loop share their weights: few variables, but joins over all weights at once."""
+    called = []
+    monkeypatch.setattr(solver, "solve_core", lambda *a, **k: called.append(1) or solve_core(*a, **k))
+    monkeypatch.setattr(solver, "EASY_JOIN", 1)
+    monkeypatch.setattr(solver, "MAX_SWEEPS", 1)
+    network = dense(np.random.default_rng(3), nodes=7, size=3, forbidden=0.0)
+    assert solve(network).cost == brute_force(network)
+    assert not called
+    monkeypatch.setattr(solver, "EASY_TOTAL", 1)
+    monkeypatch.setattr(solver, "JOINED_PER_VARIABLE", 1)
     assert solve(network).cost == brute_force(network)
     assert called
 

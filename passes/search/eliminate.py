@@ -146,14 +146,13 @@ class Eliminator:
     def _key(self, node: int, order: Order) -> tuple[int, tuple[int, ...], int]:
         return self.priced(node, order), tuple(sorted(self.factors[scope] for scope in self.touching[node])), node
 
-    def order_within(self, max_weight: int, sizes: Mapping[int, int] | None = None) -> Order | None:
-        """The order in which eliminating all that is left joins the fewest entries; None: all exceed ``max_weight`` once.
+    def cheapest_order(self, max_weight: int, sizes: Mapping[int, int] | None = None) -> tuple[float, Order]:
+        """Entries of all joins that eliminate all that is left, and the order in which they are the fewest.
 
-        ``sizes``: numbers of strategies to assume in place of the present ones.
+        Infinite where one join of every order has more than ``max_weight``. ``sizes``: numbers of strategies to assume
+        in place of the present ones.
         """
-        totals = {order: self._total(order, max_weight, sizes) for order in ORDERS}
-        best = min(ORDERS, key=totals.__getitem__)
-        return best if totals[best] < math.inf else None
+        return min(((self._total(order, max_weight, sizes), order) for order in ORDERS), key=lambda found: found[0])
 
     def _total(self, order: Order, max_weight: int, sizes: Mapping[int, int] | None) -> float:
         """Entries of all joins in this order; infinite where one has more than ``max_weight``."""

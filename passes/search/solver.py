@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,13 +23,16 @@ from autoshard.passes.search.tables import Tables
 # Entries of the largest join that elimination computes without a second thought, and at all (the MILP's turn beyond).
 EASY_JOIN = 20_000_000
 MAX_JOIN = 1_000_000_000
+# Entries of all joins together that take about as long as one variable of the MILP, and that are joined in any case.
+JOINED_PER_VARIABLE = 10_000
+EASY_TOTAL = 1_000_000_000
 # Message passing ends after this many sweeps, or when PATIENCE of them close less than this part of the gap.
 MAX_SWEEPS = 300
 PATIENCE = 10
 LEAST_PROGRESS = 0.02
 # An integer programme of more entries than this takes minutes: a choice this close to the bound is taken without it.
 LARGE_CORE = 100_000
-CLOSE = 1e-5
+CLOSE = 1e-4
 # Part of the cost that is rounding noise of message passing.
 TOLERANCE = 1e-11
 # Bits kept for the sum of all costs: float64 has 53, messages and sums need no more than the rest.
@@ -89,7 +92,7 @@ def _solve(rounded: CostNetwork, network: CostNetwork, pruner: Pruner, deadline:
     run = _Run(work, pruner, deadline, milp)
     _timed(run, "reduce", reduce)
     left = math.inf
-    while work.order_within(EASY_JOIN) is None and work.strategies < 0.9 * left:
+    while not fits(work, EASY_JOIN) and work.strategies < 0.9 * left:
         left = work.strategies
         _timed(run, "bound", tighten)
     exact = _timed(run, "core", finish)
@@ -162,7 +165,7 @@ def tighten(run: _Run) -> None:
             break
         if dual.strategies < 0.8 * tried:
             tried = dual.strategies
-            if run.network.order_within(EASY_JOIN, {node: len(kept) for node, kept in dual.kept.items()}) is not None:
+            if fits(run.network, EASY_JOIN, {node: len(kept) for node, kept in dual.kept.items()}):
                 break
     dual.sweep(run.upper + tolerance)
     run.bound = max(run.bound, dual.bound)
@@ -184,12 +187,18 @@ def _stalled(marks: list[tuple[float, float, int]]) -> bool:
     return bound_now - bound < LEAST_PROGRESS * gap
 
 
+def fits(network: Eliminator, max_join: int, sizes: Mapping[int, int] | None = None) -> bool:
+    """Whether all that is left can be eliminated with joins of at most ``max_join`` entries; ``sizes``: if these."""
+    return network.cheapest_order(max_join, sizes)[0] < math.inf
+
+
 def finish(run: _Run) -> bool:
     """Choices for the core; returns whether they are proven optimal."""
     work = run.network
     run.core = len(work.alive), work.strategies
-    order = work.order_within(MAX_JOIN)
-    if order is not None:
+    joined, order = work.cheapest_order(MAX_JOIN)
+    variables = entries(work.core())
+    if joined < (max(EASY_TOTAL, variables * JOINED_PER_VARIABLE) if run.milp else math.inf):
         work.run(len(work.sizes), sys.maxsize, order)  # ties may be taken in another order than tried
         run.incumbent, run.mark = {}, len(work.steps)
         if math.isinf(work.constant):
@@ -197,7 +206,7 @@ def finish(run: _Run) -> bool:
         return True
     if run.incumbent and run.upper - run.bound <= TOLERANCE * (abs(run.upper) + abs(run.bound)):
         return True
-    if run.incumbent and run.upper - run.bound <= CLOSE * abs(run.upper) and entries(work.core()) > LARGE_CORE:
+    if run.incumbent and run.upper - run.bound <= CLOSE * abs(run.upper) and variables > LARGE_CORE:
         return False
     if not run.milp and (run.incumbent or time.perf_counter() > run.deadline):
         if not run.incumbent:
