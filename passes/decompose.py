@@ -31,6 +31,10 @@ _TABLE = """
 """taken from PyTorch's tables; beside these, every op that PyTorch itself writes as others (composite implicit)"""
 
 
+_WHOLE = frozenset({torch.ops.aten.where.default})
+"""their results are as long as the data says, so their parts would run on full tensors as well"""
+
+
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """``program`` without the ops that have no rule and can be written as others. Parts keep their module and line."""
     tried: set[torch._ops.OpOverload] = set()
@@ -66,7 +70,7 @@ def _without_rule(program: torch.export.ExportedProgram) -> list[torch._ops.OpOv
     found = dict.fromkeys(n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
     double = any(p.dtype == torch.float64 for p in program.parameters())
     islands = {n.target for n in program.graph.nodes if double and _is_single(n.meta.get("val"))}
-    return [op for op in found if rule_for(op) is None and op not in islands]
+    return [op for op in found if rule_for(op) is None and op not in islands | _WHOLE]
 
 
 def _is_single(value: Any) -> bool:
