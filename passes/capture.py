@@ -104,7 +104,7 @@ def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dyn
         with hazards.effects_stay():
             if training:
                 detach_no_grad(program.graph_module, gradient_sources(program, model, example))
-            return decompose(program.run_decompositions({})), output_grads, inputs
+            return decompose(program), output_grads, inputs
     except Exception as error:
         raise hazards.explain(model, error) from error
 

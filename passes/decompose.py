@@ -5,7 +5,7 @@ What has a rule stays whole: a linear layer or an attention is worth more than i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,9 +18,6 @@ from autoshard.passes.rules import rule_for
 
 ORIGIN = "autoshard_origin"
 """key in a node's custom meta: the op that the node is a part of"""
-
-ROUNDS = 3
-"""a decomposition may lead to ops that have to be decomposed themselves"""
 
 _TABLE = """
     _chunk_cat _softmax_backward_data _log_softmax_backward_data _unsafe_masked_index
@@ -36,21 +33,18 @@ _WHOLE = frozenset({torch.ops.aten.where.default})
 
 
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """``program`` without the ops that have no rule and can be written as others. Parts keep their module and line."""
-    tried: set[torch._ops.OpOverload] = set()
-    for _ in range(ROUNDS):
-        tail = {op: how for op in _without_rule(program) if op not in tried and (how := _how(op)) is not None}
-        if not tail:
-            break
-        tried.update(tail)
-        for node in program.graph.nodes:
-            if node.target in tail:
-                node.meta["custom"] = {ORIGIN: str(node.target), **(node.meta.get("custom") or {})}
-        written = program.run_decompositions(tail)
-        if not _is_plain(written):
-            break
-        program = written
-    return program
+    """The functional form of ``program``, its ops without a rule written as others where PyTorch knows how.
+
+    Parts keep their module and line. All in one run, parts of parts too: each run traces the whole program again.
+    """
+    nodes = [n for m in program.graph_module.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
+    kept = _islands(program, nodes) | _WHOLE
+    tail = {op: how for op, how in _functional().items() if rule_for(op) is None and op not in kept}
+    for node in nodes:
+        if node.target in tail:
+            node.meta["custom"] = {ORIGIN: str(node.target), **(node.meta.get("custom") or {})}
+    written: torch.export.ExportedProgram = program.run_decompositions(tail)
+    return written if _is_plain(written) else program.run_decompositions({})
 
 
 def _is_plain(program: torch.export.ExportedProgram) -> bool:
@@ -65,29 +59,31 @@ def origin(node: fx.Node) -> str:
     return str((node.meta.get("custom") or {}).get(ORIGIN, ""))
 
 
-def _without_rule(program: torch.export.ExportedProgram) -> list[torch._ops.OpOverload]:
-    """Those of a float32 island in a float64 model stay: their parts would round otherwise."""
-    found = dict.fromkeys(n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+def _islands(program: torch.export.ExportedProgram, nodes: Sequence[fx.Node]) -> set[Any]:
+    """The ops of a float32 island in a float64 model. They stay: their parts would round otherwise."""
     double = any(p.dtype == torch.float64 for p in program.parameters())
-    islands = {n.target for n in program.graph.nodes if double and _is_single(n.meta.get("val"))}
-    return [op for op in found if rule_for(op) is None and op not in islands | _WHOLE]
+    return {n.target for n in nodes if double and _is_single(n.meta.get("val"))}
 
 
 def _is_single(value: Any) -> bool:
     return any(getattr(x, "dtype", None) in SINGLE for x in (value if isinstance(value, tuple | list) else (value,)))
 
 
-def _how(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """PyTorch's decomposition of ``op``, or None where it has none or it is not among those known to be good."""
-    if op.namespace != "aten" or not any("Tensor" in str(r.type) for r in op._schema.returns):
-        return None  # a length is asked for as it is
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-    listed = op._schema.name.removeprefix("aten::") in _TABLE
-    return _decompositions().get(op) if composite or listed else None
-
-
 @cache
-def _decompositions() -> dict[Any, Callable[..., Any]]:
+def _functional() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """Ops that can be in a functional program, with PyTorch's decompositions where these are known to be good."""
     from torch._decomp import core_aten_decompositions, decomposition_table
 
-    return {**decomposition_table, **dict(core_aten_decompositions().items())}
+    known = {**decomposition_table, **dict(core_aten_decompositions().items())}
+    return {op: how for op, how in known.items() if isinstance(op, torch._ops.OpOverload) and _is_listed(op)}
+
+
+def _is_listed(op: torch._ops.OpOverload) -> bool:
+    """Whether it computes new tensors, and PyTorch itself writes it as others or :data:`_TABLE` names it."""
+    schema = op._schema
+    if op.namespace != "aten" or not any("Tensor" in str(r.type) for r in schema.returns):
+        return False  # a length is asked for as it is
+    if any(a.alias_info is not None for a in schema.arguments):
+        return False
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    return composite or schema.name.removeprefix("aten::") in _TABLE
