@@ -16,6 +16,7 @@ from autoshard.passes.search import CostNetwork, Memory, eliminate, solve, solve
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.eliminate import ORDERS, Eliminator, Order, by_join, by_result
 from autoshard.passes.search.milp import solve_core
+from autoshard.passes.search.solver import finish
 from autoshard.passes.search.tables import Tables
 
 
@@ -53,15 +54,17 @@ def check(network: CostNetwork) -> None:
     assert network.cost(found.choice) == best
 
 
-@pytest.fixture(params=["eliminate", "bound", "milp"])
+@pytest.fixture(params=["eliminate", "bound", "guess", "milp"])
 def route(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every way through the solver: all by elimination, message passing before it, and the MILP for the core."""
+    """Every way through the solver: all by elimination, message passing before it, suppositions, and the MILP for the core."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "eliminate":
             patch.setattr(solver, "EASY_JOIN", 1)
-        if request.param == "milp":
+        if request.param in ("guess", "milp"):
             patch.setattr(solver, "MAX_JOIN", 12)
             patch.setattr(solver, "MAX_SWEEPS", 1)
+            patch.setattr(solver, "TRIAL_JOIN", 12)
+            patch.setattr(solver, "GUESSES", (1e-3, 0.5, 1.0) if request.param == "guess" else ())
         yield request.param
 
 
@@ -160,6 +163,24 @@ def test_of_a_large_core_a_choice_close_to_the_bound_is_enough(monkeypatch: pyte
     assert not found.exact
     assert found.lower_bound < best <= found.cost <= found.lower_bound * (1 + solver.CLOSE)
     assert solve(network).exact  # here the same gap is a large part of the cost
+
+
+@pytest.mark.parametrize("join", [12, 1_000_000])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_right_supposition_proves_the_optimum(join: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core never goes to the MILP as a whole: what costs at most the supposition is searched, and contains it."""
+    sizes = []
+    monkeypatch.setattr(solver, "EASY_JOIN", 1)
+    monkeypatch.setattr(solver, "MAX_JOIN", 12)
+    monkeypatch.setattr(solver, "MAX_SWEEPS", 1)
+    monkeypatch.setattr(solver, "TRIAL_JOIN", join)
+    monkeypatch.setattr(solver, "GUESSES", (1e-3, 1.0))
+    monkeypatch.setattr(solver, "finish", lambda run: sizes.append(run.upper - run.bound) or finish(run))
+    network = dense(np.random.default_rng(seed), nodes=7, size=3, forbidden=0.0)
+    found = solve(network)
+    assert found.cost == brute_force(network)
+    assert found.exact
+    assert sizes == [0.0]
 
 
 def test_tiny_costs_are_resolved_by_the_milp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ Source: Kolmogorov, Convergent tree-reweighted message passing (2006), in the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.passes.search.eliminate import Eliminator, Scope
 from autoshard.passes.search.network import Array
@@ -100,6 +101,13 @@ class Dual:
             edge.into[side] = edge.into[side][stay]
             edge.matrix = np.ascontiguousarray(edge.matrix.take(stay, side))
             edge.transposed = np.ascontiguousarray(edge.transposed.take(stay, 1 - side))
+
+    def too_dear(self, upper: float) -> Iterator[tuple[Scope, NDArray[np.bool_]]]:
+        """Per edge which pairs of the strategies that are left no choice of cost up to ``upper`` contains."""
+        most = upper - self.bound + _NOISE * abs(upper)
+        for (i, j), edge in self.edges.items():
+            least = edge.matrix + (edge.into[0] + self.node[i])[:, None] + (edge.into[1] + self.node[j])
+            yield (i, j), least > most
 
     def decode(self) -> dict[int, int]:
         """A choice: node by node the cheapest strategy given the nodes before it, numbered as the network does."""

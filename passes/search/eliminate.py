@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.passes.search.network import Array, CostNetwork
 from autoshard.passes.search.tables import Tables
@@ -73,6 +74,13 @@ class Eliminator:
             self.insert(*(((i, j), table) if i < j else ((j, i), tables.transpose(table))))
         return self
 
+    def copy(self) -> Eliminator:
+        """The network as it is, with the same tables and without the steps that led there."""
+        new = Eliminator(self.tables, self.sizes)
+        new.factors, new.touching = dict(self.factors), [set(scopes) for scopes in self.touching]
+        new.constant, new.alive, new.usage = self.constant, set(self.alive), dict(self.usage)
+        return new
+
     def insert(self, scope: Scope, table: int) -> None:
         """Add a factor; factors of one scope are summed."""
         if not scope:
@@ -87,6 +95,12 @@ class Eliminator:
         for node in scope:
             self.touching[node].discard(scope)
         return self.factors.pop(scope)
+
+    def forbid(self, scope: Scope, pairs: NDArray[np.bool_]) -> None:
+        """Strategies of two nodes that shall not be chosen together."""
+        table = self.tables.arrays[self.factors[scope]]
+        if (pairs & np.isfinite(table)).any():
+            self.factors[scope] = self.tables.intern(np.where(pairs, np.inf, table))
 
     def neighbours(self, node: int) -> Scope:
         return tuple(sorted({other for scope in self.touching[node] for other in scope} - {node}))

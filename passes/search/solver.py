@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -26,6 +26,9 @@ MAX_JOIN = 1_000_000_000
 # Entries of all joins together that take about as long as one variable of the MILP, and that are joined in any case.
 JOINED_PER_VARIABLE = 10_000
 EASY_TOTAL = 1_000_000_000
+# What is left of a network under a supposition is eliminated up to this join, and goes to the MILP up to this size.
+TRIAL_JOIN = 1_000_000
+TRIAL_STRATEGIES = 3_000
 # Message passing ends after this many sweeps, or when PATIENCE of them close less than this part of the gap.
 MAX_SWEEPS = 300
 PATIENCE = 10
@@ -35,6 +38,8 @@ LARGE_CORE = 100_000
 CLOSE = 1e-4
 # Part of the cost that is rounding noise of message passing.
 TOLERANCE = 1e-11
+# Parts of the gap between bound and best choice that the optimum is supposed to lie above the bound, one after another.
+GUESSES = (1e-3, 1e-2, 1e-1)
 # Bits kept for the sum of all costs: float64 has 53, messages and sums need no more than the rest.
 GRID_BITS = 50
 
@@ -92,7 +97,7 @@ def _solve(rounded: CostNetwork, network: CostNetwork, pruner: Pruner, deadline:
     run = _Run(work, pruner, deadline, milp)
     _timed(run, "reduce", reduce)
     left = math.inf
-    while not fits(work, EASY_JOIN) and work.strategies < 0.9 * left:
+    while not _closed(run) and not fits(work, EASY_JOIN) and work.strategies < 0.9 * left:
         left = work.strategies
         _timed(run, "bound", tighten)
     exact = _timed(run, "core", finish)
@@ -173,7 +178,49 @@ def tighten(run: _Run) -> None:
     for node, kept in dual.kept.items():
         if len(kept) < run.network.sizes[node]:
             restrict(run.network, node, kept)
+    if tolerance < run.upper - run.bound < math.inf and not fits(run.network, EASY_JOIN):
+        guess(run, dual)
     reduce(run)
+
+
+def guess(run: _Run, dual: Dual) -> None:
+    """Suppose that the optimum costs hardly more than the bound. Where a choice that cheap is found, it is optimal.
+
+    ``dual`` belongs to the network as it is. Bounds are mostly tighter than what decoding finds, and without the
+    strategies and pairs that are too dear under the supposition little is left to eliminate.
+    """
+    gap = run.upper - dual.bound
+    for part in GUESSES:
+        supposed = dual.bound + part * gap
+        trial = run.network.copy()
+        for scope, dear in dual.too_dear(supposed):
+            trial.forbid(scope, dear)
+        try:
+            reduce(replace(run, network=trial))
+            found = _small(run, trial, supposed)
+        except PlanError:  # nothing is that cheap
+            continue
+        if found is None:
+            return
+        if trial.cost(found) <= supposed:
+            run.upper = run.bound = trial.cost(found)
+            run.incumbent, run.mark = trial.back_substitute(found, len(trial.steps)), len(run.network.steps)
+            return
+
+
+def _small(run: _Run, trial: Eliminator, upper: float) -> dict[int, int] | None:
+    """The best choice for the nodes that are left, if it costs up to ``upper``; None where that would take long."""
+    joined, order = trial.cheapest_order(TRIAL_JOIN)
+    if joined < math.inf:
+        trial.run(len(trial.sizes), sys.maxsize, order)
+        return {}
+    if not run.milp or trial.strategies > TRIAL_STRATEGIES:
+        return None
+    left = max(run.deadline - time.perf_counter(), 1.0)
+    found = solve_core(list(trial.core()), trial.sizes, upper=upper - trial.constant, time_limit=left)
+    if found.choice is None and found.exact:
+        raise PlanError(NO_CHOICE)
+    return found.choice if found.exact else None
 
 
 def _stalled(marks: list[tuple[float, float, int]]) -> bool:
@@ -196,7 +243,7 @@ def finish(run: _Run) -> bool:
     """Choices for the core; returns whether they are proven optimal."""
     work = run.network
     run.core = len(work.alive), work.strategies
-    joined, order = work.cheapest_order(MAX_JOIN)
+    joined, order = work.cheapest_order(EASY_JOIN if _closed(run) else MAX_JOIN)
     variables = entries(work.core())
     if joined < (max(EASY_TOTAL, variables * JOINED_PER_VARIABLE) if run.milp else math.inf):
         work.run(len(work.sizes), sys.maxsize, order)  # ties may be taken in another order than tried
@@ -204,7 +251,7 @@ def finish(run: _Run) -> bool:
         if math.isinf(work.constant):
             raise PlanError(NO_CHOICE)
         return True
-    if run.incumbent and run.upper - run.bound <= TOLERANCE * (abs(run.upper) + abs(run.bound)):
+    if _closed(run):
         return True
     if run.incumbent and run.upper - run.bound <= CLOSE * abs(run.upper) and variables > LARGE_CORE:
         return False
@@ -220,6 +267,11 @@ def finish(run: _Run) -> bool:
     if not run.incumbent:
         raise PlanError(NO_CHOICE if found.exact else f"no choice of strategies was found in {left:.0f} s")
     return found.exact
+
+
+def _closed(run: _Run) -> bool:
+    """Whether the best choice is proven optimal."""
+    return bool(run.incumbent) and run.upper - run.bound <= TOLERANCE * (abs(run.upper) + abs(run.bound))
 
 
 def _timed(run: _Run, name: str, stage: Callable[[_Run], Result]) -> Result:
