@@ -1,4 +1,6 @@
-"""The search: prune, eliminate, bound and prune again, then eliminate what is left or give it to the MILP solver."""
+"""The search: prune, eliminate, bound and prune again, suppose that the bound is nearly met, then eliminate what is left
+or give it to the MILP solver.
+"""
 
 from __future__ import annotations
 
