@@ -41,11 +41,44 @@ class Executable:
         shapes = {name: leaf.shape for name, leaf in named if name is not None}
         return mismatch(self.graph.types, self.compiled.symbols, shapes)
 
+    def apart(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
+        """The arguments with copies of the tensors that the forward writes to, and these tensors by their fqn.
+
+        The program's values, and a backward that computes them again, must not see what is written back.
+        """
+        written = {i.name: i.fqn for i in self.graph.inputs if i.kind == "input" and i.fqn in self.graph.mutations}
+        if not written:
+            return args, kwargs, {}
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        named = dict(zip(self.graph.flat_inputs, leaves, strict=True))
+        for name, fqn in written.items():
+            for other, tensor in named.items():
+                if other not in (None, name) and overlap(named[name], tensor):
+                    raise CaptureError(
+                        f"the forward writes in place into its input {fqn!r}, which shares memory with input {other!r}: "
+                        "the program would not see the write there. Pass a clone of one of them."
+                    )
+        copies = [x.clone() if n in written else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
+        return *pytree.tree_unflatten(copies, spec), {fqn: named[name] for name, fqn in written.items()}
+
     def lengths(self, inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[int]], tuple[int, ...]]:
         """What turns shapes of the program's values into those of a call with these ``inputs``."""
         shapes = {name: x.shape for name, x in zip(self.compiled.source.inputs, inputs, strict=True)}
         values = bind(self.compiled.symbols, shapes)
         return lambda shape: tuple(evaluate(n, values) for n in shape)
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have an element of memory in common."""
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
+        return False
+    if a.dtype != b.dtype:
+        return True
+    touched = torch.zeros(a.untyped_storage().nbytes() // a.itemsize, dtype=torch.bool)
+    touched.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+    return bool(touched.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 
 
 def load_source(text: str, modules: Mapping[int, str] | None = None) -> type[Any]:

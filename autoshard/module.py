@@ -258,6 +258,7 @@ class ShardedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on the mesh."""
         executable = self.specialise(args, kwargs)
+        args, kwargs, written = executable.apart(args, kwargs)
         inputs = self._flat_inputs(executable, args, kwargs)
         wanted = [p for p in (*self.parameters(), *inputs) if p.requires_grad]
         if executable.graph.training or not torch.is_grad_enabled() or not wanted:
@@ -266,7 +267,7 @@ class ShardedModule(nn.Module):
             leaves, mutated = self._run_inference(executable, args, kwargs, wanted)
         with torch.no_grad():
             for fqn, new in mutated.items():
-                self.tensor(fqn).copy_(new)
+                (written[fqn] if fqn in written else self.tensor(fqn)).copy_(new)
         return pytree.tree_unflatten(leaves, executable.graph.out_spec)
 
     def _run_inference(

@@ -34,7 +34,7 @@ class Comparison:
 
     what: str
     kind: str
-    """output, gradient, buffer, parameter"""
+    """output, input (a forward may write to it), gradient, buffer, parameter"""
     step: int
     error: float
     limit: float
@@ -142,19 +142,23 @@ class _Runner:
 
     def step(self, number: int) -> None:
         """One forward, backward and optimizer step of both, compared."""
-        outputs = []
+        outputs, inputs = [], []
         training = self.sharded.training and any(o is not None for o in self.optimizers)
         for module, optimizer in zip((self.reference, self.sharded), self.optimizers, strict=True):
             torch.manual_seed(number)
             if optimizer is not None:
                 optimizer.zero_grad()
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (self.args, self.kwargs))
             with torch.set_grad_enabled(training):
-                out = module(*self.args, **self.kwargs)
+                out = module(*args, **kwargs)
                 leaves = [full(x) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
             outputs.append({f"output {i}": x for i, x in enumerate(leaves)})
+            left = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            inputs.append({f"input {i}": x for i, x in enumerate(left)})
             if training:
                 loss_of(leaves).backward()
         self._compare("output", number, outputs[1], outputs[0])
+        self._compare("input", number, inputs[1], inputs[0])
         if training:
             expected = {n: p.grad for n, p in self.reference.named_parameters() if p.grad is not None}
             given = self.sharded.full_gradients()
@@ -220,6 +224,10 @@ def scale(t: torch.Tensor) -> float:
     if not t.numel() or not t.is_floating_point():
         return 0.0
     return float(torch.nan_to_num(t.detach(), 0.0, 0.0, 0.0).abs().max())
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def full(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor], observe: Observe
 
     ``inputs``: a tensor for each of ``graph.inputs`` (constants may be left out), parameters with
     ``requires_grad`` as you want it. ``observe(node, results)`` is called after each node, in order.
-    Nothing is written back: see ``graph.mutations`` for new values of buffers. Raises KeyError for a missing input.
+    Nothing is written back: see ``graph.mutations`` for new values of buffers and inputs. Raises KeyError for a missing input.
     """
     values: dict[str, Any] = dict(graph.constants)
     values.update({i.name: inputs[i.name] for i in graph.inputs if i.kind != "constant" or i.name in inputs})

@@ -147,7 +147,7 @@ class Graph:
     in_spec: Any
     """pytree spec of ``(args, kwargs)``"""
     mutations: Mapping[str, str] = field(default_factory=dict)
-    """buffer fqn → value written back to it after the forward"""
+    """fqn of a buffer or an input → value written back to it after the forward"""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """lifted tensor constants by input name"""
     symbols: Symbols = STATIC

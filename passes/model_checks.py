@@ -94,7 +94,10 @@ def not_an_op(node: fx.Node) -> str:
 def written(kind: OutputKind, target: str) -> str:
     """Why an effect of the forward is refused."""
     if kind is OutputKind.USER_INPUT_MUTATION:
-        return f"the forward writes in place into its input {target!r}. Write into a clone and return it."
+        return (
+            f"the forward writes in place into its input {target!r}, and what it writes has a gradient. Write into a clone "
+            "and return it."
+        )
     if kind is OutputKind.PARAMETER_MUTATION:
         return f"the forward writes in place into parameter {target!r}. Make it a buffer, or compute a new tensor."
     return f"the forward has an effect on {target!r} that a graph cannot express ({kind.name.lower()})."

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 _TORCH = (f"{os.sep}torch{os.sep}", f"{os.sep}fx{os.sep}passes{os.sep}")
@@ -45,6 +46,14 @@ def names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         by_id.setdefault(id(tensor), []).append(name)
     return {name: names for names in by_id.values() for name in names}
+
+
+def set_apart(program: torch.export.ExportedProgram, names: Container[str]) -> None:
+    """Rename results that bear one of ``names``, those of parameters, buffers and arguments: plans know values by name."""
+    for node in program.graph.nodes:
+        if node.op == "call_function" and (old := node.name) in names:
+            node._rename(f"{old}_result")
+            program.graph_signature.replace_all_uses(old, node.name)
 
 
 def argument_path(model: nn.Module, path: Sequence[Any]) -> str:

@@ -39,7 +39,7 @@ from autoshard.passes.exact import SINGLE, fan_out
 from autoshard.passes.hazards import DATA_DEPENDENT, is_random
 from autoshard.passes.ir import Graph, Input, Node, Ref, TensorType, map_refs, refs
 from autoshard.passes.model_checks import check_filled, check_result, not_an_op, written
-from autoshard.passes.provenance import fqn, module_types, names_by_tensor, source, where
+from autoshard.passes.provenance import fqn, module_types, names_by_tensor, set_apart, source, where
 from autoshard.passes.sizes import Size
 from autoshard.passes.symbols import Lengths, Open
 
@@ -79,6 +79,8 @@ class _Translation:
         self.program, self.model, self.example, self.training = program, model, example, training
         self.double = any(p.dtype == torch.float64 for p in model.parameters())
         self.names = names_by_tensor(model)
+        self.paths = [f"{p} (input)" if p in self.names else p for p in argument_paths(model, example)]
+        set_apart(program, {*self.names, *self.paths})
         self.fx_nodes: dict[str, fx.Node] = {n.name: n for n in program.graph.nodes}
         self.types: dict[str, TensorType] = {}
         self.values: dict[str, Any] = {}
@@ -121,7 +123,7 @@ class _Translation:
         return fan_out(remove_dead(graph))
 
     def read_inputs(self) -> tuple[str | None, ...]:
-        leaves, paths = pytree.tree_leaves(self.example), argument_paths(self.model, self.example)
+        leaves = pytree.tree_leaves(self.example)
         order = iter(export_order(self.program, self.example))
         flat: list[str | None] = [None] * len(leaves)
         for spec in self.program.graph_signature.input_specs:
@@ -136,10 +138,7 @@ class _Translation:
                 continue
             if kind == "input":
                 flat[index] = name
-                new, grad = (
-                    Input(name, kind, paths[index]),
-                    leaves[index].requires_grad,
-                )
+                new, grad = Input(name, kind, self.paths[index]), leaves[index].requires_grad
             elif kind == "constant":
                 self.constants[name] = self.constant(spec)
                 new, grad = Input(name, kind, str(spec.target)), False
@@ -372,10 +371,8 @@ class _Translation:
             if arg.name in self.values:
                 return self.values[arg.name]
             return arg.meta.get("val")  # what no node computes; the caller refuses a symbol
-        if isinstance(arg, tuple):
-            return tuple(self.argument(a) for a in arg)
-        if isinstance(arg, list):
-            return [self.argument(a) for a in arg]
+        if isinstance(arg, tuple | list):
+            return (tuple if isinstance(arg, tuple) else list)(self.argument(a) for a in arg)
         if isinstance(arg, dict):
             return {k: self.argument(v) for k, v in arg.items()}
         return arg
@@ -384,11 +381,13 @@ class _Translation:
         outputs: list[Any] = []
         mutations: dict[str, str] = {}
         for spec in self.program.graph_signature.output_specs:
-            arg = spec.arg
+            arg, target = spec.arg, str(spec.target)
             if spec.kind is OutputKind.BUFFER_MUTATION:
-                mutations[self.names[str(spec.target)][0]] = self.values[arg.name].name
+                mutations[self.names[target][0]] = self.values[arg.name].name
+            elif spec.kind is OutputKind.USER_INPUT_MUTATION and not self.types[self.values[arg.name].name].grad:
+                mutations[self.inputs[target].fqn] = self.values[arg.name].name
             elif spec.kind is not OutputKind.USER_OUTPUT:
-                raise CaptureError(written(spec.kind, str(spec.target)))
+                raise CaptureError(written(spec.kind, self.inputs[target].fqn if target in self.inputs else target))
             elif isinstance(arg, TensorArgument):
                 outputs.append(self.values[arg.name])
             elif isinstance(arg, ConstantArgument):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import re
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -102,29 +101,20 @@ class OpCall(nn.Module):
         self.fn = fn
         self.leaves = [x if not isinstance(x, torch.Tensor) else None for x in leaves]
         self.positions = {f"x{i}": i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
-        self.written: tuple[str, ...] = ()
         self.tensors = {
             n: leaves[i].detach().requires_grad_(leaves[i].requires_grad) for n, i in self.positions.items()
         }
 
     def forward(self, **tensors: torch.Tensor) -> Any:
         leaves = list(self.leaves)
-        for name, tensor in [*tensors.items(), *((n, getattr(self, n)) for n in self.written)]:
+        for name, tensor in tensors.items():
             leaves[self.positions[name]] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return self.fn(*args, **kwargs)
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Fresh leaves, the same on every call."""
-        for name in self.written:
-            getattr(self, name).copy_(self.tensors[name])
-        given = {n: t for n, t in self.tensors.items() if n not in self.written}
-        return {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in given.items()}
-
-    def keep(self, name: str) -> None:
-        """Make ``x3`` a buffer: the op writes into it, as a batch norm does into its statistics."""
-        self.register_buffer(name, self.tensors[name].detach().clone())
-        self.written += (name,)
+        return {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in self.tensors.items()}
 
 
 class _Captured(InProcessModule):
@@ -134,8 +124,6 @@ class _Captured(InProcessModule):
         super().__init__(model, compiled.plan.mesh, Settings(training=graph.training))
         object.__setattr__(self, "_world", world)
         object.__setattr__(self, "_compiled", compiled)
-        for name, buffer in model.named_buffers():
-            self.register_buffer(name, buffer.detach().clone())
 
     def _build(self, args: Any, kwargs: Any, training: bool, structure: Any) -> Executable:
         return Executable(self._compiled, load_source(self._compiled.source.text))
@@ -205,16 +193,9 @@ def _run_sample(name: str, shapes_only: bool, number: int, call: OpCall, ranks: 
 
 
 def _graph(call: OpCall) -> Graph:
-    while True:
-        inputs = call.inputs()
-        try:
-            with limit(LIMIT):
-                return capture(call, (), inputs, training=any(t.requires_grad for t in inputs.values()))
-        except AutoshardError as error:
-            writes = re.search(r"writes in place into its input '(x\d+)'", str(error))
-            if writes is None or call.tensors[writes[1]].requires_grad:
-                raise
-            call.keep(writes[1])
+    inputs = call.inputs()
+    with limit(LIMIT):
+        return capture(call, (), inputs, training=any(t.requires_grad for t in inputs.values()))
 
 
 def _eager(call: OpCall) -> list[Any]:
@@ -261,7 +242,7 @@ def divided(graph: Graph, compiled: Compiled) -> str:
 
 
 def run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[Any]:
-    """Leaves of the output, then the gradient of every input."""
+    """Leaves of the output, the gradient of every input, and what is left in the inputs: some ops write to them."""
     torch.manual_seed(1)
     leaves = pytree.tree_leaves(model(**inputs))
     moving = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -271,7 +252,7 @@ def run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[Any]:
     gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
     if moving and wanted:
         gradients = torch.autograd.grad(moving, wanted, seeds, allow_unused=True)
-    return [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves] + list(gradients)
+    return [x.detach() if isinstance(x, torch.Tensor) else x for x in (*leaves, *gradients, *inputs.values())]
 
 
 def differs(found: list[Any], expected: list[Any], shapes_only: bool = False) -> str:

@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "branch": (branch, r"test_capture_refused.py:\d+.*depends on the values of a tensor \(`if x.sum\(\) > 0:`\)"),
     "range": (lambda s, x: sum(s.w * i for i in range(int(x.sum()))), "depends on the values of a tensor"),
     "loop": (lambda s, x: sum(s.w * i for i in x.nonzero()), "a loop over a tensor of unknown length"),
-    "input": (lambda s, x: x.add_(1) * s.w, "in place into its input"),
+    "input": (lambda s, x: x.mul_(s.w), r"in place into its input 'args\[0\]', and what it writes has a gradient"),
     "parameter": (lambda s, x: x * s.w.data.mul_(2), "behind autograd's back"),
     "activation": (clamp_behind_autograd, "behind autograd's back"),
     "autograd.grad": (own_gradient, r"torch.autograd.grad\(\) is called in the forward"),

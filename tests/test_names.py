@@ -53,3 +53,24 @@ def test_a_name_that_is_taken_too_early_is_seen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(codegen._Emitter, "_read_later", lambda emitter: [frozenset[str]() for _ in emitter.segments])
     with pytest.raises((AssertionError, RuntimeError)):
         train()
+
+
+class Taken(nn.Module):
+    """A parameter, a buffer, two arguments and the results of ops share their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.matmul = nn.Parameter(torch.randn(16, 12)), nn.Parameter(torch.randn(12, 7))
+        self.register_buffer("x", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        self.x += x.sum((0, 1))
+        return torch.relu(x * weight @ self.weight) @ self.matmul
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
+def test_equal_names_of_tensors_arguments_and_results(axes: dict[str, int]) -> None:
+    report = assert_equal_training(Taken(), axes, (X, X.roll(1, 0)), share=1.2)
+    layouts = report.plan.layouts
+    assert {"weight", "weight (input)", "x", "x (input)", "matmul", "matmul_result"} <= layouts.keys()
+    assert [report.plan.shapes[n] for n in ("weight", "weight (input)", "matmul")] == [(16, 12), (4, 8, 16), (12, 7)]

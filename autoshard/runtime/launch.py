@@ -129,7 +129,8 @@ class _Run:
         outputs: tuple[Any, ...] = self.module(*inputs.values())
         first = len(outputs) - len(self.mutated)
         for name, new in zip(self.mutated, outputs[first:], strict=True):
-            self.tensors[name] = new.detach()
+            if name in self.tensors:  # of an input it is the caller's business
+                self.tensors[name] = new.detach()
         return outputs[:first]
 
     def update(self, lr: float) -> None:
