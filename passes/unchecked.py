@@ -78,6 +78,13 @@ def _ctc_loss(
     return loss
 
 
+def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    """``torch.masked_select`` as an index: what one mask selects has one length, which only an index remembers."""
+    if input.shape != mask.shape:
+        input, mask = torch.broadcast_tensors(input, mask)  # noqa: A001
+    return input[mask]
+
+
 UNCHECKED: dict[Any, Callable[..., torch.Tensor]] = {
     F.ctc_loss: _ctc_loss,
     torch._is_all_true: torch.all,  # what torch.distributions calls
@@ -85,6 +92,8 @@ UNCHECKED: dict[Any, Callable[..., torch.Tensor]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
+    torch.masked_select: _masked_select,
+    torch.Tensor.masked_select: _masked_select,
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
 }

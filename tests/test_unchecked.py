@@ -35,6 +35,8 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] =
     "weighted cov": (lambda x, w, n: torch.cov(x, fweights=n, aweights=w), (WEIGHTS, COUNTS)),
     "counted cov": (lambda x, n: torch.cov(x, fweights=n), (COUNTS,)),
     "variance": (lambda x, w: torch.cov(x[0], aweights=w, correction=2), (WEIGHTS,)),
+    "selected": (lambda x, m: F.l1_loss(x.masked_select(m), torch.masked_select(x.detach() + 1, m)), (X > 0,)),
+    "selected rows": (lambda x, m: x.masked_select(m) - x.cos().masked_select(m), (X[:, :1] > 0,)),
     "corrcoef": (torch.corrcoef, ()),
     "corrcoef of one": (lambda x: x[0].corrcoef(), ()),
     "gaussian": (F.gaussian_nll_loss, (f(6, 11), unit(6, 11))),
