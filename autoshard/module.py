@@ -20,6 +20,7 @@ from autoshard.executable import Executable, described, load_source, signature_o
 from autoshard.initialise import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
+from autoshard.on_demand import Before, OnDemand
 from autoshard.passes.capture import capture
 from autoshard.passes.ir import Graph
 from autoshard.passes.symbols import Dynamic
@@ -40,24 +41,6 @@ class Settings:
     gather_outputs: bool | None = None
     strict: bool = False
     dynamic: Dynamic = False
-
-
-class OnDemand(torch.autograd.Function):
-    """Outputs computed without a graph; their backward computes them again, with one."""
-
-    @staticmethod
-    def forward(ctx: Any, again: Any, places: list[int], outputs: list[torch.Tensor], *wanted: torch.Tensor) -> Any:
-        ctx.again, ctx.places = again, places
-        ctx.save_for_backward(*wanted)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        with torch.enable_grad():
-            leaves = ctx.again()
-        pairs = [(leaves[i], g) for i, g in zip(ctx.places, gradients, strict=True) if leaves[i].requires_grad]
-        found = torch.autograd.grad([x for x, _ in pairs], ctx.saved_tensors, [g for _, g in pairs], allow_unused=True)
-        return None, None, None, *found
 
 
 class ShardedModule(nn.Module):
@@ -245,6 +228,10 @@ class ShardedModule(nn.Module):
         if not persistent:
             scope._non_persistent_buffers_set.add(leaf)
 
+    def put_buffer(self, fqn: str, tensor: torch.Tensor) -> None:
+        """Let ``tensor`` be the buffer of this original name."""
+        self._register(fqn, tensor, parameter=False)
+
     def tensor(self, fqn: str) -> Any:
         """The parameter or buffer of this original name, also where an attribute of this class has that name."""
         *path, leaf = fqn.split(".")
@@ -275,9 +262,12 @@ class ShardedModule(nn.Module):
     ) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """A program without a backward, called where gradients are recorded: a backward runs another one, on demand."""
 
+        before = Before(self, executable.graph)
+
         def again() -> list[Any]:
             trained = self._specialised(args, kwargs, True)
-            return self._run(trained, self._flat_inputs(trained, args, kwargs))[0]
+            with before.restored():
+                return self._run(trained, self._flat_inputs(trained, args, kwargs))[0]
 
         with torch.no_grad():
             leaves, mutated = self._run(executable, self._flat_inputs(executable, args, kwargs))
