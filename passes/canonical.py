@@ -74,28 +74,27 @@ def same_as(
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """The dims of ``tensor`` as they lie in memory, outermost first."""
-    strides = [_example(s) or 0 for s in tensor.stride()]
+    strides = [_example(s) for s in tensor.stride()]
     return tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
 
 
 def operand_order(node: fx.Node) -> tuple[int, ...]:
-    """:func:`memory_order` of the first operand when traced; () if its dims lie as they are numbered, or with gaps."""
+    """:func:`memory_order` of a tensor like the first operand when traced; () if its dims lie as they are numbered."""
     value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
     if not isinstance(value, torch.Tensor):
         return ()
-    sizes, strides = ([e for n in ns if (e := _example(n)) is not None] for ns in (value.shape, value.stride()))
-    if len(sizes) != value.ndim or len(strides) != value.ndim:
-        return ()
-    like = torch.empty_strided(sizes, strides, device="meta")
-    order = memory_order(like)
-    return order if not like.is_contiguous() and like.permute(order).is_contiguous() else ()
+    traced = torch.empty_strided(*([_example(n) for n in ns] for ns in (value.shape, value.stride())), device="meta")
+    like = torch.empty_like(traced)  # without gaps
+    return () if like.is_contiguous() else memory_order(like)
 
 
-def _example(n: int | torch.SymInt) -> int | None:
-    """A length as it was when traced; None where it depends on the data."""
+def _example(n: int | torch.SymInt) -> int:
+    """A length or stride as it was when traced; where it depends on the data, as of long lengths: only the order counts."""
     if isinstance(n, int):
         return n
-    return int(n.node.hint) if n.node.has_hint() else None
+    if n.node.has_hint():
+        return int(n.node.hint)
+    return int(n.node.expr.subs(dict.fromkeys(n.node.expr.free_symbols, 1024)))
 
 
 def is_felt(type_: TensorType, operand: Any, result: Any) -> bool:

@@ -119,6 +119,28 @@ class Permuted(nn.Module):
         return F.dropout(x.contiguous(), 0.3)
 
 
+class Transposed(nn.Module):
+    """Normal draws like a transposed tensor, which torch fills otherwise than a row-major one; ``some``: of open length."""
+
+    def __init__(self, some: bool) -> None:
+        super().__init__()
+        self.linear, self.some = nn.Linear(8, 9), some
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.some:
+            x = x[:, (x[0, :, 0] > -1).nonzero().squeeze(1)]
+        x = x.transpose(1, 2)
+        some = x[:, 2:7]  # with gaps in memory
+        return F.pad(some + torch.randn_like(some), (0, 0, 2, 2)) + torch.randn_like(x) * torch.rand_like(x)
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["fixed", "open"])
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
+def test_draws_like_a_transposed_tensor(axes: dict[str, int], some: bool) -> None:
+    assert_equal_training(Transposed(some), axes, (torch.randn(4, 7, 8),), steps=1)
+
+
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}])
 def test_draws_for_permuted_memory_are_those_of_one_device(axes: dict[str, int]) -> None:
     tokens = torch.randn(4, 16, 8)

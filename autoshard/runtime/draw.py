@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,12 +40,12 @@ def draw_like(
     ``order``: the dims of ``t`` as they lie in memory, if not as they are numbered.
     """
 
-    def fill(size: tuple[int, ...]) -> torch.Tensor:
-        empty = torch.empty(size, dtype=x.dtype, device=x.device)
-        filled: torch.Tensor = getattr(torch.ops.aten, op)(empty, *args, **kwargs)
+    def fill() -> torch.Tensor:  # in the operand's own order: normal draws of a transposed tensor are others
+        empty = partial(torch.empty, dtype=x.dtype, device=x.device)
+        filled: torch.Tensor = getattr(torch.ops.aten, op)(in_memory_order(order, empty, shape), *args, **kwargs)
         return filled
 
-    return _part(in_memory_order(order, lambda size: shared(fill, size), shape), dims)
+    return _part(shared(fill), dims)
 
 
 def _part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:

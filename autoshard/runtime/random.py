@@ -70,7 +70,7 @@ def _noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.d
 def in_memory_order(
     order: Sequence[int], draw: Callable[[tuple[int, ...]], torch.Tensor], shape: Sequence[int]
 ) -> torch.Tensor:
-    """``draw(shape)`` of a tensor whose dims lie in memory in this ``order`` (none given: as they are numbered)."""
+    """What ``draw(shape)`` makes, with dims that lie in memory in this ``order`` (none given: as they are numbered)."""
     if not order:
         return draw(tuple(shape))
     return draw(tuple(shape[d] for d in order)).permute([order.index(d) for d in range(len(order))])
