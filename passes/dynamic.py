@@ -51,6 +51,7 @@ OPS: dict[Any, torch._ops.OpOverload] = {
 """arithmetic on numbers as ops of torch, so that it is a node like any other"""
 
 _TYPED = {
+    operator.abs: (prim.abs.int, prim.abs.float),
     operator.floordiv: (aten.floordiv.int, aten.floordiv.default),
     operator.mod: (aten.remainder.int, aten.remainder.default),
     operator.pow: (aten.pow.int_to_int, aten.pow.Scalar_Scalar),

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
@@ -44,6 +45,7 @@ _DATA_DEPENDENT = (
     "GuardOnDataDependentSymNode",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
+    "PendingUnbackedSymbolNotFound",
 )
 DATA_DEPENDENT = (
     "the program depends on the values of a tensor ({what}), but one graph must serve all inputs. "
@@ -143,6 +145,7 @@ def watching(training: bool, learnt: Learnt) -> Iterator[Watch]:
         for patch in (*PATCHES, *draws.patches(watch.refuse)):
             stack.enter_context(_patched(*patch))
         stack.enter_context(_patched(torch.SymBool, "__bool__", _truth(torch.SymBool.__bool__, watch)))
+        stack.enter_context(_patched(FakeTensor, "tolist", watch.loops.tolist(FakeTensor.tolist)))
         stack.enter_context(_patched(torch, "_check_tensor_all_with", _check_all))
         stack.enter_context(_patched(torch.inference_mode, "__enter__", _enter_no_grad))
         stack.enter_context(_patched(torch.inference_mode, "__exit__", _exit_no_grad))

@@ -16,7 +16,7 @@ import inspect
 import itertools
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -31,7 +31,9 @@ LOOP = "autoshard_loop"
 LONGEST = 1024
 """iterations; a longer loop would make a graph that nobody can read or search"""
 
-_NONZERO = (torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere)
+_NONZERO = (
+    torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere, torch.where, torch.Tensor.where,
+)  # fmt: skip
 _SAME_ROWS = (
     torch.Tensor.squeeze, torch.squeeze, torch.Tensor.flatten, torch.flatten, torch.Tensor.reshape, torch.Tensor.view,
     torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.long, torch.Tensor.detach,
@@ -121,7 +123,7 @@ class Loops:
         result = func(*args, **kwargs)
         if self.running:
             self.running[-1].after(func, operands, result)
-        if func in _NONZERO or func in _SAME_ROWS:
+        if (func in _NONZERO and len(operands) == 1) or func in _SAME_ROWS or _is_first_column(func, args):
             self.remember(func, args, kwargs, result)
         return result
 
@@ -137,14 +139,24 @@ class Loops:
             if result.shape == args[0].shape or (condition.ndim == 1 and result.shape == args[0].shape[:1]):
                 self.conditions[id(result)] = (result, condition, flat or result.ndim == 1)
 
-    def loop(self, rows: torch.Tensor, caller: FrameType) -> Iterator[Any]:
-        """The iterations over ``rows``."""
+    def loop(self, rows: torch.Tensor, caller: FrameType, listed: bool = False) -> Iterator[Any]:
+        """The iterations over ``rows``; ``listed``: over ``rows.tolist()``."""
         frame = _user(caller)
         _, condition, flat = self.conditions[id(rows)]
         if condition.numel() > LONGEST:
             raise CaptureError(f"a loop over the rows of nonzero() may have {condition.numel()} iterations")
-        _check_body(frame)
+        _check_body(frame, listed)
         return _Loop(self, condition, flat, frame)
+
+    def tolist(self, original: Callable[[Any], Any]) -> Callable[[torch.Tensor], Any]:
+        """``tensor.tolist()``, which no mode for torch functions sees."""
+
+        def tolist(tensor: torch.Tensor) -> Any:
+            if id(tensor) in self.conditions:
+                return self.loop(tensor, sys._getframe(1), listed=True)
+            return original(tensor)
+
+        return tolist
 
     def learn(self, error: Exception) -> bool:
         """Whether another trace may get past ``error``."""
@@ -216,7 +228,7 @@ class _Loop:
 
     def after(self, func: Any, operands: list[torch.Tensor], result: Any) -> None:
         """Note what the body has made."""
-        if self.statement in self.loops.learnt.checked and func in (*_NONZERO, torch.where, torch.Tensor.where):
+        if self.statement in self.loops.learnt.checked and func in _NONZERO:
             for rows in (x for x in pytree.tree_leaves(result)[:1] if not isinstance(x.shape[0], int)):
                 torch._check(rows.shape[0] > 0)
                 self.filled.append(torch.ones_like(rows).any())
@@ -237,6 +249,13 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return [x for x in (*targets, *pytree.tree_leaves(kwargs.get("out"))) if isinstance(x, torch.Tensor)]
 
 
+def _is_first_column(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is ``rows[:, 0]``."""
+    index = args[1] if func is torch.Tensor.__getitem__ else None
+    plain = isinstance(index, tuple) and all(isinstance(i, int | slice) for i in index)
+    return plain and index == (slice(None), 0)
+
+
 def _index(item: Any) -> Any:
     """An index in which rows are lists."""
     if isinstance(item, Row):
@@ -254,9 +273,13 @@ def _user(frame: FrameType) -> FrameType:
     return found
 
 
-def _check_body(frame: FrameType) -> None:
-    """Refuse a loop whose body hands on Python values, or may be left early, or whose iterations are counted."""
-    last = next(i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
+def _check_body(frame: FrameType, listed: bool) -> None:
+    """Refuse a loop whose body hands on Python values, or may be left early, or whose iterations are counted.
+
+    The frame is about to iterate, or where rows are ``listed``, about to get what it iterates over.
+    """
+    now, code = frame.f_lasti, dis.get_instructions(frame.f_code)
+    begin = next(i for i in code if (i.offset > now if listed else i.offset == now))
     try:
         lines, first = inspect.getsourcelines(frame.f_code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -264,8 +287,12 @@ def _check_body(frame: FrameType) -> None:
         raise CaptureError("a loop over a tensor of unknown length, whose source is not at hand") from None
     number = frame.f_lineno - (first or 1) + 1
     found = [n for n in ast.walk(tree) if isinstance(n, ast.For) and n.iter.lineno <= number <= n.iter.end_lineno]  # type: ignore[operator]
-    if last.opname != "GET_ITER" or len(found) != 1:
-        raise CaptureError("a tensor of unknown length is iterated over otherwise than by `for row in tensor:`")
+    nested = [n for loop in found for n in ast.walk(loop.iter) if isinstance(n, ast.comprehension)]
+    if begin.opname != "GET_ITER" or len(found) != 1 or nested:
+        raise CaptureError(
+            "a tensor of unknown length is iterated over otherwise than by `for row in tensor:` or "
+            "`for row in tensor.tolist():`"
+        )
     (loop,) = found
     inside = {id(n) for statement in loop.body for n in ast.walk(statement)}
     if loop.orelse or any(

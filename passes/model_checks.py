@@ -87,6 +87,11 @@ def check_filled(node: fx.Node, operand: torch.Tensor, order: tuple[int, ...], o
 
 def not_an_op(node: fx.Node) -> str:
     """Why a target that is no op is refused."""
+    if is_symbolic(node.meta.get("val")):
+        name = getattr(node.target, "__name__", str(node.target))
+        return (
+            f"{name}() of a number that depends on the data is not supported. Compute it on the tensor, before item()."
+        )
     advice = " Hugging Face: attn_implementation='sdpa'." if "flex_attention" in str(node.target) else ""
     return f"the higher-order op {node.target} is not supported. Use plain torch ops instead.{advice}"
 

@@ -82,6 +82,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "reentrant": (lambda s, x: checkpoint(s.lin, x * s.w, use_reentrant=True), "activation checkpointing"),
     "branch": (branch, r"test_capture_refused.py:\d+.*depends on the values of a tensor \(`if x.sum\(\) > 0:`\)"),
     "range": (lambda s, x: sum(s.w * i for i in range(int(x.sum()))), "depends on the values of a tensor"),
+    "list": (lambda s, x: sum(s.w * i for i in x.long().flatten().tolist()[: int(x.sum())]), "values of a tensor"),
+    "rounding": (
+        lambda s, x: x * s.w * round(x.sum().item()),
+        r"capture_models.py:\d+.*round\(\) of a number.*tensor",
+    ),
     "loop": (lambda s, x: sum(s.w * i for i in x.nonzero()), "a loop over a tensor of unknown length"),
     "input": (lambda s, x: x.mul_(s.w), r"in place into its input 'args\[0\]', and what it writes has a gradient"),
     "parameter": (lambda s, x: x * s.w.data.mul_(2), "behind autograd's back"),

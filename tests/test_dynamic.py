@@ -95,7 +95,7 @@ class Item(nn.Module):
         n = (h.sum(-1) > 0).sum().item()
         torch._check(n >= 0)
         torch._check(n <= h.shape[0])
-        scaled = h * (h.detach().square().mean().item() + 1) + n / 7 + max(n, 3) * (n // 2) + n % 3
+        scaled = h * (h.detach().square().mean().item() + 1) + n / 7 + max(n, 3) * (n // 2) + n % 3 + abs(n - 5)
         first = torch.cat([scaled[:n] * 2, h.new_zeros(h.shape[0] - n, WIDTH)])
         return scaled + first
 

@@ -101,7 +101,25 @@ class Names(Routed):
         return out
 
 
-MODELS = (Tensors, Unguarded, Numbers, Names)
+class Listed(Routed):
+    """Lists of numbers, flat and in rows, and other spellings of the same rows."""
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out, mask = torch.zeros_like(x), masks(chosen)
+        hit = mask.sum((-1, -2)).gt(0)
+        for number in hit.nonzero().flatten().tolist():
+            slot, token = torch.where(mask[number])
+            out.index_add_(0, token, self.run(x[token], number) * weights[token, slot, None])
+        for number in torch.where(hit)[0].tolist():
+            out[number] *= 2.0
+        for number in hit.nonzero()[:, 0]:
+            out[:, number] += x[:, 0]
+        for place, number in mask[0].gt(0).nonzero().tolist():
+            out[number, place] -= 1.0
+        return out
+
+
+MODELS = (Tensors, Unguarded, Numbers, Names, Listed)
 
 
 def model_of(kind: type[Routed]) -> Routed:
@@ -201,6 +219,18 @@ def left_early(x: Tensor, hit: Tensor) -> Tensor:
     return out
 
 
+def comprehended(x: Tensor, hit: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for row in [row for row in hit]:  # noqa: C416
+        out.index_add_(0, row, x[:1])
+    return out
+
+
+def kept_list(x: Tensor, hit: Tensor) -> Tensor:
+    numbers = hit.flatten().tolist()
+    return sum((x * n for n in numbers), torch.zeros_like(x))
+
+
 def number_of_hits(x: Tensor, hit: Tensor) -> Tensor:
     out, count = torch.zeros_like(x), 0
     for row in hit:
@@ -225,6 +255,8 @@ REFUSED: dict[Callable[[Tensor, Tensor], Tensor], str] = {
     on_an_object: "assigns 'state.seen'",
     left_early: "left before its end",
     number_of_hits: "assigns 'count'",
+    comprehended: "otherwise than by `for row in tensor:`",
+    kept_list: "or `for row in tensor.tolist",
     drawn: "random numbers are drawn",
 }
 
