@@ -114,6 +114,44 @@ def test_narrow_types_sum_in_float32(dtype: torch.dtype) -> None:
         check_rule(only(op, "d0", "d1"), calls, meshes=({"x": 2},))
 
 
+# --- NaN ---
+
+
+class Reduced(nn.Module):
+    """A reduction of a shifted input."""
+
+    def __init__(self, reduction: Any) -> None:
+        super().__init__()
+        self.shift, self.reduction = nn.Parameter(torch.zeros(5, 6).double()), reduction
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.reduction(x + self.shift).sum()  # type: ignore[no-any-return]
+
+
+OF_NAN: dict[str, Any] = {
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "amax": lambda x: x.amax(0),
+    "max of a dim": lambda x: x.max(0).values,
+    "norm": lambda x: torch.linalg.vector_norm(x, math.inf, 0),
+    "sum of magnitudes": lambda x: torch.linalg.vector_norm(x, 1, 0),
+}
+
+
+@pytest.mark.parametrize("name", OF_NAN)
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 3}], ids=str)
+def test_gradients_of_a_nan_are_those_of_eager(axes: dict[str, int], name: str) -> None:
+    """Some give it to the elements that are NaN, some to all."""
+    x = f(5, 6)
+    x[1, 2] = x[4, 2] = x[3, 0] = math.nan
+    sharded = autoshard.compile(Reduced(OF_NAN[name]), Mesh(axes, "ideal_network"), (x,), hints={"shift": Shard(0)})
+    eager = Reduced(OF_NAN[name])
+    for module in sharded, eager:
+        module(x).backward()
+    found, expected = sharded.full_gradients()["shift"], eager.shift.grad
+    assert torch.allclose(found, expected, rtol=1e-12, equal_nan=True), (found, expected)
+
+
 # --- ties ---
 
 

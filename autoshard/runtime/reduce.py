@@ -56,19 +56,22 @@ def vector_norm(
     """``torch.linalg.vector_norm(x, order, dims)``; for an ``order`` infinite or negative no rank may be without elements."""
     x = x if dtype is None else x.to(dtype)
     if math.isinf(order):
-        return _extreme(x.abs(), dims, axes, keepdim, "amax" if order > 0 else "amin")
+        return _extreme(x.abs(), dims, axes, keepdim, "amax" if order > 0 else "amin", True)
     every = _every(torch.linalg.vector_norm(wide(x), order, dims, keepdim), axes)
-    return (every.sum(0) if order == 0 else torch.linalg.vector_norm(every, order, 0)).to(x.dtype.to_real())
+    return (every.sum(0) if order in (0, 1) else torch.linalg.vector_norm(every, order, 0)).to(x.dtype.to_real())
 
 
-def amax(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool = False) -> torch.Tensor:
-    """``x.amax(dims)``; equal maxima share the gradient. No rank may be without elements."""
-    return _extreme(x, dims, axes, keepdim, "amax")
+def amax(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool = False, nan: bool = False) -> torch.Tensor:
+    """``x.amax(dims)``; equal maxima share the gradient. No rank may be without elements.
+
+    Of a NaN every element has the gradient NaN; with ``nan`` those that are NaN share it, as in ``x.max()``.
+    """
+    return _extreme(x, dims, axes, keepdim, "amax", nan)
 
 
-def amin(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool = False) -> torch.Tensor:
+def amin(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool = False, nan: bool = False) -> torch.Tensor:
     """``x.amin(dims)`` as in :func:`amax`."""
-    return _extreme(x, dims, axes, keepdim, "amin")
+    return _extreme(x, dims, axes, keepdim, "amin", nan)
 
 
 def aminmax(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,12 +127,13 @@ def _every(mine: torch.Tensor, axes: Axes) -> torch.Tensor:
     return all_gather(mine.unsqueeze(0), 0, axes)
 
 
-def _extreme(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool, op: str) -> torch.Tensor:
+def _extreme(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool, op: str, nan: bool) -> torch.Tensor:
     """Gathered, for an all-reduced maximum may lose NaN. The gradient is shared by all elements that equal it."""
     reduce = torch.amax if op == "amax" else torch.amin
     best = reduce(_every(reduce(x.detach(), dims, keepdim=True), axes), 0)
     if x.requires_grad and torch.is_grad_enabled():
-        equal = wide((x.detach() == best).to(x.dtype))
+        same = x.detach() == best
+        equal = wide((same | (x.detach().isnan() & best.isnan()) if nan else same).to(x.dtype))
         share = equal / all_reduce(equal.sum(dims, keepdim=True), axes)
         best = cast(torch.Tensor, _Shared.apply(x, best, share.to(x.dtype)))  # type: ignore[no-untyped-call]
     return best if keepdim else best.squeeze(dims)
