@@ -139,7 +139,7 @@ class ShardedModule(nn.Module):
             why = found.refuses(structure, leaves)
             if not why:
                 return found
-            logging.getLogger("autoshard.capture").info("a program does not serve this call: %s", why)
+            logging.getLogger("autoshard.programs").info("a program does not serve this call: %s", why)
         return None
 
     def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, structure: Any) -> Executable:

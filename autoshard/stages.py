@@ -1,4 +1,4 @@
-"""What a compilation leaves to look at: ``AUTOSHARD_LOGS=capture,plan,…`` and ``AUTOSHARD_DUMP=folder``."""
+"""What a compilation leaves to look at: ``AUTOSHARD_LOGS=programs,plan,…`` and ``AUTOSHARD_DUMP=folder``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.passes.ir import Graph
 if TYPE_CHECKING:
     from autoshard.compiler import Compiled
 
-LOGS = ("capture", "plan", "redistribute", "collectives", "code")
+LOGS = ("programs", "capture", "plan", "redistribute", "collectives", "code")
 """names for AUTOSHARD_LOGS; each is the logger ``autoshard.<name>``"""
 
 _runs = itertools.count(1)
