@@ -6,7 +6,8 @@ masked look-up of Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053), for a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -88,24 +89,29 @@ def sharded_scatter(
     x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor | float, size: int, axes: Axes
 ) -> torch.Tensor:
     """``x.scatter(dim, index, value)`` → S(dim): every rank writes what falls into its part."""
-    rows, place = x.shape[dim], _held_or_spare(index, x.shape[dim], size, axes)
-    return _with_spare(x, dim).scatter(dim, place, value).narrow(dim, 0, rows)
+    return _write(torch.scatter, x, dim, index, value, size, axes)
 
 
 def sharded_index_copy(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, size: int, axes: Axes
 ) -> torch.Tensor:
     """``x.index_copy(dim, index, source)`` → S(dim)."""
-    rows, place = x.shape[dim], _held_or_spare(index, x.shape[dim], size, axes)
-    return _with_spare(x, dim).index_copy(dim, place, source).narrow(dim, 0, rows)
+    return _write(torch.index_copy, x, dim, index, source, size, axes)
 
 
 def sharded_index_fill(
     x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor | float, size: int, axes: Axes
 ) -> torch.Tensor:
     """``x.index_fill(dim, index, value)`` → S(dim)."""
-    rows, place = x.shape[dim], _held_or_spare(index, x.shape[dim], size, axes)
-    return _with_spare(x, dim).index_fill(dim, place, value).narrow(dim, 0, rows)
+    return _write(torch.index_fill, x, dim, index, value, size, axes)
+
+
+def _write(
+    write: Callable[..., torch.Tensor], x: torch.Tensor, dim: int, index: torch.Tensor, what: Any, size: int, axes: Axes
+) -> torch.Tensor:
+    """``write(x, dim, index, what)`` → S(dim), of what falls into this rank's part."""
+    place = _held_or_spare(index, x.shape[dim], size, axes)
+    return write(_with_spare(x, dim), dim, place, what).narrow(dim, 0, x.shape[dim])
 
 
 def sharded_index_put(

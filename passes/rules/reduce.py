@@ -156,7 +156,9 @@ def _local(function: str, extra: Extra = lambda site: {}) -> LocalFormOf:
 
 def _local_extreme(function: str) -> LocalFormOf:
     """Without a gradient the op itself, whose results are Partial."""
-    shared = _local(function, lambda site: {} if site.node.op in (aten.amax.default, aten.amin.default) else {"nan": True})
+    shared = _local(
+        function, lambda site: {} if site.node.op in (aten.amax.default, aten.amin.default) else {"nan": True}
+    )
     return lambda site: shared(site) if site.in_type(0).grad else Call(site.node.op, site.node.args, site.node.kwargs)
 
 
