@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from autoshard.errors import CaptureError
-from autoshard.passes import draws
+from autoshard.passes import draws, scripted
 from autoshard.passes.caches import caches_stay_clean
 from autoshard.passes.conditions import FAILS, Conditions, truth_of_number
 from autoshard.passes.custom_functions import as_op, inline, is_derivative
@@ -144,6 +144,7 @@ def watching(training: bool, learnt: Learnt) -> Iterator[Watch]:
         stack.enter_context(_patched(nn.Module, "_apply", _apply_per_call))
         for patch in (*PATCHES, *draws.patches(watch.refuse)):
             stack.enter_context(_patched(*patch))
+        stack.enter_context(_patched(torch.jit.ScriptFunction, "__call__", scripted.call))
         stack.enter_context(_patched(torch.SymBool, "__bool__", _truth(torch.SymBool.__bool__, watch)))
         stack.enter_context(_patched(FakeTensor, "tolist", watch.loops.tolist(FakeTensor.tolist)))
         stack.enter_context(_patched(torch, "_check_tensor_all_with", _check_all))

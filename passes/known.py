@@ -70,7 +70,7 @@ class Known:
             self._from(operands, result, func, args, kwargs)
 
     def _from(self, operands: list[torch.Tensor], result: Any, func: Any, args: Any, kwargs: Any) -> None:
-        if all(x in self.made for x in operands):
+        if all(x in self.made for x in operands) and not _is_open((args, kwargs)):
             self._note(result, func, args, kwargs, {x: self.made[x] for x in operands})
 
     def _note(self, result: Any, func: Any, args: Any, kwargs: Any, parts: dict[torch.Tensor, _Made]) -> None:
@@ -163,6 +163,11 @@ def _off() -> Iterator[None]:
 def _number(scalar: torch.Tensor) -> Any:
     with _off():
         return scalar.item()
+
+
+def _is_open(tree: Any) -> bool:
+    """Whether a number in ``tree`` is not known."""
+    return any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in pytree.tree_leaves(tree))
 
 
 def _is_fixed(tensor: torch.Tensor) -> bool:

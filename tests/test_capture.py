@@ -397,3 +397,23 @@ def test_caches_of_the_model_hold_no_tensors_without_data() -> None:
     capture(model, (X,))
     assert type(positions(4)) is torch.Tensor
     assert model(X).shape == X.shape
+
+
+@torch.jit.script
+def scripted_clamp(x: torch.Tensor, limit: float = 5.0) -> torch.Tensor:
+    return (x / limit).tanh() * limit
+
+
+traced_clamp = torch.jit.trace(lambda x: (x / 5).tanh() * 5, (torch.ones(3),))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("clamp", [scripted_clamp, traced_clamp], ids=["scripted", "traced"])
+def test_functions_of_torchscript_are_not_traced_as_optimised(clamp: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Clamped(Inner):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return clamp(self.lin(clamp(self.lin(clamp(self.lin(x))))))
+
+    model = Clamped()
+    for _ in range(3):  # TorchScript looks on in the first call, and optimises in the next
+        model(X).sum().backward()
+    assert aten.detach.default not in ops(check(model, X))

@@ -119,3 +119,13 @@ def test_a_program_with_sizes_of_the_data_is_traced_again_once(monkeypatch: pyte
     rows = Asking(lambda x: x[torch.where(x.sum(-1) > 0)[0]] * int((x > 0).sum()))
     capture(rows, (torch.randn(6, 8),))
     assert len(rounds) == 1
+
+
+def test_a_tensor_made_of_open_numbers_is_not_known() -> None:
+    def of_a_count(x: Tensor) -> Tensor:
+        count = torch.tensor([int((x > 0).sum()), 3])
+        fast = bool(count.sum() > 3)
+        return x.neg() if fast and not hasattr(torch, "relu") else x.relu()
+
+    torch.manual_seed(0)
+    assert_equal_training(Asking(of_a_count), MESHES["tp2"], (torch.randn(6, 8),), share=1.0, steps=1)
