@@ -107,7 +107,7 @@ class DistributedModule(ShardedModule):
 
     # --- running ---
 
-    def specialise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Executable:
+    def specialise(self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0) -> Executable:
         """See :meth:`ShardedModule.specialise`; every rank must come with the same inputs."""
         known = len(self._executables)
         if self._device.type == "cpu" or self._calls < FIRST_CALLS:  # on a GPU the check waits for the device
@@ -117,7 +117,7 @@ class DistributedModule(ShardedModule):
                 (_VALUES, _checksum(leaves)),
             )
         object.__setattr__(self, "_calls", self._calls + 1)
-        executable = super().specialise(args, kwargs)
+        executable = super().specialise(args, kwargs, number)
         if len(self._executables) > known:
             self._agree(("the generated program", zlib.crc32(executable.compiled.source.text.encode())))
         return executable

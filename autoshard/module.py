@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -26,6 +26,7 @@ from autoshard.passes.ir import Graph
 from autoshard.passes.symbols import Dynamic
 from autoshard.plans import Collective, Plan
 from autoshard.progress import stage
+from autoshard.runtime.exactly import is_of_other_values
 
 log = logging.getLogger("autoshard")
 
@@ -108,9 +109,12 @@ class ShardedModule(nn.Module):
 
     # --- compiling ---
 
-    def specialise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Executable:
-        """Compile for the shapes, dtypes and non-tensor values of these arguments, unless a program serves them."""
-        found = self._specialised(args, kwargs, self._trains)
+    def specialise(self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0) -> Executable:
+        """Compile for the shapes, dtypes and non-tensor values of these arguments, unless a program serves them.
+
+        ``number``: of the programs for these that were tried and are for other integers in tensors.
+        """
+        found = self._specialised(args, kwargs, self._trains, number)
         object.__setattr__(self, "_latest", found)
         return found
 
@@ -119,11 +123,13 @@ class ShardedModule(nn.Module):
         """Whether programs are compiled with a backward."""
         return self.training if self._settings.training is None else self._settings.training
 
-    def _specialised(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool) -> Executable:
+    def _specialised(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, number: int = 0
+    ) -> Executable:
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        key = (tuple(signature_of(leaf) for leaf in leaves), spec, training, self.training)
+        key = (tuple(signature_of(leaf) for leaf in leaves), spec, training, self.training, number)
         if key not in self._executables:
-            structure = (tuple(signature_of(leaf, exactly=False) for leaf in leaves), *key[1:])
+            structure = (tuple(signature_of(leaf, exactly=False) for leaf in leaves), *key[1:-1])
             found = self._serving(structure, leaves)
             self._executables[key] = found or self._build(args, kwargs, training, structure)
         return self._executables[key]
@@ -244,18 +250,23 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on the mesh."""
-        executable = self.specialise(args, kwargs)
-        args, kwargs, written = executable.apart(args, kwargs)
-        inputs = self._flat_inputs(executable, args, kwargs)
-        wanted = [p for p in (*self.parameters(), *inputs) if p.requires_grad]
-        if executable.graph.training or not torch.is_grad_enabled() or not wanted:
-            leaves, mutated = self._run(executable, inputs)
-        else:
-            leaves, mutated = self._run_inference(executable, args, kwargs, wanted)
+
+        def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
+            executable = self.specialise(args, kwargs, number)
+            own, named, written = executable.apart(args, kwargs)
+            inputs = self._flat_inputs(executable, own, named)
+            wanted = [p for p in (*self.parameters(), *inputs) if p.requires_grad]
+            if executable.graph.training or not torch.is_grad_enabled() or not wanted:
+                leaves, mutated = self._run(executable, inputs)
+            else:
+                leaves, mutated = self._run_inference(executable, own, named, wanted)
+            return leaves, mutated, written, executable.graph.out_spec
+
+        leaves, mutated, written, out_spec = _first_that_serves(serve)
         with torch.no_grad():
             for fqn, new in mutated.items():
                 (written[fqn] if fqn in written else self.tensor(fqn)).copy_(new)
-        return pytree.tree_unflatten(leaves, executable.graph.out_spec)
+        return pytree.tree_unflatten(leaves, out_spec)
 
     def _run_inference(
         self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: list[torch.Tensor]
@@ -264,15 +275,15 @@ class ShardedModule(nn.Module):
 
         before = Before(self, executable.graph)
 
-        def again() -> list[Any]:
-            trained = self._specialised(args, kwargs, True)
+        def serve(number: int) -> list[Any]:
+            trained = self._specialised(args, kwargs, True, number)
             with before.restored():
                 return self._run(trained, self._flat_inputs(trained, args, kwargs))[0]
 
         with torch.no_grad():
             leaves, mutated = self._run(executable, self._flat_inputs(executable, args, kwargs))
         places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        attached = OnDemand.apply(again, places, [leaves[i] for i in places], *wanted)  # type: ignore[no-untyped-call]
+        attached = OnDemand.apply(lambda: _first_that_serves(serve), places, [leaves[i] for i in places], *wanted)  # type: ignore[no-untyped-call]
         for i, x in zip(places, attached, strict=True):
             leaves[i] = x
         return leaves, mutated
@@ -338,6 +349,26 @@ class ShardedModule(nn.Module):
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         tensor.copy_(full)
+
+
+_PROGRAMS = 16
+"""programs for one signature, of inputs whose integers decide otherwise; more would hide that every call compiles one"""
+
+Served = TypeVar("Served")
+
+
+def _first_that_serves(serve: Callable[[int], Served]) -> Served:
+    """``serve(number)`` of the first number whose program is for the integers in the inputs."""
+    state = torch.get_rng_state()
+    for number in range(_PROGRAMS):
+        try:
+            return serve(number)
+        except RuntimeError as error:
+            if not is_of_other_values(error) or number == _PROGRAMS - 1:
+                raise
+            log.info("a program does not serve this call: %s", error)
+        torch.set_rng_state(state)  # a program that stopped may have drawn
+    raise AssertionError
 
 
 def _skeleton(model: nn.Module) -> nn.Module:

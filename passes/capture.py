@@ -8,7 +8,7 @@ import functools
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.errors import CaptureError
-from autoshard.passes import hazards
+from autoshard.passes import hazards, steering
 from autoshard.passes.arguments import Example, argument_paths, gradient_sources
 from autoshard.passes.decompose import decompose
 from autoshard.passes.ir import Graph, Ref
@@ -96,10 +96,9 @@ def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dyn
     try:
         program, output_grads, inputs = trace()
     except CaptureError as error:
-        found = indifferent(trace) if hazards.is_data_dependent(error.__cause__ or error) else None
-        if found is None:
+        if not hazards.is_data_dependent(error.__cause__ or error):
             raise
-        program, output_grads, inputs = found
+        program, output_grads, inputs = indifferent(trace) or _steered(trace, error, dynamic)
     try:
         with hazards.effects_stay():
             if training:
@@ -109,14 +108,28 @@ def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dyn
         raise hazards.explain(model, error) from error
 
 
-def _retried(model: nn.Module, example: Example, training: bool, dynamic: Dynamic, numbers: Numbers) -> Exported:
+def _steered(trace: Callable[..., Exported], error: CaptureError, dynamic: Dynamic) -> Exported:
+    """The program for inputs whose integers decide as those of the example do. ``error``: why there is no other."""
+    if dynamic:
+        raise error
+    try:
+        return trace(steered=True)
+    except CaptureError as other:
+        if str(other) == str(error):
+            raise error from other
+        raise CaptureError(f"{error}\nWith the answers of the example: {other}") from other
+
+
+def _retried(
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, numbers: Numbers, steered: bool = False
+) -> Exported:
     """Traced again as long as an error tells what to do about a loop or a number that depends on the data."""
     learnt = Learnt()
     while True:
         with _untouched(model), numbers.stand_ins():
-            trace = _Trace(model)
+            trace = _Trace(model, example if steered else None)
             try:
-                return _traced(model, example, training, dynamic, trace, learnt)
+                return _traced(model, example, training, dynamic, trace, learnt, steered)
             except Exception as error:
                 cause = trace.error or error
                 loops = getattr(trace.watch, "loops", None)
@@ -125,13 +138,14 @@ def _retried(model: nn.Module, example: Example, training: bool, dynamic: Dynami
 
 
 def _traced(
-    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, trace: _Trace, learnt: Learnt
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, trace: _Trace, learnt: Learnt, steered: bool
 ) -> Exported:
-    given = _without_data(model, example)
+    with steering.values_at_hand() if steered else contextlib.nullcontext():
+        given = _without_data(model, example)
     inputs = opened(_tensors(model, given), dynamic) if dynamic else {}
     shapes = shapes_for_export(inputs.values()) if inputs else None
     with hazards.effects_stay():
-        with hazards.watching(training, learnt) as trace.watch:
+        with hazards.watching(training, learnt, steered) as trace.watch:
             program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
         hazards.check_loops(program)
     return program, trace.output_grads, inputs
@@ -149,11 +163,12 @@ class _StoppedError(Exception):
 class _Trace:
     """What happens in the traced call: the error the forward raised, and the output's types and gradients."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, example: Example | None) -> None:
         self.error: Exception | None = None
         self.watch = hazards.Watch(False, Learnt())
         self.output_grads: list[bool] | None = None  # stays so for an fx.GraphModule: export interprets its graph
         forward, buffers = model.forward, dict(model.named_buffers())
+        values = None if example is None else steering.integers(example)
 
         @functools.wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -162,9 +177,12 @@ class _Trace:
                 with self.watch:
                     self.watch.known.buffers((b, buffers[n]) for n, b in model.named_buffers() if n in buffers)
                     self.watch.inputs = pytree.tree_leaves((args, kwargs))
+                    if values is not None:
+                        steering.give(values, self.watch.inputs, (*model.parameters(), *model.buffers()))
                     output = forward(*args, **kwargs)
                     if isinstance(self.watch, hazards.Watch):
                         self.watch.loops.finish(output)
+                    steering.ended(self.watch.inputs)
                 for module, attributes in before:
                     _warn_changed(module, attributes)
                 return output

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 
 from autoshard.errors import CaptureError
 
@@ -42,6 +43,20 @@ def _drawing(original: Callable[..., Any], generator: str, refuse: Refuse) -> Ca
         return original(*args, **kwargs)
 
     return draw
+
+
+def states() -> tuple[Any, Any, Any]:
+    """Of the generators of Python, NumPy and torch, comparable."""
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), (kind, bytes(keys), *rest), bytes(torch.get_rng_state().numpy())  # type: ignore[arg-type]
+
+
+def restore(before: tuple[Any, Any, Any]) -> None:
+    """Put the generators back to what :func:`states` was."""
+    python, (kind, keys, *rest), torch_state = before
+    random.setstate(python)
+    np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))
+    torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
 
 
 class Drawn:

@@ -10,14 +10,12 @@ import contextlib
 import linecache
 import logging
 import os
-import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from autoshard.errors import CaptureError
-from autoshard.passes import draws, scripted
+from autoshard.passes import draws, scripted, steering
 from autoshard.passes.caches import caches_stay_clean
 from autoshard.passes.conditions import FAILS, Conditions, truth_of_number
 from autoshard.passes.custom_functions import as_op, inline, is_derivative
@@ -56,13 +54,13 @@ DATA_DEPENDENT = (
 class Watch(TorchFunctionMode):
     """Active around the traced forward: refuses calls that tracing would lose. ``refusal`` is the first of them."""
 
-    def __init__(self, training: bool, learnt: Learnt) -> None:
+    def __init__(self, training: bool, learnt: Learnt, steered: bool = False) -> None:
         super().__init__()
         self.training = training
         self.refusal: CaptureError | None = None
         self.loops = Loops(learnt)
         self.conditions = Conditions()
-        self.known = Known()
+        self.known = Known(steered)
         self.inputs: list[Any] = []
 
     def refuse(self, message: str) -> CaptureError:
@@ -97,10 +95,16 @@ class Watch(TorchFunctionMode):
             known = self.conditions.truth(args[0], sys._getframe(1))
             if known is not None:
                 return known
-        if func in (F.pad, torch.Tensor.__getitem__):
-            args, kwargs = (args[0], *self.known.plain(args[1:])), self.known.plain(kwargs)
+        if func in (torch.equal, torch.Tensor.equal):
+            with self:
+                return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+        if func in (F.pad, torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            sizes = func == F.pad
+            args, kwargs = (args[0], *self.known.plain(args[1:], sizes)), self.known.plain(kwargs, sizes)
         func = _REWRITTEN.get(func, func)
         result = self.loops.call(func, args, kwargs)
+        if self.known.steered:
+            result = steering.sized(result)
         self.conditions.follow(func, args, result)
         self.known.follow(func, args, kwargs, result)
         return result
@@ -121,16 +125,18 @@ _LOST: dict[Any, str] = {
 
 
 @contextlib.contextmanager
-def watching(training: bool, learnt: Learnt) -> Iterator[Watch]:
+def watching(training: bool, learnt: Learnt, steered: bool = False) -> Iterator[Watch]:
     """While inside, calls that the trace would lose raise :class:`CaptureError`.
 
     Afterwards raises if one was swallowed, or if a generator advanced: its draws would be constants of the graph.
     """
-    watch = Watch(training, learnt)
-    states = _generator_states()
+    watch = Watch(training, learnt, steered)
+    states = draws.states()
     with contextlib.ExitStack() as stack:
-        stack.callback(_restore_generators, states)
+        stack.callback(draws.restore, states)
         stack.enter_context(caches_stay_clean())
+        if steered:
+            stack.enter_context(steering.values_at_hand())
         if training:
             for function in _subclasses(torch.autograd.Function):
                 if _is_foreign(function):
@@ -153,9 +159,7 @@ def watching(training: bool, learnt: Learnt) -> Iterator[Watch]:
         yield watch
         if watch.refusal is not None:
             raise watch.refusal
-        for name, before, now in zip(
-            ("Python's random", "numpy's", "torch's"), states, _generator_states(), strict=True
-        ):
+        for name, before, now in zip(("Python's random", "numpy's", "torch's"), states, draws.states(), strict=True):
             if before != now:
                 raise CaptureError(draws.message(name))
 
@@ -175,18 +179,6 @@ def _truth(original: Callable[[torch.SymBool], bool], watch: Watch) -> Callable[
 
 def _check_all(kind: type, condition: torch.Tensor, message: Callable[[], str] | None = None) -> None:
     torch._assert_async(condition.all(), str(message() if message else FAILS))
-
-
-def _generator_states() -> tuple[Any, Any, Any]:
-    kind, keys, *rest = np.random.get_state()
-    return random.getstate(), (kind, bytes(keys), *rest), bytes(torch.get_rng_state().numpy())  # type: ignore[arg-type]
-
-
-def _restore_generators(states: tuple[Any, Any, Any]) -> None:
-    python, (kind, keys, *rest), torch_state = states
-    random.setstate(python)
-    np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))
-    torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
 
 
 @contextlib.contextmanager

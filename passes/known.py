@@ -17,6 +17,9 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autoshard.passes.steering import site, value_of
+from autoshard.runtime.exactly import check_value
+
 _LARGE = 2**20
 """elements; more are not computed"""
 _SMALL = 64
@@ -45,7 +48,9 @@ class _Made:
 class Known:
     """Remembers how such tensors were made, and computes them when their values are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, steered: bool = False) -> None:
+        self.steered = steered
+        """whether the integers of the inputs count too: see :mod:`steering`"""
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """tensor of the trace → how it is computed"""
 
@@ -102,13 +107,20 @@ class Known:
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of ``tensor``, or None. The graph gets a check of what comes from a buffer."""
         if tensor not in self.made:
-            return None
+            return self._integer(tensor)
         made = self.made[tensor]
         with _off():
             value: torch.Tensor = made.compute()
         if made.from_buffer:
             same = (tensor == _number(value)).all()
             torch._assert_async(same, "a buffer of the model that steers the forward changed")
+        return value
+
+    def _integer(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of ``tensor`` where it follows from integers of the inputs, with a check, or None."""
+        value = value_of(tensor) if self.steered else None
+        if value is not None:
+            check_value(tensor, _number(value), site())
         return value
 
     def read(self, func: Callable[..., Any], args: Any) -> Any:
@@ -118,13 +130,18 @@ class Known:
         with _off():
             return func(value)
 
-    def plain(self, tree: Any) -> Any:
-        """``tree`` of numbers and slices, with the known scalar tensors in it as numbers."""
+    def plain(self, tree: Any, in_size: bool = False) -> Any:
+        """``tree`` of numbers and slices, with the known scalar tensors in it as numbers.
 
-        def number(x: Any) -> Any:
+        Integers of the inputs count where they decide about a size: in slices, and everywhere if ``in_size``.
+        """
+
+        def number(x: Any, in_slice: bool = in_size) -> Any:
             if isinstance(x, slice):
-                return slice(number(x.start), number(x.stop), number(x.step))
+                return slice(number(x.start, True), number(x.stop, True), number(x.step, True))
             if not isinstance(x, torch.Tensor) or x.dim() or x.is_floating_point() or x.dtype == torch.bool:
+                return x
+            if x not in self.made and not in_slice:
                 return x
             value = self.value(x)
             return x if value is None else _number(value)

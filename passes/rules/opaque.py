@@ -6,6 +6,7 @@ from autoshard.passes.ir import Graph, Node
 from autoshard.passes.rules.base import Rule, Strategy
 from autoshard.passes.rules.factors import whole
 from autoshard.runtime.ctc import ctc_loss
+from autoshard.runtime.exactly import exactly
 from autoshard.runtime.functions import function
 
 
@@ -13,4 +14,4 @@ def _whole(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return whole(len(node.inputs), len(node.outputs))
 
 
-RULES: tuple[Rule, ...] = tuple(Rule(op._opoverload, _whole, notation="whole") for op in (ctc_loss, function))
+RULES: tuple[Rule, ...] = tuple(Rule(op._opoverload, _whole, notation="whole") for op in (ctc_loss, exactly, function))

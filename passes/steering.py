@@ -1,0 +1,120 @@
+"""``if``, loops and sizes that the integers of the inputs decide: a program for inputs that decide alike.
+
+The edges of a graph, the lengths of sequences and masks are structure more than data: a model asks them which way to
+go. Where that cannot be left open, the trace carries the example's integers and truth values along, and all that
+follows from them alone, and takes its answers and sizes from there. Each becomes a check in the program, and a call for
+which one fails gets a program of its own. Numbers with a fraction, and random ones, never steer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch.utils._pytree as pytree
+from torch._subclasses import fake_utils
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+
+from autoshard.runtime.exactly import exactly
+
+_ELSEWHERE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<")
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+@contextlib.contextmanager
+def values_at_hand() -> Iterator[None]:
+    """While inside, fake tensors are made with the values beside them, where these do not come from random numbers."""
+    dispatch, defer, compare = (
+        FakeTensorMode.dispatch, ShapeEnv.guard_or_defer_runtime_assert, fake_utils._check_fake_real_tensors
+    )  # fmt: skip
+
+    def without_draws(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if _RANDOM not in getattr(func, "tags", ()):
+            return dispatch(self, func, *args, **kwargs)
+        before, self.propagate_real_tensors = self.propagate_real_tensors, False
+        try:
+            return dispatch(self, func, *args, **kwargs)
+        finally:
+            self.propagate_real_tensors = before
+
+    def no_silent_answer(self: Any, expression: Any, message: str, *args: Any, **kwargs: Any) -> Any:
+        if message.startswith("propagate_real_tensors"):
+            raise self._make_data_dependent_error(expression, expression)
+        return defer(self, expression, message, *args, **kwargs)
+
+    FakeTensorMode.dispatch = without_draws  # type: ignore[method-assign]
+    ShapeEnv.guard_or_defer_runtime_assert = no_silent_answer  # type: ignore[assignment]
+    fake_utils._check_fake_real_tensors = lambda *args, **kwargs: None  # it asks about offsets
+    try:
+        with functorch_config.patch(fake_tensor_propagate_real_tensors=True):
+            yield
+    finally:
+        FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
+        ShapeEnv.guard_or_defer_runtime_assert = defer  # type: ignore[method-assign]
+        fake_utils._check_fake_real_tensors = compare
+
+
+def integers(example: Any) -> list[torch.Tensor | None]:
+    """A copy of each leaf of ``example`` that may steer, else None."""
+    return [x.detach().clone() if _steers(x) else None for x in pytree.tree_leaves(example)]
+
+
+def give(values: Iterable[torch.Tensor | None], inputs: Iterable[Any], state: Iterable[Any]) -> None:
+    """Let the ``inputs`` of a trace have these ``values``, and let nothing else have values."""
+    for x in state:
+        if isinstance(x, FakeTensor):
+            x.real_tensor = None
+    for x, value in zip(inputs, values, strict=True):
+        if isinstance(x, FakeTensor):
+            x.real_tensor = value
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The value of a tensor of the trace where it is known."""
+    return getattr(tensor, "real_tensor", None)
+
+
+def sized(result: Any) -> Any:
+    """A call's ``result`` with lengths that depend on the data fixed where they are known."""
+    return pytree.tree_map_only(torch.Tensor, _sized, result)
+
+
+def _sized(x: torch.Tensor) -> torch.Tensor:
+    lengths = [_known(n) for n in x.shape]
+    if None in lengths or all(isinstance(n, int) for n in x.shape):
+        return x
+    fixed: torch.Tensor = exactly(x, lengths, site())
+    return fixed
+
+
+def _known(n: int | torch.SymInt) -> int | None:
+    if isinstance(n, int) or not free_unbacked_symbols(n):
+        return int(n)
+    found = n.node.expr.xreplace(n.node.shape_env.real_tensor_prop_unbacked_vals)
+    return None if found.free_symbols else int(found)
+
+
+def _steers(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex() or x.is_meta)
+
+
+def site() -> str:
+    """``file:line`` of the model's code that runs."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_ELSEWHERE):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "the model"
+
+
+def ended(tensors: Iterable[Any]) -> None:
+    """After the trace, the fake tensors are as any others."""
+    for x in tensors:
+        if isinstance(x, FakeTensor):
+            x.fake_mode.propagate_real_tensors = False

@@ -1,0 +1,113 @@
+"""Integers of the inputs that decide about the program: answers from the example, checks, programs for other answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_equal_training
+from torch import Tensor, nn
+
+import autoshard
+
+
+class Segments(nn.Module):
+    """One weight per segment of the rows of x, as in heterogeneous graphs; the segments end at ``ends``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(6, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 8)
+        start = 0
+        for weight, end in zip(self.weights, ends, strict=True):
+            out[start:end] = x[start:end] @ weight
+            start = end
+        return out
+
+
+class Masked(nn.Module):
+    """Rows of a padded batch, between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows = self.first(x)[mask]
+        rows = rows.view(2, -1, 8) if len(rows) > 5 else rows.view(1, -1, 8)
+        return self.second(F.relu(rows))
+
+
+class Symmetric(Masked):
+    """A question about a graph's edges."""
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.second(h.relu() if torch.equal(edges[0].sort()[0], edges[1].sort()[0]) else h.tanh())
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
+    "segments": (Segments, torch.tensor([2, 5, 9]), torch.tensor([3, 3, 9])),
+    "masked": (Masked, torch.arange(9) % 3 > 0, torch.arange(9) % 3 == 0),
+    "symmetric": (Symmetric, torch.tensor([[0, 1], [1, 0]]), torch.tensor([[0, 1], [1, 1]])),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "axes"),
+    [("segments", {"tp": 3}), ("masked", {"tp": 3}), ("masked", {"dp": 2, "tp": 2}), ("symmetric", {"tp": 2})],
+)
+def test_the_integers_of_the_example_decide(case: str, axes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    make, given, _ = CASES[case]
+    report = assert_equal_training(make(), axes, (torch.randn(9, 6), given), steps=1)
+    assert report.plan.cost.flops_per_rank < 0.7 * report.plan.cost.flops
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_integers_get_a_program_of_their_own(case: str) -> None:
+    torch.manual_seed(0)
+    make, *inputs = CASES[case]
+    model, x = make(), torch.randn(9, 6)
+    expected = [model(x, given) for given in inputs]
+    sharded = autoshard.compile(model, {"tp": 2}, (x, inputs[0]))
+    for _ in range(2):
+        for given, wanted in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(sharded(x, given), wanted)
+    assert len(sharded.programs) == 2
+
+
+def test_draws_are_those_of_one_device_when_a_program_stops_after_them() -> None:
+    class Dropped(Masked):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(F.dropout(x, 0.5), mask)
+
+    model, x, (_, *inputs) = Dropped(), torch.randn(9, 6), CASES["masked"]
+    sharded = autoshard.compile(model, {"tp": 2}, (x, inputs[0]))
+    torch.manual_seed(1)
+    expected = model(x, inputs[1])
+    torch.manual_seed(1)
+    torch.testing.assert_close(sharded(x, inputs[1]), expected)
+
+
+def of_floats(x: Tensor, n: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x * 3
+
+
+def of_draws(x: Tensor, n: Tensor) -> Tensor:
+    return x * 2 if torch.randint(0, 9, (3,)).sum() > 9 else x * 3
+
+
+@pytest.mark.parametrize("decide", [of_floats, of_draws], ids=lambda f: f.__name__)
+def test_fractions_and_draws_do_not_steer(decide: Callable[[Tensor, Tensor], Tensor]) -> None:
+    class Deciding(nn.Linear):
+        def forward(self, x: Tensor, n: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(decide(x, n))
+
+    with pytest.raises(autoshard.AutoshardError, match=r"test_steering.*depends on the values of a tensor"):
+        autoshard.compile(Deciding(6, 4), {"tp": 2}, (torch.randn(3, 6), torch.tensor(3)))
