@@ -31,6 +31,7 @@ from autoshard.passes.custom_functions import as_op, inline, is_derivative
 from autoshard.passes.known import Known
 from autoshard.passes.loops import LOOP, Learnt, Loops
 from autoshard.passes.mistraced import MISTRACED, PATCHES
+from autoshard.passes.packed import PackedSequences
 from autoshard.passes.regions import NO_GRAD
 from autoshard.passes.unchecked import UNCHECKED
 
@@ -61,6 +62,7 @@ class Watch(TorchFunctionMode):
         self.loops = Loops(learnt)
         self.conditions = Conditions()
         self.known = Known(steered)
+        self.packed = PackedSequences()
         self.inputs: list[Any] = []
 
     def refuse(self, message: str) -> CaptureError:
@@ -77,6 +79,9 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.packed.concerns(func, args, kwargs):
+            with self:
+                return self.packed.call(func, args, kwargs)
         if func == _DATA_GET:  # what .data reads is a detached alias; export loses track of it
             return args[0].detach()
         if func == _DATA_SET:

@@ -1,0 +1,131 @@
+"""Packed sequences in a traced forward: padded ones, and recurrent layers that heed the lengths.
+
+What ``pack_padded_sequence`` gives out is as long as all sequences together, which a trace does not know. So a stand-in
+has the padded batch inside, row by row, and a GRU over it takes of every sequence what lies before its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+
+from autoshard.errors import CaptureError
+
+_LAYERS = ("gru", "rnn_tanh", "rnn_relu")
+_TELLING = [getattr(torch.Tensor, n).__get__ for n in ("shape", "data", "T", "mT", "H", "mH", "real", "imag")]
+"""attributes that show more of a tensor than its kind"""
+_ADVICE = "Give layers the padded batch, and mask what comes after the last element of each sequence."
+
+
+@dataclass
+class _Batch:
+    """Sequences of ``lengths`` [b] in ``padded`` [steps, b, features], and the stand-ins for them."""
+
+    lengths: torch.Tensor
+    padded: torch.Tensor
+    rows: torch.Tensor
+    """[steps · b, features], in place of the packed data"""
+    sizes: torch.Tensor
+    """in place of the batch sizes"""
+
+
+class PackedSequences:
+    """Those of one trace. Every torch function that the forward calls and that :meth:`concerns` them is for :meth:`call`."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, _Batch] = {}
+        """id of a stand-in → its batch, which keeps it alive"""
+
+    def _stand_ins_in(self, tree: Any) -> list[torch.Tensor]:
+        return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor) and id(x) in self.batches]
+
+    def concerns(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call makes a packed sequence, or asks more of one than its kind."""
+        name = getattr(func, "__name__", "")
+        if name == "_pack_padded_sequence":
+            return True
+        of_features = func is torch.Tensor.size and args[1:] == (-1,)
+        of_kind = func is torch.Tensor.dim or of_features or (name == "__get__" and func not in _TELLING)
+        return bool(self.batches) and not of_kind and bool(self._stand_ins_in((args, kwargs)))
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``func(*args, **kwargs)``. Raises :class:`CaptureError` where it would see that the data is a stand-in."""
+        name = getattr(func, "__name__", "")
+        if name == "_pack_padded_sequence":
+            return self.pack(*args)
+        of = self._stand_ins_in((args, kwargs))
+        batch = self.batches[id(of[0])]
+        if name in _LAYERS and len(args) == 9:
+            return self.layers(func, batch, *args[2:])
+        if name == "_pad_packed_sequence":
+            return self.pad(batch, *args[2:])
+        if of[0] is batch.sizes and func is torch.Tensor.__getitem__ and args[1] == 0:
+            return len(batch.lengths)
+        if of[0] is batch.sizes and func is torch.Tensor.size:
+            return batch.lengths.max().item()
+        raise CaptureError(f"a packed sequence (pack_padded_sequence) is used by {name}. {_ADVICE}")
+
+    def _stand_ins(self, lengths: torch.Tensor, padded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = _Batch(lengths, padded, padded.reshape(-1, padded.shape[-1]), lengths.clone())
+        self.batches |= {id(batch.rows): batch, id(batch.sizes): batch}
+        return batch.rows, batch.sizes
+
+    def pack(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stand-ins for the data and the batch sizes."""
+        if x.dim() != 3:
+            raise CaptureError(f"a packed sequence of {x.dim()} dims. {_ADVICE}")
+        return self._stand_ins(lengths, x.transpose(0, 1) if batch_first else x)
+
+    def pad(self, batch: _Batch, batch_first: bool, value: float, total: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The padded batch, ``total`` steps long, and the lengths."""
+        x, steps = batch.padded, batch.padded.shape[0]
+        x = torch.where((_steps(batch) < batch.lengths)[..., None], x, torch.full_like(x, value))
+        if isinstance(total, int) and total >= steps:
+            x = F.pad(x, (0, 0, 0, 0, 0, total - steps), value=value)
+        else:
+            torch._check(total >= 0)
+            torch._check(total <= steps)
+            x = x.narrow(0, 0, total)
+        return x.transpose(0, 1) if batch_first else x, batch.lengths
+
+    def layers(
+        self, func: Callable[..., Any], batch: _Batch, hx: torch.Tensor, weights: list[torch.Tensor],
+        biases: bool, layers: int, dropout: float, train: bool, bidirectional: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Recurrent layers: the packed results of the last one, and the last state of each layer and direction."""
+        if dropout and train and layers > 1:
+            raise CaptureError(f"dropout between the layers of {func.__name__} over a packed sequence. {_ADVICE}")
+        x, ends = batch.padded, []
+        directions = 2 if bidirectional else 1
+        each = len(weights) // (layers * directions)
+        for layer in range(layers):
+            results = []
+            for reverse in range(directions):
+                number = layer * directions + reverse
+                own = weights[number * each : (number + 1) * each]
+                run = _reversed if reverse else _same
+                out = func(run(batch, x), hx[number : number + 1], own, biases, 1, 0.0, train, False, False)[0]
+                ends.append(out.gather(0, (batch.lengths - 1)[None, :, None].expand(1, -1, out.shape[-1])))
+                results.append(run(batch, out))
+            x = torch.cat(results, -1) if bidirectional else results[0]
+        return self._stand_ins(batch.lengths, x)[0], torch.cat(ends)
+
+
+def _steps(batch: _Batch) -> torch.Tensor:
+    return torch.arange(batch.padded.shape[0], device=batch.lengths.device)[:, None]
+
+
+def _same(batch: _Batch, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _reversed(batch: _Batch, x: torch.Tensor) -> torch.Tensor:
+    """``x`` [steps, b, features] with every sequence back to front; its padding stays where it is."""
+    steps = _steps(batch)
+    order = torch.where(steps < batch.lengths, batch.lengths - 1 - steps, steps)
+    return x.gather(0, order[..., None].expand_as(x))
