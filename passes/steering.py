@@ -35,12 +35,13 @@ def values_at_hand() -> Iterator[None]:
         FakeTensorMode.dispatch, ShapeEnv.guard_or_defer_runtime_assert, fake_utils._check_fake_real_tensors
     )  # fmt: skip
 
-    def without_draws(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if _RANDOM not in getattr(func, "tags", ()):
-            return dispatch(self, func, *args, **kwargs)
+    def without_draws(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _forget_written(func, args, kwargs or {})
+        if not _is_random(func):
+            return dispatch(self, func, types, args, kwargs)
         before, self.propagate_real_tensors = self.propagate_real_tensors, False
         try:
-            return dispatch(self, func, *args, **kwargs)
+            return dispatch(self, func, types, args, kwargs)
         finally:
             self.propagate_real_tensors = before
 
@@ -78,7 +79,43 @@ def give(values: Iterable[torch.Tensor | None], inputs: Iterable[Any], state: It
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of a tensor of the trace where it is known."""
-    return getattr(tensor, "real_tensor", None)
+    value: torch.Tensor | None = getattr(tensor, "real_tensor", None)
+    return None if value is None or _storage(value) in _outdated(tensor) else value
+
+
+def _forget_written(func: Any, args: Any, kwargs: Any) -> None:
+    """Take the values from what shares memory with a tensor that a call writes something unknown to."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+    for x in tensors:
+        x.real_tensor = value_of(x)
+    if not func._schema.is_mutable or (all(x.real_tensor is not None for x in tensors) and not _is_random(func)):
+        return
+    named = [
+        *zip(func._schema.arguments, args, strict=False),
+        *((a, kwargs.get(a.name)) for a in func._schema.arguments),
+    ]
+    for argument, value in named:
+        if argument.is_write:
+            for x in pytree.tree_leaves(value):
+                if isinstance(x, FakeTensor) and x.real_tensor is not None:
+                    _outdated(x)[_storage(x.real_tensor)] = x.real_tensor
+                    x.real_tensor = None
+
+
+def _outdated(tensor: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Storages of values that are no longer those of the trace's tensors; the tensors keep them from being reused."""
+    if not isinstance(tensor, FakeTensor):
+        return {}
+    found: dict[int, torch.Tensor] = tensor.fake_mode.__dict__.setdefault("_autoshard_outdated", {})
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_random(func: Any) -> bool:
+    return _RANDOM in getattr(func, "tags", ())
 
 
 def sized(result: Any) -> Any:

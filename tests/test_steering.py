@@ -103,7 +103,15 @@ def of_draws(x: Tensor, n: Tensor) -> Tensor:
     return x * 2 if torch.randint(0, 9, (3,)).sum() > 9 else x * 3
 
 
-@pytest.mark.parametrize("decide", [of_floats, of_draws], ids=lambda f: f.__name__)
+def of_a_view(x: Tensor, n: Tensor) -> Tensor:
+    """The value that decides is read through a view that was made before a number with a fraction was written."""
+    seen = torch.ones(6)
+    first = seen[:1]
+    seen[0] = x.sum().detach()
+    return x * 2 if first.sum() > 0 else x * 3
+
+
+@pytest.mark.parametrize("decide", [of_floats, of_draws, of_a_view], ids=lambda f: f.__name__)
 def test_fractions_and_draws_do_not_steer(decide: Callable[[Tensor, Tensor], Tensor]) -> None:
     class Deciding(nn.Linear):
         def forward(self, x: Tensor, n: Tensor) -> Any:  # type: ignore[override]
