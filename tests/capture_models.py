@@ -110,3 +110,12 @@ X = torch.linspace(-1.3, 1.7, 12, dtype=torch.float64).reshape(3, 4)
 def asserts(y: torch.Tensor) -> None:
     """Here, because pytest rewrites the asserts of test modules."""
     assert y is not None and (y < 100).all(), "too large"  # noqa: PT018
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x)  # type: ignore[no-any-return]

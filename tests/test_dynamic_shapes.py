@@ -389,14 +389,3 @@ def test_a_saved_program_takes_inputs_of_any_length(tmp_path: Path) -> None:
     safetensors.torch.save_file({"tokens": ids(1, 9), "labels": ids(1, 9)}, command[-1])
     done = subprocess.run(command, capture_output=True, text=True)
     assert "the program does not hold for inputs of these lengths: condition 2" in done.stderr
-
-
-def test_a_log_of_one_line_says_why_another_program_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "autoshard.programs")
-    sharded = autoshard.compile(mlp(), ideal({"tp": 2}), (torch.randn(4, 8),), dynamic=True)
-    sharded(torch.randn(7, 8))
-    assert [r for r in caplog.records if r.name == "autoshard.programs"] == []
-    sharded(torch.randn(1, 8))
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "autoshard.programs"]
-    assert line.startswith("a program does not serve this call: ")
-    assert "\n" not in line

@@ -274,6 +274,7 @@ def test_the_search_sees_an_all_to_all_that_is_too_cheap(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("shape", SHAPES, ids=["rank1", "rank2", "rank3"])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_equal_training
+from harness import assert_equal_training, ideal
 from torch import Tensor, nn
 
 import autoshard
@@ -119,3 +120,14 @@ def test_fractions_and_draws_do_not_steer(decide: Callable[[Tensor, Tensor], Ten
 
     with pytest.raises(autoshard.AutoshardError, match=r"test_steering.*depends on the values of a tensor"):
         autoshard.compile(Deciding(6, 4), {"tp": 2}, (torch.randn(3, 6), torch.tensor(3)))
+
+
+def test_a_log_of_one_line_says_why_another_program_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "autoshard.programs")
+    sharded = autoshard.compile(nn.Linear(8, 4), ideal({"tp": 2}), (torch.randn(4, 8),), dynamic=True)
+    sharded(torch.randn(7, 8))
+    assert [r for r in caplog.records if r.name == "autoshard.programs"] == []
+    sharded(torch.randn(1, 8))
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "autoshard.programs"]
+    assert line.startswith("a program does not serve this call: ")
+    assert "\n" not in line
