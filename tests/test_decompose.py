@@ -21,10 +21,6 @@ class Calling(nn.Module):
         return self.function(x)
 
 
-def positive(x: Tensor) -> Tensor:
-    return torch.where(x > 0)[0]  # where is nonzero_numpy, and that is nonzero and unbind
-
-
 def sampled(x: Tensor) -> Tensor:
     return F.grid_sample(x[None, None], torch.zeros(1, 3, 3, 2, dtype=x.dtype))
 
@@ -36,7 +32,6 @@ def multiplied(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "origins"),
     [
-        (positive, {"aten.where.default"}),
         (sampled, {"aten.grid_sampler.default"}),
         (multiplied, {"aten.kron.default", "aten.inner.default"}),
     ],
@@ -56,4 +51,4 @@ def test_parts_of_parts_need_no_further_trace(
     graph = capture(Calling(function), (torch.randn(6, 8, dtype=torch.float64),))
     assert len(runs) == 1
     assert {node.origin for node in graph.nodes} - {""} == origins  # the user's own op, also of the parts of a part
-    assert not {str(node.op) for node in graph.nodes} & {*origins, "aten.nonzero_numpy.default"}
+    assert not {str(node.op) for node in graph.nodes} & origins
