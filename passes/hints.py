@@ -107,6 +107,8 @@ def _constraint(pattern: str, name: str, asked: Any, mesh: Mesh) -> Constraint:
 
 def _check_hint(pattern: str, hint: Any, mesh: Mesh) -> None:
     placement = Shard | Replicate | Invariant | Partial
+    if not isinstance(pattern, str):
+        raise HintError(f"hint {pattern!r} is no pattern: name a parameter, buffer, input or module")
     if isinstance(hint, Mapping):
         for axis, p in hint.items():
             if axis not in mesh.axes:

@@ -138,6 +138,13 @@ def test_unknown_hint_pattern() -> None:
     )
 
 
+def test_hint_by_number() -> None:
+    asked: dict[Any, Any] = {0: Shard(0)}
+    assert message(Net(), compiled(asked), autoshard.HintError) == (
+        "hint 0 is no pattern: name a parameter, buffer, input or module"
+    )
+
+
 def test_hint_that_cannot_be_met() -> None:
     assert message(Net(), compiled({"up.weight": Shard(3)}), autoshard.HintError) == (
         "hint 'up.weight' asks for Shard(3) on axis 'tp', but parameter 'up.weight' has 2 dims, shape [16, 8]. "
