@@ -17,7 +17,7 @@ from autoshard.passes.blocks import module_of
 from autoshard.passes.bucket import regathered
 from autoshard.passes.codegen import Source, codegen
 from autoshard.passes.dynamic import is_rigid
-from autoshard.passes.hazards import is_random
+from autoshard.passes.effects import is_random
 from autoshard.passes.hints import Constraint, resolve
 from autoshard.passes.ir import Graph, Node, Symbols
 from autoshard.passes.lower import Program, Statement, lower, narrowed
@@ -122,12 +122,14 @@ def has_rule(node: Node, graph: Graph) -> bool:
 
 def _fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constraint]:
     """Layouts that an earlier compilation gave the parameters."""
-    values = {i.fqn: i.name for i in graph.inputs if i.kind == "parameter"}
-    return {
-        values[fqn]: Constraint(fqn, fqn, tuple(zip(layout.mesh.axes, layout.placements, strict=True)))
-        for fqn, layout in parameters.items()
-        if fqn in values
-    }
+    found = {}
+    for value in graph.inputs:
+        if value.kind == "parameter" and value.fqn in parameters:
+            layout, grad = parameters[value.fqn], graph.types[value.name].grad
+            placements = (canonical(p, grad) for p in layout.placements)  # I and R differ in the gradient
+            axes = tuple(zip(layout.mesh.axes, placements, strict=True))
+            found[value.name] = Constraint(value.fqn, value.fqn, axes)
+    return found
 
 
 def _budget(graph: Graph, mesh: Mesh, memory_budget: float | None) -> float | None:
@@ -357,6 +359,11 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh) -> Assignment:
     """The choices of ``plan`` for ``graph``. Raises :class:`PlanError` if it was made for another model or mesh."""
     if (plan.mesh.axes, plan.mesh.shape) != (mesh.axes, mesh.shape):
         raise PlanError(f"the plan was made for the mesh {plan.mesh}, not {mesh}")
+    if plan.training != graph.training:
+        made, asked = ("training", "inference") if plan.training else ("inference", "training")
+        raise PlanError(
+            f"the plan was made for {made}, and the model is compiled for {asked}: plan again, with training={graph.training}"
+        )
     missing = [n.name for n in graph.nodes if n.name not in plan.choices or plan.choices[n.name].op != str(n.op)]
     if missing or len(graph.nodes) != len(plan.choices):
         raise PlanError(

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard.compiler import build
-from autoshard.errors import CaptureError, PlanError, RuleError
+from autoshard.errors import CaptureError, PlanError, RuleError, RuntimeMismatchError
 from autoshard.executable import Executable, described, load_source, signature_of
 from autoshard.initialise import materialise, recording_of
 from autoshard.layout import Layout
@@ -273,7 +273,8 @@ class ShardedModule(nn.Module):
     ) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """A program without a backward, called where gradients are recorded: a backward runs another one, on demand."""
 
-        before = Before(self, executable.graph)
+        inputs = self._flat_inputs(executable, args, kwargs)
+        before = Before(self, executable.graph, inputs)
 
         def serve(number: int) -> list[Any]:
             trained = self._specialised(args, kwargs, True, number)
@@ -281,7 +282,7 @@ class ShardedModule(nn.Module):
                 return self._run(trained, self._flat_inputs(trained, args, kwargs))[0]
 
         with torch.no_grad():
-            leaves, mutated = self._run(executable, self._flat_inputs(executable, args, kwargs))
+            leaves, mutated = self._run(executable, inputs)
         places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
         attached = OnDemand.apply(lambda: _first_that_serves(serve), places, [leaves[i] for i in places], *wanted)  # type: ignore[no-untyped-call]
         for i, x in zip(places, attached, strict=True):
@@ -364,8 +365,12 @@ def _first_that_serves(serve: Callable[[int], Served]) -> Served:
         try:
             return serve(number)
         except RuntimeError as error:
-            if not is_of_other_values(error) or number == _PROGRAMS - 1:
+            if not is_of_other_values(error):
                 raise
+            if number == _PROGRAMS - 1:
+                raise RuntimeMismatchError(
+                    f"{error}. {_PROGRAMS} programs for inputs of these shapes serve others. Pad to fixed lengths, or mask."
+                ) from error
             log.info("a program does not serve this call: %s", error)
         torch.set_rng_state(state)  # a program that stopped may have drawn
     raise AssertionError

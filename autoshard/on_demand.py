@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.ir import Graph
 
 if TYPE_CHECKING:
@@ -33,9 +34,10 @@ class OnDemand(torch.autograd.Function):
 
 
 class Before:
-    """What a forward finds beside parameters and arguments: the buffers that it writes to, and random generators."""
+    """What a forward finds beside parameters: the buffers that it writes to, random generators, and inputs as they are."""
 
-    def __init__(self, module: ShardedModule, graph: Graph) -> None:
+    def __init__(self, module: ShardedModule, graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
+        self.inputs = [(x, x._version) for x in inputs if not x.is_inference()]
         written = [i.fqn for i in graph.inputs if i.kind == "buffer" and i.fqn in graph.mutations]
         self.module = module
         self.buffers = {name: module.tensor(name).clone() for name in written}
@@ -44,7 +46,12 @@ class Before:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """While inside, the module and the generators are as they were."""
+        """While inside, the module and the generators are as they were. Raises where an input is not."""
+        if any(x._version != version for x, version in self.inputs):
+            raise RuntimeMismatchError(
+                "an input was changed in place between a forward and its backward, which computes the forward again. "
+                "Pass a clone, or compile with training=True."
+            )
         now = {name: self.module.tensor(name) for name in self.buffers}
         with torch.random.fork_rng(self.devices):
             torch.set_rng_state(self.states[0])

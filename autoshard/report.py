@@ -235,16 +235,18 @@ def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
 
 def _change(c: Collective) -> str:
     """What happens to which value, without the numbers that name one layer: ``linear P@tp → S(1)@tp``."""
-    value, colon, change = c.reason.partition(": ")
+    reason, *others = c.reason.split("; ")  # several that go together
+    value, colon, change = reason.partition(": ")
     if not colon or " → " not in change:
         return c.reason.replace("aten.", "", 1).replace(".default", "", 1)
+    more = f" and {len(others)} more" if others else ""
     change, again, _ = change.partition(" (")
     src, dst = (side.split() for side in change.split(" → "))
     before, after = " ".join(x for x in src if x not in dst), " ".join(x for x in dst if x not in src)
     what = value.rpartition(".")[2] if "." in value else re.sub(r"_\d+$", "", value)
     if c.phase == "backward" and before.replace("I@", "R@") == after:
-        return f"{what}: add its gradients"
-    return f"{what} {before} → {after}".replace("I@", "R@") + (" again" if again else "")
+        return f"{what}: add its gradients{more}"
+    return f"{what} {before} → {after}".replace("I@", "R@") + (" again" if again else "") + more
 
 
 def _collectives(plan: Plan) -> Table:

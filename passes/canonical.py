@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from autoshard.passes.dynamic import is_symbolic
+from autoshard.passes.effects import has_effect
 from autoshard.passes.exact import SINGLE
-from autoshard.passes.hazards import is_random
 from autoshard.passes.ir import Graph, Node, Ref, TensorType, map_refs, refs
 
 aten = torch.ops.aten
@@ -122,18 +122,17 @@ def live_nodes(graph: fx.Graph) -> list[fx.Node]:
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         op = node.target
-        lasting = isinstance(op, torch._ops.OpOverload) and (is_random(op) or not op._schema.returns)
-        if node.op == "output" or (lasting and op not in DROPPED) or any(user in found for user in node.users):
+        if node.op == "output" or (has_effect(op) and op not in DROPPED) or any(user in found for user in node.users):
             found.add(node)
     return [node for node in graph.nodes if node in found]
 
 
 def remove_dead(graph: Graph) -> Graph:
-    """Without nodes that nothing needs. Random ops stay: each advances the generator, used or not."""
+    """Without nodes that nothing needs. Random ops stay: each advances the generator, used or not; checks as well."""
     needed = {o.name for o in graph.outputs if isinstance(o, Ref)} | set(graph.mutations.values())
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if needed.intersection(node.outputs) or is_random(node.op) or not node.op._schema.returns:
+        if needed.intersection(node.outputs) or has_effect(node.op):
             kept.append(node)
             needed.update(node.inputs)
     kept.reverse()

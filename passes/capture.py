@@ -21,6 +21,7 @@ from autoshard.errors import CaptureError
 from autoshard.passes import hazards, steering
 from autoshard.passes.arguments import Example, argument_paths, gradient_sources
 from autoshard.passes.decompose import decompose
+from autoshard.passes.effects import effects_stay
 from autoshard.passes.ir import Graph, Ref
 from autoshard.passes.loops import Learnt
 from autoshard.passes.model_checks import check_example, check_model
@@ -100,7 +101,7 @@ def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dyn
             raise
         program, output_grads, inputs = indifferent(trace) or _steered(trace, error, dynamic)
     try:
-        with hazards.effects_stay():
+        with effects_stay():
             if training:
                 detach_no_grad(program.graph_module, gradient_sources(program, model, example))
             return decompose(program), output_grads, inputs
@@ -144,7 +145,7 @@ def _traced(
         given = _without_data(model, example)
     inputs = opened(_tensors(model, given), dynamic) if dynamic else {}
     shapes = shapes_for_export(inputs.values()) if inputs else None
-    with hazards.effects_stay():
+    with effects_stay():
         with hazards.watching(training, learnt, steered) as trace.watch:
             program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
         hazards.check_loops(program)

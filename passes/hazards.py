@@ -28,6 +28,7 @@ from autoshard.passes import draws, scripted, steering
 from autoshard.passes.caches import caches_stay_clean
 from autoshard.passes.conditions import FAILS, Conditions, truth_of_number
 from autoshard.passes.custom_functions import as_op, inline, is_derivative
+from autoshard.passes.effects import is_random
 from autoshard.passes.known import Known
 from autoshard.passes.loops import LOOP, Learnt, Loops
 from autoshard.passes.mistraced import MISTRACED, PATCHES
@@ -102,7 +103,7 @@ class Watch(TorchFunctionMode):
                 return known
         if func in (torch.equal, torch.Tensor.equal):
             with self:
-                return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+                return _equal(*args, **kwargs)
         if func in (F.pad, torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             sizes = func == F.pad
             args, kwargs = (args[0], *self.known.plain(args[1:], sizes)), self.known.plain(kwargs, sizes)
@@ -113,6 +114,10 @@ class Watch(TorchFunctionMode):
         self.conditions.follow(func, args, result)
         self.known.follow(func, args, kwargs, result)
         return result
+
+
+def _equal(input: torch.Tensor, other: torch.Tensor) -> bool:  # noqa: A002
+    return input.shape == other.shape and bool((input == other).all())
 
 
 _REWRITTEN = UNCHECKED | MISTRACED
@@ -332,19 +337,6 @@ def as_in_eager() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(asked)
 
 
-@contextlib.contextmanager
-def effects_stay() -> Iterator[None]:
-    """While inside, fx keeps unused random ops, which advance the generator too, and ops without a result."""
-    original = torch.fx.Node.is_impure
-
-    def is_impure(self: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
-        silent = isinstance(self.target, torch._ops.OpOverload) and not self.target._schema.returns
-        return is_random(self.target) or silent or original(self, *args, **kwargs)
-
-    with _patched(torch.fx.Node, "is_impure", is_impure):
-        yield
-
-
 def check_loops(program: torch.export.ExportedProgram) -> None:
     """Refuse draws of fixed size in a loop of unknown length: where the body is not run, eager draws nothing."""
     for node in program.graph.nodes:
@@ -353,11 +345,6 @@ def check_loops(program: torch.export.ExportedProgram) -> None:
             raise CaptureError(
                 "random numbers are drawn in a loop over a tensor of unknown length. Draw them before it."
             )
-
-
-def is_random(op: Any) -> bool:
-    """Whether ``op`` draws from the generator."""
-    return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
 def explain(model: nn.Module, error: BaseException) -> CaptureError:

@@ -14,7 +14,7 @@ from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.dynamic import is_rigid
-from autoshard.passes.hazards import is_random
+from autoshard.passes.effects import is_random
 from autoshard.passes.ir import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.op_space import canonical
 from autoshard.passes.propagate import Assignment

@@ -79,7 +79,9 @@ class PackedSequences:
         """Stand-ins for the data and the batch sizes."""
         if x.dim() != 3:
             raise CaptureError(f"a packed sequence of {x.dim()} dims. {_ADVICE}")
-        return self._stand_ins(lengths, x.transpose(0, 1) if batch_first else x)
+        x = x.transpose(0, 1) if batch_first else x
+        inside = torch.arange(x.shape[0], device=lengths.device)[:, None] < lengths
+        return self._stand_ins(lengths, torch.where(inside[..., None], x, 0))  # no NaN there reaches a gradient
 
     def pad(self, batch: _Batch, batch_first: bool, value: float, total: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The padded batch, ``total`` steps long, and the lengths."""

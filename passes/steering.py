@@ -36,14 +36,18 @@ def values_at_hand() -> Iterator[None]:
     )  # fmt: skip
 
     def without_draws(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _forget_written(func, args, kwargs or {})
-        if not _is_random(func):
-            return dispatch(self, func, types, args, kwargs)
-        before, self.propagate_real_tensors = self.propagate_real_tensors, False
+        known = _forget_written(func, args, kwargs or {})
+        before = self.propagate_real_tensors
+        self.propagate_real_tensors = before and not _is_random(func)
         try:
-            return dispatch(self, func, types, args, kwargs)
+            result = dispatch(self, func, types, args, kwargs)
         finally:
             self.propagate_real_tensors = before
+        if not known:  # parts of an op may have made memory that nobody wrote
+            for x in pytree.tree_leaves(result):
+                if isinstance(x, FakeTensor):
+                    x.real_tensor = None
+        return result
 
     def no_silent_answer(self: Any, expression: Any, message: str, *args: Any, **kwargs: Any) -> Any:
         if message.startswith("propagate_real_tensors"):
@@ -83,13 +87,17 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if value is None or _storage(value) in _outdated(tensor) else value
 
 
-def _forget_written(func: Any, args: Any, kwargs: Any) -> None:
-    """Take the values from what shares memory with a tensor that a call writes something unknown to."""
+def _forget_written(func: Any, args: Any, kwargs: Any) -> bool:
+    """Take the values from what shares memory with a tensor that a call writes something unknown to.
+
+    Returns whether the values of the call's results follow from known ones.
+    """
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
     for x in tensors:
         x.real_tensor = value_of(x)
-    if not func._schema.is_mutable or (all(x.real_tensor is not None for x in tensors) and not _is_random(func)):
-        return
+    known = all(x.real_tensor is not None for x in tensors) and not (_is_random(func) or "empty" in func._schema.name)
+    if not func._schema.is_mutable or known:
+        return known
     named = [
         *zip(func._schema.arguments, args, strict=False),
         *((a, kwargs.get(a.name)) for a in func._schema.arguments),
@@ -100,6 +108,7 @@ def _forget_written(func: Any, args: Any, kwargs: Any) -> None:
                 if isinstance(x, FakeTensor) and x.real_tensor is not None:
                     _outdated(x)[_storage(x.real_tensor)] = x.real_tensor
                     x.real_tensor = None
+    return False
 
 
 def _outdated(tensor: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -124,6 +133,8 @@ def sized(result: Any) -> Any:
 
 
 def _sized(x: torch.Tensor) -> torch.Tensor:
+    if x._is_view():  # what checks the length makes a copy, and a write to that would be lost
+        return x
     lengths = [_known(n) for n in x.shape]
     if None in lengths or all(isinstance(n, int) for n in x.shape):
         return x

@@ -35,8 +35,9 @@ from autoshard.passes.canonical import (
 )
 from autoshard.passes.decompose import origin
 from autoshard.passes.dynamic import constant, is_length, is_symbolic, number_op, type_of
+from autoshard.passes.effects import is_random
 from autoshard.passes.exact import SINGLE, fan_out
-from autoshard.passes.hazards import DATA_DEPENDENT, is_random
+from autoshard.passes.hazards import DATA_DEPENDENT
 from autoshard.passes.ir import Graph, Input, Node, Ref, TensorType, map_refs, refs
 from autoshard.passes.model_checks import check_filled, check_result, not_an_op, written
 from autoshard.passes.provenance import fqn, module_types, names_by_tensor, set_apart, source, where

@@ -174,6 +174,20 @@ def test_train_and_eval() -> None:
     torch.testing.assert_close(sharded.full_state_dict(), reference.state_dict(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("hints", [{}, {"0": "colwise", "2": "rowwise"}], ids=["free", "pinned"])
+@pytest.mark.parametrize("hardware", ["h100", "ideal_network"])
+def test_parameters_keep_their_layout_in_the_other_mode(hardware: str, hints: dict[str, str], first: bool) -> None:
+    """Also those that every rank holds whole: invariant with a gradient, replicated without one."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double().train(first)
+    sharded = autoshard.compile(model, autoshard.Mesh({"tp": 2}, hardware), (randn(4, 8),), hints=hints)
+    for mode in (first, not first, first):
+        torch.testing.assert_close(sharded.train(mode)(randn(4, 8)), model(randn(4, 8)), rtol=1e-9, atol=1e-12)
+    plan = sharded.plan
+    with pytest.raises(autoshard.PlanError, match="plan again, with training="):
+        autoshard.compile(model.train(not first), plan.mesh, (randn(4, 8),), plan=plan)
+
+
 def test_the_users_model_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
     before = copy.deepcopy(model.state_dict())

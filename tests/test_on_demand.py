@@ -69,3 +69,11 @@ def test_other_draws_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Before, "restored", restored)
     assert error({"tp": 2}) > 1e-6
+
+
+def test_an_input_that_changed_before_the_backward_is_seen() -> None:
+    sharded = autoshard.compile(Samples().double().eval(), ideal({"x": 2}), (x := torch.randn(5, 6).double(),))
+    loss = sharded(x)
+    x.add_(1)
+    with pytest.raises(autoshard.AutoshardError, match="an input was changed in place"):
+        loss.backward()

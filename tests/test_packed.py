@@ -45,3 +45,10 @@ def test_results_and_gradients_are_those_of_one_device(layer: type[nn.Module], t
 def test_what_would_see_the_stand_in_is_refused(model: nn.Module) -> None:
     with pytest.raises(autoshard.AutoshardError, match=r"a packed sequence .* mask what comes after"):
         autoshard.compile(model, {"tp": 2}, (X, LENGTHS))
+
+
+def test_what_lies_behind_the_end_of_a_sequence_does_not_count() -> None:
+    torch.manual_seed(0)
+    inside = torch.arange(5)[:, None] < LENGTHS[:, None, None]
+    x = torch.where(inside, X, torch.nan)
+    assert_equal_training(Packed(nn.GRU(6, 8, batch_first=True), 7), {"tp": 2}, (x, LENGTHS), steps=1)

@@ -6,7 +6,9 @@ import dataclasses
 import re
 
 import pytest
+import torch
 from picture_samples import ODD_NAMES, chain, planned
+from torch import nn
 
 from autoshard import Mesh, models
 from autoshard.api import plan
@@ -132,3 +134,9 @@ def test_names_and_layouts_in_short(llama: Plan) -> None:
     assert globbed("model.layers.11.mlp.3.weight") == "model.layers.*.mlp.*.weight"
     assert numbers(["a.0.b", "a.1.b", "a.2.b", "a.7.b"]) == "0-2,7"
     assert "I@" not in "".join(show_layout(x) for x in llama.layouts.values())
+
+
+def test_collectives_that_go_together_are_one_row() -> None:
+    net = nn.Sequential(nn.Linear(100, 333), nn.BatchNorm1d(333), nn.ReLU(), nn.Linear(333, 50))
+    together = plan(net, Mesh({"a": 3}, hardware="ideal_network"), (torch.randn(30, 100),))
+    assert "S(0)@a → R@a and 1 more" in plan_text(together)

@@ -25,6 +25,7 @@ def _(x: torch.Tensor, shape: Sequence[int], where: str) -> torch.Tensor:
 
 
 exactly.register_autograd(lambda ctx, grad: (grad, None, None))
+EXACTLY = torch.ops.autoshard.exactly.default
 
 
 def is_of_other_values(error: BaseException) -> bool:
