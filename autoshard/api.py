@@ -43,7 +43,7 @@ def compile(  # noqa: A001  the public name
         example_args, example_kwargs: example inputs (global shapes). Without them the first call compiles.
         plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``.
         hints: ``{fnmatch pattern: Shard(d) | "colwise" | "rowwise" | "replicate" | {axis: placement}}``.
-        memory_budget: bytes per rank for parameters, gradients and optimizer state; default: the hardware's memory.
+        memory_budget: bytes per rank for parameters, gradients and optimizer state; default: 80 % of the hardware's memory.
         training: whether gradients are wanted; default: ``model.training``. Dropout and batch norm follow the modules'
             own modes. A program without a backward still gives gradients, on demand, at the price of a second run.
         gather_outputs: whether outputs come back as full tensors; default: in inference yes, in training they keep

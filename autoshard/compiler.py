@@ -28,7 +28,7 @@ from autoshard.passes.rules import rule_for
 from autoshard.passes.search import Solution
 from autoshard.passes.sizes import Size, free_symbols, noting
 from autoshard.passes.verify import check_graph, check_program
-from autoshard.plans import Choice, Collective, Cost, Plan
+from autoshard.plans import TOGETHER, Choice, Collective, Cost, Plan
 from autoshard.progress import stage
 
 log = logging.getLogger("autoshard.plans")
@@ -250,7 +250,7 @@ def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collect
     if parts:
         moved, first = sum(c.bytes for c in parts), parts[0]
         seconds = program.mesh.link(first.axes).seconds(moved, program.mesh.size_of(first.axes))
-        yield replace(first, bytes=moved, seconds=seconds, reason="; ".join(c.reason for c in parts))
+        yield replace(first, bytes=moved, seconds=seconds, reason=TOGETHER.join(c.reason for c in parts))
 
 
 def _of_step(program: Program, s: Statement, backward: list[Collective], again: bool) -> Iterator[Collective]:

@@ -13,6 +13,9 @@ from autoshard.hardware import Hardware, Link
 from autoshard.layout import Invariant, Layout, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
 
+TOGETHER = "; "
+"""between the reasons of values that one collective moves"""
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -34,6 +37,11 @@ class Collective:
     seconds: float = 0.0
     op: str = ""
     """the operation it is made for, a key of :attr:`Plan.choices`; "" for an output of the model"""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The reason of each value that it moves: several may go together."""
+        return tuple(self.reason.split(TOGETHER))
 
     def __str__(self) -> str:
         return f"{self.kind}@{','.join(self.axes)} {self.phase} {self.bytes:.0f} B  {self.fqn}  {self.reason}"

@@ -235,7 +235,7 @@ def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
 
 def _change(c: Collective) -> str:
     """What happens to which value, without the numbers that name one layer: ``linear P@tp → S(1)@tp``."""
-    reason, *others = c.reason.split("; ")  # several that go together
+    reason, *others = c.reasons
     value, colon, change = reason.partition(": ")
     if not colon or " → " not in change:
         return c.reason.replace("aten.", "", 1).replace(".default", "", 1)

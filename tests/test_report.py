@@ -27,6 +27,7 @@ from autoshard.report import (
     traffic,
     utilisation,
 )
+from autoshard.viz.tree import change
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +141,5 @@ def test_collectives_that_go_together_are_one_row() -> None:
     net = nn.Sequential(nn.Linear(100, 333), nn.BatchNorm1d(333), nn.ReLU(), nn.Linear(333, 50))
     together = plan(net, Mesh({"a": 3}, hardware="ideal_network"), (torch.randn(30, 100),))
     assert "S(0)@a → R@a and 1 more" in plan_text(together)
+    (two,) = [c for c in together.collectives if len(c.reasons) > 1 and c.phase == "forward"]
+    assert change(two) == ("S(0)@a", "R@a")

@@ -111,7 +111,7 @@ def test_one_line_makes_a_custom_op_shard() -> None:
 
 
 def test_the_object_that_custom_op_returns_is_an_op() -> None:
-    assert autoshard.register_rule(project, "... k, n k -> ... n") is not None
+    autoshard.register_rule(project, "... k, n k -> ... n")
     assert check_rule(project, [((x(), torch.randn(6, 4).double(), 2.0), {})]).cases > 0
 
 

@@ -159,7 +159,14 @@ class _Payload:
 
     def key(self, i: int, fqn: str | None = None) -> Any:
         c = self.plan.collectives[i]
-        return (c.kind, c.axes, c.phase, c.bytes, c.fqn if fqn is None else fqn, c.reason.partition(": ")[2])
+        return (
+            c.kind,
+            c.axes,
+            c.phase,
+            c.bytes,
+            c.fqn if fqn is None else fqn,
+            *(r.partition(": ")[2] for r in c.reasons),
+        )
 
 
 def _thinned(points: tuple[tuple[float, float], ...], limit: int = 1500) -> list[list[float]]:

@@ -110,8 +110,8 @@ def is_view(choice: Choice) -> bool:
 
 
 def change(c: Collective) -> tuple[str, str]:
-    """(layout before, layout after) of the redistribution step of ``c``; two empty texts for a sum inside an op."""
-    found = re.fullmatch(r".*?: (.*) → (.*?)(?: \(.*\))?", c.reason, re.DOTALL)
+    """(layout before, layout after) of the first value that ``c`` redistributes; two empty texts for a sum inside an op."""
+    found = re.fullmatch(r".*?: (.*) → (.*?)(?: \(.*\))?", c.reasons[0], re.DOTALL)
     return (found.group(1), found.group(2)) if found and c.op != c.value else ("", "")
 
 
