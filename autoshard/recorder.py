@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -23,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autoshard.errors import InitialiseError
+from autoshard.frames import stack, users_frame
 from autoshard.recording import Area, Op, Recording, area_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -33,7 +31,6 @@ _FILLS = set(
 )
 _EMPTY = set("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
 # Files that are not the user's: torch's, and those between him and the recorder.
-_OWN = (os.path.dirname(torch.__file__) + os.sep, __file__, os.path.join(os.path.dirname(__file__), "initialise.py"))
 
 
 def record(fn: Callable[..., M], *args: Any, **kwargs: Any) -> tuple[M, Recording]:
@@ -180,7 +177,7 @@ class Recorder(TorchDispatchMode):
     def _owner(self, args: Any) -> str:
         """Which parameter of which module under construction ``args`` are about, by the callers' ``self``."""
         storages = {t.untyped_storage()._cdata for t in _fakes(args)}
-        for frame in _frames():
+        for frame in stack():
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and "_parameters" in module.__dict__:
                 for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -260,18 +257,9 @@ def _convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
 
 
 def where() -> str:
-    """file:line of the innermost caller that is neither torch nor this file."""
-    for frame in _frames():
-        if not frame.f_code.co_filename.startswith(_OWN):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    return "?"
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    """file:line of the user's code that runs, with its folder; "?" where there is none."""
+    frame = users_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "?"
 
 
 def _fakes(tree: Any) -> list[Tensor]:

@@ -10,7 +10,6 @@ import ast
 import dis
 import functools
 import linecache
-import os
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -19,6 +18,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from autoshard.frames import place_of, text_of
 
 _UNIFORM = {
     torch.isfinite: True, torch.Tensor.isfinite: True, torch.isnan: False, torch.Tensor.isnan: False,
@@ -72,7 +73,9 @@ class Conditions:
             message = FAILS
         else:
             return None
-        torch._assert_async(tensor if known else tensor.logical_not(), f"{_where(frame)}: {message}: {_line(frame)}")
+        torch._assert_async(
+            tensor if known else tensor.logical_not(), f"{place_of(frame)}: {message}: {text_of(frame)}"
+        )
         return known
 
 
@@ -94,7 +97,7 @@ def truth_of_number(number: torch.SymBool, frame: FrameType) -> bool | None:
         return None
     holds = number if known else torch.sym_not(number)
     check = torch.scalar_tensor(torch.sym_ite(holds, 1, 0), dtype=torch.int64)
-    torch._assert_async(check, f"{_where(frame)}: {message}: {_line(frame)}")
+    torch._assert_async(check, f"{place_of(frame)}: {message}: {text_of(frame)}")
     if message != FAILS:
         torch._check(holds)  # later ops may count on the length; of a number it would make a constant
     return known
@@ -109,14 +112,6 @@ def _of_many(number: torch.SymBool) -> bool | None:
         return None
     values = {bool(expression.xreplace(dict.fromkeys(symbols, n))) for n in (2**10, 2**20 + 1, 2**30 + 3)}
     return values.pop() if len(values) == 1 else None
-
-
-def _where(frame: FrameType) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def _line(frame: FrameType) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
 
 def unless_raised(frame: FrameType) -> bool | None:

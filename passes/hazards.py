@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import logging
-import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -23,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
+from autoshard import frames
 from autoshard.errors import CaptureError
 from autoshard.passes import draws, scripted, steering
 from autoshard.passes.caches import caches_stay_clean
@@ -37,9 +36,6 @@ from autoshard.passes.regions import NO_GRAD
 from autoshard.passes.unchecked import UNCHECKED
 
 log = logging.getLogger("autoshard")
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_STANDARD = os.path.dirname(os.__file__) + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
 
 _DATA_DEPENDENT = (
     "GuardOnDataDependentSymNode",
@@ -221,7 +217,7 @@ def _is_foreign(function: type) -> bool:
 def _is_a_librarys(function: type) -> bool:
     """Whether ``function`` comes with an installed package other than torch."""
     file = getattr(sys.modules.get(function.__module__), "__file__", None) or ""
-    return "site-packages" in file and not function.__module__.startswith("torch.")
+    return frames.is_installed(file) and not function.__module__.startswith("torch.")
 
 
 def _inlined(function: Any, refuse: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,20 +363,15 @@ def is_data_dependent(error: BaseException) -> bool:
     return type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error)
 
 
-def is_foreign_file(file: str) -> bool:
-    """Whether a file is neither torch's, nor autoshard's, nor Python's."""
-    return not file.startswith((_TORCH, _HERE, "<")) and (not file.startswith(_STANDARD) or "site-packages" in file)
-
-
 def _locate(model: nn.Module, tb: TracebackType | None) -> tuple[str, str, str]:
     """Module path, ``file:line`` and source text of the innermost frame of the user's code, and "" where unknown."""
     names = {id(module): name for name, module in model.named_modules()}
     path = line = code = ""
-    for frame, number in traceback.walk_tb(tb):
+    for frame, number in frames.of_traceback(tb):
         file = frame.f_code.co_filename
         owner = frame.f_locals.get("self")
         if id(owner) in names and names[id(owner)]:
             path = names[id(owner)]
-        if is_foreign_file(file):
-            line, code = f"{os.path.basename(file)}:{number}", linecache.getline(file, number).strip()
+        if frames.is_users(file):
+            line, code = frames.place(file, number), linecache.getline(file, number).strip()
     return path, line, code

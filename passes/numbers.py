@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import gc
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
@@ -17,7 +16,8 @@ from typing import Any
 
 import torch
 
-from autoshard.passes.hazards import is_data_dependent, is_foreign_file
+from autoshard.frames import is_users, of_traceback
+from autoshard.passes.hazards import is_data_dependent
 
 
 class _Type(type):
@@ -71,7 +71,7 @@ class Numbers:
         """Whether another trace may get past ``error``, which ended one: the function it comes from is now known."""
         known = len(self.met)
         while error is not None:
-            frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if _may_read(f.f_code.co_filename)]
+            frames = [f for f, _ in of_traceback(error.__traceback__) if _may_read(f.f_code.co_filename)]
             if frames and is_data_dependent(error) and not STAND_INS.keys().isdisjoint(frames[-1].f_code.co_names):
                 self.met[frames[-1].f_code] = frames[-1].f_globals
             error = error.__context__
@@ -100,7 +100,7 @@ class Numbers:
 
 def _may_read(filename: str) -> bool:
     """Whether ``int`` or ``float`` of a tensor in this file is the model's: torch's batch norm has one."""
-    return is_foreign_file(filename) or filename == torch.nn.modules.batchnorm.__file__
+    return is_users(filename) or filename == torch.nn.modules.batchnorm.__file__
 
 
 def _has_method_of_that_name(code: CodeType) -> bool:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import os
-import re
 from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-_TORCH = (f"{os.sep}torch{os.sep}", f"{os.sep}fx{os.sep}passes{os.sep}")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+from autoshard.frames import place_in
 
 
 def module_types(node: fx.Node) -> tuple[tuple[str, str], ...]:
@@ -28,10 +25,8 @@ def fqn(node: fx.Node) -> str:
 
 
 def source(node: fx.Node) -> str:
-    """The innermost ``file:line`` outside torch, or ""."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    user = [f for f in frames if not any(part in f[0] for part in _TORCH) and not f[0].startswith("<")]
-    return f"{os.path.basename(user[-1][0])}:{user[-1][1]}" if user else ""
+    """The innermost ``file:line`` of the user's, or ""."""
+    return place_in(node.meta.get("stack_trace") or "")
 
 
 def where(node: fx.Node) -> str:

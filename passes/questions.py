@@ -8,10 +8,8 @@ sequence that ends in the model's own ``raise`` is left out: those inputs are er
 from __future__ import annotations
 
 import dis
-import os
-import sys
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,7 +17,8 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from autoshard.errors import CaptureError
-from autoshard.passes.hazards import is_data_dependent, is_foreign_file
+from autoshard.frames import asker, is_users
+from autoshard.passes.hazards import is_data_dependent
 from autoshard.passes.symbols import Open
 
 Exported = tuple[ExportedProgram, list[bool] | None, Mapping[str, Open]]
@@ -69,14 +68,8 @@ class Answers(TorchFunctionMode):
 
 
 def _asked_by_the_model() -> bool:
-    frame = sys._getframe()
-    while frame.f_back is not None and (frame.f_code.co_name == "__torch_function__" or _is_ours(frame)):
-        frame = frame.f_back
-    return is_foreign_file(frame.f_code.co_filename)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return os.path.dirname(frame.f_code.co_filename) == os.path.dirname(__file__)
+    frame = asker()
+    return frame is not None and is_users(frame.f_code.co_filename)
 
 
 def indifferent(trace: Callable[[], Exported]) -> Exported | None:
@@ -106,7 +99,7 @@ def _is_the_models(error: BaseException | None) -> bool:
     tb: TracebackType | None = error.__traceback__ if error is not None else None
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
-    if tb is None or isinstance(error, CaptureError) or not is_foreign_file(tb.tb_frame.f_code.co_filename):
+    if tb is None or isinstance(error, CaptureError) or not is_users(tb.tb_frame.f_code.co_filename):
         return False
     at = {i.offset: i.opname for i in dis.get_instructions(tb.tb_frame.f_code)}
     return at.get(tb.tb_lasti) == "RAISE_VARARGS"

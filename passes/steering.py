@@ -9,10 +9,7 @@ which one fails gets a program of its own. Numbers with a fraction, and random o
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Iterable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,9 +19,9 @@ from torch._subclasses import fake_utils
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
+from autoshard.frames import place_of, users_frame
 from autoshard.runtime.exactly import exactly
 
-_ELSEWHERE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<")
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -155,10 +152,7 @@ def _steers(x: Any) -> bool:
 
 def site() -> str:
     """``file:line`` of the model's code that runs."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_ELSEWHERE):
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "the model"
+    return place_of(users_frame())
 
 
 def ended(tensors: Iterable[Any]) -> None:

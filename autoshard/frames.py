@@ -1,0 +1,94 @@
+"""Whose code it is: the user's, torch's, Python's or autoshard's; and its ``file:line``.
+
+Errors, reports and comments of generated code name the user's line. What that is, is defined here and nowhere else.
+The models in ``autoshard.models`` count as a user's.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+
+import torch
+
+
+def _folder(*parts: str) -> tuple[str, ...]:
+    """The folder with a separator at its end, as it is named and as it really is: checkouts hold links."""
+    path = os.path.join(*parts)
+    return tuple(dict.fromkeys(p + os.sep for p in (path, os.path.realpath(path))))
+
+
+_HOME = os.path.dirname(os.path.abspath(__file__))
+_MODELS = _folder(_HOME, "models")
+_OURS = (*_folder(_HOME), *_folder(_HOME, "passes"))
+_TORCHS = _folder(os.path.dirname(torch.__file__))
+_PYTHONS = _folder(os.path.dirname(os.__file__))
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def is_ours(file: str) -> bool:
+    """Whether ``file`` is autoshard's: the library's, not one of its models."""
+    return file.startswith(_OURS) and not file.startswith(_MODELS)
+
+
+def is_users(file: str) -> bool:
+    """Whether ``file`` is neither torch's, nor Python's, nor autoshard's. Installed packages are a user's."""
+    if file.startswith(("<", *_TORCHS)) or is_ours(file):
+        return False
+    return not file.startswith(_PYTHONS) or is_installed(file)
+
+
+def is_installed(file: str) -> bool:
+    """Whether ``file`` comes with an installed package."""
+    return any(f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages"))
+
+
+def stack() -> Iterator[FrameType]:
+    """The caller's frame and those that called it, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def users_frame() -> FrameType | None:
+    """The innermost frame of the user's code that runs."""
+    return next((f for f in stack() if is_users(f.f_code.co_filename)), None)
+
+
+def asker() -> FrameType | None:
+    """The innermost frame outside of autoshard, and outside of torch's way of handing calls over to it."""
+    found = (f for f in stack() if f.f_code.co_name != "__torch_function__" and not is_ours(f.f_code.co_filename))
+    return next(found, None)
+
+
+def of_traceback(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """(frame, line number) of a traceback, outermost first."""
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+def place(file: str, line: int | str) -> str:
+    """``file:line`` as users are shown it, without folders."""
+    return f"{os.path.basename(file)}:{line}"
+
+
+def place_of(frame: FrameType | None) -> str:
+    """:func:`place` of a frame; "the model" where there is none."""
+    return place(frame.f_code.co_filename, frame.f_lineno) if frame else "the model"
+
+
+def place_in(stack_trace: str) -> str:
+    """:func:`place` of the innermost line of the user's in a stack trace that torch wrote as text, or ""."""
+    found = [(file, line) for file, line in _FRAME.findall(stack_trace) if is_users(file)]
+    return place(*found[-1]) if found else ""
+
+
+def text_of(frame: FrameType) -> str:
+    """The source line that a frame stands at."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()

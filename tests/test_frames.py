@@ -1,0 +1,81 @@
+"""Whose code a file is, and the line that users are shown."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import frames
+from autoshard.models import gpt
+
+_HOME = os.path.dirname(autoshard.__file__)
+_HERE = os.path.basename(__file__)
+
+
+@pytest.mark.parametrize(
+    ("file", "ours", "users"),
+    [
+        (os.path.join(_HOME, "frames.py"), True, False),
+        (os.path.join(_HOME, "passes", "anything", "deep.py"), True, False),
+        (os.path.realpath(os.path.join(_HOME, "passes", "__init__.py")), True, False),
+        (gpt.__file__, False, True),
+        (os.path.realpath(gpt.__file__), False, True),
+        (torch.__file__, False, False),
+        (functools.__file__, False, False),
+        (copy.__file__, False, False),
+        (pytest.__file__, False, True),  # an installed package, though below the folder of Python's own files
+        ("/home/me/torch/train.py", False, True),
+        ("/home/me/autoshard/train.py", False, True),
+        ("<string>", False, False),
+    ],
+)
+def test_whose_file_it_is(file: str, ours: bool, users: bool) -> None:
+    assert (frames.is_ours(file), frames.is_users(file)) == (ours, users)
+
+
+def test_every_file_of_the_library_is_ours_and_no_model_is() -> None:
+    """However deep a file lies: moving one changes nothing."""
+    for folder, _, names in os.walk(_HOME, followlinks=True):
+        for name in names:
+            if name.endswith(".py"):
+                file, is_model = os.path.join(folder, name), f"{os.sep}models" in folder[len(_HOME) :]
+                assert frames.is_ours(file) is not is_model, file
+                assert frames.is_ours(os.path.realpath(file)) is not is_model, file
+
+
+def test_the_users_frame_is_seen_through_torch_and_python() -> None:
+    found = []
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found.append(frames.place_of(frames.users_frame()))
+            return x
+
+    list(map(functools.partial(nn.Sequential(Model())), [torch.ones(1)]))
+    line = inspect.getsourcelines(Model.forward)[1] + 1
+    assert found == [f"{_HERE}:{line}"]
+
+
+def test_the_innermost_user_line_of_a_text() -> None:
+    text = f'File "/a/b.py", line 3, in f\n  File "{__file__}", line 7, in g\n  File "{torch.__file__}", line 9, in h\n'
+    assert frames.place_in(text) == f"{_HERE}:7"
+    assert frames.place_in(f'File "{torch.__file__}", line 9, in h') == ""
+
+
+def test_lines_of_the_graph_are_the_models() -> None:
+    """A model in a folder called torch has lines, too."""
+    from autoshard.passes.capture import capture
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+    line = inspect.getsourcelines(Model.forward)[1] + 1
+    assert [n.source for n in capture(Model(), (torch.ones(2),)).nodes] == [f"{_HERE}:{line}"]
