@@ -21,12 +21,12 @@ from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
     from autoshard.api import compile, plan  # noqa: A004  the public name
-    from autoshard.coverage_report import CoverageReport, coverage
-    from autoshard.module import ShardedModule
+    from autoshard.check.coverage import CoverageReport, coverage
+    from autoshard.check.verification import VerifyReport, verify
+    from autoshard.module.base import ShardedModule
     from autoshard.passes.redistribute import Redistribution, redistribution
-    from autoshard.plans import Collective, Cost, Plan
+    from autoshard.plans.plan import Collective, Cost, Plan
     from autoshard.testing import register_rule
-    from autoshard.verification import VerifyReport, verify
     from autoshard.viz.layout_picture import visualize_layout
 
 __version__ = "0.1.0"
@@ -35,20 +35,20 @@ __version__ = "0.1.0"
 _LAZY = {
     "compile": "autoshard.api",
     "plan": "autoshard.api",
-    "ShardedModule": "autoshard.module",
-    "verify": "autoshard.verification",
-    "VerifyReport": "autoshard.verification",
-    "deferred_init": "autoshard.initialise",
-    "materialise": "autoshard.initialise",
+    "ShardedModule": "autoshard.module.base",
+    "verify": "autoshard.check.verification",
+    "VerifyReport": "autoshard.check.verification",
+    "deferred_init": "autoshard.initialise.deferred",
+    "materialise": "autoshard.initialise.deferred",
     "register_rule": "autoshard.testing",
-    "coverage": "autoshard.coverage_report",
-    "CoverageReport": "autoshard.coverage_report",
+    "coverage": "autoshard.check.coverage",
+    "CoverageReport": "autoshard.check.coverage",
     "redistribution": "autoshard.passes.redistribute",
     "Redistribution": "autoshard.passes.redistribute",
     "visualize_layout": "autoshard.viz.layout_picture",
-    "Plan": "autoshard.plans",
-    "Cost": "autoshard.plans",
-    "Collective": "autoshard.plans",
+    "Plan": "autoshard.plans.plan",
+    "Cost": "autoshard.plans.plan",
+    "Collective": "autoshard.plans.plan",
 }
 
 __all__ = [

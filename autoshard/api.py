@@ -10,10 +10,10 @@ from torch import nn
 from autoshard.compiler import build
 from autoshard.errors import CaptureError, MeshError
 from autoshard.mesh import Mesh, MeshLike
-from autoshard.module import Settings, ShardedModule
-from autoshard.passes.capture import capture
-from autoshard.passes.symbols import Dynamic
-from autoshard.plans import Plan
+from autoshard.module.base import Settings, ShardedModule
+from autoshard.passes.capture.export import capture
+from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.plans.plan import Plan
 from autoshard.progress import stage
 from autoshard.stages import set_up_logs
 
@@ -78,10 +78,10 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
             )
         from torch.distributed.device_mesh import DeviceMesh
 
-        from autoshard.distributed import DistributedModule
+        from autoshard.module.distributed import DistributedModule
 
         return DistributedModule(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
-    from autoshard.in_process import InProcessModule
+    from autoshard.module.in_process import InProcessModule
 
     return InProcessModule(model, resolved, settings)
 

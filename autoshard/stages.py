@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoshard.passes.ir import Graph
+from autoshard.passes.ir.graph import Graph
 
 if TYPE_CHECKING:
     from autoshard.compiler import Compiled

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from autoshard.check.rule_check import SEED, Op, RuleCheck, Sample, check_rule, overload
 from autoshard.errors import RuleError
-from autoshard.passes.ir import Graph, Node, Ref, map_refs
-from autoshard.passes.notation import Dim, Linear, Term, parse, rule
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
 from autoshard.passes.rules import register
-from autoshard.passes.rules.base import Rule, Strategy
+from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.factors import tensor_arguments
-from autoshard.rule_check import SEED, Op, RuleCheck, Sample, check_rule, overload
+from autoshard.passes.rules.notation import Dim, Linear, Term, parse, rule
 
 __all__ = ["RuleCheck", "Sample", "check_rule", "register_rule"]
 
@@ -37,10 +38,10 @@ def register_rule(
     """Add a sharding rule for ``op``, an ATen op or one of ``torch.library``; of a packet the default overload is meant.
 
     ``notation``: for example ``"... k, n k -> ... n"``, a term per tensor argument and result (see
-    :mod:`autoshard.passes.notation`), or a :class:`~autoshard.passes.rules.base.Rule` written by hand. ``samples``:
+    :mod:`autoshard.passes.rules.notation`), or a :class:`~autoshard.passes.rules.base.Rule` written by hand. ``samples``:
     calls ``(args, kwargs)`` to check it on; without them, random float64 tensors that fit the notation. Where the op
     cannot be called on those (it takes ints, or integer tensors), the rule is checked on the first call that is
-    compiled, and the result is None. ``linear``, ``addends``, ``flops``: see :func:`autoshard.passes.notation.rule`.
+    compiled, and the result is None. ``linear``, ``addends``, ``flops``: see :func:`autoshard.passes.rules.notation.rule`.
     Raises :class:`RuleError` where the rule is malformed or wrong; the op then has no rule or keeps the one it had.
     """
     op = overload(op)

@@ -25,12 +25,12 @@ from rich.table import Table
 from torch import nn
 
 import autoshard
-from autoshard.compiler import describe
 from autoshard.models import Llama, LlamaConfig
-from autoshard.passes.capture import capture
-from autoshard.passes.codegen import codegen
-from autoshard.passes.lower import lower
-from autoshard.passes.propagate import propagate
+from autoshard.passes.capture.export import capture
+from autoshard.passes.codegen.emit import codegen
+from autoshard.passes.lower.lowering import lower
+from autoshard.passes.propagate.network import propagate
+from autoshard.plans.describe import describe
 
 MESH = {"dp": 8, "tp": 8}
 BATCH, SEQUENCE = 64, 4096

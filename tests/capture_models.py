@@ -11,9 +11,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.passes.capture import capture
-from autoshard.passes.interpret import interpret, outputs
-from autoshard.passes.ir import Graph, Node
+from autoshard.check.interpret import interpret, outputs
+from autoshard.passes.capture.export import capture
+from autoshard.passes.ir.graph import Graph, Node
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("float64")

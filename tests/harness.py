@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import autoshard
-from autoshard.coverage_report import SPLIT_ALL
+from autoshard.check.coverage import SPLIT_ALL
 
 MESHES = {
     "tp2": {"tp": 2},

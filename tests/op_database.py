@@ -31,12 +31,12 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from autoshard import AutoshardError, Mesh, Shard
 from autoshard.compiler import Compiled, build
-from autoshard.executable import Executable, load_source
-from autoshard.in_process import InProcessModule
-from autoshard.module import Settings
-from autoshard.passes.capture import capture
-from autoshard.passes.cost import is_view
-from autoshard.passes.ir import Graph
+from autoshard.module.base import Settings
+from autoshard.module.executable import Executable, load_source
+from autoshard.module.in_process import InProcessModule
+from autoshard.passes.capture.export import capture
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.rules.facts import is_view
 from autoshard.runtime.in_process import World
 
 STATUSES = ("wrong", "crash", "sharded", "decomposed", "replicated", "refused", "not run")

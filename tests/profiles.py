@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
 
-from autoshard.plans import Plan
+from autoshard.plans.plan import Plan
 from autoshard.viz.trace import collective_name
 
 BUCKET = re.compile(r" \(\+(\d+)\)$")

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from autoshard.check.local_forms import evaluate
 from autoshard.layout import Layout
-from autoshard.local_forms import evaluate
 from autoshard.mesh import Mesh
-from autoshard.passes.ir import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.base import Rule, Site
 from autoshard.runtime import Executed, World
 

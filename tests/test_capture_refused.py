@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.errors import CaptureError
-from autoshard.passes.capture import capture
+from autoshard.passes.capture.export import capture
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("float64")

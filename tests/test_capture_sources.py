@@ -14,7 +14,7 @@ from capture_models import Inner, Model, X, check, ops
 from torch import nn
 
 from autoshard.errors import CaptureError
-from autoshard.passes.capture import capture
+from autoshard.passes.capture.export import capture
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("float64")

@@ -19,7 +19,7 @@ import autoshard
 from autoshard import models, runtime
 from autoshard.compiler import build
 from autoshard.models.llama import Llama, LlamaConfig
-from autoshard.passes.capture import capture
+from autoshard.passes.capture.export import capture
 
 IDEAL = autoshard.Mesh({"tp": 2}, hardware="ideal_network")
 

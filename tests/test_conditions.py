@@ -15,7 +15,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import CaptureError
-from autoshard.passes.capture import capture
+from autoshard.passes.capture.export import capture
 
 X = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(4, 5)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import CoverageReport
+from autoshard.check.coverage import CoverageReport
 
 
 @torch.library.custom_op("autoshard_coverage_tests::twice", mutates_args=())

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoshard.passes.capture import capture
+from autoshard.passes.capture.export import capture
 
 
 class Calling(nn.Module):

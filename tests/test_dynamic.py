@@ -14,12 +14,12 @@ from harness import MESHES, assert_equal_training, ideal
 from torch import Tensor, nn
 
 import autoshard
+from autoshard.check.divergence import first_divergence
 from autoshard.errors import RuleError
-from autoshard.executable import load_source
 from autoshard.layout import Shard
-from autoshard.passes.capture import capture
-from autoshard.plans import Plan
-from autoshard.trace import first_divergence
+from autoshard.module.executable import load_source
+from autoshard.passes.capture.export import capture
+from autoshard.plans.plan import Plan
 
 WIDTH, TOKENS = 8, 12
 

@@ -20,9 +20,10 @@ from harness import ideal
 from torch import Tensor, nn
 
 import autoshard
-from autoshard import HintError, Shard, models, module
-from autoshard.executable import load_source
-from autoshard.passes.capture import capture
+from autoshard import HintError, Shard, models
+from autoshard.module import base as module
+from autoshard.module.executable import load_source
+from autoshard.passes.capture.export import capture
 
 MESHES: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "tp3": {"tp": 3}}
 EXAMPLE = (4, 16)

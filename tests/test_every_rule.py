@@ -12,15 +12,17 @@ import window_samples
 from rule_samples import NO_DERIVATIVE, SHAPES_ONLY, call, f
 from rule_samples import SAMPLES as GENERAL
 
+from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuleError
 from autoshard.layout import I, P, R, Shard
-from autoshard.passes.notation import rule
+from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.rules import all_rules, register, rule_for
-from autoshard.passes.rules.base import Rule, Strategy
+from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.factors import Factors, numbered, sizes_of
 from autoshard.passes.rules.grouped import grouped_rule
+from autoshard.passes.rules.notation import rule
 from autoshard.passes.rules.shape import view_groups
-from autoshard.testing import check_rule, register_rule
+from autoshard.testing import register_rule
 
 aten = torch.ops.aten
 SAMPLES = {**GENERAL, **special_samples.SAMPLES, **linalg_samples.SAMPLES, **window_samples.SAMPLES}

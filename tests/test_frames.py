@@ -71,7 +71,7 @@ def test_the_innermost_user_line_of_a_text() -> None:
 
 def test_lines_of_the_graph_are_the_models() -> None:
     """A model in a folder called torch has lines, too."""
-    from autoshard.passes.capture import capture
+    from autoshard.passes.capture.export import capture
 
     class Model(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

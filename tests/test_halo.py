@@ -16,10 +16,10 @@ from window_samples import SAMPLES
 
 import autoshard
 from autoshard import Mesh, Shard, runtime
+from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuleError
 from autoshard.passes.rules import rule_for
 from autoshard.runtime.window import Exchange, Window, chunks, halo_of
-from autoshard.testing import check_rule
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import models
 from autoshard.errors import InitialiseError
-from autoshard.initialise import deferred_init, materialise, recording_of
+from autoshard.initialise.deferred import deferred_init, materialise, recording_of
 from autoshard.layout import chunk
 
 ROOT = Path(__file__).parent.parent

@@ -13,8 +13,11 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import CaptureError
-from autoshard.passes import exact, hazards, op_space, translate
-from autoshard.passes.capture import capture
+from autoshard.passes.capture import watch as hazards
+from autoshard.passes.capture.export import capture
+from autoshard.passes.capture.translate import nodes as translate
+from autoshard.passes.propagate import op_space
+from autoshard.passes.rules import exact
 from autoshard.runtime import in_process
 from autoshard.runtime.fan_out import FAN_OUT, fan_out
 

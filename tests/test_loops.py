@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard.errors import CaptureError
-from autoshard.passes import loops
+from autoshard.passes.capture.answers import loops
 
 WIDTH, TOKENS, EXPERTS = 8, 12, 4
 

@@ -11,7 +11,7 @@ from sample_makers import f
 from torch import nn
 
 import autoshard
-from autoshard.passes.mistraced import MISTRACED
+from autoshard.passes.capture.substitutes.mistraced import MISTRACED
 
 
 class First(nn.Module):
@@ -47,7 +47,7 @@ def test_of_one_sequence_without_a_batch() -> None:
 
 def test_verify_sees_dropout_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(MISTRACED, torch.gru)
-    monkeypatch.setattr("autoshard.passes.hazards._REWRITTEN", {})
+    monkeypatch.setattr("autoshard.passes.capture.watch._REWRITTEN", {})
     model = First(RECURRENT["gru without biases"]()).double()
     assert not autoshard.verify(model, ideal({"x": 2}), double((f(3, 4, 4),))).ok
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Shard
-from autoshard.passes import codegen
+from autoshard.passes.codegen import emit as codegen
 
 
 class Layer(nn.Module):

@@ -7,9 +7,10 @@ import torch
 
 from autoshard.errors import RuleError
 from autoshard.layout import I, P, R, Shard
-from autoshard.passes.ir import Graph, Node, Ref, TensorType
-from autoshard.passes.notation import parse, rule
-from autoshard.passes.rules.base import Rule, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.rules.base import Rule
+from autoshard.passes.rules.notation import parse, rule
 
 aten = torch.ops.aten
 

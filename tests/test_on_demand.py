@@ -13,7 +13,7 @@ from harness import ideal
 from torch import nn
 
 import autoshard
-from autoshard.on_demand import Before
+from autoshard.module.on_demand import Before
 
 
 class Samples(nn.Module):

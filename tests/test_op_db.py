@@ -12,8 +12,9 @@ from harness import ideal
 from op_database import OpCall, Outcome, differs, infos, names, run_op, samples, verdict
 
 import autoshard
+from autoshard.passes.ir.program import Call
 from autoshard.passes.rules import register, rule_for
-from autoshard.passes.rules.base import Call, Rule
+from autoshard.passes.rules.base import Rule
 
 SHARDED = """
     add mul div sub pow exp tanh sigmoid where clamp lerp addcmul sum mean prod var std cumsum softmax

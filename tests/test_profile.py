@@ -16,7 +16,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Invariant, Mesh, Shard, models, runtime
-from autoshard.executable import load_source
+from autoshard.module.executable import load_source
 from autoshard.runtime import profiling
 
 X = torch.randn(4096, 16, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ from harness import MESHES, assert_equal_training
 from torch import Tensor, nn
 
 import autoshard
-from autoshard.passes.capture import capture
+from autoshard.passes.capture.export import capture
 
 
 class Asking(nn.Module):

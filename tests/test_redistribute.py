@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from autoshard.errors import LayoutError
 from autoshard.layout import I, Layout, P, Partial, R, Shard
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import cost_matrix, emit, redistribution
-from autoshard.passes.rules.base import Local
 
 S0, S1 = Shard(0), Shard(1)
 

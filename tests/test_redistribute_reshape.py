@@ -20,9 +20,9 @@ from autoshard import runtime
 from autoshard.errors import LayoutError
 from autoshard.layout import I, Layout, P, R, Shard
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import Redistribution, Step, emit, redistribution
 from autoshard.passes.redistribute.reshape import refine
-from autoshard.passes.rules.base import Local
 
 S0, S1, S2, S3 = map(Shard, range(4))
 TP4, M24 = Mesh({"tp": 4}), Mesh({"a": 2, "b": 4})

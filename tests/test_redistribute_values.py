@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from autoshard import runtime
 from autoshard.layout import I, Layout, P, Partial, R, Shard, chunk
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import Step, emit, redistribution
-from autoshard.passes.rules.base import Local
 
 Chunks = list[np.ndarray]
 S0, S1 = Shard(0), Shard(1)

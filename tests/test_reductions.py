@@ -17,12 +17,13 @@ from torch import nn
 
 import autoshard
 from autoshard import Shard, runtime
+from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuleError
 from autoshard.mesh import Mesh
-from autoshard.passes.ir import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules import ranking, reduce, scan
-from autoshard.passes.rules.base import Rule, Strategy
-from autoshard.testing import check_rule
+from autoshard.passes.rules.base import Rule
 
 aten = torch.ops.aten
 RULES = {rule.op: rule for module in (ranking, reduce, scan) for rule in module.RULES}

@@ -12,8 +12,8 @@ from torch import nn
 
 from autoshard import Mesh, models
 from autoshard.api import plan
-from autoshard.plans import Plan
-from autoshard.report import (
+from autoshard.plans.plan import Plan
+from autoshard.plans.report import (
     globbed,
     hot_spots,
     local_bytes,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard import Replicate, Shard, runtime
-from autoshard.passes import rewrite
+from autoshard.passes.lower import together as rewrite
 
 CALLS = re.compile(r"runtime\.(?!slice|size|offset|main|Block|RankModule|bind)(\w+)\(")
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import sympy
 
-from autoshard.passes.sizes import gcd, noting, reaches, size, symbol, text_of
+from autoshard.passes.ir.sizes import gcd, noting, reaches, size, symbol, text_of
 
 
 def test_sizes_are_ints_with_expressions() -> None:

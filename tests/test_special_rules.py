@@ -13,13 +13,14 @@ from sites import run, site
 from special_samples import SAMPLES, TARGET, call, f, i, unit
 
 from autoshard import runtime
+from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuleError
 from autoshard.layout import Layout, chunk
 from autoshard.mesh import Mesh
-from autoshard.passes.ir import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules import attention, embedding, loss, norm, random
-from autoshard.passes.rules.base import Rule, Site, Strategy
-from autoshard.testing import check_rule
+from autoshard.passes.rules.base import Rule, Site
 
 aten = torch.ops.aten
 RULES = {rule.op: rule for m in (attention, embedding, loss, norm, random) for rule in m.RULES}

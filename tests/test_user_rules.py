@@ -12,8 +12,8 @@ from torch import nn
 
 import autoshard
 from autoshard import RuleError
+from autoshard.check.rule_check import RuleCheck, check_rule
 from autoshard.passes.rules import _registry
-from autoshard.testing import RuleCheck, check_rule
 
 LIB = "autoshard_user_tests"
 

@@ -13,8 +13,8 @@ import autoshard
 from autoshard import PlanError, Shard
 from autoshard.compiler import Compiled, build
 from autoshard.layout import Layout
-from autoshard.passes.capture import capture
-from autoshard.passes.verify import check_graph, check_program
+from autoshard.passes.capture.export import capture
+from autoshard.passes.ir.verify import check_graph, check_program
 
 
 @pytest.fixture(scope="module")

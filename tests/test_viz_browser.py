@@ -12,8 +12,8 @@ import pytest
 from browser import chromium, open_page
 from picture_samples import ODD_NAMES, chain, deep_llama, planned
 
-from autoshard.plans import Plan
-from autoshard.report import show_bytes, show_seconds
+from autoshard.plans.plan import Plan
+from autoshard.plans.report import show_bytes, show_seconds
 
 CHECKS = (Path(__file__).parent / "page_checks.js").read_text("utf-8")
 OVERLAPS, CONTRAST, COLUMN = (f"{CHECKS}\nreturn {name}(...arguments);" for name in ("overlaps", "contrast", "column"))

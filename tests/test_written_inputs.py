@@ -12,7 +12,7 @@ from torch import nn
 
 import autoshard
 from autoshard import CaptureError
-from autoshard.executable import Executable
+from autoshard.module.executable import Executable
 
 RANDOM = torch.Generator().manual_seed(0)
 

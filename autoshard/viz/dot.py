@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Iterator
 
 from autoshard.errors import PlanError
-from autoshard.plans import Plan
-from autoshard.report import show_bytes, show_layout, show_seconds
+from autoshard.plans.plan import Plan
+from autoshard.plans.report import show_bytes, show_layout, show_seconds
 from autoshard.viz.text import printable
 from autoshard.viz.tree import Box, Item, drawing
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoshard.plans import Plan
-from autoshard.report import show_bytes, show_layout, show_seconds
+from autoshard.plans.plan import Plan
+from autoshard.plans.report import show_bytes, show_layout, show_seconds
 from autoshard.viz.tree import Box, Item, drawing
 
 

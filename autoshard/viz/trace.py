@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autoshard.plans import Choice, Collective, Plan
-from autoshard.report import hot_spots, local_bytes, memory_parts, short_op
+from autoshard.plans.plan import Choice, Collective, Plan
+from autoshard.plans.report import hot_spots, local_bytes, memory_parts, short_op
 from autoshard.runtime import profiling
 from autoshard.viz.tree import is_view
 

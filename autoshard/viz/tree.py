@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autoshard.passes.cost import VIEWS
-from autoshard.plans import Choice, Collective, Plan
-from autoshard.report import globbed, numbers, short_op
+from autoshard.passes.rules.facts import VIEWS
+from autoshard.plans.plan import Choice, Collective, Plan
+from autoshard.plans.report import globbed, numbers, short_op
 
 LONGEST = 150
 """children of a box that are drawn at once; a longer box is cut into parts"""

@@ -14,18 +14,10 @@ import torch
 from autoshard.errors import LayoutError
 from autoshard.layout import Layout, Partial, Placement
 from autoshard.mesh import Mesh, MeshLike
+from autoshard.passes.ir.program import Step
 from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price
-from autoshard.passes.redistribute.space import (
-    FREE,
-    MOST_AXES,
-    Floats,
-    Ints,
-    frame,
-    halfway,
-    layout_of,
-    state_of,
-)
-from autoshard.passes.redistribute.steps import Redistribution, Step
+from autoshard.passes.redistribute.space import FREE, MOST_AXES, Floats, Ints, frame, halfway, layout_of, state_of
+from autoshard.passes.redistribute.steps import Redistribution
 
 LayoutLike = Layout | Mapping[str, Placement] | Sequence[Placement]
 

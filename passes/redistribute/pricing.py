@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.sizes import Size
 from autoshard.passes.redistribute.space import Floats, Ints, Space, State, space
-from autoshard.passes.sizes import Size
 
 FORBIDDEN = 1 << 60
 """bytes of a move that the shape does not allow; more than any real one, and sums of a few stay below 2**63"""

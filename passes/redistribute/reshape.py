@@ -20,10 +20,11 @@ import torch
 from autoshard.errors import LayoutError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.program import Step
 from autoshard.passes.redistribute.planner import check, costs, distances, kinds_of, plan, relaxed
 from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price
 from autoshard.passes.redistribute.space import EXACT_AXES, Ints, State, everything, layout_of, state_of
-from autoshard.passes.redistribute.steps import Redistribution, Step
+from autoshard.passes.redistribute.steps import Redistribution
 
 Shape = tuple[int, ...]
 Parts = tuple[tuple[int, ...], ...]

@@ -2,71 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autoshard.layout import Layout, Partial, Placement, R, Shard
-from autoshard.passes.rules.base import Local
-
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One runtime call on one group of mesh axes.
-
-    Bytes are ring bytes on the wire per rank; where sizes do not divide, every chunk counts as the largest one. That
-    is what an all-gather and a reduce-scatter send, which pad; an all-to-all and a permute send no more than that.
-    """
-
-    kind: str
-    """the function of ``autoshard.runtime``: all_gather, reduce_scatter, all_reduce, all_to_all, permute, slice, pad,
-    enter, leave or partial; or reshape"""
-    axes: tuple[str, ...]
-    """the group, flattened, first axis outermost"""
-    src: Layout
-    dst: Layout
-    shape: tuple[int, ...]
-    """the global shape"""
-    dims: tuple[int, ...] = ()
-    """(dim,) of all_gather, reduce_scatter, slice and pad; (source dim, target dim) of all_to_all; else empty"""
-    order: tuple[str, ...] = ()
-    """of a permute: the chunk at coordinates along ``axes`` goes to the same coordinates along ``order``"""
-    forward_bytes: float = 0
-    backward: str | None = None
-    """the collective that the backward runs, None where it is local or there is no gradient"""
-    backward_bytes: float = 0
-    seconds: float = field(default=0.0, compare=False)
-    """forward, and backward where a gradient flows"""
-    to_shape: tuple[int, ...] = ()
-    """of a reshape: the global shape afterwards"""
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        """``axes`` as reports name them: without axes of size 1, and in mesh order where a permute renumbers."""
-        mesh = self.src.mesh
-        axes = mesh.axes if self.kind == "permute" else self.axes
-        return tuple(a for a in axes if a in self.axes and mesh.size_of(a) > 1)
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether the forward communicates."""
-        return self.kind in COLLECTIVES
-
-    def __str__(self) -> str:
-        if self.kind == "reshape":
-            return f"reshape {list(self.shape)} → {list(self.to_shape)}: {self.src} → {self.dst}    local"
-        group = ", ".join(self.axes)
-        what = f"{self.kind}({group})" if not self.order else f"{self.kind}({group} to {', '.join(self.order)})"
-        text = f"{what}: {self.src} → {self.dst}"
-        text += f"    {_bytes(self.forward_bytes)}" if self.is_collective else "    local"
-        if self.backward:
-            text += f"; backward {self.backward} {_bytes(self.backward_bytes)}"
-        return text
+from autoshard.passes.ir.program import Local, Step, bytes_text
 
 
 @dataclass(frozen=True)
@@ -107,8 +50,8 @@ class Redistribution:
         head += f" → {list(self.dst_shape)}" if self.dst_shape is not None else ""
         if not self.steps:
             return f"{head}: nothing to do"
-        total = f"{_bytes(self.forward_bytes)} forward"
-        total += f", {_bytes(self.backward_bytes)} backward" if self.grad else ""
+        total = f"{bytes_text(self.forward_bytes)} forward"
+        total += f", {bytes_text(self.backward_bytes)} backward" if self.grad else ""
         lines = [f"{head}: {total}, {self.seconds * 1e6:.3g} µs, peak {self.peak_numel} elements"]
         lines += [f"  {i}. {step}" for i, step in enumerate(self.steps, 1)]
         if not self.minimal:
@@ -160,11 +103,3 @@ def emit(step: Step) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
 
 def _letter(placement: Placement) -> str:
     return "R" if placement == R else "I"
-
-
-def _bytes(n: float) -> str:
-    """Bytes as a person reads them."""
-    if n < 1024:
-        return f"{n:.6g} B"
-    power = min(int(math.log(n, 1024)), 4)
-    return f"{n / 1024**power:.4g} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from autoshard.layout import R, Shard, chunk
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Internal, Rule, Site, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Internal
+from autoshard.passes.rules.base import Rule, Site
 from autoshard.passes.rules.factors import Dims, Factors, argument, output_shapes, shape_of, whole
 from autoshard.passes.rules.named import (
     axes_of,

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Internal, Local, Rule, Site, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Internal, Local
+from autoshard.passes.rules.base import Rule, Site
 from autoshard.passes.rules.factors import Dims, Factors, argument, output_shapes, shape_of
 from autoshard.passes.rules.named import inputs, ops, positions, unchanged
 from autoshard.passes.rules.windows import Sliding, cropped, cut, halo_collectives, haloed

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Internal, Rule, Site, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Internal
+from autoshard.passes.rules.base import Rule, Site
 from autoshard.passes.rules.factors import Factors, argument, input_shapes, numbered, sizes_of
 from autoshard.passes.rules.named import reductions, spell, unchanged
 

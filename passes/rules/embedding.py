@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from autoshard.errors import PlanError
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Local, Rule, Site, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Local
+from autoshard.passes.rules.base import Rule, Site
 from autoshard.passes.rules.factors import Dims, Factors, argument, numbered, shape_of, sizes_of
 from autoshard.passes.rules.named import axes_of, inputs, positions, spell, unchanged
 

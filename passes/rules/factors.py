@@ -16,8 +16,9 @@ import torch
 
 from autoshard.errors import RuleError
 from autoshard.layout import I, P, Partial, Placement, R, Shard
-from autoshard.passes.ir import Graph, Node, Ref, refs
-from autoshard.passes.rules.base import CollectivesOf, LocalFormOf, Rule, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node, Ref, refs
+from autoshard.passes.rules.base import CollectivesOf, LocalFormOf, Rule
 
 Dims = tuple[str | None, ...]
 """a factor per tensor dim; None: the dim must be whole"""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from autoshard.layout import I, P, Placement, R, Shard
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, LocalFormOf, Rule, Site, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call
+from autoshard.passes.rules.base import LocalFormOf, Rule, Site
 from autoshard.passes.rules.factors import (
     Factors,
     broadcast,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Local, Offset, Rule, Site, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Local, Offset
+from autoshard.passes.rules.base import Rule, Site
 from autoshard.passes.rules.factors import Factors, input_shapes, whole
 from autoshard.passes.rules.named import spell
 

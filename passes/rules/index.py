@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from autoshard.passes.ir import Graph, Node, Ref
-from autoshard.passes.notation import rule
-from autoshard.passes.rules.base import Call, Rule, Site, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node, Ref
+from autoshard.passes.ir.program import Call
+from autoshard.passes.rules.base import Rule, Site
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -28,6 +29,7 @@ from autoshard.passes.rules.factors import (
     whole,
 )
 from autoshard.passes.rules.named import axes_of, broadcast_shape, spell
+from autoshard.passes.rules.notation import rule
 
 aten = torch.ops.aten
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.notation import rule
+from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.factors import (
     Dims,
@@ -21,6 +20,7 @@ from autoshard.passes.rules.factors import (
     positive,
     sizes_of,
 )
+from autoshard.passes.rules.notation import rule
 
 aten = torch.ops.aten
 

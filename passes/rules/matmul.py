@@ -7,11 +7,12 @@ import math
 import torch
 
 from autoshard.errors import RuleError
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.notation import Groups, bind, parse, rule
-from autoshard.passes.rules.base import Rule, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.factors import Factors, argument, input_shapes, output_shapes, positive
 from autoshard.passes.rules.named import ops
+from autoshard.passes.rules.notation import Groups, bind, parse, rule
 
 aten = torch.ops.aten
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from autoshard.passes.ir import Node
-from autoshard.passes.rules.base import Call, Internal, Site
+from autoshard.passes.ir.graph import Node
+from autoshard.passes.ir.program import Call, Internal
+from autoshard.passes.rules.base import Site
 from autoshard.passes.rules.factors import Dims, operands, tensor_arguments, with_arguments
 
 

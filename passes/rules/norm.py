@@ -8,8 +8,10 @@ from collections.abc import Callable
 import torch
 
 from autoshard.layout import R
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Internal, Local, Rule, Site, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Internal, Local
+from autoshard.passes.rules.base import Rule, Site
 from autoshard.passes.rules.factors import Dims, Factors, argument, numbered, shape_of, sizes_of
 from autoshard.passes.rules.named import axes_of, inputs, local_shape, ops, reductions, spell, unchanged, wide_bytes
 

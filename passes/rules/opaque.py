@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Rule, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.factors import whole
 from autoshard.runtime.ctc import ctc_loss
 from autoshard.runtime.exactly import exactly

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Internal, Rule, Site, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Internal
+from autoshard.passes.ir.sizes import reaches
+from autoshard.passes.rules.base import Rule, Site
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -25,7 +28,6 @@ from autoshard.passes.rules.factors import (
 )
 from autoshard.passes.rules.named import spell
 from autoshard.passes.rules.windows import Sliding, cut, halo_collectives, haloed
-from autoshard.passes.sizes import reaches
 from autoshard.runtime.fan_out import FAN_OUT
 from autoshard.runtime.window import Window
 

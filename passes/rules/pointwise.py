@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.notation import Groups, rule
-from autoshard.passes.rules.base import Rule, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, numbered, sizes_of, tensor_arguments
+from autoshard.passes.rules.notation import Groups, rule
 
 aten = torch.ops.aten
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, CollectivesOf, Internal, Local, LocalFormOf, Rule, Site, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Internal, Local
+from autoshard.passes.rules.base import CollectivesOf, LocalFormOf, Rule, Site
 from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, output_shapes
 from autoshard.passes.rules.named import ops, spell, unchanged
 from autoshard.passes.rules.windows import Sliding, cropped, cut, halo_collectives, haloed

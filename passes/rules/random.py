@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from autoshard.layout import P, R, Shard
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Rule, Site, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call
+from autoshard.passes.rules.base import Rule, Site
 from autoshard.passes.rules.factors import Factors, argument, input_shapes, numbered, output_shapes, sizes_of, whole
 from autoshard.passes.rules.named import ops, spell, unchanged
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from autoshard.layout import I
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Internal, Rule, Site, Strategy
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Internal
+from autoshard.passes.rules.base import Rule, Site
 from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, numbered, positive, sizes_of
 from autoshard.passes.rules.named import gathered, local_shape, ops, spell, unchanged
 

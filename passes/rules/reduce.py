@@ -10,17 +10,10 @@ from typing import Any
 import torch
 
 from autoshard.layout import I, P, Partial, Placement
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import (
-    Call,
-    CollectivesOf,
-    Internal,
-    LocalFormOf,
-    Rule,
-    Site,
-    StrategiesOf,
-    Strategy,
-)
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Internal
+from autoshard.passes.rules.base import CollectivesOf, LocalFormOf, Rule, Site, StrategiesOf
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,

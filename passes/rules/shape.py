@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from autoshard.layout import Layout
-from autoshard.passes.ir import Graph, Node
-from autoshard.passes.rules.base import Call, Local, LocalFormOf, Rule, Site
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Local
+from autoshard.passes.ir.sizes import gcd
+from autoshard.passes.rules.base import LocalFormOf, Rule, Site
 from autoshard.passes.rules.factors import (
     Factors,
     FactorsOf,
@@ -24,7 +26,6 @@ from autoshard.passes.rules.factors import (
     sizes_of,
     with_arguments,
 )
-from autoshard.passes.sizes import gcd
 
 aten = torch.ops.aten
 

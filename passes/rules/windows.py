@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.passes.rules.base import Call, Internal, Site
+from autoshard.passes.ir.program import Call, Internal
+from autoshard.passes.ir.sizes import Size
+from autoshard.passes.rules.base import Site
 from autoshard.passes.rules.named import spell
-from autoshard.passes.sizes import Size
 from autoshard.runtime.window import Halo, Window, halo_of
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from autoshard import runtime
 from autoshard.layout import I, Layout, P, Placement, R, Shard
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import Step, emit, redistribution
-from autoshard.passes.rules.base import Local
 
 S0, S1 = Shard(0), Shard(1)
 

@@ -1,0 +1,1 @@
+"""Against the unsharded model: verification, the first divergence, checks of rules, coverage."""

@@ -1,0 +1,104 @@
+"""Run a program statement by statement on the in-process mesh and find the first operation that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autoshard import runtime
+from autoshard.check.closeness import scale
+from autoshard.check.interpret import interpret
+from autoshard.module.base import ShardedModule
+from autoshard.module.simulate import join, shard_of
+from autoshard.passes.ir.graph import Graph, Ref
+from autoshard.passes.ir.program import Call, Local, Offset, Program
+
+
+def first_divergence(
+    reference: nn.Module, sharded: ShardedModule, args: tuple[Any, ...], kwargs: dict[str, Any], rtol: float
+) -> str | None:
+    """The first operation whose result differs by more than ``rtol`` of its largest value, with module and line.
+
+    Both run forward from ``reference``'s weights. None where every operation agrees: then a backward differs.
+    """
+    executable = sharded.specialise(args, kwargs)
+    graph, program = executable.graph, executable.compiled.program
+    inputs = graph_inputs(graph, reference, args, kwargs)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = interpret(graph, inputs)
+        torch.manual_seed(0)
+        given = run(program, inputs)
+    for node in graph.nodes:
+        for name in node.outputs:
+            want = torch.as_tensor(expected[name])  # a number that depends on the data is compared as a scalar
+            try:
+                got = join([torch.as_tensor(v[name]) for v in given], program.layouts[name], want.shape, name)
+                error = _error(got, want) if want.is_floating_point() and want.numel() else 0.0
+                differs = not error <= rtol * max(scale(want), 1e-30) if error else False
+                differs = differs or (not want.is_floating_point() and not torch.equal(got, want))
+            except Exception as problem:  # shapes that do not fit, or ranks that disagree
+                return f"{node.op} in {node.fqn or '(root)'} at {node.source}: {problem}"
+            if differs:
+                layout = program.layouts[name]
+                return f"{node.op} in {node.fqn or '(root)'} at {node.source}: error {error:.2e}, layout {layout}"
+    return None
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference; equal infinities and NaN in the same places do not differ."""
+    same = (got == want) | (got.isnan() & want.isnan())
+    return float((got - want).abs().masked_fill(same, 0.0).max())
+
+
+def graph_inputs(
+    graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """A full tensor for every input of ``graph``, from ``model`` and the arguments."""
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    found = {n: x for n, x in zip(graph.flat_inputs, leaves, strict=True) if n is not None}
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    found |= {i.name: tensors[i.fqn] for i in graph.inputs if i.kind in ("parameter", "buffer")}
+    return found | dict(graph.constants)
+
+
+def run(program: Program, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Every local value by name, per rank."""
+    mesh = program.mesh
+    world = runtime.World(dict(zip(mesh.axes, mesh.shape, strict=True)))
+    kinds = {i.name: i.kind for i in program.graph.inputs}
+
+    def rank(number: int) -> dict[str, torch.Tensor]:
+        values = {
+            n: x if kinds[n] == "input" else shard_of(x, program.layouts[n], number).clone() for n, x in inputs.items()
+        }
+        for s in program.statements:
+            result = evaluate(s.call, values)
+            results = result if isinstance(result, tuple | list) else (result,)
+            values.update({o: r for o, r in zip(s.outputs, results, strict=False) if o != "_"})
+        return values
+
+    return world.run(rank, [(r,) for r in range(world.size)])
+
+
+def evaluate(item: Any, values: Mapping[str, torch.Tensor]) -> Any:
+    """A call, or anything that stands in one, on this rank's ``values``."""
+    if isinstance(item, Call):
+        args = tuple(evaluate(a, values) for a in item.args)
+        kwargs = {k: evaluate(v, values) for k, v in item.kwargs.items()}
+        return (getattr(runtime, item.fn) if isinstance(item.fn, str) else item.fn)(*args, **kwargs)
+    if isinstance(item, Ref):
+        return values[item.name]
+    if isinstance(item, Local):
+        return runtime.size(item.size, item.axes)
+    if isinstance(item, Offset):
+        return runtime.offset(item.size, item.axes)
+    if isinstance(item, tuple | list):
+        return type(item)(evaluate(part, values) for part in item)
+    if isinstance(item, Mapping):
+        return {k: evaluate(v, values) for k, v in item.items()}
+    return item

@@ -1,0 +1,50 @@
+"""Run a :class:`~autoshard.passes.ir.graph.Graph` op by op on full tensors: the meaning of a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autoshard.passes.ir.graph import Graph, Node, map_refs
+
+Observer = Callable[[Node, tuple[torch.Tensor, ...]], None]
+
+
+def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor], observe: Observer | None = None) -> dict[str, Any]:
+    """All values of ``graph`` by name, computed with the real ops and recorded by autograd.
+
+    ``inputs``: a tensor for each of ``graph.inputs`` (constants may be left out), parameters with
+    ``requires_grad`` as you want it. ``observe(node, results)`` is called after each node, in order.
+    Nothing is written back: see ``graph.mutations`` for new values of buffers and inputs. Raises KeyError for a missing input.
+    """
+    values: dict[str, Any] = dict(graph.constants)
+    values.update({i.name: inputs[i.name] for i in graph.inputs if i.kind != "constant" or i.name in inputs})
+    device = next((values[i.name].device for i in graph.inputs if i.kind != "constant"), torch.device("cpu"))
+    values.update({name: t.to(device) for name, t in graph.constants.items() if name not in inputs})
+    for node in graph.nodes:
+        args = map_refs(node.args, lambda ref: values[ref.name])
+        kwargs = map_refs(dict(node.kwargs), lambda ref: values[ref.name])
+        if makes_tensor(node):
+            kwargs.setdefault("device", device)
+        result = node.op(*args, **kwargs)
+        results = result if isinstance(result, tuple | list) else (result,)
+        values.update({name: results[slot] for name, slot in zip(node.outputs, node.output_slots, strict=True)})
+        if observe is not None:
+            observe(node, tuple(values[name] for name in node.outputs))
+    return values
+
+
+def makes_tensor(node: Node) -> bool:
+    """Whether the op makes a tensor from none (arange, zeros, …), so that it has to be told the device."""
+    kinds = {a.name: str(a.type) for a in node.op._schema.arguments}
+    return "device" in kinds and not any("Tensor" in kind for kind in kinds.values())
+
+
+def outputs(graph: Graph, values: Mapping[str, Any]) -> Any:
+    """The model's own output object, rebuilt from the values :func:`interpret` returned."""
+    import torch.utils._pytree as pytree
+
+    flat = [map_refs(out, lambda ref: values[ref.name]) for out in graph.outputs]
+    return pytree.tree_unflatten(flat, graph.out_spec)

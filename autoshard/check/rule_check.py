@@ -1,0 +1,311 @@
+"""The check of a rule: its local form on every rank's shards, put together again.
+
+Every strategy of the op's rule is tried on small meshes, for values and for gradients. After DTensor's strategy
+validation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Union
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+from autoshard.check.local_forms import evaluate, flat, run
+from autoshard.check.shards import Tensors, differs, noise, scatter
+from autoshard.errors import AutoshardError, RuleError
+from autoshard.layout import Layout
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.program import Call
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.base import Rule, Site
+
+Sample = tuple[Sequence[Any], Mapping[str, Any]]
+"""``(args, kwargs)`` of one concrete call, with float64 tensors where gradients are to be compared"""
+
+Op = Union[torch._ops.OpOverload, torch._ops.OpOverloadPacket, CustomOpDef]
+"""an op, as torch.ops names it or as torch.library made it; of a packet the default overload is meant"""
+
+MESHES: tuple[Mapping[str, int], ...] = ({"x": 2}, {"x": 3})
+SEED = 20
+
+
+@dataclass(frozen=True)
+class RuleCheck:
+    """What :func:`check_rule` has tried: the number of cases, and the labels of the strategies that ran."""
+
+    op: str
+    cases: int
+    strategies: frozenset[str]
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.cases} cases agree ({', '.join(sorted(self.strategies))})"
+
+
+@dataclass(frozen=True)
+class _Example:
+    """One sample as a graph of one node, with its operands and what the op makes of them."""
+
+    node: Node
+    graph: Graph
+    operands: Tensors
+    results: Tensors
+    cotangents: list[torch.Tensor | None]
+    gradients: list[torch.Tensor | None]
+
+
+def overload(op: Op) -> torch._ops.OpOverload:
+    """One overload: of ``torch.ops.mylib.scale`` the default one. Raises :class:`RuleError` for anything else."""
+    op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        known = [name for name in op.overloads() if "Tensor" in str(getattr(op, name)._schema)]
+        if len(known) != 1 and "default" not in known:
+            raise RuleError(f"{op} has the overloads {', '.join(known)}: name one, such as torch.ops.{op}.{known[0]}")
+        op = getattr(op, "default" if "default" in known else known[0])
+    if not isinstance(op, torch._ops.OpOverload):
+        raise RuleError(f"{op!r} is no op; give one such as torch.ops.mylib.scale or torch.ops.aten.add.Tensor")
+    return op
+
+
+def check_rule(
+    op: Op | Rule,
+    samples: Iterable[Sample],
+    *,
+    meshes: Sequence[Mapping[str, int]] = MESHES,
+    tolerance: float = 1e-9,
+    values: bool = True,
+    gradients: bool = True,
+    results: Collection[int] | None = None,
+) -> RuleCheck:
+    """Compare every strategy of a rule with the unsharded op, value and gradients, on every sample and mesh.
+
+    ``op``: an op with a registered rule, or a rule. Samples are ``(args, kwargs)``, with float64 tensors where
+    gradients are to be compared. On a mesh of several axes every combination of strategies is
+    tried. ``tolerance``: relative error, of the largest element. ``values=False`` compares shapes only, for ops such as
+    ``empty``; ``gradients=False`` takes operands as constants, for ops without a derivative. ``results``:
+    positions of the results that are read (default: all).
+    Raises :class:`RuleError` that lists what differs, or says that nothing could be checked.
+    """
+    tested = op if isinstance(op, Rule) else rule_for(overload(op))
+    if tested is None:
+        raise RuleError(f"{op} has no rule; write one with autoshard.register_rule")
+    cases, failures = 0, list[str]()
+    labels = set[str]()
+    for number, sample in enumerate(samples):
+        example = _example(tested, sample, gradients, results)
+        allowed = max(tolerance, 8 * _rounding(example)) if values else float("inf")
+        for sizes in meshes:
+            mesh = Mesh(sizes)
+            for graph, choice in _choices(tested, example, mesh):
+                cases += 1
+                labels.update(s.label for s in choice)
+                difference = _differs(tested, example, graph, mesh, choice, allowed)
+                if difference:
+                    failures.append(f"  {_describe(example, number, mesh, choice)}\n    {difference}")
+    if failures:
+        more = f"\n  … and {len(failures) - 5} more" if len(failures) > 5 else ""
+        raise RuleError(
+            f"the rule of {tested.op} ({tested.notation or 'hand-written'}) is wrong in "
+            f"{len(failures)} of {cases} cases:\n" + "\n".join(failures[:5]) + more
+        )
+    if not cases:
+        raise RuleError(f"{tested.op}: no sample could be run on meshes {list(meshes)}; give samples with longer dims")
+    return RuleCheck(str(tested.op), cases, frozenset(labels))
+
+
+def _describe(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy, ...]) -> str:
+    parts = []
+    for axis, s in zip(mesh.axes, choice, strict=True):
+        ins, outs = ", ".join(map(str, s.inputs)), ", ".join(map(str, s.outputs))
+        parts.append(f"{s.label}@{axis}: ({ins}) → ({outs})")
+    types = ", ".join(str(example.graph.types[name]) for name in example.node.inputs)
+    return f"sample {number} ({types}), mesh {mesh}, strategy " + "; ".join(parts)
+
+
+def _example(rule: Rule, sample: Sample, moves: bool, wanted: Collection[int] | None) -> _Example:
+    """Run the sample; arguments for which the op has no derivative (a loss's class weights) are constants.
+
+    A user's op without a backward is compared for values only.
+    """
+    constants: set[str] = set()
+    while True:
+        try:
+            return _run_whole(rule, sample, moves, constants, wanted)
+        except RuntimeError as error:
+            if "no autograd formula was registered" in str(error) and moves:
+                moves = False
+                continue
+            refused = re.search(r"not differentiable with respect to argument '(\w+)'", str(error))
+            if refused is None or refused.group(1) in constants:
+                raise
+            constants.add(refused.group(1))
+
+
+def _run_whole(
+    rule: Rule, sample: Sample, moves: bool, constants: Collection[str], wanted: Collection[int] | None
+) -> _Example:
+    """Run the sample on whole tensors, forward and backward."""
+    operands: Tensors = []
+
+    def lift(value: Any, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            differentiable = moves and name not in constants and (value.is_floating_point() or value.is_complex())
+            operands.append(value.detach().clone().requires_grad_(differentiable))
+            return Ref(f"x{len(operands) - 1}")
+        if isinstance(value, tuple | list):
+            return [lift(v, name) for v in value]
+        return value
+
+    names_of_arguments = [a.name for a in rule.op._schema.arguments]
+    args = tuple(lift(a, name) for a, name in zip(sample[0], names_of_arguments, strict=False))
+    kwargs = {k: lift(v, k) for k, v in sample[1].items()}
+    names = {f"x{i}": x for i, x in enumerate(operands)}
+    torch.manual_seed(SEED)
+    if torch.Tag.nondeterministic_seeded in rule.op.tags:
+        results = _alone(rule, args, kwargs, names)
+    else:
+        results = flat(evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
+    slots = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and (wanted is None or i in wanted)]
+    outputs = [results[i] for i in slots]
+    node, graph = _graph(rule.op, args, kwargs, operands, outputs, slots)
+    random = torch.Generator().manual_seed(SEED)
+    cotangents = [noise(y, random) if y.requires_grad else None for y in outputs]
+    gradients = _backward(outputs, cotangents, operands)
+    return _Example(node, graph, operands, [y.detach() for y in outputs], cotangents, gradients)
+
+
+def _rounding(example: _Example) -> float:
+    """The relative rounding error of the narrowest floating dtype in the call."""
+    dtypes = {x.dtype for x in example.operands + example.results}
+    return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex), default=0.0)
+
+
+def _graph(
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    operands: Tensors,
+    outputs: Tensors,
+    slots: list[int],
+) -> tuple[Node, Graph]:
+    names = tuple(f"y{i}" for i in slots)
+    node = Node("node", op, args, kwargs, names, tuple(slots))
+    types = {f"x{i}": TensorType(tuple(x.shape), x.dtype, x.requires_grad) for i, x in enumerate(operands)}
+    types |= {n: TensorType(tuple(y.shape), y.dtype, y.requires_grad) for n, y in zip(names, outputs, strict=True)}
+    return node, Graph((), (node,), types, tuple(map(Ref, names)), None, None)
+
+
+def _alone(rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Mapping[str, torch.Tensor]) -> Tensors:
+    """A random op's reference: its own local form on one rank, so that draws are comparable."""
+    operands = list(names.values())
+    shapes = flat(evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
+    slots = [i for i, r in enumerate(shapes) if isinstance(r, torch.Tensor)]
+    node, graph = _graph(rule.op, args, kwargs, operands, [shapes[i] for i in slots], slots)
+    mesh = Mesh({"x": 1})
+    choice = (next(s for s in rule.strategies(node, graph) if s.label == "R"),)
+    torch.manual_seed(SEED)
+    (results,) = run(rule, _site(node, graph, mesh, choice), [operands])
+    return results
+
+
+def _choices(rule: Rule, example: _Example, mesh: Mesh) -> Iterator[tuple[Graph, tuple[Strategy, ...]]]:
+    """Strategies for every axis; those that exist only without a gradient run on a graph without gradients."""
+    still = {n: TensorType(t.shape, t.dtype) for n, t in example.graph.types.items()}
+    without = Graph((), (example.node,), still, example.graph.outputs, None, None)
+    moving = rule.strategies(example.node, example.graph)
+    for graph, strategies in (example.graph, moving), (without, rule.strategies(example.node, without)):
+        for choice in itertools.product(strategies, repeat=mesh.ndim):
+            new = graph is example.graph or not all(s in moving for s in choice)
+            if new and _fits(choice, mesh):
+                yield graph, choice
+
+
+def _fits(choice: tuple[Strategy, ...], mesh: Mesh) -> bool:
+    """Whether every factor is long enough for the axes on it, and divides where it must."""
+    ranks: dict[str, list[int]] = {}
+    for s, n in zip(choice, mesh.shape, strict=True):
+        ranks.setdefault(s.label, []).append(n)
+    return all(s.allows(ranks[s.label]) for s in choice)
+
+
+def _site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...]) -> Site:
+    for s in choice:
+        if len(s.inputs) != len(node.inputs) or len(s.outputs) != len(node.outputs):
+            raise RuleError(
+                f"{node.op}: strategy {s.label!r} places {len(s.inputs)} operands and {len(s.outputs)} results; "
+                f"the call has {len(node.inputs)} and {len(node.outputs)}"
+            )
+    inputs = tuple(Layout(mesh, [s.inputs[i] for s in choice]) for i in range(len(node.inputs)))
+    outputs = tuple(Layout(mesh, [s.outputs[i] for s in choice]) for i in range(len(node.outputs)))
+    for name, layout in zip(node.inputs + node.outputs, inputs + outputs, strict=True):
+        layout.check(graph.types[name].shape)
+    return Site(node, graph, mesh, inputs, outputs, choice)
+
+
+def _differs(
+    rule: Rule, example: _Example, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], tolerance: float
+) -> str | None:
+    """What the strategies get wrong, in words."""
+    random = torch.Generator().manual_seed(SEED)
+    try:
+        site = _site(example.node, graph, mesh, choice)
+        parts = [scatter(x.detach(), at, random) for x, at in zip(example.operands, site.inputs, strict=True)]
+        held = [[part[r].requires_grad_(x.requires_grad) for part, x in zip(parts, example.operands, strict=True)]
+                for r in range(mesh.size)]  # fmt: skip
+        torch.manual_seed(SEED)
+        made = run(rule, site, held)
+        for i, (result, at) in enumerate(zip(example.results, site.outputs, strict=True)):
+            wrong = differs([row[i].detach() for row in made], at, result, tolerance)
+            if wrong:
+                return f"result {i} ({at}): {wrong}"
+        if graph is not example.graph:
+            return None
+        return _gradients_differ(example, site, held, made, random, tolerance)
+    except (AutoshardError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _gradients_differ(
+    example: _Example, site: Site, held: list[Tensors], made: list[Tensors], random: torch.Generator, tolerance: float
+) -> str | None:
+    """The gradient of every operand, put together by the placement of the gradient."""
+    outputs: Tensors = []
+    cotangents: list[torch.Tensor | None] = []
+    for i, cotangent in enumerate(example.cotangents):
+        if cotangent is not None:
+            outputs += [row[i] for row in made]
+            cotangents += scatter(cotangent, site.outputs[i].gradient(), random)
+    if not outputs:
+        return None
+    leaves = [x for row in held for x in row]
+    found = _backward(outputs, cotangents, leaves)
+    for i, (gradient, at) in enumerate(zip(example.gradients, site.inputs, strict=True)):
+        if gradient is None:
+            continue
+        locals_ = [g if g is not None else torch.zeros_like(x) for g, x in zip(found, leaves, strict=True)]
+        wrong = differs(locals_[i :: len(example.operands)], at.gradient(), gradient, tolerance)
+        if wrong:
+            return f"gradient of operand {i} ({at}, so its gradient is {at.gradient()}): {wrong}"
+    return None
+
+
+def _backward(
+    outputs: Tensors, cotangents: Sequence[torch.Tensor | None], leaves: Tensors
+) -> list[torch.Tensor | None]:
+    """Gradients of the leaves (None where there is none)."""
+    pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None and y.requires_grad]
+    wanted = [i for i, x in enumerate(leaves) if x.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(leaves)
+    ys, gs = zip(*pairs, strict=True)
+    found = torch.autograd.grad(ys, [leaves[i] for i in wanted], gs, allow_unused=True)
+    by_leaf: list[torch.Tensor | None] = [None] * len(leaves)
+    for i, g in zip(wanted, found, strict=True):
+        by_leaf[i] = torch.zeros_like(leaves[i]) if g is None else g
+    return by_leaf

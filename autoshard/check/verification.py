@@ -1,0 +1,253 @@
+"""``autoshard.verify``: the sharded model against the unsharded one, step by step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autoshard import api
+from autoshard.check.closeness import scale
+from autoshard.errors import RuntimeMismatchError
+from autoshard.mesh import MeshLike
+from autoshard.module.base import ShardedModule, computed
+from autoshard.plans.plan import Plan
+
+LEARNING_RATE = 1e-3
+
+
+def default_rtol(dtype: torch.dtype) -> float:
+    """1e-9 for float64, 1e-4 for float32, 2e-2 for lower precision; integers must be equal."""
+    if not dtype.is_floating_point or dtype == torch.float64:
+        return 1e-9
+    return 1e-4 if dtype == torch.float32 else 2e-2
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor's largest deviation. ``error``: max |a - b| over the scale of its kind; ``limit``: what is allowed."""
+
+    what: str
+    kind: str
+    """output, input (a forward may write to it), gradient, buffer, parameter"""
+    step: int
+    error: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit
+
+    def __str__(self) -> str:
+        mark = "ok  " if self.ok else "DIFF"
+        return f"{mark} step {self.step}  {self.kind:<9} {self.what:<48} error {self.error:.2e}  limit {self.limit:.0e}"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was compared. ``first_divergence``: the first operation (or tensor) that differs, None where all agree."""
+
+    ok: bool
+    comparisons: tuple[Comparison, ...]
+    first_divergence: str | None
+    rtol: float
+    atol: float
+    plan: Plan = field(repr=False)
+
+    @property
+    def worst(self) -> Comparison:
+        """The comparison nearest to, or furthest over, its limit."""
+        return max(self.comparisons, key=lambda c: c.error / c.limit if c.limit else c.error)
+
+    def __str__(self) -> str:
+        by_kind: dict[str, list[Comparison]] = {}
+        for c in self.comparisons:
+            by_kind.setdefault(c.kind, []).append(c)
+        lines = [
+            f"verify on mesh {self.plan.mesh}: {'ok' if self.ok else 'DIVERGES'}  (rtol {self.rtol:.0e}, atol {self.atol:.0e})"
+        ]
+        for kind, found in by_kind.items():
+            worst = max(found, key=lambda c: c.error)
+            lines.append(f"  {len(found):>4} {kind + 's':<11} largest error {worst.error:.2e}  {worst.what}")
+        lines += [f"  {c}" for c in self.comparisons if not c.ok][:10]
+        if self.first_divergence:
+            lines.append(f"  first divergence: {self.first_divergence}")
+        return "\n".join(lines)
+
+
+def verify(
+    model: nn.Module,
+    mesh: MeshLike,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    steps: int = 1,
+    plan: Plan | None = None,
+    hints: Mapping[str, Any] | None = None,
+) -> VerifyReport:
+    """Train copies of ``model`` sharded and unsharded for ``steps`` AdamW steps and compare everything.
+
+    Outputs, every gradient, buffers, and the weights after every step, from the same seed. ``error`` is the largest
+    absolute difference relative to the largest absolute value of the tensor; it may be ``rtol`` (default: that of
+    :func:`default_rtol` for the tensor's dtype), plus ``atol`` (default: ``rtol`` of the largest value of that kind)
+    in absolute terms, so that gradients that are zero but for rounding do not count. Weights are allowed 100 times
+    that, since Adam divides by the root of squared gradients. Runs on the in-process mesh, and under torch.distributed
+    on every rank (a collective call). The loss is the model's first scalar output, or the mean square of its outputs.
+    """
+    kwargs = dict(example_kwargs or {})
+    reference = copy.deepcopy(model, {id(t): t.detach().clone() for t in computed(model)})
+    dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
+    asked, rtol = rtol, default_rtol(dtype) if rtol is None else rtol
+    sharded = api.compile(model, mesh, example_args, kwargs, plan=plan, hints=hints)
+    runner = _Runner(
+        reference, sharded, tuple(example_args), kwargs, rtol, rtol if atol is None else atol, asked is not None
+    )
+    for step in range(steps):
+        try:
+            runner.step(step)
+        except RuntimeMismatchError as error:  # simulated ranks that should hold the same data do not
+            runner.found.append(Comparison(str(error), "replica", step, math.inf, rtol))
+            break
+    found = tuple(runner.found)
+    ok = all(c.ok for c in found)
+    first = None if ok else _first_divergence(reference, sharded, tuple(example_args), kwargs, found, rtol)
+    return VerifyReport(ok, found, first, rtol, rtol if atol is None else atol, sharded.plan)
+
+
+@dataclass
+class _Runner:
+    reference: nn.Module
+    sharded: ShardedModule
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rtol: float
+    atol: float
+    fixed: bool
+    """whether the user chose rtol; otherwise a tensor of lower precision than the model gets its own"""
+    found: list[Comparison] = field(default_factory=list)
+    vanishing: set[str] = field(default_factory=set)
+    """parameters whose gradient is zero but for rounding: Adam turns its sign into a full step"""
+
+    def __post_init__(self) -> None:
+        modules: tuple[nn.Module, nn.Module] = (self.reference, self.sharded)
+        trained = [[p for p in m.parameters() if p.requires_grad] for m in modules]
+        self.optimizers = [torch.optim.AdamW(ps, lr=LEARNING_RATE) if ps else None for ps in trained]
+
+    def step(self, number: int) -> None:
+        """One forward, backward and optimizer step of both, compared."""
+        outputs, inputs = [], []
+        training = self.sharded.training and any(o is not None for o in self.optimizers)
+        for module, optimizer in zip((self.reference, self.sharded), self.optimizers, strict=True):
+            torch.manual_seed(number)
+            if optimizer is not None:
+                optimizer.zero_grad()
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (self.args, self.kwargs))
+            with torch.set_grad_enabled(training):
+                out = module(*args, **kwargs)
+                leaves = [full(x) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+            outputs.append({f"output {i}": x for i, x in enumerate(leaves)})
+            left = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            inputs.append({f"input {i}": x for i, x in enumerate(left)})
+            if training:
+                loss_of(leaves).backward()
+        self._compare("output", number, outputs[1], outputs[0])
+        self._compare("input", number, inputs[1], inputs[0])
+        if training:
+            expected = {n: p.grad for n, p in self.reference.named_parameters() if p.grad is not None}
+            given = self.sharded.full_gradients()
+            # An expert that eager did not run has no gradient there, and zeros in a program for all inputs.
+            missing = {n: torch.zeros_like(g) for n, g in expected.items() if n not in given}
+            zeros = {n: torch.zeros_like(g) for n, g in given.items() if n not in expected}
+            self._compare("gradient", number, {**given, **missing}, {**expected, **zeros})
+            for optimizer in self.optimizers:
+                if optimizer is not None:
+                    optimizer.step()
+        state = self.sharded.full_state_dict()
+        parameters = {n for n, _ in self.reference.named_parameters(remove_duplicate=False)}
+        wanted = self.reference.state_dict()
+        self._compare("buffer", number, state, {n: t for n, t in wanted.items() if n not in parameters})
+        if training:
+            self._compare("parameter", number, state, {n: t for n, t in wanted.items() if n in parameters}, 100.0)
+
+    def _compare(
+        self,
+        kind: str,
+        step: int,
+        given: Mapping[str, torch.Tensor],
+        expected: Mapping[str, torch.Tensor],
+        slack: float = 1.0,
+    ) -> None:
+        largest = max((scale(t) for t in expected.values()), default=0.0)
+        for name, want in expected.items():
+            rtol = self.rtol if self.fixed else max(self.rtol, default_rtol(want.dtype))
+            floor = self.atol * slack * largest
+            if kind == "gradient" and scale(want) <= floor:
+                self.vanishing.add(name)
+            if kind == "parameter" and name in self.vanishing:
+                floor = 2 * LEARNING_RATE * (step + 1)
+            self.found.append(compare(name, kind, step, given[name], want, rtol * slack, floor))
+
+
+def compare(
+    what: str, kind: str, step: int, given: torch.Tensor, want: torch.Tensor, rtol: float, floor: float
+) -> Comparison:
+    """Largest deviation of ``given`` from ``want`` relative to the latter's largest value; below ``floor`` it is 0."""
+    given, want = given.detach().cpu(), want.detach().cpu()
+    if kind in ("gradient", "parameter") and want.is_floating_point():
+        given = given.to(want.dtype)  # eager may convert a parameter in its forward, for good
+    if given.shape != want.shape or given.dtype != want.dtype:
+        return Comparison(
+            f"{what} ({given.dtype}{list(given.shape)}, not {want.dtype}{list(want.shape)})", kind, step, math.inf, rtol
+        )
+    if not want.is_floating_point() and not want.is_complex():
+        return Comparison(what, kind, step, 0.0 if torch.equal(given, want) else math.inf, rtol)
+    if torch.equal(torch.nan_to_num(given), torch.nan_to_num(want)):
+        same = torch.equal(given.isnan(), want.isnan())
+        return Comparison(what, kind, step, 0.0 if same else math.inf, rtol)
+    difference = float((given - want).abs().max())
+    if difference <= floor:
+        return Comparison(what, kind, step, min(difference / (scale(want) or 1.0), rtol), rtol)
+    return Comparison(
+        what, kind, step, difference / (scale(want) or 1.0) if math.isfinite(difference) else math.inf, rtol
+    )
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def full(x: torch.Tensor) -> torch.Tensor:
+    """A plain full tensor, of a DTensor as well."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The first scalar with a gradient, else the sum of the outputs' mean squares."""
+    floating = [x for x in outputs if x.is_floating_point() and x.requires_grad]
+    scalar = next((x for x in floating if x.ndim == 0), None)
+    if scalar is not None:
+        return scalar
+    return torch.stack([x.square().mean() for x in floating]).sum()
+
+
+def _first_divergence(
+    reference: nn.Module,
+    sharded: ShardedModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: Sequence[Comparison],
+    rtol: float,
+) -> str:
+    """The first operation whose result differs, or else the first tensor that was seen to differ."""
+    from autoshard.check.divergence import first_divergence
+
+    node = first_divergence(reference, sharded, args, kwargs, rtol)
+    return node or str(next(c for c in found if not c.ok))

@@ -1,0 +1,1 @@
+"""Initial values of sharded parameters, bit for bit those of one device."""

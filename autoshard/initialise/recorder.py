@@ -1,0 +1,309 @@
+"""Records what a constructor does to tensors, without memory for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from autoshard.errors import InitialiseError
+from autoshard.frames import stack, users_frame
+from autoshard.initialise.recording import Area, Op, Recording, area_of
+
+M = TypeVar("M", bound=nn.Module)
+
+# In-place ops that do not look at what they overwrite.
+_FILLS = set(
+    "normal_ uniform_ zero_ fill_ copy_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_".split()
+)
+_EMPTY = set("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
+# Files that are not the user's: torch's, and those between him and the recorder.
+
+
+def record(fn: Callable[..., M], *args: Any, **kwargs: Any) -> tuple[M, Recording]:
+    """Call ``fn`` on fake CPU tensors. Returns its module, on the meta device, and what was done to its tensors."""
+    # Fake tensors say that they are on the CPU. Meta tensors would not do: libraries skip their init on seeing them.
+    with FakeTensorMode(allow_non_fake_inputs=True), Recorder() as recorder, recorder.patches():
+        model = _call(fn, args, kwargs)
+    _ToMeta(recorder).modules(model)
+    return model, recorder.recording
+
+
+def _call(fn: Callable[..., M], args: Any, kwargs: Any) -> M:
+    try:
+        model = fn(*args, **kwargs)
+    except RuntimeError as error:
+        if "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error):
+            problem = "has a lazy module, whose shapes are not known before its first call; give its input size"
+            raise InitialiseError(f"{_name(fn)} {problem}") from error
+        raise
+    if not isinstance(model, nn.Module):
+        raise InitialiseError(f"{_name(fn)} returned {type(model).__name__}, not an nn.Module")
+    return model
+
+
+class Recorder(TorchDispatchMode):
+    """The dispatch mode on top of :class:`FakeTensorMode`; what it saw is in ``recording``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording()
+        # The storages themselves, so that no address is used twice while recording.
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        _refuse(func, written, kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return self._known_value(func, args, kwargs)
+        except Exception as error:
+            raise InitialiseError(f"cannot record {func} at {where()}{self._owner(args)}: {error}") from error
+        name = func.overloadpacket.__name__
+        call = _zeroed(func) if name in _EMPTY else func
+        self.add(call, args, kwargs, out, written, fills=name in _FILLS, random=_is_random(func))
+        return out
+
+    def add(
+        self, call: Any, args: Any, kwargs: Any, out: Any, written: list[Tensor], *, fills: bool, random: bool
+    ) -> None:
+        """Record a call, unless it writes nothing and makes nothing: a view, or a question about a tensor."""
+        inputs = _fakes((args, kwargs))
+        reads = {self.area(t).storage for t in inputs if not (fills and any(t is w for w in written))}
+        targets = [self.area(t) for t in written]
+        args, kwargs = self._areas((args, kwargs))
+        known = len(self._storages)
+        outputs = [self.area(t) for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        made = {area.storage for area in outputs if area.storage >= known}
+        if not made and not targets:
+            return
+        covers = {a.storage for a in targets if fills and a.fills(self.recording.nbytes[a.storage])}
+        op = Op(
+            call,
+            args,
+            kwargs,
+            results=tuple(area if area.storage in made else None for area in outputs),
+            reads=frozenset(reads),
+            writes=frozenset({a.storage for a in targets} | made),
+            covers=frozenset(covers | made),
+            random=random,
+            where=where(),
+        )
+        self.recording.add_op(op)
+
+    def area(self, tensor: Tensor) -> Area:
+        """The area that ``tensor`` is; its storage gets a number when first seen."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = self.recording.add_storage(storage.nbytes()), storage
+        return area_of(tensor, self._storages[storage._cdata][0])
+
+    def constant(self, real: Tensor) -> Area:
+        """The area of a new storage that is filled with ``real``, a tensor made outside."""
+        with FakeTensorMode():
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
+        self.add(torch.ops.aten.clone.default, (real,), {}, fake, [], fills=False, random=False)
+        return self.area(fake)
+
+    @contextmanager
+    def patches(self) -> Iterator[None]:
+        """Patch two functions of torch while recording.
+
+        ``trunc_normal_`` becomes one call: it draws until all values are in range, however often that is. A module's
+        conversion (``model.half()``) sets ``.data`` as for plain tensors; for fake ones torch tries a swap that fails.
+        """
+        original = nn.init._no_grad_trunc_normal_
+
+        def trunc_normal(
+            tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+        ) -> Tensor:
+            if not isinstance(tensor, FakeTensor):
+                return original(tensor, mean, std, a, b, generator)
+            _refuse("trunc_normal_", [], {"generator": generator})
+            self.add(original, (tensor, mean, std, a, b), {}, tensor, [tensor], fills=True, random=True)
+            return tensor
+
+        with (
+            mock.patch.object(nn.init, "_no_grad_trunc_normal_", trunc_normal),
+            mock.patch.object(nn.Module, "_apply", _convert),
+            warnings.catch_warnings(),
+        ):
+            # copy.deepcopy of a parameter looks at its address.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
+
+    def _areas(self, tree: Any) -> Any:
+        return pytree.tree_map_only(FakeTensor, self.area, tree)
+
+    def _known_value(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an op whose values Python or a shape depends on, if no random number went into it."""
+        needed = self.recording.needed({self.area(t).storage for t in _fakes((args, kwargs))})
+        if any(self.recording.ops[i].random for i in needed):
+            raise InitialiseError(
+                f"{func} at {where()}{self._owner(args)} looks at values that depend on random numbers, which are not "
+                "drawn yet: what the function does must not depend on them"
+            )
+        areas = self._areas((args, kwargs))
+        with _disable_current_modes(), torch.no_grad():
+            storages = self.recording.run(needed, {})
+            args, kwargs = pytree.tree_map_only(Area, lambda area: self.recording.tensor(area, storages), areas)
+            real = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, self._fake_constant, real)
+
+    def _fake_constant(self, real: Tensor) -> Tensor:
+        fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
+        self.add(torch.ops.aten.clone.default, (real,), {}, fake, [], fills=False, random=False)
+        return fake
+
+    def _owner(self, args: Any) -> str:
+        """Which parameter of which module under construction ``args`` are about, by the callers' ``self``."""
+        storages = {t.untyped_storage()._cdata for t in _fakes(args)}
+        for frame in stack():
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and "_parameters" in module.__dict__:
+                for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                    if tensor.untyped_storage()._cdata in storages:
+                        return f", on {name!r} of {type(module).__name__},"
+        return ""
+
+
+class _ToMeta:
+    """Replaces the fake tensors in a module by meta tensors, and names them in the recording. Ties and views stay."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.memo: dict[int, tuple[Tensor, Tensor, Area]] = {}
+        """id of a tensor, the fake one or its successor → (the tensor, its successor, area)"""
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        with FakeTensorMode():
+            self.own_attributes = {*vars(torch.empty(0)), "_is_param"}
+
+    def modules(self, model: nn.Module) -> None:
+        for path, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            attributes = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
+            for key, value in {**module._parameters, **module._buffers, **attributes}.items():
+                new = self.convert(f"{prefix}{key}", value)
+                if new is not value:
+                    owner = next((g for g in (module._parameters, module._buffers) if key in g), vars(module))
+                    owner[key] = new
+
+    def convert(self, name: str, value: Any) -> Any:
+        """``value`` with the tensors in it replaced; lists and dicts in place, as others may refer to them."""
+        if isinstance(value, Tensor):
+            return self.tensor(name, value)
+        if type(value) is tuple:
+            items = tuple(self.convert(f"{name}.{i}", item) for i, item in enumerate(value))
+            return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
+        if type(value) in (list, dict):
+            for key, item in list(value.items() if type(value) is dict else enumerate(value)):
+                new = self.convert(f"{name}.{key}", item)
+                if new is not item:
+                    value[key] = new
+        return value
+
+    def tensor(self, name: str, value: Tensor) -> Tensor:
+        if id(value) not in self.memo:
+            area = self.recorder.area(value) if isinstance(value, FakeTensor) else self.recorder.constant(value)
+            meta = self.meta(value, area)
+            self.memo[id(value)] = self.memo[id(meta)] = value, meta, area
+        _, meta, area = self.memo[id(value)]
+        self.recorder.recording.tensors[name] = meta, area
+        return meta
+
+    def meta(self, value: Tensor, area: Area) -> Tensor:
+        if area.storage not in self.storages:
+            nbytes = self.recorder.recording.nbytes[area.storage]
+            self.storages[area.storage] = torch.UntypedStorage(nbytes, device="meta")
+        meta = area.on(self.storages[area.storage])
+        if isinstance(value, nn.Parameter):
+            meta = nn.Parameter(meta, requires_grad=value.requires_grad)
+        for key, attribute in vars(value).items():
+            if key not in self.own_attributes:
+                setattr(meta, key, attribute)
+        return meta
+
+
+def _convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """What ``nn.Module._apply`` does to plain CPU tensors."""
+    for child in module.children() if recurse else ():
+        child._apply(fn)
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            with torch.no_grad():
+                parameter.data = fn(parameter)
+    for key, buffer in module._buffers.items():
+        module._buffers[key] = buffer if buffer is None else fn(buffer)
+    return module
+
+
+def where() -> str:
+    """file:line of the user's code that runs, with its folder; "?" where there is none."""
+    frame = users_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "?"
+
+
+def _fakes(tree: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, FakeTensor)]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments that ``func`` writes to, by its schema."""
+    found: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
+
+
+def _is_random(func: Any) -> bool:
+    if func.overloadpacket.__name__ in _EMPTY:
+        return False
+    draws = any(argument.name == "generator" for argument in func._schema.arguments)
+    return draws or torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _zeroed(func: Any) -> Callable[..., Tensor]:
+    """``func`` makes memory with whatever is in it; ranks must agree on it, so the replay makes zeros."""
+
+    def zeroed(*args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = func(*args, **kwargs)
+        return made.zero_()
+
+    return zeroed
+
+
+def _refuse(func: Any, written: list[Tensor], kwargs: Mapping[str, Any]) -> None:
+    device = kwargs.get("device")
+    if kwargs.get("generator") is not None:
+        problem = "draws from a generator of its own; only the default generator can be replayed from a seed"
+    elif device is not None and torch.device(device).type != "cpu":
+        problem = f"makes a tensor on {device}; only initialisation on the CPU can be replayed"
+    elif not all(isinstance(t, FakeTensor) for t in written):
+        problem = "writes to a tensor made outside the function that is recorded; make it inside"
+    else:
+        return
+    raise InitialiseError(f"{func} at {where()} {problem}")
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)

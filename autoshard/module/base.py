@@ -1,0 +1,394 @@
+"""The module a user gets back: global inputs, global outputs, parameters under their original names."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autoshard.compiler import build
+from autoshard.errors import CaptureError, PlanError, RuleError, RuntimeMismatchError
+from autoshard.initialise.deferred import materialise, recording_of
+from autoshard.layout import Layout
+from autoshard.mesh import Mesh
+from autoshard.module.executable import Executable, described, load_source, signature_of
+from autoshard.module.on_demand import Before, OnDemand
+from autoshard.passes.capture.export import capture
+from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.ir.graph import Graph
+from autoshard.plans.plan import Collective, Plan
+from autoshard.progress import stage
+from autoshard.runtime.exactly import is_of_other_values
+
+log = logging.getLogger("autoshard")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked of :func:`autoshard.compile`."""
+
+    plan: Plan | None = None
+    hints: Mapping[str, Any] | None = None
+    memory_budget: float | None = None
+    training: bool | None = None
+    gather_outputs: bool | None = None
+    strict: bool = False
+    dynamic: Dynamic = False
+
+
+class ShardedModule(nn.Module):
+    """A model compiled for a mesh; made by :func:`autoshard.compile`.
+
+    Takes the model's own arguments (global tensors, the same on every rank) and returns its own output type.
+    ``named_parameters()`` bear the original names. ``plan``, ``source`` and ``collectives`` say what was decided.
+    """
+
+    mesh: Mesh
+    _settings: Settings
+    _model: nn.Module
+    _title: str
+    _executables: dict[Any, Executable]
+    _latest: Executable | None
+    _parameter_layouts: dict[str, Layout] | None
+
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
+        super().__init__()
+        set_ = object.__setattr__
+        set_(self, "mesh", mesh)
+        set_(self, "_settings", settings)
+        set_(self, "_model", model)
+        set_(self, "_title", type(model).__name__)
+        set_(self, "_executables", {})
+        set_(self, "_latest", None)
+        set_(self, "_parameter_layouts", None)
+        self.training = model.training
+
+    # --- what was decided ---
+
+    def _decided(self) -> Executable:
+        if self._latest is None:
+            raise PlanError("nothing is compiled yet: call the module once, or give example_args to autoshard.compile")
+        return self._latest
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the latest compiled input shapes."""
+        return self._decided().compiled.plan
+
+    @property
+    def source(self) -> str:
+        """The generated Python source that every rank runs."""
+        return self._decided().compiled.source.text
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Every collective of one step: forward in program order, then backward."""
+        return list(self.plan.collectives)
+
+    def visualize(self, path: str | os.PathLike[str]) -> None:
+        """Draw the plan into ``path``: .html, .dot, .svg, .json, .txt or .trace.json."""
+        self.plan.visualize(path)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As :meth:`torch.nn.Module.named_parameters`, original names. Raises :class:`PlanError` before compilation."""
+        self._decided()
+        return super().named_parameters(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return str(self.plan) if self._latest is not None else f"ShardedModule({self._title}, not compiled yet)"
+
+    __repr__ = __str__
+
+    # --- compiling ---
+
+    def specialise(self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0) -> Executable:
+        """Compile for the shapes, dtypes and non-tensor values of these arguments, unless a program serves them.
+
+        ``number``: of the programs for these that were tried and are for other integers in tensors.
+        """
+        found = self._specialised(args, kwargs, self._trains, number)
+        object.__setattr__(self, "_latest", found)
+        return found
+
+    @property
+    def _trains(self) -> bool:
+        """Whether programs are compiled with a backward."""
+        return self.training if self._settings.training is None else self._settings.training
+
+    def _specialised(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, number: int = 0
+    ) -> Executable:
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        key = (tuple(signature_of(leaf) for leaf in leaves), spec, training, self.training, number)
+        if key not in self._executables:
+            structure = (tuple(signature_of(leaf, exactly=False) for leaf in leaves), *key[1:-1])
+            found = self._serving(structure, leaves)
+            self._executables[key] = found or self._build(args, kwargs, training, structure)
+        return self._executables[key]
+
+    @property
+    def programs(self) -> list[Executable]:
+        """Every program compiled so far, in order."""
+        return list({id(x): x for x in self._executables.values()}.values())
+
+    def _serving(self, structure: Any, leaves: Sequence[Any]) -> Executable | None:
+        """A program with symbolic lengths that holds for these leaves."""
+        for found in self.programs:
+            why = found.refuses(structure, leaves)
+            if not why:
+                return found
+            logging.getLogger("autoshard.programs").info("a program does not serve this call: %s", why)
+        return None
+
+    def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, structure: Any) -> Executable:
+        """Compile with symbolic lengths where asked to; if that is refused, for the shapes of these arguments."""
+        if self._settings.dynamic:
+            try:
+                return self._built(args, kwargs, training, structure)
+            except (CaptureError, PlanError, RuleError) as error:
+                log.warning("no program with symbolic lengths, compiling for these shapes alone: %s", error)
+        return self._built(args, kwargs, training, None)
+
+    def _built(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, structure: Any) -> Executable:
+        settings = self._settings
+        dynamic = settings.dynamic if structure is not None else False
+        with stage("capture"):
+            graph = capture(
+                self._model, tuple(args), dict(kwargs), training=training, mode=self.training, dynamic=dynamic
+            )
+        first = self._parameter_layouts is None
+        compiled = build(
+            graph,
+            self.mesh,
+            hints=settings.hints,
+            memory_budget=settings.memory_budget,
+            strict=settings.strict,
+            plan=settings.plan if first else None,
+            parameters=self._parameter_layouts,
+            title=self._title,
+        )
+        if first:
+            parameters = {i.fqn: compiled.plan.layouts[i.fqn] for i in graph.inputs if i.kind == "parameter"}
+            object.__setattr__(self, "_parameter_layouts", parameters)
+            self._adopt(self._model, graph, parameters)
+        rank_module = load_source(compiled.source.text, compiled.source.modules)
+        return Executable(compiled, rank_module, described(graph, args, kwargs), structure)
+
+    def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
+        """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
+        taken: dict[int, torch.Tensor] = {}
+        layouts = dict(layouts)
+        names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
+        initial = self._initial(model, {**layouts, **{a: layouts[n] for a, n in names.items() if n in layouts}})
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if id(p) not in taken:
+                taken[id(p)] = self._parameter(p, layouts[names.get(name, name)], initial.get(name))
+            self._register(name, taken[id(p)], parameter=True)
+        transient = {
+            f"{prefix}.{n}" if prefix else n
+            for prefix, module in model.named_modules()
+            for n in module._non_persistent_buffers_set
+        }
+        for name, b in model.named_buffers(remove_duplicate=False):
+            if id(b) not in taken:
+                taken[id(b)] = self._buffer(b, initial.get(name))
+            self._register(name, taken[id(b)], parameter=False, persistent=name not in transient)
+        object.__setattr__(self, "_model", _skeleton(model))
+
+    def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+        """Initial values (this rank's shards of parameters) of a model from ``deferred_init``; else nothing."""
+        if recording_of(model) is None:
+            if any(p.is_meta for p in model.parameters()):
+                log.warning("%s is on the meta device: its weights are zeros until they are loaded", self._title)
+            return {}
+        return materialise(model, self._seed(), lambda name, full: self._kept(full, layouts.get(name)))
+
+    def _seed(self) -> int:
+        """The seed of the default generator, the same on every rank."""
+        return torch.initial_seed()
+
+    def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+        """What this process keeps of a full initial value; ``layout`` is None for buffers."""
+        return full
+
+    def _register(self, name: str, tensor: torch.Tensor, parameter: bool, persistent: bool = True) -> None:
+        *path, leaf = name.split(".")
+        scope: nn.Module = self
+        for part in path:
+            if part not in scope._modules:
+                scope._modules[part] = nn.Module()
+                scope._modules[part].train(self.training)  # type: ignore[union-attr]
+            scope = scope._modules[part]  # type: ignore[assignment]
+        if parameter:
+            scope._parameters[leaf] = tensor  # type: ignore[assignment]
+            return
+        scope._buffers[leaf] = tensor
+        if not persistent:
+            scope._non_persistent_buffers_set.add(leaf)
+
+    def put_buffer(self, fqn: str, tensor: torch.Tensor) -> None:
+        """Let ``tensor`` be the buffer of this original name."""
+        self._register(fqn, tensor, parameter=False)
+
+    def tensor(self, fqn: str) -> Any:
+        """The parameter or buffer of this original name, also where an attribute of this class has that name."""
+        *path, leaf = fqn.split(".")
+        scope: nn.Module = self
+        for part in path:
+            scope = scope._modules[part]  # type: ignore[assignment]
+        return scope._parameters[leaf] if leaf in scope._parameters else scope._buffers[leaf]
+
+    # --- running ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on the mesh."""
+
+        def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
+            executable = self.specialise(args, kwargs, number)
+            own, named, written = executable.apart(args, kwargs)
+            inputs = self._flat_inputs(executable, own, named)
+            wanted = [p for p in (*self.parameters(), *inputs) if p.requires_grad]
+            if executable.graph.training or not torch.is_grad_enabled() or not wanted:
+                leaves, mutated = self._run(executable, inputs)
+            else:
+                leaves, mutated = self._run_inference(executable, own, named, wanted)
+            return leaves, mutated, written, executable.graph.out_spec
+
+        leaves, mutated, written, out_spec = _first_that_serves(serve)
+        with torch.no_grad():
+            for fqn, new in mutated.items():
+                (written[fqn] if fqn in written else self.tensor(fqn)).copy_(new)
+        return pytree.tree_unflatten(leaves, out_spec)
+
+    def _run_inference(
+        self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: list[torch.Tensor]
+    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """A program without a backward, called where gradients are recorded: a backward runs another one, on demand."""
+
+        inputs = self._flat_inputs(executable, args, kwargs)
+        before = Before(self, executable.graph, inputs)
+
+        def serve(number: int) -> list[Any]:
+            trained = self._specialised(args, kwargs, True, number)
+            with before.restored():
+                return self._run(trained, self._flat_inputs(trained, args, kwargs))[0]
+
+        with torch.no_grad():
+            leaves, mutated = self._run(executable, inputs)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        attached = OnDemand.apply(lambda: _first_that_serves(serve), places, [leaves[i] for i in places], *wanted)  # type: ignore[no-untyped-call]
+        for i, x in zip(places, attached, strict=True):
+            leaves[i] = x
+        return leaves, mutated
+
+    def _flat_inputs(
+        self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        """Tensors in the order the rank module takes them."""
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        by_name = {n: leaf for n, leaf in zip(executable.graph.flat_inputs, leaves, strict=True) if n is not None}
+        return [by_name[name] for name in executable.compiled.source.inputs]
+
+    def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        raise NotImplementedError
+
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+        raise NotImplementedError
+
+    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write ``rank_module.py``, ``plan.json``, ``inputs.json``, ``lines.json`` and ``rank<r>.safetensors``.
+
+        ``torchrun --nproc-per-node N directory/rank_module.py`` runs it without the original model's code.
+        Under torch.distributed every rank calls it and writes its own shard.
+        """
+        from autoshard.module.saving import save
+
+        save(self, self._decided(), Path(directory))
+
+    def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
+        """Every tensor that the rank module of ``rank`` reads, by original name, detached."""
+        raise NotImplementedError
+
+    # --- state ---
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Original name → full tensor (a copy), for every entry of the original state dict. Collective."""
+        return {n: self._full(t.detach()) for n, t in self.state_dict(keep_vars=True).items()}
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load full tensors by original name. Raises :class:`PlanError` for missing, unknown or misshapen entries."""
+        own = self.state_dict(keep_vars=True)
+        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        if missing or unknown:
+            raise PlanError(f"state dict does not fit: missing {missing[:5]}, unknown {unknown[:5]}")
+        for name, tensor in own.items():
+            if tuple(state[name].shape) != tuple(tensor.shape):
+                raise PlanError(
+                    f"state dict entry {name!r} has shape {list(state[name].shape)}, the model {list(tensor.shape)}"
+                )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                self._load(tensor, state[name])
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Original parameter name → full gradient (parameters without one are left out). Collective."""
+        return {n: self._full(p.grad) for n, p in self.named_parameters() if p.grad is not None}
+
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
+        tensor.copy_(full)
+
+
+_PROGRAMS = 16
+"""programs for one signature, of inputs whose integers decide otherwise; more would hide that every call compiles one"""
+
+Served = TypeVar("Served")
+
+
+def _first_that_serves(serve: Callable[[int], Served]) -> Served:
+    """``serve(number)`` of the first number whose program is for the integers in the inputs."""
+    state = torch.get_rng_state()
+    for number in range(_PROGRAMS):
+        try:
+            return serve(number)
+        except RuntimeError as error:
+            if not is_of_other_values(error):
+                raise
+            if number == _PROGRAMS - 1:
+                raise RuntimeMismatchError(
+                    f"{error}. {_PROGRAMS} programs for inputs of these shapes serve others. Pad to fixed lengths, or mask."
+                ) from error
+            log.info("a program does not serve this call: %s", error)
+        torch.set_rng_state(state)  # a program that stopped may have drawn
+    raise AssertionError
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` with every tensor on the meta device; ties are kept, no memory is taken."""
+    memo: dict[int, Any] = {id(recording_of(model)): None}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = b.detach().to("meta")
+    for t in computed(model):
+        memo[id(t)] = t.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def computed(model: nn.Module) -> list[torch.Tensor]:
+    """Attributes computed from parameters, such as the weights of old weight norms: ``copy.deepcopy`` refuses them."""
+    attributes = [x for module in model.modules() for x in vars(module).values()]
+    return [x for x in attributes if isinstance(x, torch.Tensor) and not x.is_leaf]

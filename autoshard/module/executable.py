@@ -1,0 +1,118 @@
+"""One compiled program: the compiler's stages, the class that every rank runs, and the calls it serves."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from autoshard.compiler import Compiled
+from autoshard.errors import CaptureError
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.symbols import bind, evaluate, mismatch
+from autoshard.runtime.profiling import name_lines
+
+
+@dataclass
+class Executable:
+    """One compiled input signature: the compiler's stages and the class of the rank module."""
+
+    compiled: Compiled
+    rank_module: type[Any]
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """shape, dtype and value range of every input it was compiled for"""
+
+    structure: Any = None
+    """what calls that it may serve have in common, apart from lengths; None where it serves one signature"""
+
+    @property
+    def graph(self) -> Graph:
+        return self.compiled.graph
+
+    def refuses(self, structure: Any, leaves: Sequence[Any]) -> str:
+        """Why it does not serve a call of this structure with these leaves; "" where it does."""
+        if self.structure is None or self.structure != structure:
+            return "the arguments differ in more than lengths"
+        named = zip(self.graph.flat_inputs, leaves, strict=True)
+        shapes = {name: leaf.shape for name, leaf in named if name is not None}
+        return mismatch(self.graph.types, self.compiled.symbols, shapes)
+
+    def apart(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
+        """The arguments with copies of the tensors that the forward writes to, and these tensors by their fqn.
+
+        The program's values, and a backward that computes them again, must not see what is written back.
+        """
+        written = {i.name: i.fqn for i in self.graph.inputs if i.kind == "input" and i.fqn in self.graph.mutations}
+        if not written:
+            return args, kwargs, {}
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        named = dict(zip(self.graph.flat_inputs, leaves, strict=True))
+        for name, fqn in written.items():
+            for other, tensor in named.items():
+                if other not in (None, name) and overlap(named[name], tensor):
+                    raise CaptureError(
+                        f"the forward writes in place into its input {fqn!r}, which shares memory with input {other!r}: "
+                        "the program would not see the write there. Pass a clone of one of them."
+                    )
+        copies = [x.clone() if n in written else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
+        return *pytree.tree_unflatten(copies, spec), {fqn: named[name] for name, fqn in written.items()}
+
+    def lengths(self, inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+        """What turns shapes of the program's values into those of a call with these ``inputs``."""
+        shapes = {name: x.shape for name, x in zip(self.compiled.source.inputs, inputs, strict=True)}
+        values = bind(self.compiled.symbols, shapes)
+        return lambda shape: tuple(evaluate(n, values) for n in shape)
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have an element of memory in common."""
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
+        return False
+    if a.dtype != b.dtype:
+        return True
+    touched = torch.zeros(a.untyped_storage().nbytes() // a.itemsize, dtype=torch.bool)
+    touched.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+    return bool(touched.as_strided(b.shape, b.stride(), b.storage_offset()).any())
+
+
+def load_source(text: str, modules: Mapping[int, str] | None = None) -> type[Any]:
+    """The ``RankModule`` class of generated source. ``modules``: of its lines, see :class:`Source`."""
+    module = types.ModuleType("autoshard_rank_module")
+    exec(compile(text, "<autoshard rank_module.py>", "exec"), module.__dict__)
+    name_lines(module.RankModule, modules or {})
+    return module.RankModule  # type: ignore[no-any-return]
+
+
+def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Input name → shape, dtype and, for integers, the range of values, for synthetic inputs later."""
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    found = {}
+    for name, x in zip(graph.flat_inputs, leaves, strict=True):
+        if name is None:
+            continue
+        entry: dict[str, Any] = {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
+        if not (x.dtype.is_floating_point or x.dtype.is_complex):
+            known = x.numel() and not x.is_meta
+            entry |= {"low": int(x.min()) if known else 0, "high": int(x.max()) if known else 1}
+        found[name] = entry
+    return found
+
+
+def signature_of(leaf: Any, exactly: bool = True) -> Any:
+    """What a program depends on of a leaf; unless ``exactly``, a tensor's lengths do not count."""
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape) if exactly else leaf.ndim, leaf.dtype, leaf.requires_grad)
+    try:
+        hash(leaf)
+    except TypeError:
+        raise CaptureError(
+            f"argument of type {type(leaf).__name__} is neither a tensor nor a hashable constant; "
+            "pass tensors in tuples, lists or dicts"
+        ) from None
+    return (type(leaf), leaf)

@@ -1,0 +1,110 @@
+"""All ranks inside this process: parameters are full tensors, cut for the ranks inside forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.layout import I, Layout, R
+from autoshard.mesh import Mesh
+from autoshard.module.base import Settings, ShardedModule
+from autoshard.module.executable import Executable
+from autoshard.module.simulate import cut, join, joined
+from autoshard.passes.ir.graph import Ref
+from autoshard.runtime.communicator import Executed
+from autoshard.runtime.in_process import World
+
+
+class InProcessModule(ShardedModule):
+    """A sharded module whose ranks are threads of this process; for debugging, tests and one-process training."""
+
+    _world: World
+    _rank_modules: dict[int, list[Any]]
+
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
+        super().__init__(model, mesh, settings)
+        object.__setattr__(self, "_world", World(dict(zip(mesh.axes, mesh.shape, strict=True))))
+        object.__setattr__(self, "_rank_modules", {})
+
+    def record(self, log: list[Executed] | None) -> None:
+        """Append every collective that is really executed to ``log`` (None: stop)."""
+        self._world.log = log
+
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+        return nn.Parameter(_real(p, initial), requires_grad=p.requires_grad)
+
+    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+        return _real(b, initial)
+
+    def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        program = executable.compiled.program
+        world = self._world
+        key = id(executable)
+        if key not in self._rank_modules:
+            self._rank_modules[key] = [executable.rank_module() for _ in range(world.size)]
+        modules = self._rank_modules[key]
+        tensors = self._tensors(executable)
+        arguments = [self._spread(x) for x in inputs]
+        for rank, module in enumerate(modules):
+            module.bind_tensors({name: parts[rank] for name, parts in tensors.items()})
+        try:
+            results = world.run(
+                lambda module, args: module(*args),
+                [(module, [a[rank] for a in arguments]) for rank, module in enumerate(modules)],
+            )
+        finally:
+            for module in modules:
+                module.release_tensors()
+        actual = executable.lengths(inputs)
+        leaves: list[Any] = []
+        for i, out in enumerate(program.outputs):
+            if not isinstance(out, Ref):
+                leaves.append(results[0][i])
+                continue
+            type_ = program.types[out.name]
+            shape = None if type_.unknown else actual(type_.shape)
+            leaves.append(joined([r[i] for r in results], program.layouts[out.name], shape, f"output {i}"))
+        first = len(program.outputs)
+        mutated = {
+            fqn: join(
+                [r[first + i].detach() for r in results], program.layouts[name], actual(program.types[name].shape), fqn
+            )
+            for i, (fqn, name) in enumerate(program.mutations.items())
+        }
+        return leaves, mutated
+
+    def _tensors(self, executable: Executable) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Original name → the local tensor of every rank."""
+        found: dict[str, tuple[torch.Tensor, ...]] = {}
+        for value in executable.graph.inputs:
+            if value.kind == "input":
+                continue
+            if value.kind == "constant":
+                full = executable.graph.constants[value.name]
+            elif value.kind == "parameter":
+                full = self.tensor(value.fqn)
+            else:
+                full = self.tensor(value.fqn)
+            found[value.fqn] = cut(full, executable.compiled.plan.layouts[value.fqn], value.fqn)
+        return found
+
+    def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
+        """See :meth:`ShardedModule.local_tensors`."""
+        with torch.no_grad():
+            return {name: parts[rank].detach() for name, parts in self._tensors(executable).items()}
+
+    def _spread(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """A global input for every rank; its gradient is whole on each of them."""
+        whole = Layout(self.mesh, [I if x.requires_grad else R] * self.mesh.ndim)
+        if x.requires_grad and torch.is_grad_enabled():
+            return cut(x, whole, "an input")
+        return (x,) * self.mesh.size
+
+
+def _real(tensor: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+    """A copy of the tensor's data; a meta tensor becomes its initial value, or zeros to be loaded."""
+    if not tensor.is_meta:
+        return tensor.detach().clone()
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if initial is None else initial.detach().clone()

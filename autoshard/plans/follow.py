@@ -1,0 +1,46 @@
+"""A plan given back: its choices for a graph."""
+
+from __future__ import annotations
+
+from autoshard.errors import PlanError
+from autoshard.layout import Layout
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Assignment
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.propagate.op_space import axis_strategies, fits
+from autoshard.passes.search.network import Solution
+from autoshard.plans.plan import Plan
+
+
+def assignment_of(plan: Plan, graph: Graph, mesh: Mesh) -> Assignment:
+    """The choices of ``plan`` for ``graph``. Raises :class:`PlanError` if it was made for another model or mesh."""
+    if (plan.mesh.axes, plan.mesh.shape) != (mesh.axes, mesh.shape):
+        raise PlanError(f"the plan was made for the mesh {plan.mesh}, not {mesh}")
+    if plan.training != graph.training:
+        made, asked = ("training", "inference") if plan.training else ("inference", "training")
+        raise PlanError(
+            f"the plan was made for {made}, and the model is compiled for {asked}: plan again, with training={graph.training}"
+        )
+    missing = [n.name for n in graph.nodes if n.name not in plan.choices or plan.choices[n.name].op != str(n.op)]
+    if missing or len(graph.nodes) != len(plan.choices):
+        raise PlanError(
+            f"the plan was made for another model or other input shapes: it has {len(plan.choices)} operations, the "
+            f"model {len(graph.nodes)}" + (f", and {missing[0]!r} differs" if missing else "")
+        )
+    public = {i.name: i.fqn for i in graph.inputs}
+    choices = {}
+    for node in graph.nodes:
+        by_label = {s.label: s for s in axis_strategies(node, graph)}
+        choices[node.name] = tuple(by_label[label] for label in plan.choices[node.name].labels)
+        if not fits(choices[node.name], mesh):
+            raise PlanError(
+                f"the plan cuts {node.op} in {node.fqn or '(root)'} at {node.source} along "
+                f"{', '.join(plan.choices[node.name].labels)}, which these sizes do not allow"
+            )
+    layouts = {n: Layout(mesh, plan.layouts[public.get(n, n)].placements) for n in graph.types}
+    fqns = {fqn: n for n, fqn in public.items()}
+    shared = {fqns.get(n, n): Layout(mesh, layout.placements) for n, layout in plan.shared.items()}
+    outputs = tuple(None if x is None else Layout(mesh, x.placements) for x in plan.outputs)
+    solution = Solution((), plan.cost.total_s, plan.lower_bound, False, {})
+    pinned = frozenset(fqns.get(n, n) for n in plan.pinned)
+    return Assignment(mesh, layouts, shared, choices, outputs, solution, pinned)

@@ -1,0 +1,338 @@
+"""A plan as tables for a terminal: what is where, what is sent, what takes the time, and what is not used and why."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.layout import Invariant, Layout, Replicate
+from autoshard.plans.plan import Choice, Collective, Plan
+
+WIDTH = 120
+"""columns of the text where it does not go to a terminal"""
+
+
+def plan_text(plan: Plan, width: int | None = None) -> str:
+    """``plan`` as plain text tables. ``width``: columns; default the terminal's, 120 where there is none."""
+    if width is None:
+        width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console.print(plan_table(plan))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """``plan`` as a rich renderable, for a console with colours."""
+    parts: list[RenderableType] = [_headline(plan), _parameters(plan)]
+    if plan.collectives:
+        parts.append(_collectives(plan))
+    parts += [_memory(plan), _dominates(plan)]
+    if any(not c.has_rule for c in plan.choices.values()):
+        parts.append(_without_rule(plan))
+    parts += [Text(f"\n{note}", "yellow") for note in plan.notes if not note.startswith("replicated: no rule")]
+    return Group(*parts)
+
+
+# --- units and names ---
+
+
+def show_bytes(n: float) -> str:
+    """``n`` bytes with a decimal unit: ``1.5 MB``."""
+    return _scaled(n, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), "B")
+
+
+def show_seconds(s: float) -> str:
+    """``s`` seconds as s, ms, µs or ns; 0 where it is less than a picosecond."""
+    if abs(s) < 1e-12:
+        return "0"
+    return _scaled(s * 1e9, (("s", 1e9), ("ms", 1e6), ("µs", 1e3)), "ns")
+
+
+def show_flops(n: float) -> str:
+    """``n`` FLOPs with a decimal unit: ``1.5 TFLOP``."""
+    return _scaled(n, (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)), "FLOP")
+
+
+def _scaled(n: float, units: Iterable[tuple[str, float]], smallest: str) -> str:
+    for unit, scale in units:
+        if abs(n) >= 0.9995 * scale:
+            return f"{_three_digits(n / scale)} {unit}"
+    return f"{_three_digits(n)} {smallest}"
+
+
+def _three_digits(n: float) -> str:
+    return f"{n:.0f}" if abs(n) >= 99.95 or n == int(n) else f"{n:.1f}" if abs(n) >= 9.995 else f"{n:.2f}"
+
+
+def show_layout(layout: Layout) -> str:
+    """``layout`` as users see it: what is cut first; replicate and invariant are both R."""
+    changes = {a: Replicate() for a in layout.axes_with(Invariant)}
+    return str(layout.replace(changes))
+
+
+def globbed(fqn: str) -> str:
+    """``fqn`` with every layer number as ``*``."""
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+
+
+def numbers(fqns: Iterable[str]) -> str:
+    """The layer numbers of names that share a glob, as ranges: ``0-3,7``."""
+    found = sorted({int(m.group()) for fqn in fqns if (m := re.search(r"(?<![^.])\d+(?![^.])", fqn))})
+    ranges: list[list[int]] = []
+    for n in found:
+        if ranges and n == ranges[-1][1] + 1:
+            ranges[-1][1] = n
+        else:
+            ranges.append([n, n])
+    return ",".join(f"{a}-{b}" if a != b else str(a) for a, b in ranges)
+
+
+def itemsize(plan: Plan, name: str) -> int:
+    """Bytes per element of a value or parameter."""
+    dtype: torch.dtype = getattr(torch, plan.dtypes.get(name, "float32"))
+    return dtype.itemsize
+
+
+def local_bytes(plan: Plan, name: str) -> int:
+    """Bytes of a value or parameter on the fullest rank (rank 0)."""
+    numel = 1
+    for n in plan.layouts[name].max_local_shape(plan.shapes[name]):
+        numel *= n
+    return numel * itemsize(plan, name)
+
+
+# --- the tables ---
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=Text(f"\n{title}"), title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1)
+    )
+    for column in columns:  # always Text, so that names are never read as rich markup
+        right = column.startswith(">")
+        table.add_column(Text(column.removeprefix(">")), justify="right" if right else "left", no_wrap=right)
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*(Text(c) for c in cells))
+
+
+def utilisation(plan: Plan) -> tuple[float, float]:
+    """(MFU, HFU): the model's FLOPs, and the FLOPs the busiest rank runs, over what the hardware could do meanwhile."""
+    weights: Counter[str] = Counter()
+    for name, kind in plan.kinds.items():
+        if kind == "parameter":
+            weights[plan.dtypes.get(name, "float32")] += local_bytes(plan, name)
+    dtype = getattr(torch, weights.most_common(1)[0][0]) if weights else torch.float32
+    capacity = plan.mesh.hardware.peak(dtype) * plan.cost.total_s
+    if capacity <= 0:
+        return 0.0, 0.0
+    return plan.cost.flops / plan.mesh.size / capacity, plan.cost.flops_per_rank / capacity
+
+
+def _headline(plan: Plan) -> Text:
+    cost, mfu = plan.cost, utilisation(plan)
+    share = cost.comm_s / cost.total_s if cost.total_s else 0.0
+    gap = cost.total_s / plan.lower_bound - 1 if plan.lower_bound > 0 else 0.0
+    proof = (
+        "optimal in the cost model" if gap < 1e-9 else f"at most {100 * gap:.2g}% above the optimum of the cost model"
+    )
+    what = "training step" if plan.training else "inference"
+    lines = [
+        f"{plan.title or 'Plan'} on {plan.mesh.hardware.name}, mesh {plan.mesh}: {plan.mesh.size} ranks, {what}",
+        f"predicted step {show_seconds(cost.total_s)} = compute {show_seconds(cost.compute_s)} + communication "
+        f"{show_seconds(cost.comm_s)} ({share:.0%}); {proof}",
+        f"{show_flops(cost.flops)} in all, {show_flops(cost.flops_per_rank)} on the busiest rank; "
+        f"MFU {mfu[0]:.1%}, HFU {mfu[1]:.1%}",
+    ]
+    return Text("\n".join(lines))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Parameters that share glob, shape and layout."""
+
+    glob: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+def parameter_rows(plan: Plan, kinds: tuple[str, ...] = ("parameter", "buffer", "input")) -> tuple[Row, ...]:
+    """Parameters, buffers and inputs by layout, equal layers folded."""
+    groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    for name, kind in plan.kinds.items():
+        if kind in kinds:
+            groups.setdefault((globbed(name), plan.shapes[name], str(plan.layouts[name])), []).append(name)
+    split = Counter(glob for glob, _, _ in groups)
+    return tuple(
+        Row(_named(glob, names, split[glob] > 1), tuple(names), shape, plan.layouts[names[0]])
+        for (glob, shape, _), names in groups.items()
+    )
+
+
+def _named(glob: str, names: list[str], ambiguous: bool) -> str:
+    if len(names) == 1:
+        return names[0]
+    return glob.replace("*", "{" + numbers(names) + "}", 1) if ambiguous else glob
+
+
+def _parameters(plan: Plan) -> Table:
+    table = _table("Parameters, buffers and inputs", "name", "", "shape", "layout", ">bytes/rank")
+    for row in parameter_rows(plan):
+        count = f"×{len(row.names)}" if len(row.names) > 1 else ""
+        size = sum(local_bytes(plan, n) for n in row.names)
+        _add(table, row.glob, count, str(list(row.shape)), show_layout(row.layout), show_bytes(size))
+    return table
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind that equal modules ask for; ``bytes`` and ``seconds`` are of all of them together."""
+
+    kind: str
+    axes: tuple[str, ...]
+    phase: str
+    where: str
+    reason: str
+    count: int
+    bytes: float
+    seconds: float
+    first: Collective
+
+
+def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
+    """Collectives with equal layers folded, the most expensive first."""
+    groups: dict[tuple[str, tuple[str, ...], str, str, str], list[Collective]] = {}
+    for c in collectives:
+        groups.setdefault((c.kind, c.axes, c.phase, globbed(c.fqn), _change(c)), []).append(c)
+    rows = [
+        Traffic(
+            *key[:3],
+            key[3] if len(found) > 1 else found[0].fqn,
+            key[4],
+            len(found),
+            sum(c.bytes for c in found),
+            sum(c.seconds for c in found),
+            found[0],
+        )
+        for key, found in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda t: (-t.seconds, -t.bytes)))
+
+
+def _change(c: Collective) -> str:
+    """What happens to which value, without the numbers that name one layer: ``linear P@tp → S(1)@tp``."""
+    reason, *others = c.reasons
+    value, colon, change = reason.partition(": ")
+    if not colon or " → " not in change:
+        return c.reason.replace("aten.", "", 1).replace(".default", "", 1)
+    more = f" and {len(others)} more" if others else ""
+    change, again, _ = change.partition(" (")
+    src, dst = (side.split() for side in change.split(" → "))
+    before, after = " ".join(x for x in src if x not in dst), " ".join(x for x in dst if x not in src)
+    what = value.rpartition(".")[2] if "." in value else re.sub(r"_\d+$", "", value)
+    if c.phase == "backward" and before.replace("I@", "R@") == after:
+        return f"{what}: add its gradients{more}"
+    return f"{what} {before} → {after}".replace("I@", "R@") + (" again" if again else "") + more
+
+
+def _collectives(plan: Plan) -> Table:
+    rows = traffic(plan.collectives)
+    title = f"Collectives of a step: {len(plan.collectives)} per rank, {show_bytes(sum(r.bytes for r in rows))} sent"
+    table = _table(title, "kind", "axis", "phase", "module", "", "why", ">bytes", ">time", ">share")
+    for row in rows:
+        count = f"×{row.count}" if row.count > 1 else ""
+        share = row.seconds / plan.cost.total_s if plan.cost.total_s else 0.0
+        where = row.where or "(root)"
+        cells = (row.kind, ",".join(row.axes), row.phase, where, count, row.reason)
+        _add(table, *cells, show_bytes(row.bytes), show_seconds(row.seconds), f"{share:.1%}")
+    return table
+
+
+def memory_parts(plan: Plan) -> dict[str, float]:
+    """Bytes per rank: parameters, their gradients, Adam's two float32 moments, kept activations."""
+    parts = {"parameters": 0.0, "gradients": 0.0, "optimizer state (Adam)": 0.0}
+    trained = set(plan.differentiable)
+    for name, kind in plan.kinds.items():
+        if kind != "parameter":
+            continue
+        size = local_bytes(plan, name)
+        parts["parameters"] += size
+        if name in trained:
+            parts["gradients"] += size
+            parts["optimizer state (Adam)"] += 2 * size * max(4, itemsize(plan, name)) / itemsize(plan, name)
+    if plan.training:
+        parts["activations kept for the backward"] = max(0.0, plan.cost.memory_bytes - sum(parts.values()))
+    return {k: v for k, v in parts.items() if v or k == "parameters"}
+
+
+def _memory(plan: Plan) -> Table:
+    limit = plan.mesh.hardware.memory_bytes
+    table = _table("Memory per rank", "what", ">bytes", ">share")
+    parts = memory_parts(plan)
+    total = sum(parts.values())
+    for what, size in parts.items():
+        _add(table, what, show_bytes(size), f"{size / total:.0%}" if total else "")
+    room = f"{total / limit:.0%} of {show_bytes(limit)}" if limit < 1e15 else ""
+    _add(table, "together", show_bytes(total), room)
+    return table
+
+
+def hot_spots(plan: Plan, limit: int = 6) -> tuple[tuple[str, int, float], ...]:
+    """(what, how often, seconds in all): the most expensive operations and collectives, equal layers folded."""
+    seconds: dict[str, list[float]] = {}
+    for choice in plan.choices.values():
+        seconds.setdefault(f"{short_op(choice)} in {globbed(choice.fqn) or '(root)'}", []).append(choice.seconds)
+    for c in plan.collectives:
+        what = f"{c.kind}@{','.join(c.axes)} {c.phase} in {globbed(c.fqn) or '(root)'}"
+        seconds.setdefault(what, []).append(c.seconds)
+    ordered = sorted(((k, len(v), sum(v)) for k, v in seconds.items()), key=lambda x: -x[2])
+    return tuple(x for x in ordered[:limit] if x[2] > 0)
+
+
+def short_op(choice: Choice) -> str:
+    """``linear`` of ``aten.linear.default``."""
+    return choice.op.removeprefix("aten.").removesuffix(".default")
+
+
+def _dominates(plan: Plan) -> Table:
+    table = _table("What dominates", "what", "", ">time", ">share")
+    for what, count, seconds in hot_spots(plan):
+        share = f"{seconds / plan.cost.total_s:.1%}" if plan.cost.total_s else ""
+        _add(table, what, f"×{count}" if count > 1 else "", show_seconds(seconds), share)
+    return table
+
+
+def lost(plan: Plan, choice: Choice) -> float:
+    """Seconds that running ``choice`` whole on every rank loses against an even split over all ranks."""
+    return choice.seconds * (1 - 1 / plan.mesh.size)
+
+
+def _replicated(plan: Plan) -> Iterator[tuple[str, int, Choice, float]]:
+    groups: dict[tuple[str, str, str], list[Choice]] = {}
+    for c in plan.choices.values():
+        if not c.has_rule:
+            groups.setdefault((c.op, globbed(c.fqn), c.source), []).append(c)
+    for (op, _, _), found in groups.items():
+        yield op, len(found), found[0], sum(lost(plan, c) for c in found)
+
+
+def _without_rule(plan: Plan) -> Table:
+    table = _table("Replicated: no rule (correct, but every rank does all the work)", "op", "", "module", "at", ">lost")
+    for op, count, first, seconds in sorted(_replicated(plan), key=lambda x: -x[3]):
+        where = globbed(first.fqn) if count > 1 else first.fqn
+        _add(table, op, f"×{count}" if count > 1 else "", where or "(root)", first.source, show_seconds(seconds))
+    return table

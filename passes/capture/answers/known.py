@@ -1,0 +1,200 @@
+"""Tensors whose values do not depend on the input: made by factories (``torch.ones``), or from small buffers.
+
+A forward may ask for them (``if mask.any()``, ``F.pad(x, (padding, 0))``), and a trace without data cannot say. They
+are computed on demand. What comes from a buffer is checked in every call: a buffer may be loaded or changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autoshard.passes.capture.answers.steering import site, value_of
+from autoshard.runtime.exactly import check_value
+
+_LARGE = 2**20
+"""elements; more are not computed"""
+_SMALL = 64
+"""elements of a buffer that may steer the forward, such as a stride"""
+_FACTORIES = frozenset(
+    (torch.ones, torch.zeros, torch.full, torch.arange, torch.tensor, torch.eye, torch.linspace, torch.scalar_tensor)
+)
+_OF_A_SHAPE = frozenset(
+    (torch.ones_like, torch.zeros_like, torch.full_like, torch.Tensor.new_ones, torch.Tensor.new_zeros,
+     torch.Tensor.new_full, torch.Tensor.new_tensor)
+)  # fmt: skip
+"""of their tensor operand only shape and dtype count"""
+_READS = frozenset(
+    (torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.item)
+)
+
+
+@dataclass(frozen=True)
+class _Made:
+    compute: Callable[[], Any]
+    sources: frozenset[int]
+    """the factory calls and buffers that it comes from"""
+    from_buffer: bool
+
+
+class Known:
+    """Remembers how such tensors were made, and computes them when their values are asked for."""
+
+    def __init__(self, steered: bool = False) -> None:
+        self.steered = steered
+        """whether the integers of the inputs count too: see :mod:`steering`"""
+        self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """tensor of the trace → how it is computed"""
+
+    def buffers(self, named: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """``named``: pairs of a buffer as traced and as it is."""
+        for traced, real in named:
+            if real.numel() <= _SMALL and not real.is_meta:
+                self.made[traced] = _Made(real.clone, frozenset((id(traced),)), True)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Take note of a call."""
+        operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if _writes(func, kwargs):
+            written = {x: self.made[x] for x in operands if x in self.made}
+            self._forget(list(written.values()))
+            counts = any(made.from_buffer for made in written.values())  # a buffer that changes from call to call
+            if not counts and all(x in written for x in operands) and not {"inplace", "out"} & set(kwargs):
+                self._note(args[0], _returning_first(func), args, kwargs, written)
+        elif func in _OF_A_SHAPE and _is_fixed(result):
+            self._from(operands[1:], result, func, (_blank(args[0]), *args[1:]), kwargs)
+        elif operands or func in _FACTORIES:
+            self._from(operands, result, func, args, kwargs)
+
+    def _from(self, operands: list[torch.Tensor], result: Any, func: Any, args: Any, kwargs: Any) -> None:
+        if all(x in self.made for x in operands) and not _is_open((args, kwargs)):
+            self._note(result, func, args, kwargs, {x: self.made[x] for x in operands})
+
+    def _note(self, result: Any, func: Any, args: Any, kwargs: Any, parts: dict[torch.Tensor, _Made]) -> None:
+        """``result`` is ``func(*args, **kwargs)``; ``parts``: how its operands are computed."""
+        sources: frozenset[int]
+        sources = frozenset().union(*(part.sources for part in parts.values())) if parts else frozenset((id(result),))
+        from_buffer = any(part.from_buffer for part in parts.values())
+
+        def compute() -> Any:
+            values = pytree.tree_map_only(
+                torch.Tensor, lambda x: parts[x].compute() if x in parts else x, (args, kwargs)
+            )
+            return func(*values[0], **values[1])
+
+        if isinstance(result, torch.Tensor):
+            if _is_fixed(result):
+                self.made[result] = _Made(compute, sources, from_buffer)
+        elif isinstance(result, tuple | list):
+            for i, x in enumerate(result):
+                if isinstance(x, torch.Tensor) and _is_fixed(x):
+                    self.made[x] = _Made(functools.partial(_item, compute, i), sources, from_buffer)
+
+    def _forget(self, written: list[_Made]) -> None:
+        """After a write into one of ``written``: all that is made from the same sources may share its memory."""
+        sources = {source for made in written for source in made.sources}
+        for x in [x for x, made in self.made.items() if made.sources & sources]:
+            del self.made[x]
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of ``tensor``, or None. The graph gets a check of what comes from a buffer."""
+        if tensor not in self.made:
+            return self._integer(tensor)
+        made = self.made[tensor]
+        with _off():
+            value: torch.Tensor = made.compute()
+        if made.from_buffer:
+            same = (tensor == _number(value)).all()
+            torch._assert_async(same, "a buffer of the model that steers the forward changed")
+        return value
+
+    def _integer(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of ``tensor`` where it follows from integers of the inputs, with a check, or None."""
+        value = value_of(tensor) if self.steered else None
+        if value is not None:
+            check_value(tensor, _number(value), site())
+        return value
+
+    def read(self, func: Callable[..., Any], args: Any) -> Any:
+        """``func(*args)`` if it asks for a value that is known, else ``...``."""
+        if func not in _READS or args[0].numel() != 1 or (value := self.value(args[0])) is None:
+            return ...
+        with _off():
+            return func(value)
+
+    def plain(self, tree: Any, in_size: bool = False) -> Any:
+        """``tree`` of numbers and slices, with the known scalar tensors in it as numbers.
+
+        Integers of the inputs count where they decide about a size: in slices, and everywhere if ``in_size``.
+        """
+
+        def number(x: Any, in_slice: bool = in_size) -> Any:
+            if isinstance(x, slice):
+                return slice(number(x.start, True), number(x.stop, True), number(x.step, True))
+            if not isinstance(x, torch.Tensor) or x.dim() or x.is_floating_point() or x.dtype == torch.bool:
+                return x
+            if x not in self.made and not in_slice:
+                return x
+            value = self.value(x)
+            return x if value is None else _number(value)
+
+        return pytree.tree_map(number, tree)
+
+
+def _item(compute: Callable[[], Any], i: int) -> Any:
+    return compute()[i]
+
+
+def _returning_first(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that writes into its first operand, and returns it: ``__setitem__`` returns nothing."""
+
+    def write(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        func(x, *args, **kwargs)
+        return x
+
+    return write
+
+
+def _writes(func: Any, kwargs: Any) -> bool:
+    """Whether a call may write into an operand."""
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return in_place or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+
+
+@contextlib.contextmanager
+def _off() -> Iterator[None]:
+    """Inside, tensors with data are computed with, and nothing is traced."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def _number(scalar: torch.Tensor) -> Any:
+    with _off():
+        return scalar.item()
+
+
+def _is_open(tree: Any) -> bool:
+    """Whether a number in ``tree`` is not known."""
+    return any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in pytree.tree_leaves(tree))
+
+
+def _is_fixed(tensor: torch.Tensor) -> bool:
+    """Whether it has a plain size, not too large a one, and no gradient."""
+    sizes = tensor.shape
+    return not tensor.requires_grad and all(isinstance(n, int) for n in sizes) and tensor.numel() <= _LARGE
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    """Any tensor of that dtype with data, and of that shape; an open one does not count for a result of fixed shape."""
+    with _off():
+        shape = tuple(tensor.shape) if all(isinstance(n, int) for n in tensor.shape) else ()
+        return torch.empty(shape, dtype=tensor.dtype)

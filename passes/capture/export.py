@@ -1,0 +1,303 @@
+"""capture: an ``nn.Module`` and example inputs → :class:`~autoshard.passes.ir.graph.Graph`. Export and fx types stop here."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autoshard.errors import CaptureError
+from autoshard.passes.capture import watch
+from autoshard.passes.capture.answers import steering
+from autoshard.passes.capture.answers.loops import Learnt
+from autoshard.passes.capture.answers.numbers import Numbers
+from autoshard.passes.capture.answers.questions import Exported, indifferent
+from autoshard.passes.capture.exported.arguments import Example, argument_paths, gradient_sources
+from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
+from autoshard.passes.capture.exported.trees import register_types
+from autoshard.passes.capture.refusals.checks import check_example, check_model
+from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
+from autoshard.passes.capture.translate.decompose import decompose
+from autoshard.passes.capture.translate.nodes import translate
+from autoshard.passes.capture.translate.regions import detach_no_grad
+from autoshard.passes.ir.graph import Graph, Ref
+from autoshard.passes.rules.facts import has_effect
+
+log = logging.getLogger("autoshard")
+_NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    training: bool | None = None,
+    mode: bool | None = None,
+    dynamic: Dynamic = False,
+) -> Graph:
+    """The functional graph of one call ``model(*args, **kwargs)``.
+
+    Shapes are static but for the lengths of inputs that ``dynamic`` names (True: all) and the model does not fix.
+
+    ``training``: whether gradients are wanted (default: ``model.training``). ``mode``: the train or eval mode to
+    capture in (default: as the model's modules are set). Without gradients every type has ``grad=False``.
+    The model is left as it was. Parameters on the meta device need no memory, and examples may lie there too.
+    Raises :class:`CaptureError` where the graph would not compute what the model computes.
+    """
+    example = (tuple(args), dict(kwargs or {}))
+    training = model.training if training is None else training
+    check_model(model, training)
+    check_example(example)
+    register_types(example)
+    if dynamic:
+        opened(_tensors(model, example), dynamic)  # a wrong request is refused before tracing
+    with _untouched(model), _quiet(), torch.enable_grad():
+        if mode is not None and mode != model.training:
+            model.train(mode)
+        program, eager_grads, inputs = _export(model, example, training, dynamic)
+        graph = translate(program, model, example, training, inputs)
+    if training and eager_grads is not None:
+        _compare_gradients(graph, eager_grads)
+    return graph
+
+
+def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
+    """The functional exported program, which tensors of the output needed a gradient in the trace, and what is open.
+
+    Where the model has another program for tracers, it is the eager one, unless only the other can be traced.
+    """
+    with watch.as_in_eager() as has_other:
+        try:
+            return _functional(model, example, training, dynamic)
+        except CaptureError as error:
+            if not has_other() and "HigherOrder" not in str(error):  # dynamo traces those, and stops at the answer
+                raise
+            eager = error
+    try:
+        return _functional(model, example, training, dynamic)
+    except CaptureError as error:
+        if str(error) == str(eager):
+            raise
+        raise CaptureError(f"{eager}\nIts program for tracers: {error}") from error
+
+
+def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
+    """See :func:`_export`; questions about values are answered where the answer does not matter."""
+    trace = functools.partial(_retried, model, example, training, dynamic, Numbers())
+    try:
+        program, output_grads, inputs = trace()
+    except CaptureError as error:
+        if not is_data_dependent(error.__cause__ or error):
+            raise
+        program, output_grads, inputs = indifferent(trace) or _steered(trace, error, dynamic)
+    try:
+        with effects_stay():
+            if training:
+                detach_no_grad(program.graph_module, gradient_sources(program, model, example))
+            return decompose(program), output_grads, inputs
+    except Exception as error:
+        raise explain(model, error) from error
+
+
+def _steered(trace: Callable[..., Exported], error: CaptureError, dynamic: Dynamic) -> Exported:
+    """The program for inputs whose integers decide as those of the example do. ``error``: why there is no other."""
+    if dynamic:
+        raise error
+    try:
+        return trace(steered=True)
+    except CaptureError as other:
+        if str(other) == str(error):
+            raise error from other
+        raise CaptureError(f"{error}\nWith the answers of the example: {other}") from other
+
+
+def _retried(
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, numbers: Numbers, steered: bool = False
+) -> Exported:
+    """Traced again as long as an error tells what to do about a loop or a number that depends on the data."""
+    learnt = Learnt()
+    while True:
+        with _untouched(model), numbers.stand_ins():
+            trace = _Trace(model, example if steered else None)
+            try:
+                return _traced(model, example, training, dynamic, trace, learnt, steered)
+            except Exception as error:
+                cause = trace.error or error
+                loops = getattr(trace.watch, "loops", None)
+                if not numbers.learn(cause) and (loops is None or not loops.learn(cause)):
+                    raise explain(model, cause) from cause
+
+
+def _traced(
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, trace: _Trace, learnt: Learnt, steered: bool
+) -> Exported:
+    with steering.values_at_hand() if steered else contextlib.nullcontext():
+        given = _without_data(model, example)
+    inputs = opened(_tensors(model, given), dynamic) if dynamic else {}
+    shapes = shapes_for_export(inputs.values()) if inputs else None
+    with effects_stay():
+        with watch.watching(training, learnt, steered) as trace.watch:
+            program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
+        watch.check_loops(program)
+    return program, trace.output_grads, inputs
+
+
+def _tensors(model: nn.Module, example: Example) -> dict[str, torch.Tensor]:
+    """The example's tensors by argument."""
+    return {p: x for p, x in zip(argument_paths(model, example), pytree.tree_leaves(example), strict=True) if p}
+
+
+class _StoppedError(Exception):
+    """Stands for the user's error while export unwinds: export prints whole graphs for some."""
+
+
+class _Trace:
+    """What happens in the traced call: the error the forward raised, and the output's types and gradients."""
+
+    def __init__(self, model: nn.Module, example: Example | None) -> None:
+        self.error: Exception | None = None
+        self.watch = watch.Watch(False, Learnt())
+        self.output_grads: list[bool] | None = None  # stays so for an fx.GraphModule: export interprets its graph
+        forward, buffers = model.forward, dict(model.named_buffers())
+        values = None if example is None else steering.integers(example)
+
+        @functools.wraps(forward)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            try:
+                before = [(module, dict(vars(module))) for module in model.modules()]
+                with self.watch:
+                    self.watch.known.buffers((b, buffers[n]) for n, b in model.named_buffers() if n in buffers)
+                    self.watch.inputs = pytree.tree_leaves((args, kwargs))
+                    if values is not None:
+                        steering.give(values, self.watch.inputs, (*model.parameters(), *model.buffers()))
+                    output = forward(*args, **kwargs)
+                    if isinstance(self.watch, watch.Watch):
+                        self.watch.loops.finish(output)
+                    steering.ended(self.watch.inputs)
+                for module, attributes in before:
+                    _warn_changed(module, attributes)
+                return output
+            except Exception as error:
+                self.error = error
+                raise _StoppedError from None
+
+        model.__dict__["forward"] = traced  # taken away again by _untouched
+        model.register_forward_hook(self._output)
+
+    def _output(self, model: nn.Module, args: Any, output: Any) -> None:
+        register_types(output)
+        self.output_grads = [x.requires_grad for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+
+
+def _compare_gradients(graph: Graph, eager: list[bool]) -> None:
+    """Refuse a graph whose outputs need a gradient where the traced run's did not, or the other way round."""
+    captured = [graph.types[o.name].grad for o in graph.outputs if isinstance(o, Ref)]
+    for index, (ours, theirs) in enumerate(zip(captured, eager, strict=True)):
+        if ours != theirs:
+            has, lacks = ("the graph", "eager") if ours else ("eager", "the graph")
+            raise CaptureError(
+                f"tensor {index} of the output has a gradient in {has} and none in {lacks}: the forward turns "
+                "requires_grad on or off for an intermediate tensor, which the graph cannot express. Use detach() and "
+                "torch.no_grad() only, or pass training=False."
+            )
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Put the attributes of every module back, and the contents of its dicts, lists and sets."""
+    before = [(module, dict(vars(module)), _contents(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, content in contents.items():
+                holder = attributes[name]
+                holder.clear()
+                holder.extend(content) if isinstance(holder, list) else holder.update(content)
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    return {k: copy.copy(v) for k, v in vars(module).items() if type(v) in (dict, OrderedDict, list, set)}
+
+
+def _warn_changed(module: nn.Module, before: dict[str, Any]) -> None:
+    for name, value in vars(module).items():
+        old = before.get(name)
+        if name != "training" and isinstance(old, int | float | str) and old != value:
+            log.warning(
+                "%s.%s changes in the forward (%r → %r); its value is a constant of the compiled program. "
+                "Use a buffer if it counts.", type(module).__name__, name, old, value,
+            )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings or log records of the tracing machinery; what matters is in the errors."""
+    levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in _NOISY]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for logger, _ in levels:
+                logger.setLevel(logging.CRITICAL)
+            yield
+        finally:
+            for logger, level in levels:
+                logger.setLevel(level)
+
+
+def _without_data(model: nn.Module, example: Example) -> Example:
+    """The example as distinct tensors on the model's device: export would merge a tensor that is passed twice.
+
+    With anything on the meta device, the model's tensors too are replaced (by :func:`_untouched` undone) by fake
+    ones on a real device, so that the trace is the one of the real model.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, pytree.tree_leaves(example))]
+    if not any(t.is_meta for t in tensors):
+        return pytree.tree_map_only(torch.Tensor, _empty, example)  # type: ignore[no-any-return]
+    device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
+        replaced: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
+                if isinstance(tensor, torch.Tensor):
+                    if id(tensor) not in replaced:
+                        replaced[id(tensor)] = _empty(tensor, device)
+                    setattr(module, name, replaced[id(tensor)])
+        fake = functools.partial(_empty, device=device)
+        return pytree.tree_map_only(torch.Tensor, fake, example)  # type: ignore[no-any-return]
+
+
+def _empty(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    new = torch.empty_like(tensor.detach(), device=device or tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, requires_grad=tensor.requires_grad)
+    return new.requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def effects_stay() -> Iterator[None]:
+    """While inside, fx keeps unused nodes that have an effect."""
+    original = torch.fx.Node.is_impure
+
+    def is_impure(self: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
+        return has_effect(self.target) or original(self, *args, **kwargs)
+
+    torch.fx.Node.is_impure = is_impure  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.fx.Node.is_impure = original  # type: ignore[method-assign]

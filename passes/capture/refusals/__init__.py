@@ -1,0 +1,1 @@
+"""What is refused, and the sentence that says so."""

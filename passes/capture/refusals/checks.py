@@ -1,0 +1,108 @@
+"""What is refused at sight: on a model and its inputs before a trace, on single results after it."""
+
+from __future__ import annotations
+
+import keyword
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch.export.graph_signature import OutputKind
+
+from autoshard.errors import CaptureError
+from autoshard.passes.capture.exported.provenance import where
+from autoshard.passes.capture.exported.symbolic import is_symbolic
+from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
+
+
+def check_model(model: nn.Module, training: bool) -> None:
+    """Refuse what can be seen on the model before it runs: wrappers, exotic parameters, hooks of the backward."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(f"{path or 'the model'}: a ScriptModule cannot be traced; give the Python module")
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise CaptureError(f"{path or 'the model'}: {type(module).__name__} distributes already; give its .module")
+        if training and (module._backward_hooks or module._backward_pre_hooks):
+            raise CaptureError(
+                f"{path or 'the model'}: it has a module backward hook, which the compiled module would not call. "
+                "Remove it before compiling."
+            )
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if taken := [part for part in name.split(".") if keyword.iskeyword(part)]:
+                raise CaptureError(
+                    f"{kind} {name!r}: torch.export cannot trace the name {taken[0]!r}, which is a Python keyword. "
+                    "Rename it."
+                )
+            _check_tensor(kind, name, tensor, training)
+
+
+def check_example(example: Any) -> None:
+    """Refuse inputs that are no plain dense tensors."""
+    for leaf in pytree.tree_leaves(example):
+        if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
+            raise CaptureError(
+                f"an input of shape {list(leaf.shape)} is a tensor of layout {leaf.layout}; autoshard shards plain dense "
+                "tensors. Convert it first (to_dense())."
+            )
+
+
+def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) -> None:
+    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+        raise CaptureError(f"{kind} {name!r} has no shape yet: run the model once before compiling it")
+    wrapped = hasattr(type(tensor), "__tensor_flatten__")  # DTensor and other subclasses made of plain tensors
+    if wrapped or tensor.layout != torch.strided:
+        raise CaptureError(
+            f"{kind} {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; autoshard shards plain dense "
+            "tensors. Convert it first (full_tensor(), to_dense(), dequantize())."
+        )
+    if training and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
+        raise CaptureError(
+            f"{kind} {name!r}: it has a tensor hook, which the compiled module would not call. Remove it before "
+            "compiling, and register it on the compiled module's parameter, or change .grad after backward()."
+        )
+
+
+def check_result(node: fx.Node, value: Any) -> None:
+    """Refuse a result that is neither a dense tensor nor a number that is known at run time."""
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        raise CaptureError(f"{where(node)}: {node.target} makes a tensor of layout {value.layout}; use dense tensors.")
+    if value is not None and not isinstance(value, torch.Tensor) and not is_symbolic(value):
+        raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'a result of {node.target}')}")
+
+
+def check_filled(node: fx.Node, operand: torch.Tensor, order: tuple[int, ...], offset: int) -> None:
+    """Refuse an operand of as_strided with gaps in its memory, or a window that begins ``offset`` < 0 before it.
+
+    ``order``: of the operand's dims in memory; () if as numbered.
+    """
+    known = all(isinstance(n, int) for n in (*operand.shape, *operand.stride()))
+    if known and (offset < 0 or not operand.permute(order or tuple(range(operand.ndim))).is_contiguous()):
+        raise CaptureError(
+            f"{where(node)}: as_strided counts in the memory of a tensor that does not fill it (a slice, or expanded). "
+            "Make the tensor contiguous first."
+        )
+
+
+def not_an_op(node: fx.Node) -> str:
+    """Why a target that is no op is refused."""
+    if is_symbolic(node.meta.get("val")):
+        name = getattr(node.target, "__name__", str(node.target))
+        return (
+            f"{name}() of a number that depends on the data is not supported. Compute it on the tensor, before item()."
+        )
+    advice = " Hugging Face: attn_implementation='sdpa'." if "flex_attention" in str(node.target) else ""
+    return f"the higher-order op {node.target} is not supported. Use plain torch ops instead.{advice}"
+
+
+def written(kind: OutputKind, target: str) -> str:
+    """Why an effect of the forward is refused."""
+    if kind is OutputKind.USER_INPUT_MUTATION:
+        return (
+            f"the forward writes in place into its input {target!r}, and what it writes has a gradient. Write into a clone "
+            "and return it."
+        )
+    if kind is OutputKind.PARAMETER_MUTATION:
+        return f"the forward writes in place into parameter {target!r}. Make it a buffer, or compute a new tensor."
+    return f"the forward has an effect on {target!r} that a graph cannot express ({kind.name.lower()})."

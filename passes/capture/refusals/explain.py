@@ -1,0 +1,58 @@
+"""The error a user sees for what happened in a trace: where, what, and what to do."""
+
+from __future__ import annotations
+
+import linecache
+from types import TracebackType
+
+from torch import nn
+
+from autoshard import frames
+from autoshard.errors import CaptureError
+
+_DATA_DEPENDENT = (
+    "GuardOnDataDependentSymNode",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "PendingUnbackedSymbolNotFound",
+)
+
+
+DATA_DEPENDENT = (
+    "the program depends on the values of a tensor ({what}), but one graph must serve all inputs. "
+    "Use torch.where or a mask instead of `if` and of loops over a tensor."
+)
+
+
+def explain(model: nn.Module, error: BaseException) -> CaptureError:
+    """The error a user sees for ``error``, raised while the model was traced: where, what, and what to do."""
+    path, line, code = _locate(model, error.__traceback__)
+    where = f"{path or 'the model'} ({line})" if line else path
+    prefix = f"{where}: " if where else ""
+    if isinstance(error, CaptureError):
+        text = str(error)
+    elif is_data_dependent(error):
+        text = DATA_DEPENDENT.format(what=f"`{code}`" if code else type(error).__name__)
+    else:
+        first = str(error).strip().split("\n\n")[0]
+        text = f"the model could not be traced. {type(error).__name__}: {first}"
+    return CaptureError(prefix + text)
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether ``error`` says that Python needs the value of a tensor."""
+    return type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error)
+
+
+def _locate(model: nn.Module, tb: TracebackType | None) -> tuple[str, str, str]:
+    """Module path, ``file:line`` and source text of the innermost frame of the user's code, and "" where unknown."""
+    names = {id(module): name for name, module in model.named_modules()}
+    path = line = code = ""
+    for frame, number in frames.of_traceback(tb):
+        file = frame.f_code.co_filename
+        owner = frame.f_locals.get("self")
+        if id(owner) in names and names[id(owner)]:
+            path = names[id(owner)]
+        if frames.is_users(file):
+            line, code = frames.place(file, number), linecache.getline(file, number).strip()
+    return path, line, code

@@ -1,0 +1,1 @@
+"""What a trace gets wrong, and what is traced in its place."""

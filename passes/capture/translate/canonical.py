@@ -1,0 +1,204 @@
+"""One form for what export writes in several, so that rules and generated code meet few ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.passes.capture.exported.symbolic import is_symbolic
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs, refs
+from autoshard.passes.rules.exact import SINGLE
+from autoshard.passes.rules.facts import has_effect
+
+aten = torch.ops.aten
+
+DROPPED = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+}
+"""checks that cost time and say nothing about values"""
+
+STRIDED = {aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype}
+"""ops that read their operand's memory layout: it is made contiguous first, as it was in the traced run"""
+
+_NO_OPS = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.clone.default}
+_SHAPES = {aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+_UNINITIALISED = {
+    aten.empty.memory_format: (aten.zeros.default, 1),
+    aten.empty_permuted.default: (aten.zeros.default, 1),
+    aten.empty_strided.default: (aten.zeros.default, 1),
+    aten.empty_like.default: (aten.zeros_like.default, 1),
+    aten.new_empty.default: (aten.new_zeros.default, 2),
+    aten.new_empty_strided.default: (aten.new_zeros.default, 2),
+}
+"""op → what is made instead, and how many of its positional arguments that takes"""
+
+
+def same_as(
+    op: Any,
+    args: Any,
+    kwargs: Any,
+    types: dict[str, TensorType],
+    result: Any,
+    shape_of: Callable[[torch.Tensor], Sequence[int]],
+) -> Ref | None:
+    """The operand that ``op`` returns unchanged, or None. ``result``: the op's fake result.
+
+    In a functional graph a clone is its operand. A dropout that does nothing draws nothing in eager either.
+    """
+    if not args or not isinstance(args[0], Ref) or not isinstance(result, torch.Tensor | tuple):
+        return None
+    operand: Ref = args[0]
+    before = types[operand.name]
+    if op in _NO_OPS or (op is aten.detach.default and not before.grad):
+        return operand
+    if op in (aten.native_dropout.default, aten.dropout.default):
+        return operand if args[1] == 0 or args[2] is False else None
+    if not isinstance(result, torch.Tensor):
+        return None
+    if op is aten._to_copy.default:
+        return operand if before.dtype == result.dtype else None
+    if op in _SHAPES or op is aten.slice.Tensor:
+        # A length that depends on the data is only known to be equal at run time.
+        open_ = before.unknown or any(is_symbolic(n) for n in result.shape)
+        return operand if not open_ and before.shape == tuple(shape_of(result)) else None
+    return None
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dims of ``tensor`` as they lie in memory, outermost first."""
+    strides = [_example(s) for s in tensor.stride()]
+    return tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
+
+
+def operand_order(node: fx.Node) -> tuple[int, ...]:
+    """:func:`memory_order` of a tensor like the first operand when traced; () if its dims lie as they are numbered."""
+    value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return ()
+    traced = torch.empty_strided(*([_example(n) for n in ns] for ns in (value.shape, value.stride())), device="meta")
+    like = torch.empty_like(traced)  # without gaps
+    return () if like.is_contiguous() else memory_order(like)
+
+
+def _example(n: int | torch.SymInt) -> int:
+    """A length or stride as it was when traced; where it depends on the data, as of long lengths: only the order counts."""
+    if isinstance(n, int):
+        return n
+    if n.node.has_hint():
+        return int(n.node.hint)
+    return int(n.node.expr.subs(dict.fromkeys(n.node.expr.free_symbols, 1024)))
+
+
+def is_felt(type_: TensorType, operand: Any, result: Any) -> bool:
+    """Whether a float32 island may feel it if the op that makes ``result`` of the same values were left out.
+
+    That is where dims are ordered otherwise in memory, or gradients would be added in another order: see ``exact.py``.
+    """
+    if type_.dtype in SINGLE and type_.grad:
+        return True
+    return isinstance(result, torch.Tensor) and memory_order(operand) != memory_order(result)
+
+
+def is_turned(operand: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether a cast into a float32 island has to say how dims lie in memory, as they are not row-major throughout.
+
+    Chunks of float64 values need not keep their order, and a cast may give another one.
+    """
+    if operand.dtype in SINGLE or result.dtype not in SINGLE:
+        return False
+    return any(memory_order(x) != tuple(range(x.ndim)) for x in (operand, result))
+
+
+def live_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that the output, an effect or a draw depends on; checks are none of these."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        op = node.target
+        if node.op == "output" or (has_effect(op) and op not in DROPPED) or any(user in found for user in node.users):
+            found.add(node)
+    return [node for node in graph.nodes if node in found]
+
+
+def remove_dead(graph: Graph) -> Graph:
+    """Without nodes that nothing needs. Random ops stay: each advances the generator, used or not; checks as well."""
+    needed = {o.name for o in graph.outputs if isinstance(o, Ref)} | set(graph.mutations.values())
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if needed.intersection(node.outputs) or has_effect(node.op):
+            kept.append(node)
+            needed.update(node.inputs)
+    kept.reverse()
+    defined = {i.name for i in graph.inputs} | {o for n in kept for o in n.outputs}
+    return replace(graph, nodes=tuple(kept), types={name: t for name, t in graph.types.items() if name in defined})
+
+
+def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> tuple[Any, Any, dict[str, Any]]:
+    """``(op, args, kwargs)`` in the form the passes expect. ``slots``: the results that are used.
+
+    - Every way to reshape is ``reshape``, which also serves local tensors of any strides.
+    - ``native_dropout`` whose mask is unused is ``dropout``.
+    - What overwrites a value wholly (``zero``, ``fill``) makes a new one: the old one has no part in the gradient.
+    - ``item`` is ``_local_scalar_dense``.
+    - Memory that is not initialised is zeros: it would differ from rank to rank.
+    - No op names a device, a layout or pinned memory: a program runs on the device of its module.
+    """
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "layout", "non_blocking")}
+    if op in _UNINITIALISED:
+        kwargs.pop("memory_format", None)
+        make, operands = _UNINITIALISED[op]
+        return make, args[:operands], kwargs
+    if op is aten.item.default:
+        return aten._local_scalar_dense.default, args, kwargs
+    if op is aten.zero.default:
+        return aten.zeros_like.default, args, kwargs
+    if op is aten.fill.Scalar:
+        return aten.full_like.default, args, kwargs
+    if op in (aten.view.default, aten._unsafe_view.default):
+        return aten.reshape.default, args, kwargs
+    if op is aten.native_dropout.default and slots == [0]:
+        return aten.dropout.default, (*args[:2], True), kwargs
+    if op is aten._to_copy.default:
+        kwargs.pop("memory_format", None)
+    return op, args, kwargs
+
+
+class Gradients:
+    """Through which results of an op a gradient flows: asked of autograd itself, on tensors without data."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[bool, ...] | None] = {}
+
+    def flags(self, op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], results: list[Any]) -> list[bool]:
+        """Per result (slot order) whether it needs a gradient, given the operands' ``types``."""
+        if not any(types[ref.name].grad for ref in refs((args, kwargs))):
+            return [False] * len(results)
+        key = repr((str(op), map_refs((args, kwargs), lambda ref: types[ref.name])))
+        if key not in self._known:
+            self._known[key] = self._ask(op, args, kwargs, types)
+        known = self._known[key]
+        if known is not None and len(known) == len(results):
+            return list(known)
+        return [isinstance(r, torch.Tensor) and (r.is_floating_point() or r.is_complex()) for r in results]
+
+    @staticmethod
+    def _ask(op: Any, args: Any, kwargs: Any, types: dict[str, TensorType]) -> tuple[bool, ...] | None:
+        def tensor(ref: Ref) -> Any:
+            t = types[ref.name]
+            if t.number is not None:
+                return t.number
+            return torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.grad)
+
+        try:
+            result = op(*map_refs(args, tensor), **map_refs(kwargs, tensor))
+        except (RuntimeError, NotImplementedError, ValueError, TypeError):
+            return None  # no meta kernel
+        results = result if isinstance(result, tuple | list) else (result,)
+        return tuple(isinstance(r, torch.Tensor) and r.requires_grad for r in results)

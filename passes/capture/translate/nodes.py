@@ -1,0 +1,401 @@
+"""A functional ``torch.export`` program → :class:`~autoshard.passes.ir.graph.Graph`, node by node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch.export.graph_signature import (
+    ConstantArgument,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    SymIntArgument,
+    TensorArgument,
+)
+
+from autoshard.errors import CaptureError
+from autoshard.passes.capture.exported.arguments import Example, argument_paths, export_order, own_tensor
+from autoshard.passes.capture.exported.lengths import Lengths, Open
+from autoshard.passes.capture.exported.provenance import fqn, module_types, names_by_tensor, set_apart, source, where
+from autoshard.passes.capture.exported.symbolic import constant, is_length, is_symbolic, number_op, type_of
+from autoshard.passes.capture.refusals.checks import check_filled, check_result, not_an_op, written
+from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
+from autoshard.passes.capture.translate.canonical import (
+    STRIDED,
+    Gradients,
+    canonical,
+    is_felt,
+    is_turned,
+    live_nodes,
+    memory_order,
+    operand_order,
+    remove_dead,
+    same_as,
+)
+from autoshard.passes.capture.translate.decompose import origin
+from autoshard.passes.capture.translate.fan_out import fan_out
+from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType, map_refs, refs
+from autoshard.passes.ir.sizes import Size
+from autoshard.passes.rules.exact import SINGLE
+from autoshard.passes.rules.facts import is_random
+
+aten = torch.ops.aten
+
+_KINDS = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
+
+
+def translate(
+    program: torch.export.ExportedProgram,
+    model: nn.Module,
+    example: Example,
+    training: bool,
+    inputs: Mapping[str, Open],
+) -> Graph:
+    """The graph of ``program``, which was exported from ``model`` for ``example`` and made functional.
+
+    ``inputs``: the tensor arguments of which lengths were left open, by path.
+    """
+    return _Translation(program, model, example, training, inputs).graph()
+
+
+class _Translation:
+    def __init__(
+        self,
+        program: torch.export.ExportedProgram,
+        model: nn.Module,
+        example: Example,
+        training: bool,
+        inputs: Mapping[str, Open],
+    ) -> None:
+        self.program, self.model, self.example, self.training = program, model, example, training
+        self.double = any(p.dtype == torch.float64 for p in model.parameters())
+        self.names = names_by_tensor(model)
+        self.paths = [f"{p} (input)" if p in self.names else p for p in argument_paths(model, example)]
+        set_apart(program, {*self.names, *self.paths})
+        self.fx_nodes: dict[str, fx.Node] = {n.name: n for n in program.graph.nodes}
+        self.types: dict[str, TensorType] = {}
+        self.values: dict[str, Any] = {}
+        """fx name → the Ref, or whatever else, that stands for it"""
+        self.fakes: dict[str, Any] = {}
+        """value → the tensor without data, or the symbol, that it was when traced"""
+        self.nodes: list[Node] = []
+        self.gradients = Gradients()
+        self.detached: dict[str, Ref] = {}
+        self.inputs: dict[str, Input] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.lengths = Lengths(program, self.opened(inputs))
+
+    def opened(self, inputs: Mapping[str, Open]) -> dict[str, tuple[Open, torch.Tensor]]:
+        """Name of an input → what is open of it, and what stands for it in the trace."""
+        paths, order = argument_paths(self.model, self.example), iter(export_order(self.program, self.example))
+        specs = [s for s in self.program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+        named = [(spec.arg.name, paths[next(order)]) for spec in specs]
+        return {name: (inputs[path], self.fx_nodes[name].meta["val"]) for name, path in named if path in inputs}
+
+    def graph(self) -> Graph:
+        flat_inputs = self.read_inputs()
+        for node in live_nodes(self.program.graph):
+            if node.op == "call_function" and node.target is not operator.getitem:
+                self.node(node)
+        outputs, mutations = self.outputs()
+        graph = Graph(
+            inputs=tuple(self.inputs.values()),
+            nodes=tuple(self.nodes),
+            types=self.types,
+            outputs=outputs,
+            out_spec=self.program.call_spec.out_spec,
+            in_spec=pytree.tree_structure(self.example),
+            mutations=mutations,
+            constants=self.constants,
+            symbols=self.lengths.symbols(),
+            flat_inputs=flat_inputs,
+            training=self.training,
+        )
+        return fan_out(remove_dead(graph))
+
+    def read_inputs(self) -> tuple[str | None, ...]:
+        leaves = pytree.tree_leaves(self.example)
+        order = iter(export_order(self.program, self.example))
+        flat: list[str | None] = [None] * len(leaves)
+        for spec in self.program.graph_signature.input_specs:
+            kind, name = _KINDS.get(spec.kind), spec.arg.name
+            index = next(order) if kind == "input" else -1
+            if kind is None or not isinstance(spec.arg, TensorArgument | ConstantArgument):
+                raise CaptureError(
+                    f"the forward uses {spec.target or name}, an object that is no tensor ({spec.kind.name.lower()}), "
+                    "such as a torch.Generator or a script object. Use torch's default generator and plain tensors."
+                )
+            if not isinstance(spec.arg, TensorArgument):
+                continue
+            if kind == "input":
+                flat[index] = name
+                new, grad = Input(name, kind, self.paths[index]), leaves[index].requires_grad
+            elif kind == "constant":
+                self.constants[name] = self.constant(spec)
+                new, grad = Input(name, kind, str(spec.target)), False
+            else:
+                first, *aliases = self.names[str(spec.target)]
+                tensor = own_tensor(self.model, spec)
+                new, grad = Input(name, kind, first, tuple(aliases)), tensor is not None and tensor.requires_grad
+                if twin := next((i.name for i in self.inputs.values() if i.fqn == first and i.kind == kind), None):
+                    self.values[name] = Ref(twin)
+                    continue
+            self.inputs[name] = new
+            self.define(name, self.fx_nodes[name], self.fx_nodes[name].meta["val"], grad)
+        return tuple(flat)
+
+    def constant(self, spec: InputSpec) -> torch.Tensor:
+        tensor = self.program.constants[str(spec.target)]
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta or type(tensor).__name__ == "FakeTensor":
+            raise CaptureError(
+                f"the model's tensor {spec.target!r} is neither parameter nor buffer and has no data. Register it with "
+                "register_buffer() or as nn.Parameter."
+            )
+        if tensor.requires_grad and self.training:
+            raise CaptureError(
+                f"the model's tensor {spec.target!r} requires a gradient and is not a parameter; it would be a "
+                "constant of the graph. Make it an nn.Parameter."
+            )
+        return tensor.detach()
+
+    def define(self, name: str, node: fx.Node, value: Any, grad: bool) -> None:
+        self.types[name] = type_ = type_of(value, grad and self.training, self.lengths.of)
+        if self.double and type_.dtype in SINGLE and memory_order(value) != tuple(range(value.ndim)):
+            self.types[name] = replace(type_, permuted=True)
+        self.fakes[name] = value
+        self.values[name] = Ref(name)
+
+    def node(self, node: fx.Node) -> None:
+        op, value = node.target, node.meta.get("val")
+        if (fixed := self.known(value)) is not None:
+            self.values[node.name] = fixed
+            return
+        for result in value if isinstance(value, tuple | list) else (value,):
+            check_result(node, result)
+        op = number_op(op, value) or op
+        if node.target is torch.sym_ite and tuple(node.args[1:]) == (1, 0):  # a truth value as a number
+            op, node.args = aten.Int.Scalar, node.args[:1]
+        if not isinstance(op, torch._ops.OpOverload):
+            raise CaptureError(f"{where(node)}: {not_an_op(node)}")
+        args, kwargs = self.argument(node.args), self.argument(dict(node.kwargs))
+        if any(is_symbolic(a) for a in pytree.tree_leaves((args, kwargs))):
+            raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
+        if op is aten.linear.default and len(args) == 2 and len(self.types[args[1].name].shape) == 1:
+            op = aten.matmul.default  # a weight of one row
+        if op is aten.broadcast_tensors.default and not self.is_open(args):
+            self.broadcast(node, args[0])
+        elif op is aten.detach.default and args[0].name in self.detached:
+            self.values[node.name] = self.detached[args[0].name]
+        elif op is aten.as_strided_scatter.default:
+            self.values[node.name] = self.scatter(node, *args, **kwargs)
+        elif op is aten.copy.default:
+            self.values[node.name] = self.cast(node, args[1], node.meta["val"], args[0])
+        elif same := self.same(node, args, kwargs):
+            self.rename(node, same)
+        else:
+            if op is aten.as_strided.default:
+                args, kwargs = self.in_memory(node, *args, **kwargs)[0], {}
+            if op in STRIDED:
+                args = (self.strided(node, args[0]), *args[1:])
+            self.emit_all(node, op, args, kwargs)
+            if op is aten._to_copy.default and self.double and is_turned(self.fakes[args[0].name], node.meta["val"]):
+                self.values[node.name] = self.strided(node, Ref(node.name))
+            if op is aten.detach.default:
+                self.detached[args[0].name] = Ref(node.name)
+
+    def known(self, value: Any) -> int | float | None:
+        """The number that ``value`` is, or the length; None if it is neither, or depends on the data."""
+        return self.lengths.of(value) if is_length(value) else constant(value)
+
+    def shape(self, value: torch.Tensor) -> list[int]:
+        return [self.lengths.of(n) if is_length(n) else n for n in value.shape]
+
+    def same(self, node: fx.Node, args: Any, kwargs: Any) -> Ref | None:
+        is_output = any(user.op == "output" for user in node.users)
+        if node.target is aten.clone.default and is_output:
+            return None  # the user gets a tensor of his own
+        found = same_as(node.target, args, kwargs, self.types, node.meta.get("val"), self.shape)
+        if found and self.double and is_felt(self.types[found.name], self.fakes[found.name], node.meta.get("val")):
+            return None
+        return found
+
+    def rename(self, node: fx.Node, ref: Ref) -> None:
+        self.values[node.name] = ref
+        for get in node.users:
+            if get.target is operator.getitem and get.args[1] == 0:
+                self.values[get.name] = ref
+
+    def broadcast(self, node: fx.Node, operands: Sequence[Ref]) -> None:
+        for get in node.users:
+            slot: Any = get.args[1]
+            self.values[get.name] = self.cast(get, operands[slot], get.meta["val"])
+
+    def is_open(self, tree: Any) -> bool:
+        """Whether a length of an operand in ``tree`` depends on the data, or an operand is a number that does."""
+        return any(self.types[ref.name].unknown or self.types[ref.name].number is not None for ref in refs(tree))
+
+    def is_symbolic(self, tree: Any) -> bool:
+        """Whether a length of an operand in ``tree`` follows from the inputs' lengths."""
+        return any(isinstance(n, Size) for ref in refs(tree) for n in self.types[ref.name].shape)
+
+    def cast(self, node: fx.Node, ref: Ref, value: torch.Tensor, like: Ref | None = None) -> Ref:
+        """``ref`` with the shape and dtype of ``value``."""
+        if [str(n) for n in self.fakes[ref.name].shape] != [str(n) for n in value.shape]:
+            if like is not None and self.is_open((ref, like)):
+                ref = self.emit(node, aten.expand_as.default, (ref, like), {})
+            else:
+                ref = self.emit(node, aten.expand.default, (ref, self.shape(value)), {}, (ref, list(value.shape)))
+        if self.types[ref.name].dtype != value.dtype:
+            ref = self.emit(node, aten._to_copy.default, (ref,), {"dtype": value.dtype})
+        return ref
+
+    def scatter(
+        self, node: fx.Node, ref: Ref, src: Ref, size: list[int], stride: list[int], storage_offset: int | None = None
+    ) -> Ref:
+        """as_strided_scatter as an index_put: torch 2.13's own backward gives the gradient of the wrong elements."""
+        if self.is_open((ref, src)):
+            raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what='a write through as_strided')}")
+        (ref, _, _, storage_offset), order = self.in_memory(node, ref, size, stride, storage_offset)
+        shape = self.types[ref.name].shape
+        if any(isinstance(n, Size) for n in (*shape, *size, *stride, storage_offset)):
+            raise CaptureError(f"{where(node)}: a write through as_strided, whose lengths have to be fixed")
+        name = f"{node.name}_index"
+        positions = torch.arange(self.types[ref.name].numel).as_strided(size, stride, storage_offset or 0)
+        self.constants[name] = positions.reshape(-1)
+        self.inputs[name] = Input(name, "constant", name)
+        self.define(name, node, self.constants[name], False)
+        flat, values = (self.emit(node, aten.reshape.default, (x, [-1]), {}) for x in (ref, src))
+        put = self.emit(node, aten.index_put.default, (flat, [Ref(name)], values), {})
+        written = self.emit(node, aten.reshape.default, (put, list(shape)), {})
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return self.emit(node, aten.permute.default, (written, back), {}) if order else written
+
+    def in_memory(
+        self, node: fx.Node, ref: Ref, size: list[int], stride: list[int], storage_offset: int | None = None
+    ) -> tuple[tuple[Ref, list[int], list[int], int], tuple[int, ...]]:
+        """Arguments of as_strided with the operand's dims in the order of its memory, and that order; () as numbered."""
+        value, order = self.fakes[ref.name], operand_order(node)
+        offset = 0 if storage_offset is None else storage_offset - value.storage_offset()
+        check_filled(node, value, order, offset)
+        if order:
+            ref = self.emit(node, aten.permute.default, (ref, list(order)), {})
+        return (ref, size, stride, offset), order
+
+    def strided(self, node: fx.Node, ref: Ref) -> Ref:
+        """``ref`` with its dims in memory as in the traced run where a float32 island feels them, else row-major."""
+        order = memory_order(self.fakes[ref.name])
+        permuted = self.double and self.types[ref.name].dtype in SINGLE and order != tuple(range(len(order)))
+        if permuted:
+            ref = self.emit(node, aten.permute.default, (ref, list(order)), {})
+        ref = self.emit(node, aten.clone.default, (ref,), {"memory_format": torch.contiguous_format})
+        if permuted:
+            ref = self.emit(node, aten.permute.default, (ref, sorted(range(len(order)), key=order.__getitem__)), {})
+        return ref
+
+    def emit(self, node: fx.Node, op: Any, args: Any, kwargs: Any, theirs: Any = None) -> Ref:
+        """Add an op with one result that stands for part of ``node``. ``theirs``: ``args`` in export's own symbols."""
+        stem, number = f"{node.name}_{op._schema.name.rpartition(':')[2].strip('_')}", 1
+        name = stem
+        while name in self.types or name in self.fx_nodes:
+            number += 1
+            name = f"{stem}_{number}"
+        varies = self.is_open(args) or self.is_symbolic(args)
+        without_data = (lambda ref: self.fakes[ref.name]) if varies else self._meta
+        value = op(*map_refs(args if theirs is None else theirs, without_data), **kwargs)
+        grads = self.gradients.flags(op, args, kwargs, self.types, [value])
+        self.add(node, name, op, args, kwargs, [(name, 0, value)], grads)
+        return Ref(name)
+
+    def _meta(self, ref: Ref) -> torch.Tensor:
+        t = self.types[ref.name]
+        return torch.empty(t.shape, dtype=t.dtype, device="meta")
+
+    def emit_all(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> None:
+        value = node.meta.get("val")
+        results = list(value) if isinstance(value, tuple | list) else [value]
+        used = self.results(node, value)
+        op, args, kwargs = canonical(op, args, kwargs, [slot for _, slot, _ in used])
+        grads = self.gradients.flags(op, args, kwargs, self.types, results)
+        self.add(node, node.name, op, args, kwargs, used, grads)
+
+    def add(
+        self, node: fx.Node, name: str, op: Any, args: Any, kwargs: Any, used: list[tuple[str, int, Any]],
+        grads: list[bool],
+    ) -> None:  # fmt: skip
+        for output, slot, value in used:
+            self.define(output, node, value, grads[slot])
+        self.nodes.append(
+            Node(
+                name=name,
+                op=op,
+                args=args,
+                kwargs=kwargs,
+                outputs=tuple(output for output, _, _ in used),
+                output_slots=tuple(slot for _, slot, _ in used),
+                fqn=fqn(node),
+                module_types=module_types(node),
+                source=source(node),
+                origin=origin(node),
+                order=operand_order(node) if is_random(op) else (),
+            )
+        )
+
+    def results(self, node: fx.Node, value: Any) -> list[tuple[str, int, Any]]:
+        """(value name, position in the op's result, fake value) of the results that are used."""
+        if value is None:
+            return []
+        if not isinstance(value, tuple | list):
+            return [(node.name, 0, value)]
+        gets = [g for g in node.users if g.target is operator.getitem and g.users]
+        slot_of: dict[fx.Node, Any] = {g: g.args[1] for g in gets}
+        slots: list[int] = sorted(set(slot_of.values()))
+        names = {s: node.name if len(slots) == 1 else f"{node.name}_{s}" for s in slots}
+        for get in gets:
+            slot = slot_of[get]
+            if len(slots) > 1 and names[slot] in self.fx_nodes:
+                names[slot] = get.name
+            self.values[get.name] = Ref(names[slot])
+        return [(names[slot], slot, value[slot]) for slot in slots]
+
+    def argument(self, arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            if arg.name in self.values:
+                return self.values[arg.name]
+            return arg.meta.get("val")  # what no node computes; the caller refuses a symbol
+        if isinstance(arg, tuple | list):
+            return (tuple if isinstance(arg, tuple) else list)(self.argument(a) for a in arg)
+        if isinstance(arg, dict):
+            return {k: self.argument(v) for k, v in arg.items()}
+        return arg
+
+    def outputs(self) -> tuple[tuple[Any, ...], dict[str, str]]:
+        outputs: list[Any] = []
+        mutations: dict[str, str] = {}
+        for spec in self.program.graph_signature.output_specs:
+            arg, target = spec.arg, str(spec.target)
+            if spec.kind is OutputKind.BUFFER_MUTATION:
+                mutations[self.names[target][0]] = self.values[arg.name].name
+            elif spec.kind is OutputKind.USER_INPUT_MUTATION and not self.types[self.values[arg.name].name].grad:
+                mutations[self.inputs[target].fqn] = self.values[arg.name].name
+            elif spec.kind is not OutputKind.USER_OUTPUT:
+                raise CaptureError(written(spec.kind, self.inputs[target].fqn if target in self.inputs else target))
+            elif isinstance(arg, TensorArgument):
+                outputs.append(self.values[arg.name])
+            elif isinstance(arg, ConstantArgument):
+                outputs.append(arg.value)
+            elif isinstance(arg, SymIntArgument) and is_length(value := self.fx_nodes[arg.name].meta["val"]):
+                outputs.append(self.lengths.of(value))
+            else:
+                raise CaptureError(f"output {arg.name}: {DATA_DEPENDENT.format(what='a number in the output')}")
+        return tuple(outputs), mutations

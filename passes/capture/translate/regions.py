@@ -1,0 +1,134 @@
+"""no_grad in an exported program: what runs under it reads detached values."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.errors import CaptureError
+from autoshard.passes.capture.exported.provenance import where
+
+aten = torch.ops.aten
+NO_GRAD = "autoshard_no_grad"
+"""key in a node's meta: it was traced with gradients off. Export's own regions miss no_grad inside autocast"""
+
+_REGIONS = (torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast)
+
+
+def detach_no_grad(gm: fx.GraphModule, grads: set[str]) -> None:
+    """Insert ``detach`` where an op marked :data:`NO_GRAD` reads a value with a gradient, regions included.
+
+    Detaching what is read, not what comes out, keeps the meaning where such an op writes into an outer buffer.
+    ``grads``: placeholders with a gradient. Raises :class:`CaptureError` for a write under no_grad into a value that
+    has a gradient: autograd does not see such a write, but a functional graph would differentiate through it.
+    """
+    _detach(gm, _Gradients(n for n in gm.graph.nodes if n.op == "placeholder" and n.name in grads))
+
+
+def _detach(gm: fx.GraphModule, flow: _Gradients) -> None:
+    for node in list(gm.graph.nodes):
+        if node.target in _REGIONS:
+            _region(gm, node, flow)
+        elif node.op == "call_function" and node not in flow.root:
+            if node.meta.get(NO_GRAD):
+                _detach_operands(gm, node, flow)
+            flow.visit(node)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _region(gm: fx.GraphModule, region: fx.Node, flow: _Gradients) -> None:
+    """Go on into the region's body, whose nodes keep their module path and source line when it is decomposed."""
+    index = next(i for i, a in enumerate(region.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+    body = getattr(gm, str(getattr(region.args[index], "target", "")))
+    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    for placeholder, operand in zip(placeholders, region.args[index + 1 :], strict=True):
+        flow.link(placeholder, operand)
+    _detach(body, flow)
+    results = next(n for n in body.graph.nodes if n.op == "output").args[0]
+    for get in region.users:
+        slot: Any = get.args[1]
+        flow.link(get, results[slot])
+    body.__dict__["forward"] = functools.partial(_run, body)
+
+
+def _run(body: fx.GraphModule, *args: Any) -> Any:
+    with fx.traceback.preserve_node_meta():
+        return fx.Interpreter(body).run(*args)
+
+
+def _detach_operands(gm: fx.GraphModule, node: fx.Node, flow: _Gradients) -> None:
+    written = _written(node)
+    for operand in node.all_input_nodes:
+        if operand in flow.carried and operand not in written and not isinstance(operand.meta.get("val"), tuple | list):
+            with gm.graph.inserting_before(node):
+                detached = gm.graph.call_function(aten.detach.default, (operand,))
+            detached.meta = {**node.meta, "val": operand.meta.get("val")}
+            flow.visit(detached)
+            node.replace_input_with(operand, detached)
+
+
+class _Gradients:
+    """Which values may carry a gradient, over a program with in-place ops and views."""
+
+    def __init__(self, sources: Iterable[fx.Node]) -> None:
+        self.carried = set(sources)
+        self.root: dict[fx.Node, fx.Node] = {}
+        """view → the node whose storage it shows"""
+        self.aliases: dict[fx.Node, set[fx.Node]] = {}
+
+    def link(self, node: fx.Node, same: Any) -> None:
+        """``node`` is another name of ``same``, across a region's border."""
+        if isinstance(same, fx.Node):
+            self._alias(node, same)
+            if same in self.carried:
+                self.carried.add(node)
+
+    def visit(self, node: fx.Node) -> None:
+        """Take in the next op. Raises for a write that autograd does not see."""
+        enabled = not node.meta.get(NO_GRAD)
+        for operand, argument in _operands(node):
+            if argument is None or argument.alias_info is not None:
+                self._alias(node, operand)
+        written = _written(node)
+        for operand in written:
+            if not (enabled and operand in self.carried) and not self.carried.isdisjoint(self._same_storage(operand)):
+                raise CaptureError(
+                    f"{where(node)}: {node.target} writes in place into a value that has a gradient, behind autograd's "
+                    "back (under no_grad, or into its detach() or .data). Compute a new tensor instead."
+                )
+        if enabled and node.target is not aten.detach.default and not self.carried.isdisjoint(node.all_input_nodes):
+            self.carried.add(node)
+            for operand in written:
+                self.carried |= self._same_storage(operand)
+
+    def _alias(self, node: fx.Node, operand: fx.Node) -> None:
+        root = self.root[node] = self.root.get(operand, operand)
+        self.aliases.setdefault(root, {root}).add(node)
+
+    def _same_storage(self, node: fx.Node) -> set[fx.Node]:
+        root = self.root.get(node, node)
+        return self.aliases.get(root, set()) | {root}
+
+
+def _written(node: fx.Node) -> set[fx.Node]:
+    return {a for a, s in _operands(node) if s is not None and s.alias_info is not None and s.alias_info.is_write}
+
+
+def _operands(node: fx.Node) -> list[tuple[fx.Node, Any]]:
+    """Single tensor operands with their schema argument; for getitem its source and None."""
+    if node.target is operator.getitem:
+        return [(a, None) for a in node.args[:1] if isinstance(a, fx.Node)]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    schema = node.target._schema.arguments
+    pairs = [
+        *zip(node.args, schema, strict=False),
+        *((node.kwargs[s.name], s) for s in schema if s.name in node.kwargs),
+    ]
+    return [(a, s) for a, s in pairs if isinstance(a, fx.Node)]

@@ -1,0 +1,188 @@
+"""Small pieces of emitted source: comments, names, signatures, lists of equal blocks."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from autoshard.layout import Layout, Shard
+from autoshard.passes.codegen.printing import WIDTH, Expression, atom, literal
+from autoshard.passes.ir.graph import Symbol, Symbols, TensorType
+from autoshard.passes.ir.program import Statement
+from autoshard.passes.ir.sizes import Size, is_compound
+
+_NO_ATTRIBUTES = frozenset(keyword.kwlist) | frozenset(
+    "MESH BLOCKS TENSORS GATHERS block_path place scope tensor_names bind_tensors release_tensors".split()
+)
+"""names that Python or the base classes of rank modules have taken"""
+_BUILTIN = frozenset({"F", "torch", "aten", "runtime", "self", "MESH"}) | frozenset(keyword.kwlist)
+_SHORT = {
+    "scaled_dot_product_attention": "attention",
+    "cross_entropy_loss": "loss",
+    "binary_cross_entropy_with_logits": "loss",
+}
+"""ops whose results read better under another name"""
+
+
+def shape_text(type_: TensorType, layout: Layout) -> str:
+    """``[2, 16, 64/256]``: local/global lengths; rank 0's where they differ."""
+    if type_.number is not None:
+        return "a number"
+    local = layout.max_local_shape(type_.shape)
+    parts = []
+    for d, (n, whole, text) in enumerate(zip(local, type_.shape, type_.lengths, strict=True)):
+        ranks = layout.mesh.size_of(layout.axes_of(d))
+        symbolic = f"{f'({text})' if is_compound(text) else text}/{ranks}"
+        parts.append(text if not layout.axes_of(d) else symbolic if isinstance(whole, Size) else f"{n}/{text}")
+    return "[" + ", ".join(parts) + "]"
+
+
+def symbol_lines(symbols: Sequence[Symbol], names: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """What binds the symbols to the lengths of the inputs. ``shapes``: of the inputs."""
+    lines = []
+    for value in dict.fromkeys(s.value for s in symbols):
+        mine = [s for s in symbols if s.value == value]
+        x = names[value]
+        if len(mine) > 1 and all(s.factor == 1 and not s.offset for s in mine):
+            named = {s.dim: s.name for s in mine}
+            lines.append(f"        {', '.join(named.get(d, '_') for d in range(len(shapes[value])))} = {x}.shape")
+            continue
+        for s in mine:
+            length = f"({x}.shape[{s.dim}] - {s.offset})" if s.offset else f"{x}.shape[{s.dim}]"
+            lines.append(f"        {s.name} = {length}" + (f" // {s.factor}" if s.factor > 1 else ""))
+    return lines
+
+
+def condition_lines(symbols: Symbols, names: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """What checks the lengths of a call, where the program does not hold for all."""
+    if not symbols.read:
+        return []
+    read = {(s.value, s.dim) for s in symbols.read if s.factor == 1 and not s.offset}
+    given = {x: tuple(shape) for x, shape in shapes.items() if any((x, d) not in read for d in range(len(shape)))}
+    found = [f"{names[x]}.shape == ({', '.join(map(str, n))}{',' * (len(n) == 1)})" for x, n in given.items()]
+    return Expression("runtime.require(", [atom(text) for text in (*found, *symbols.conditions)], ")").lines(
+        "", " " * 8
+    )
+
+
+def layout_text(layout: Layout) -> str:
+    """The axes that are not plainly whole."""
+    shown = [f"{layout[a]}@{a}" for a in layout.order if isinstance(layout[a], Shard) or str(layout[a])[0] == "P"]
+    return " " + " ".join(shown) if shown else ""
+
+
+def step_comment(s: Statement) -> str:
+    """What a redistribution does, and what its backward does."""
+    step = s.step
+    if step is None:
+        return ""
+    changed = [a for a in step.src.mesh.axes if step.src[a] != step.dst[a]]
+    arrow = f"{' '.join(f'{step.src[a]}@{a}' for a in changed)} → {' '.join(f'{step.dst[a]}@{a}' for a in changed)}"
+    if not changed:  # the same cuts, nested in another order
+        arrow = f"{step.src} → {step.dst}"
+    backward = f"    backward: {step.backward.replace('_', '-')}" if step.backward else ""
+    return arrow + backward
+
+
+def op_name(name: str) -> str:
+    """A node's name without its number."""
+    plain = re.sub(r"(_\d+)+$", "", name.split("__")[0]).strip("_") or "x"
+    return _SHORT.get(plain, plain)
+
+
+def python_path(path: str) -> str:
+    """``self.layers[0].mlp`` for ``layers.0.mlp``; a part that is no identifier becomes an item as well."""
+    text = "self"
+    for part in path.split("."):
+        if part.isdigit():
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if part.isidentifier() and part not in _NO_ATTRIBUTES else f"[{literal(part)}]"
+    return text
+
+
+def literal_mesh(sizes: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f'"{a}": {n}' for a, n in sizes.items()) + "}"
+
+
+def def_lines(name: str, arguments: Sequence[str]) -> list[str]:
+    one = f"    def {name}({', '.join(arguments)}):"
+    if len(one) <= WIDTH:
+        return [one]
+    inner = f"        {', '.join(arguments)}"
+    if len(inner) <= WIDTH:
+        return [f"    def {name}(", inner, "    ):"]
+    return [f"    def {name}(", *(f"        {a}," for a in arguments), "    ):"]
+
+
+def ranges(paths: Iterable[str]) -> list[tuple[str, range | None]]:
+    """Paths as (prefix, range of numbers), or (path, None)."""
+    groups: list[tuple[str, range | None]] = []
+    for path in paths:
+        prefix, _, number = path.rpartition(".")
+        last = groups[-1] if groups else None
+        if not prefix:
+            groups.append((path, None))
+        elif last and last[0] == prefix and last[1] is not None and last[1].stop == int(number):
+            groups[-1] = (prefix, range(last[1].start, int(number) + 1))
+        else:
+            groups.append((prefix, range(int(number), int(number) + 1)))
+    return [
+        (f"{prefix}.{numbers.start}", None) if numbers is not None and len(numbers) == 1 else (prefix, numbers)
+        for prefix, numbers in groups
+    ]
+
+
+def range_arguments(numbers: range) -> str:
+    return str(numbers.stop) if numbers.start == 0 else f"{numbers.start}, {numbers.stop}"
+
+
+def listed(paths: Sequence[str]) -> str:
+    return ", ".join(
+        prefix if numbers is None else f"{prefix}.{numbers.start} … {prefix}.{numbers.stop - 1}"
+        for prefix, numbers in ranges(paths)
+    )
+
+
+def block_table(classes: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """``BLOCKS = {...}`` from class names and the paths of their blocks."""
+    parts = []
+    for name, paths in classes:
+        for prefix, numbers in ranges(paths):
+            if isinstance(numbers, range):
+                parts.append(f'{{f"{prefix}.{{i}}": {name} for i in range({range_arguments(numbers)})}}')
+            else:
+                parts.append("{" + f"{literal(prefix)}: {name}" + "}")
+    if not parts:
+        return "    BLOCKS = {}"
+    one = f"    BLOCKS = {' | '.join(parts)}"
+    if len(one) <= WIDTH:
+        return one
+    if len(parts) == 1:
+        key, _, rest = parts[0][1:-1].partition(": ")
+        value, _, loop = rest.partition(" for ")
+        return "\n".join(["    BLOCKS = {", f"        {key}: {value} for {loop}", "    }"])
+    return "\n".join(["    BLOCKS = (", *(f"        {'| ' if i else ''}{p}" for i, p in enumerate(parts)), "    )"])
+
+
+class Names:
+    """Identifiers for local names within one function; a name whose value is dead may be taken again."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self.of: dict[str, str] = {}
+        self.taken = set(taken)
+
+    def fresh(self, local: str, wanted: str) -> str:
+        base = re.sub(r"\W", "_", wanted).strip("_") or "x"
+        base = f"{base}_" if base in _BUILTIN else base if not base[0].isdigit() else f"x{base}"
+        name, n = base, 1
+        while name in self.taken:
+            name, n = f"{base}_{n}", n + 1
+        self.taken.add(name)
+        self.of[local] = name
+        return name
+
+    def reuse(self, local: str, old: str) -> str:
+        self.of[local] = self.of[old]
+        return self.of[local]

@@ -1,0 +1,225 @@
+"""The graph all passes share: values with types, operations in program order. Frozen; a pass builds a new one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A value's global shape and dtype, and whether a gradient flows through it."""
+
+    shape: tuple[int, ...]
+    """a length that differs from call to call is a :class:`~autoshard.passes.ir.sizes.Size`"""
+    dtype: torch.dtype
+    grad: bool = False
+    unknown: tuple[int, ...] = ()
+    """dims whose length depends on the data: ``shape`` has an estimate there; they are never cut"""
+    number: int | float | None = None
+    """an estimate of its value, if it is no tensor but a Python number that depends on the data"""
+    permuted: bool = False
+    """whether its dims lie in memory in another order than row-major, where that counts: see ``exact.py``"""
+
+    @property
+    def numel(self) -> int:
+        """Elements, in the example where lengths are symbolic."""
+        return math.prod(map(int, self.shape))
+
+    @property
+    def example(self) -> TensorType:
+        """The same with the example's lengths."""
+        return replace(self, shape=tuple(map(int, self.shape)))
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        short = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("bf", "bf").replace("int", "i")
+        if self.number is not None:
+            return f"{short} number"
+        return f"{short}[{', '.join(self.lengths)}]"
+
+    @property
+    def lengths(self) -> tuple[str, ...]:
+        """The shape as text: ``~20`` for a length that is an estimate."""
+        return tuple(f"~{n}" if d in self.unknown else str(n) for d, n in enumerate(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of a value, wherever it stands in a node's arguments."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation. Tensor operands are the :class:`Ref` in ``args``/``kwargs``, in order of appearance."""
+
+    name: str
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[str, ...]
+    """names of the values it defines; an output that is not a tensor or is never made is not listed"""
+    output_slots: tuple[int, ...]
+    """position of each of ``outputs`` in the op's result (all 0 for an op with one result)"""
+    fqn: str = ""
+    """module path"""
+    module_types: tuple[tuple[str, str], ...] = ()
+    """the module stack, outermost first: (path, class name)"""
+    source: str = ""
+    """the user's ``file:line``"""
+    origin: str = ""
+    """the op without a rule that it was decomposed from"""
+    order: tuple[int, ...] = ()
+    """of a random op: the dims of its operand as they lie in memory, if not as they are numbered"""
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of tensor operands in order of appearance; a value used twice stands twice."""
+        return tuple(ref.name for ref in refs((self.args, dict(self.kwargs))))
+
+    def __str__(self) -> str:
+        args = [show(a) for a in self.args] + [f"{k}={show(v)}" for k, v in self.kwargs.items()]
+        return f"{', '.join(self.outputs) or '_'} = {self.op}({', '.join(args)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A value that exists before the first node. ``kind``: parameter, buffer, input or constant."""
+
+    name: str
+    kind: str
+    fqn: str
+    """the parameter's or buffer's original name; for an input its argument path, such as ``labels`` or ``args[0]``"""
+    aliases: tuple[str, ...] = ()
+    """further names of the same (tied) parameter or buffer"""
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A length that may differ from call to call: ``factor`` of it and ``offset`` are a dim of an input."""
+
+    name: str
+    value: str
+    """the input"""
+    dim: int
+    factor: int = 1
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Symbols:
+    """What a program was not fixed to; empty for one of static shapes."""
+
+    read: tuple[Symbol, ...] = ()
+    conditions: tuple[str, ...] = ()
+    """Python over the symbols' names: where one does not hold, the program does not"""
+    fixed: tuple[str, ...] = ()
+    """lengths that were to be open, and are not: which, and why"""
+
+
+STATIC = Symbols()
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured program over full (global) tensors. Functional: no op writes to a value."""
+
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    types: Mapping[str, TensorType]
+    outputs: tuple[Any, ...]
+    """flat outputs: :class:`Ref` for tensors, anything else is returned as it is"""
+    out_spec: Any
+    """pytree spec that rebuilds the model's own output type from ``outputs``"""
+    in_spec: Any
+    """pytree spec of ``(args, kwargs)``"""
+    mutations: Mapping[str, str] = field(default_factory=dict)
+    """fqn of a buffer or an input → value written back to it after the forward"""
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """lifted tensor constants by input name"""
+    symbols: Symbols = STATIC
+    """the lengths of inputs that types may depend on"""
+    flat_inputs: tuple[str | None, ...] = ()
+    """per leaf of ``in_spec``: the name of its Input, or None where the leaf is no tensor (baked in)"""
+    training: bool = True
+
+    @cached_property
+    def is_double(self) -> bool:
+        """Whether the model computes in float64: its parameters, or its inputs where it has none."""
+        parameters = [self.types[i.name].dtype for i in self.inputs if i.kind == "parameter"]
+        return torch.float64 in (parameters or [self.types[i.name].dtype for i in self.inputs])
+
+    @cached_property
+    def example(self) -> Graph:
+        """The graph with the example's lengths as its types: for costs."""
+        if not self.symbols.read:
+            return self
+        return replace(self, types={n: t.example for n, t in self.types.items()}, symbols=STATIC)
+
+    @cached_property
+    def producers(self) -> dict[str, Node]:
+        """value name → the node that defines it (absent for inputs)."""
+        return {out: node for node in self.nodes for out in node.outputs}
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[Node, ...]]:
+        """value name → nodes that read it, in order, each once."""
+        uses: dict[str, list[Node]] = {name: [] for name in self.types}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                uses[name].append(node)
+        return {name: tuple(nodes) for name, nodes in uses.items()}
+
+    def __str__(self) -> str:
+        lines = ["graph(" + ", ".join(f"{i.name}: {self.types[i.name]}" for i in self.inputs) + "):"]
+        for node in self.nodes:
+            types = ", ".join(str(self.types[o]) for o in node.outputs)
+            lines.append(f"    {node}    # {types}  {node.fqn}  {node.source}".rstrip())
+        lines.append(f"    return {', '.join(show(o) for o in self.outputs)}")
+        lines += [f"    {fqn} ← {name}" for fqn, name in self.mutations.items()]
+        return "\n".join(lines)
+
+
+def refs(tree: Any) -> Iterator[Ref]:
+    """All :class:`Ref` in nested tuples, lists and dicts, in order."""
+    if isinstance(tree, Ref):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from refs(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from refs(item)
+
+
+def map_refs(tree: Any, f: Callable[[Ref], Any]) -> Any:
+    """``tree`` with every :class:`Ref` replaced by ``f(ref)``; ``f`` sees them in the order of :func:`refs`."""
+    if isinstance(tree, Ref):
+        return f(tree)
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_refs(item, f) for item in tree)
+    if isinstance(tree, Mapping):
+        return {k: map_refs(v, f) for k, v in tree.items()}
+    return tree
+
+
+def show(value: Any) -> str:
+    """An argument as text."""
+    if isinstance(value, Ref):
+        return value.name
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(show, value)) + "]"
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)

@@ -1,0 +1,168 @@
+"""What one rank runs: statements of calls on local tensors, and the redistribution steps among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoshard.layout import Layout
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Assignment
+from autoshard.passes.ir.graph import Graph, Node, TensorType
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One runtime call on one group of mesh axes.
+
+    Bytes are ring bytes on the wire per rank; where sizes do not divide, every chunk counts as the largest one. That
+    is what an all-gather and a reduce-scatter send, which pad; an all-to-all and a permute send no more than that.
+    """
+
+    kind: str
+    """the function of ``autoshard.runtime``: all_gather, reduce_scatter, all_reduce, all_to_all, permute, slice, pad,
+    enter, leave or partial; or reshape"""
+    axes: tuple[str, ...]
+    """the group, flattened, first axis outermost"""
+    src: Layout
+    dst: Layout
+    shape: tuple[int, ...]
+    """the global shape"""
+    dims: tuple[int, ...] = ()
+    """(dim,) of all_gather, reduce_scatter, slice and pad; (source dim, target dim) of all_to_all; else empty"""
+    order: tuple[str, ...] = ()
+    """of a permute: the chunk at coordinates along ``axes`` goes to the same coordinates along ``order``"""
+    forward_bytes: float = 0
+    backward: str | None = None
+    """the collective that the backward runs, None where it is local or there is no gradient"""
+    backward_bytes: float = 0
+    seconds: float = field(default=0.0, compare=False)
+    """forward, and backward where a gradient flows"""
+    to_shape: tuple[int, ...] = ()
+    """of a reshape: the global shape afterwards"""
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """``axes`` as reports name them: without axes of size 1, and in mesh order where a permute renumbers."""
+        mesh = self.src.mesh
+        axes = mesh.axes if self.kind == "permute" else self.axes
+        return tuple(a for a in axes if a in self.axes and mesh.size_of(a) > 1)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the forward communicates."""
+        return self.kind in COLLECTIVES
+
+    def __str__(self) -> str:
+        if self.kind == "reshape":
+            return f"reshape {list(self.shape)} → {list(self.to_shape)}: {self.src} → {self.dst}    local"
+        group = ", ".join(self.axes)
+        what = f"{self.kind}({group})" if not self.order else f"{self.kind}({group} to {', '.join(self.order)})"
+        text = f"{what}: {self.src} → {self.dst}"
+        text += f"    {bytes_text(self.forward_bytes)}" if self.is_collective else "    local"
+        if self.backward:
+            text += f"; backward {self.backward} {bytes_text(self.backward_bytes)}"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call on local tensors. ``fn``: an op, or the name of a function of ``autoshard.runtime``.
+
+    ``args``/``kwargs`` hold :class:`~autoshard.passes.ir.Ref`, literals, :class:`Local`, :class:`Offset`,
+    and nested calls.
+    """
+
+    fn: torch._ops.OpOverload | str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A local length: of a global length ``size`` cut by ``axes`` (outer to inner). A literal where even."""
+
+    size: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """Where this rank's chunk of a global length ``size`` cut by ``axes`` starts."""
+
+    size: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Internal:
+    """A collective inside a local form: no redistribution shows it."""
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    """what an all-reduce reduces on rank 0, the gathered whole, or what a halo brings; not ring bytes"""
+    phase: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Statement:
+    """``outputs = call`` on every rank."""
+
+    outputs: tuple[str, ...]
+    """local names, by slot of the call's result; "_" where it is not needed"""
+    call: Call
+    layouts: tuple[Layout | None, ...]
+    """per output; None for "_" """
+    node: Node | None = None
+    """the operation it comes from; for a redistribution the reader it was made for"""
+    step: Step | None = None
+    """the redistribution step it is, if it is one"""
+    value: str = ""
+    """for a redistribution: the value"""
+    parameter: bool = False
+    """whether it brings a parameter from its stored layout into the layout of use"""
+    internal: tuple[Internal, ...] = ()
+    """collectives inside an op's local form"""
+    members: tuple[Statement, ...] = ()
+    """the statements that a bucket has been made of"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank runs. Names of ``graph.inputs`` stand for local parameters and for global inputs."""
+
+    graph: Graph
+    mesh: Mesh
+    assignment: Assignment
+    statements: tuple[Statement, ...]
+    types: Mapping[str, TensorType]
+    """global type of every local name"""
+    layouts: Mapping[str, Layout]
+    """layout of every local name"""
+    outputs: tuple[Any, ...]
+    """flat outputs: :class:`Ref` to local names, or constants"""
+    mutations: Mapping[str, str]
+    """buffer fqn → local name"""
+
+    def __str__(self) -> str:
+        lines = []
+        for s in self.statements:
+            made = ", ".join(f"{n}: {layout}" for n, layout in zip(s.outputs, s.layouts, strict=True))
+            lines.append(f"{made} = {s.step if s.step is not None else s.node}")
+        return "\n".join(lines)
+
+
+def bytes_text(n: float) -> str:
+    """Bytes as a person reads them."""
+    if n < 1024:
+        return f"{n:.6g} B"
+    power = min(int(math.log(n, 1024)), 4)
+    return f"{n / 1024**power:.4g} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

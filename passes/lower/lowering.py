@@ -1,0 +1,134 @@
+"""Lower a graph with chosen layouts to a program on local tensors: redistributions become explicit statements.
+
+The invariant: a redistribution stands exactly where the layout of a use differs from that of the definition; every
+(value, layout) is made once, from the cheapest layout that exists at that point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from autoshard.errors import PlanError
+from autoshard.layout import Layout
+from autoshard.passes.ir.assignment import Assignment, canonical
+from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
+from autoshard.passes.ir.program import Call, Internal, Program, Statement
+from autoshard.passes.ir.symbols import narrower
+from autoshard.passes.redistribute import Step, emit, redistribution
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.base import Site
+from autoshard.passes.rules.facts import is_random
+from autoshard.passes.rules.rigid import is_rigid
+
+
+def lower(graph: Graph, assignment: Assignment) -> Program:
+    """The program of ``graph`` under ``assignment``."""
+    return _Lowering(graph, assignment).run()
+
+
+def narrowed(program: Program, noted: Iterable[Any]) -> Program:
+    """``program`` with what was decided as in the example (:func:`~autoshard.passes.ir.sizes.noting`) as conditions."""
+    symbols = narrower(program.graph.symbols, noted)
+    return replace(program, graph=replace(program.graph, symbols=symbols)) if symbols.read else program
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.mesh = assignment.mesh
+        self.types = dict(graph.types)
+        self.graph = replace(graph, types=self.types)
+        self.layouts: dict[str, Layout] = dict(assignment.layouts)
+        self.made: dict[str, dict[Layout, str]] = {v: {layout: v} for v, layout in assignment.layouts.items()}
+        self.parameters = {i.name for i in graph.inputs if i.kind == "parameter"}
+        self.statements: list[Statement] = []
+        self.pinned: set[str] = set()
+        """values with a hint that lie in their shared layout by now"""
+        self.names = dict.fromkeys(graph.types, 0)
+
+    def run(self) -> Program:
+        for node in self.graph.nodes:
+            self._node(node)
+        outputs = tuple(
+            Ref(self._get(out.name, layout, None)) if isinstance(out, Ref) and layout is not None else out
+            for out, layout in zip(self.graph.outputs, self.assignment.outputs, strict=True)
+        )
+        whole = Layout(self.mesh)
+        mutations = {fqn: self._get(name, whole, None) for fqn, name in self.graph.mutations.items()}
+        return Program(
+            self.graph,
+            self.mesh,
+            self.assignment,
+            tuple(self.statements),
+            self.types,
+            self.layouts,
+            outputs,
+            mutations,
+        )
+
+    def _node(self, node: Node) -> None:
+        choice = self.assignment.choices[node.name]
+        ins: list[Layout] = []
+        names: list[str] = []
+        for i, value in enumerate(node.inputs):
+            grad = self.types[value].grad
+            layout = Layout(self.mesh, [canonical(s.inputs[i], grad) for s in choice])
+            ins.append(layout)
+            names.append(self._get(value, layout, node))
+        supply = iter(names)
+        args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda _: Ref(next(supply)))
+        local = replace(node, args=args, kwargs=kwargs)
+        outs = tuple(self.layouts[o] for o in node.outputs)
+        site = Site(local, self.graph, self.mesh, tuple(ins), outs, choice)
+        rule = rule_for(node.op)
+        if is_rigid(node, self.types, rule) and not is_random(node.op):  # a random op is drawn once for all ranks
+            rule = None
+        call = rule.local(site) if rule is not None and rule.local is not None else Call(node.op, args, kwargs)
+        internal: tuple[Internal, ...] = ()
+        if rule is not None and rule.collectives is not None:
+            internal = rule.collectives(site.example)
+        slots = dict(zip(node.output_slots, node.outputs, strict=True))
+        outputs = tuple(slots.get(i, "_") for i in range(max(slots, default=-1) + 1))
+        self.statements.append(
+            Statement(outputs, call, tuple(self.layouts.get(o) for o in outputs), node, internal=internal)
+        )
+
+    def _get(self, value: str, layout: Layout, reader: Node | None) -> str:
+        """The local name of ``value`` in ``layout``, redistributed where it does not exist yet."""
+        shared = self.assignment.shared.get(value)
+        if shared is not None and value in self.assignment.pinned and value not in self.pinned:
+            self.pinned.add(value)
+            self.made[value] = {shared: self._get(value, shared, reader)}
+        made = self.made[value]
+        if layout in made:
+            return made[layout]
+        if shared is not None and shared not in made and shared != layout:
+            self._get(value, shared, reader)
+        type_ = self.types[value]
+        what = (type_.shape, self.mesh, type_.dtype, type_.grad)
+        plans = [redistribution(src, layout, *what, minimize="seconds", closed=type_.unknown) for src in made]
+        best = min(plans, key=lambda r: r.seconds)
+        name = made[best.src]
+        for step in best.steps:
+            if step.dst in made:
+                name = made[step.dst]
+                continue
+            name = self._step(value, name, step, reader)
+        if layout not in made:
+            raise PlanError(f"redistribution of {value} from {best.src} to {layout} ends in another layout: {best}")
+        return name
+
+    def _step(self, value: str, source: str, step: Step, reader: Node | None) -> str:
+        made = self.made[value]
+        self.names[value] += 1
+        name = f"{value}__{self.names[value]}"
+        made[step.dst] = name
+        self.types[name] = self.types[value]
+        self.layouts[name] = step.dst
+        fn, args, kwargs = emit(step)
+        call = Call(fn, (Ref(source), *args), kwargs)
+        parameter = value in self.parameters
+        self.statements.append(Statement((name,), call, (step.dst,), reader, step, value, parameter))
+        return name

@@ -1,0 +1,86 @@
+"""Small collectives of one kind that are ready together become one, forward and backward: their latency is paid once.
+
+Everything else that a view of the whole graph gives is decided before, by the choice of layouts
+(:mod:`autoshard.passes.propagate`): conversions are shared by all readers, and stand on the cheaper side of cheap ops.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autoshard.passes.ir.graph import Graph, Ref
+from autoshard.passes.ir.program import Program, Statement
+from autoshard.passes.ir.walk import reads
+from autoshard.passes.lower.blocks import block_path
+from autoshard.passes.lower.bucket import merged_call
+
+SMALL_BYTES = 1 << 20
+"""a collective of more bytes per rank gains nothing from company: its time is bandwidth, and flattening copies"""
+
+TOGETHER = frozenset({"enter", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
+
+
+def together(program: Program) -> Program:
+    """``program`` with small collectives over the same axes made by one call, where the first of them stands.
+
+    They must be of one dtype, belong to one block, and their operands must be there already: a redistribution is lowered
+    where its first reader stands, which is often later than it could be. Where the backward communicates as well, all
+    must count for the same outputs, so that a gradient exists for all or for none.
+    """
+    reached = _reached(program.graph)
+    groups: dict[int, list[Statement]] = {}
+    open_: dict[Any, int] = {}
+    made: dict[str, int] = {}
+    path = ""
+    for i, s in enumerate(program.statements):
+        here = block_path(s.node.fqn) if s.node is not None else ""
+        if here != path:
+            open_, path = {}, here
+        key = _key(s, program, reached)
+        at = open_.get(key, i)
+        if key is None or made.get(reads(s)[0], -1) >= at:
+            at = i
+        groups.setdefault(at, []).append(s)
+        made.update(dict.fromkeys(s.outputs, at))
+        if key is not None:
+            open_[key] = at
+    return replace(program, statements=tuple(_merged(g) if len(g) > 1 else g[0] for g in groups.values()))
+
+
+def _reached(graph: Graph) -> dict[str, int]:
+    """value → the outputs that a gradient reaches it from, as bits."""
+    found: dict[str, int] = dict.fromkeys(graph.types, 0)
+    for i, out in enumerate(graph.outputs):
+        if isinstance(out, Ref) and graph.types[out.name].grad:
+            found[out.name] |= 1 << i
+    for node in reversed(graph.nodes):
+        for name in node.inputs:
+            found[name] |= functools.reduce(operator.or_, (found[o] for o in node.outputs if graph.types[o].grad), 0)
+    return found
+
+
+def _key(s: Statement, program: Program, reached: Mapping[str, int]) -> Any:
+    """What the members of a group have in common; None for a statement that stays alone."""
+    step = s.step
+    if step is None or step.kind not in TOGETHER or s.parameter or s.call.kwargs.get("op", "sum") != "sum":
+        return None
+    type_ = program.types[s.value]
+    if step.kind == "enter" and not type_.grad:
+        return None
+    if max(math.prod(x.max_local_shape(step.shape)) for x in (step.src, step.dst)) * type_.dtype.itemsize > SMALL_BYTES:
+        return None
+    outputs = reached[s.value] if step.backward and type_.grad else 0
+    return step.kind, step.axes, s.call.kwargs.get("to"), type_.dtype, type_.grad, outputs
+
+
+def _merged(members: Sequence[Statement]) -> Statement:
+    first = members[0]
+    outputs = tuple(s.outputs[0] for s in members)
+    layouts = tuple(s.layouts[0] for s in members)
+    call = merged_call(f"{first.call.fn}_together", members)
+    return replace(first, outputs=outputs, call=call, layouts=layouts, members=tuple(members))

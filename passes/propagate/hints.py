@@ -1,0 +1,190 @@
+"""The user's hints: patterns on names, resolved to constraints on the layouts of values."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.errors import HintError
+from autoshard.layout import I, Invariant, Partial, Placement, R, Replicate, Shard
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.graph import Graph, Input, TensorType
+
+STYLES = ("colwise", "rowwise", "replicate")
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a hint asks of one value: a placement on given axes, or ``anywhere``: on at least one axis."""
+
+    pattern: str
+    name: str
+    axes: tuple[tuple[str, Placement], ...] = ()
+    anywhere: Placement | None = None
+
+    def allowed(
+        self, states: Iterable[tuple[Placement, ...]], type_: TensorType, mesh: Mesh, whole: Placement | None = None
+    ) -> tuple[tuple[Placement, ...], ...]:
+        """The ``states`` that meet the hint; a state the hint spells out in full is added where it is missing.
+
+        ``whole``: what a replicated axis is for this value (None: whichever of R and I).
+        Raises :class:`HintError` if nothing is left.
+        """
+        result = dict.fromkeys(s for s in states if self._meets(s, mesh))
+        if not result:  # shards too small to be chosen freely are still what the user asked for
+            asked: dict[str, Placement | None] = {**dict(self.axes)} or {mesh.axes[-1]: self.anywhere}
+            result = {tuple(_as(asked.get(a), type_, whole) for a in mesh.axes): None}
+        return tuple(result)
+
+    def _meets(self, state: tuple[Placement, ...], mesh: Mesh) -> bool:
+        if self.anywhere is not None:
+            if not isinstance(self.anywhere, Shard):
+                return all(_same(self.anywhere, p) for p in state)
+            others = (p for p in state if p != self.anywhere)
+            return self.anywhere in state and not any(isinstance(p, Shard) for p in others)
+        return all(_same(p, state[mesh.index(axis)]) for axis, p in self.axes)
+
+    def check(self, type_: TensorType, kind: str) -> None:
+        """Raise :class:`HintError` if the hint cannot be met by a tensor of this type."""
+        for axis, p in self.axes or ((None, self.anywhere),):
+            where = f" on axis {axis!r}" if axis else ""
+            if isinstance(p, Shard) and p.dim >= len(type_.shape):
+                raise HintError(
+                    f"hint {self.pattern!r} asks for Shard({p.dim}){where}, but {kind} {self.name!r} has "
+                    f"{len(type_.shape)} dims, shape {list(type_.shape)}. "
+                    + (f"Use Shard(0) to Shard({len(type_.shape) - 1})." if type_.shape else "A scalar stays whole.")
+                )
+            if isinstance(p, Partial) and kind in ("parameter", "buffer", "input"):
+                raise HintError(
+                    f"hint {self.pattern!r} asks for Partial{where}, but {kind} {self.name!r} is given whole or in "
+                    "shards. Use Shard(d) or Replicate()."
+                )
+
+
+def _same(asked: Placement, given: Placement) -> bool:
+    """Replicate asks for the whole value; what its gradient looks like is the compiler's business."""
+    if isinstance(asked, Replicate):
+        return isinstance(given, Replicate | Invariant)
+    return asked == given
+
+
+def _as(asked: Placement | None, type_: TensorType, whole: Placement | None) -> Placement:
+    if asked is None or isinstance(asked, Replicate):
+        return whole or (I if type_.grad else R)
+    return asked
+
+
+def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh) -> dict[str, Constraint]:
+    """Value name → constraint. A later hint on the same value replaces an earlier one.
+
+    A pattern is tried on parameters and buffers, then on inputs, then on modules. On a module, a style ("colwise",
+    "rowwise", "replicate") is meant for its parameters, a placement for its output.
+    Raises :class:`HintError`: the pattern matches nothing, the hint is no hint, or it cannot be met.
+    """
+    constraints: dict[str, Constraint] = {}
+    for pattern, hint in (hints or {}).items():
+        _check_hint(pattern, hint, mesh)
+        for name, kind, asked in _targets(pattern, hint, graph):
+            value = _module_output(graph, name) if kind == "module" else _input_named(graph, name)
+            constraint = _constraint(pattern, name, asked, mesh)
+            constraint.check(graph.types[value], "the output of module" if kind == "module" else kind)
+            constraints[value] = constraint
+    return constraints
+
+
+def _constraint(pattern: str, name: str, asked: Any, mesh: Mesh) -> Constraint:
+    if isinstance(asked, Mapping):
+        return Constraint(pattern, name, axes=tuple(asked.items()))
+    if mesh.ndim == 1:
+        return Constraint(pattern, name, axes=((mesh.axes[0], asked),))
+    return Constraint(pattern, name, anywhere=asked)
+
+
+def _check_hint(pattern: str, hint: Any, mesh: Mesh) -> None:
+    placement = Shard | Replicate | Invariant | Partial
+    if not isinstance(pattern, str):
+        raise HintError(f"hint {pattern!r} is no pattern: name a parameter, buffer, input or module")
+    if isinstance(hint, Mapping):
+        for axis, p in hint.items():
+            if axis not in mesh.axes:
+                raise HintError(f"hint {pattern!r} names axis {axis!r}; the mesh has {', '.join(mesh.axes)}")
+            if not isinstance(p, placement):
+                raise HintError(f"hint {pattern!r}: {p!r} on axis {axis!r} is not Shard(d), Replicate() or Partial()")
+    elif not isinstance(hint, placement) and hint not in STYLES:
+        raise HintError(
+            f"hint {pattern!r}: {hint!r} is not a hint. Use Shard(d), Replicate(), {', '.join(map(repr, STYLES))}, "
+            "or {axis: placement}."
+        )
+
+
+def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]]:
+    """(name, kind, placement or {axis: placement}) for everything the pattern means."""
+    found: list[tuple[str, str, Any]] = []
+    for kinds in (("parameter", "buffer"), ("input",)):
+        for value in graph.inputs:
+            names = (value.fqn, *value.aliases)
+            if value.kind in kinds and any(fnmatch.fnmatchcase(n, pattern) for n in names):
+                found.append((value.fqn, value.kind, _styled(hint, value, graph)))
+        if found:
+            return found
+    modules = _modules(graph)
+    matched = [m for m in modules if fnmatch.fnmatchcase(m, pattern)]
+    if not matched:
+        raise HintError(_unknown(pattern, graph, modules))
+    for module in matched:
+        if not isinstance(hint, str):
+            found.append((module, "module", hint))
+            continue
+        owned = [i for i in graph.inputs if i.kind == "parameter" and i.fqn.startswith(module + ".")]
+        direct = [i for i in owned if i.fqn.rpartition(".")[0] == module]
+        if not (owned if hint == "replicate" else direct):
+            raise HintError(f"hint {pattern!r}: module {module!r} has no parameters of its own to lay out {hint!r}")
+        found += [(i.fqn, i.kind, _styled(hint, i, graph)) for i in (owned if hint == "replicate" else direct)]
+    return found
+
+
+def _styled(hint: Any, value: Input, graph: Graph) -> Any:
+    """A style as a placement of this parameter: column-parallel cuts the output features."""
+    if not isinstance(hint, str):
+        return hint
+    ndim = len(graph.types[value.name].shape)
+    table = any(n.op == torch.ops.aten.embedding.default and n.inputs[0] == value.name for n in graph.nodes)
+    if hint == "replicate" or ndim == 0 or (ndim == 1 and hint == "rowwise"):
+        return R
+    if ndim == 1:
+        return Shard(0)
+    return Shard(int((hint == "rowwise") != table))
+
+
+def _modules(graph: Graph) -> list[str]:
+    return list(dict.fromkeys(path for n in graph.nodes for path, _ in n.module_types if path))
+
+
+def _input_named(graph: Graph, fqn: str) -> str:
+    return next(i.name for i in graph.inputs if i.fqn == fqn)
+
+
+def _module_output(graph: Graph, module: str) -> str:
+    """The value the module returns: the last it defines that is read outside, or the last at all."""
+    inside = [n for n in graph.nodes if n.fqn == module or n.fqn.startswith(module + ".")]
+    names = {n.name for n in inside}
+    returned = {o.name for o in graph.outputs if hasattr(o, "name")}
+    for node in reversed(inside):
+        for out in node.outputs:
+            if out in returned or any(user.name not in names for user in graph.uses[out]):
+                return out
+    return inside[-1].outputs[-1]
+
+
+def _unknown(pattern: str, graph: Graph, modules: Sequence[str]) -> str:
+    names = [n for i in graph.inputs if i.kind != "constant" for n in (i.fqn, *i.aliases)] + list(modules)
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+    return (
+        f"hint {pattern!r} matches no parameter, buffer, input or module. Nearest: "
+        f"{', '.join(near) if near else ', '.join(names[:3])}"
+    )

@@ -1,0 +1,107 @@
+"""The strategies of one op: per mesh axis from its rule, and combined over all axes with what they cost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoshard.errors import RuleError
+from autoshard.layout import Layout
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Placements, Strategy, canonical
+from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
+from autoshard.passes.propagate import cost as costs
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.base import Site
+from autoshard.passes.rules.exact import exact, is_single_in_double
+from autoshard.passes.rules.factors import whole
+from autoshard.passes.rules.rigid import is_rigid, leaves_whole
+
+
+@dataclass(frozen=True, eq=False)
+class OpSpace:
+    """The combined strategies of one op; shared by all nodes with the same signature."""
+
+    choices: tuple[tuple[Strategy, ...], ...]
+    seconds: np.ndarray
+    inputs: tuple[tuple[Placements, ...], ...]
+    """per operand, per choice"""
+    outputs: tuple[tuple[Placements, ...], ...]
+
+
+def signature(node: Node, graph: Graph) -> Any:
+    """Equal for nodes that have the same strategies at the same cost."""
+    numbers: dict[str, int] = {}
+
+    def typed(ref: Ref) -> Any:
+        return (numbers.setdefault(ref.name, len(numbers)), graph.types[ref.name])
+
+    arguments = map_refs((node.args, dict(node.kwargs)), typed)
+    return (node.op, repr(arguments), tuple(graph.types[o] for o in node.outputs))
+
+
+def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
+    """All combinations of per-axis strategies that the sizes allow; of equals in layout only the cheapest stays."""
+    per_axis = axis_strategies(node, graph)
+    grads_in = [graph.types[name].grad for name in node.inputs]
+    grads_out = [graph.types[name].grad for name in node.outputs]
+    rule = rule_for(node.op)
+    flops = costs.node_flops(node, graph, rule)
+    best: dict[Any, tuple[float, tuple[Strategy, ...]]] = {}
+    for choice in itertools.product(*(_fitting(per_axis, ranks) for ranks in mesh.shape)):
+        if not fits(choice, mesh):
+            continue
+        ins = tuple(tuple(canonical(s.inputs[i], g) for s in choice) for i, g in enumerate(grads_in))
+        outs = tuple(tuple(canonical(s.outputs[i], g) for s in choice) for i, g in enumerate(grads_out))
+        seconds = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs))
+        if rule is not None and rule.collectives is not None and any(s.divides for s in choice):
+            internal = rule.collectives(site_of(node, graph, mesh, choice, (*ins, *outs)).example)
+            if internal and is_single_in_double(node, graph):
+                continue
+            seconds += sum(costs.internal_cost(c, mesh)[1] for c in internal)
+        if (ins, outs) not in best or seconds < best[ins, outs][0]:
+            best[ins, outs] = (seconds, choice)
+    return OpSpace(
+        choices=tuple(choice for _, choice in best.values()),
+        seconds=np.array([seconds for seconds, _ in best.values()]),
+        inputs=tuple(tuple(ins[i] for ins, _ in best) for i in range(len(grads_in))),
+        outputs=tuple(tuple(outs[i] for _, outs in best) for i in range(len(grads_out))),
+    )
+
+
+def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """The strategies of ``node`` along one axis; an op without a rule, or of unknown size, runs on full tensors."""
+    rule = rule_for(node.op)
+    found: tuple[Strategy, ...] = ()
+    if rule is not None and not is_rigid(node, graph.types, rule):
+        types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+        try:
+            found = tuple(s for s in rule.strategies(node, graph) if leaves_whole(s, types))
+        except RuleError:
+            if not any(t.unknown for t in types):
+                raise  # else: lengths that are equal may have different estimates
+    return exact(found or whole(len(node.inputs), len(node.outputs)), node, graph)
+
+
+def _fitting(strategies: Sequence[Strategy], ranks: int) -> list[Strategy]:
+    if ranks == 1:  # nothing to divide: one strategy is enough, and it costs no conversion of I and R
+        return [s for s in strategies if s.label == "I"] or list(strategies[:1])
+    return [s for s in strategies if s.allows((ranks,))]
+
+
+def fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
+    """Whether all axes on one factor together still leave a chunk for every rank."""
+    used: dict[str, list[int]] = {}
+    for strategy, ranks in zip(choice, mesh.shape, strict=True):
+        used.setdefault(strategy.label, []).append(ranks)
+    return all(strategy.allows(used[strategy.label]) for strategy in choice)
+
+
+def site_of(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Site:
+    """``node`` with its layouts; ``placed``: placements of every operand, then of every result."""
+    layouts = tuple(Layout(mesh, p) for p in placed)
+    return Site(node, graph, mesh, layouts[: len(node.inputs)], layouts[len(node.inputs) :], choice)

@@ -1,0 +1,93 @@
+"""float32 islands in a float64 model, such as norms, rotary tables and losses that a library computes in float32.
+
+Whoever trains in float64 compares digits, and float32 values that are rounded otherwise than on one device differ in
+the eighth. So an island is cut only where the result is the same to the last bit, and runs on full tensors elsewhere:
+there each op sees what it sees on one device. What counts beside the values is the order of dims in memory, which
+sums and complex products follow, and the order in which gradients are added. Redistributions keep the former
+(:func:`autoshard.runtime.communicator.in_order_of`) where chunks show it, :func:`fan_out` fixes the latter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from autoshard.layout import Invariant, Placement, Replicate, Shard
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.rules.facts import is_view
+
+SINGLE = (torch.float32, torch.complex64)
+_ROUNDED = frozenset(
+    "_to_copy to type_as clone contiguous add sub mul div neg abs sqrt rsqrt where masked_fill cat concatenate stack "
+    "index index_select gather topk sort zeros_like ones_like full_like fan_out".split()
+)
+"""rounded correctly, or not at all. Kernels of exp, sin or sigmoid round otherwise in a vector than at its end"""
+_SUMS = frozenset({"sum", "mean"})
+_PRODUCTS = frozenset({"bmm", "matmul", "einsum", "scaled_dot_product_attention"})
+LEAST = 2
+"""positions on every rank: kernels take chunks that are empty, or one long, for row-major ones"""
+_POWERS = (1, 2, 3)
+"""exponents that are products, and in the derivative too"""
+
+
+def exact(strategies: tuple[Strategy, ...], node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Without those that could change the last bits of a float32 island in a float64 model, forward or backward.
+
+    Neither values nor gradients are summed over ranks.
+    """
+    if not is_single_in_double(node, graph):
+        return strategies
+    types = [graph.types[n] for n in (*node.inputs, *node.outputs)]
+    name = node.op._schema.name.rpartition(":")[2]
+    product, may_cut = name in _PRODUCTS, _may_cut(name, node, graph)
+
+    def is_exact(type_: TensorType, placement: Placement) -> bool:
+        if type_.dtype not in SINGLE or isinstance(placement, Invariant):
+            return True
+        if isinstance(placement, Shard):
+            return may_cut
+        return isinstance(placement, Replicate) and not type_.grad
+
+    def is_kept(strategy: Strategy) -> bool:
+        placements = (*strategy.inputs, *strategy.outputs)
+        if product and strategy.divides and not all(isinstance(p, Shard) for p in placements):
+            return False  # only whole products are divided among ranks: a kernel's blocks follow the sizes
+        return all(map(is_exact, types, placements))
+
+    return tuple(replace(s, least=LEAST) for s in strategies if is_kept(s))
+
+
+def is_single_in_double(node: Node, graph: Graph) -> bool:
+    """Whether ``node`` computes in float32 while the model is float64."""
+    return graph.is_double and any(graph.types[n].dtype in SINGLE for n in (*node.inputs, *node.outputs))
+
+
+def _may_cut(name: str, node: Node, graph: Graph) -> bool:
+    """Whether each element of ``node``'s results and gradients is computed alike, however many there are beside it."""
+    types = [graph.types[n] for n in (*node.inputs, *node.outputs)]
+    if any(t.dtype.is_complex for t in types) or _spreads(node, graph):
+        return False
+    if name in _PRODUCTS:  # products with vectors take other kernels
+        return len(node.inputs) < 4 and all(n > 1 for t in types for n in t.shape[-2:])
+    if name in _SUMS:  # along the last dim row by row, along others by blocks of columns
+        operand, result = types[0], types[-1]
+        kept = len(result.shape) if len(result.shape) < len(operand.shape) else len(operand.shape) - 1
+        return not operand.permuted and operand.shape[:kept] == result.shape[:kept]
+    if name == "pow":
+        return len(node.inputs) == 1 and node.args[-1] in _POWERS
+    return name in _ROUNDED or is_view(node.op)
+
+
+def _spreads(node: Node, graph: Graph) -> bool:
+    """Whether an operand with a gradient is broadcast, so that its gradient is a sum."""
+    for out in node.outputs:
+        shape = graph.types[out].shape
+        for type_ in (graph.types[n] for n in node.inputs):
+            padded = (1,) * (len(shape) - len(type_.shape)) + type_.shape
+            if len(padded) != len(shape) or padded == shape or not type_.grad:
+                continue
+            if all(a in (1, n) for a, n in zip(padded, shape, strict=True)):
+                return True
+    return False
