@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from autoshard.check.verification import VerifyReport, verify
     from autoshard.module.base import ShardedModule
     from autoshard.passes.redistribute import Redistribution, redistribution
-    from autoshard.plans.plan import Collective, Cost, Plan
+    from autoshard.plans.plan import Plan
+    from autoshard.plans.record import Collective, Cost
     from autoshard.testing import register_rule
     from autoshard.viz.layout_picture import visualize_layout
 
@@ -47,8 +48,8 @@ _LAZY = {
     "Redistribution": "autoshard.passes.redistribute",
     "visualize_layout": "autoshard.viz.layout_picture",
     "Plan": "autoshard.plans.plan",
-    "Cost": "autoshard.plans.plan",
-    "Collective": "autoshard.plans.plan",
+    "Cost": "autoshard.plans.record",
+    "Collective": "autoshard.plans.record",
 }
 
 __all__ = [

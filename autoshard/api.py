@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compiler import build
+from autoshard.compiler import Wishes, compiled
 from autoshard.errors import CaptureError, MeshError
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.base import Settings, ShardedModule
-from autoshard.passes.capture.export import capture
+from autoshard.module.distributed import DistributedModule
+from autoshard.module.in_process import InProcessModule
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.plans.plan import Plan
-from autoshard.progress import stage
 from autoshard.stages import set_up_logs
 
 set_up_logs()
@@ -57,7 +59,7 @@ def compile(  # noqa: A001  the public name
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
-    settings = Settings(plan, hints, memory_budget, training, gather_outputs, strict, dynamic)
+    settings = Settings(Wishes(hints, memory_budget, strict, plan), training, gather_outputs, dynamic)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
@@ -66,8 +68,6 @@ def compile(  # noqa: A001  the public name
 
 def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings) -> ShardedModule:
     """This rank's module where torch.distributed runs with as many ranks, else all ranks in this process."""
-    import torch.distributed as dist
-
     running = dist.is_available() and dist.is_initialized()
     if hasattr(mesh, "mesh_dim_names") or (running and dist.get_world_size() > 1):
         ranks = dist.get_world_size() if running else 1
@@ -76,13 +76,7 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
                 f"the mesh ({resolved}) has {resolved.size} ranks, but torch.distributed runs {ranks}. "
                 f"Start {resolved.size} processes (torchrun --nproc-per-node {resolved.size}) or use a mesh of {ranks}."
             )
-        from torch.distributed.device_mesh import DeviceMesh
-
-        from autoshard.module.distributed import DistributedModule
-
         return DistributedModule(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
-    from autoshard.module.in_process import InProcessModule
-
     return InProcessModule(model, resolved, settings)
 
 
@@ -105,6 +99,6 @@ def plan(
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    with stage("capture"):
-        graph = capture(model, tuple(example_args), dict(example_kwargs or {}), training=training, dynamic=dynamic)
-    return build(graph, Mesh.of(mesh), hints=hints, memory_budget=memory_budget, title=type(model).__name__).plan
+    wishes = Wishes(hints=hints, memory_budget=memory_budget)
+    example = tuple(example_args), dict(example_kwargs or {})
+    return compiled(model, Mesh.of(mesh), *example, wishes, training=training, dynamic=dynamic).plan

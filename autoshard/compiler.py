@@ -1,32 +1,33 @@
-"""The pipeline from a captured graph to a plan, a program and source. Reads top to bottom as the recipe."""
+"""The recipe: from a model to a graph, an assignment of layouts, a program, a plan and source. Reads top to bottom."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from autoshard import stages
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.passes.codegen.emit import Source, codegen
-from autoshard.passes.ir.assignment import canonical
+from autoshard.passes.capture import capture
+from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.codegen import Source, codegen
+from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Symbols
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.verify import check_graph, check_program
-from autoshard.passes.lower.lowering import lower, narrowed
-from autoshard.passes.lower.together import together
-from autoshard.passes.propagate.hints import Constraint, resolve
-from autoshard.passes.propagate.network import propagate, state_bytes
+from autoshard.passes.lower import lower, narrowed, together
+from autoshard.passes.propagate import propagate
+from autoshard.passes.propagate.budget import binding
+from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of
 from autoshard.plans.plan import Plan
 from autoshard.progress import stage
-
-log = logging.getLogger("autoshard.plans")
 
 
 @dataclass(frozen=True)
@@ -44,53 +45,66 @@ class Compiled:
         return self.program.graph.symbols
 
 
-def build(
-    graph: Graph,
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked of a plan beside the model and the mesh; see :func:`autoshard.compile`."""
+
+    hints: Mapping[str, Any] | None = None
+    memory_budget: float | None = None
+    strict: bool = False
+    plan: Plan | None = None
+    """choices to follow instead of a search"""
+    parameters: Mapping[str, Layout] | None = None
+    """layouts that an earlier compilation gave the parameters"""
+
+
+def compiled(
+    model: nn.Module,
     mesh: Mesh,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    wishes: Wishes,
     *,
-    hints: Mapping[str, Any] | None = None,
-    memory_budget: float | None = None,
-    strict: bool = False,
-    plan: Plan | None = None,
-    parameters: Mapping[str, Layout] | None = None,
-    title: str = "model",
+    training: bool | None = None,
+    mode: bool | None = None,
+    dynamic: Dynamic = False,
+    title: str = "",
 ) -> Compiled:
-    """Plan, lower and emit ``graph``. ``plan``: use its choices; ``parameters``: layouts that are already fixed."""
+    """``model`` compiled for arguments like these. ``training``, ``mode``, ``dynamic``: see :func:`capture`.
+
+    Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left as it was.
+    """
+    with stage("capture"):
+        graph = capture(model, args, kwargs, training=training, mode=mode, dynamic=dynamic)
+    return build(graph, mesh, wishes, title=title or type(model).__name__)
+
+
+def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
+    """The stages after capture. ``title`` names the model in plans and source."""
+    wishes = wishes or Wishes()
     check_graph(graph)
     check_random(graph)
-    dump = stages.captured(graph)
-    if strict:
+    if wishes.strict:
         check_rules(graph)
-    with noting() as noted:
-        if plan is None:
-            constraints = resolve(hints, graph, mesh) | _fixed(parameters or {}, graph)
-            with stage("planning"):
-                assignment = propagate(graph, mesh, constraints, _budget(graph, mesh, memory_budget))
-        else:
-            assignment = assignment_of(plan, graph, mesh)
-        program = together(lower(graph, assignment))
-    program = narrowed(program, noted)
+    dump = stages.captured(graph)
+
+    with noting() as decided:  # what is decided about open lengths as in the example holds for the program
+        assignment = _assignment(graph, mesh, wishes)
+        program = lower(graph, assignment)
+        program = together(program)
+    program = narrowed(program, decided)
     check_program(program)
-    result = Compiled(graph, program, describe(program, title), codegen(program, title))
-    stages.compiled(result, dump)
-    return result
+
+    plan = describe(program, title)
+    source = codegen(program, title)
+    stages.compiled(plan, program, source.text, dump)
+    return Compiled(graph, program, plan, source)
 
 
-def _fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constraint]:
-    """Layouts that an earlier compilation gave the parameters."""
-    found = {}
-    for value in graph.inputs:
-        if value.kind == "parameter" and value.fqn in parameters:
-            layout, grad = parameters[value.fqn], graph.types[value.name].grad
-            placements = (canonical(p, grad) for p in layout.placements)  # I and R differ in the gradient
-            axes = tuple(zip(layout.mesh.axes, placements, strict=True))
-            found[value.name] = Constraint(value.fqn, value.fqn, axes)
-    return found
-
-
-def _budget(graph: Graph, mesh: Mesh, memory_budget: float | None) -> float | None:
-    """Bytes per rank for parameters and optimizer state; None where even whole copies fit."""
-    budget = memory_budget if memory_budget is not None else 0.8 * mesh.hardware.memory_bytes
-    whole = (canonical(Layout(mesh).placements[0], True),) * mesh.ndim
-    needed = sum(state_bytes(graph.types[i.name], whole, mesh) for i in graph.inputs if i.kind == "parameter")
-    return budget if needed > budget else None
+def _assignment(graph: Graph, mesh: Mesh, wishes: Wishes) -> Assignment:
+    """The choices of a plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
+    if wishes.plan is not None:
+        return assignment_of(wishes.plan, graph, mesh)
+    constraints = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
+    with stage("planning"):
+        return propagate(graph, mesh, constraints, binding(wishes.memory_budget, graph, mesh))

@@ -7,12 +7,10 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autoshard.passes.ir.graph import Graph
-
-if TYPE_CHECKING:
-    from autoshard.compiler import Compiled
+from autoshard.passes.ir.program import Program
+from autoshard.plans.plan import Plan
 
 LOGS = ("programs", "capture", "plan", "redistribute", "collectives", "code")
 """names for AUTOSHARD_LOGS; each is the logger ``autoshard.<name>``"""
@@ -54,21 +52,19 @@ def captured(graph: Graph) -> Path | None:
     return folder
 
 
-def compiled(stages: Compiled, folder: Path | None = None) -> None:
+def compiled(plan: Plan, program: Program, source: str, folder: Path | None = None) -> None:
     """Log the stages after capture, and write them into ``folder`` (from :func:`captured`), one file each."""
-    _log("plan", stages.plan)
-    _log("redistribute", stages.program)
-    _log("collectives", "\n".join(map(str, stages.plan.collectives)) or "none")
-    _log("code", stages.source.text)
+    _log("plan", plan)
+    _log("redistribute", program)
+    _log("collectives", "\n".join(map(str, plan.collectives)) or "none")
+    _log("code", source)
     if folder is None:
         return
-    from autoshard.viz import visualize
-
-    _write(folder, "02_plan.txt", str(stages.plan))
-    _write(folder, "03_program.txt", str(stages.program))
-    _write(folder, "04_rank_module.py", stages.source.text)
+    _write(folder, "02_plan.txt", str(plan))
+    _write(folder, "03_program.txt", str(program))
+    _write(folder, "04_rank_module.py", source)
     for name in ("plan.json", "plan.html", "plan.dot", "plan.trace.json"):
-        visualize(stages.plan, folder / name)
+        plan.visualize(folder / name)
 
 
 def _log(name: str, what: object) -> None:

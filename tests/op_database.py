@@ -30,7 +30,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from autoshard import AutoshardError, Mesh, Shard
-from autoshard.compiler import Compiled, build
+from autoshard.compiler import Compiled, Wishes, build
 from autoshard.module.base import Settings
 from autoshard.module.executable import Executable, load_source
 from autoshard.module.in_process import InProcessModule
@@ -214,7 +214,7 @@ def _run_case(
     mesh = Mesh({"x": n}, hardware=SPLIT_ALL)
     try:
         with limit(LIMIT):
-            compiled = build(graph, mesh, hints={hint[0]: Shard(hint[1])} if hint else None)
+            compiled = build(graph, mesh, Wishes(hints={hint[0]: Shard(hint[1])} if hint else None))
     except AutoshardError as error:
         return "refused", str(error)
     except Exception as error:

@@ -9,7 +9,8 @@ import torch
 import autoshard
 from autoshard import Invariant, Layout, Mesh, Replicate, Shard, models
 from autoshard.models.llama import Llama, LlamaConfig, example_inputs
-from autoshard.plans.plan import Choice, Collective, Cost, Plan
+from autoshard.plans.plan import Plan
+from autoshard.plans.record import Choice, Collective, Cost
 
 ODD_NAMES = (
     "</script><script>window.hacked=1</script>",

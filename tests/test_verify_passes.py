@@ -11,7 +11,7 @@ from torch import nn
 
 import autoshard
 from autoshard import PlanError, Shard
-from autoshard.compiler import Compiled, build
+from autoshard.compiler import Compiled, Wishes, build
 from autoshard.layout import Layout
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.verify import check_graph, check_program
@@ -21,7 +21,7 @@ from autoshard.passes.ir.verify import check_graph, check_program
 def compiled() -> Compiled:
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     graph = capture(model, (torch.randn(4, 8),))
-    return build(graph, ideal({"tp": 2}), hints={"0": "colwise", "2": "rowwise"})
+    return build(graph, ideal({"tp": 2}), Wishes(hints={"0": "colwise", "2": "rowwise"}))
 
 
 def test_a_value_read_before_it_is_defined(compiled: Compiled) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.compiler import build
+from autoshard.compiler import Wishes, compiled
 from autoshard.errors import AutoshardError
 from autoshard.hardware import PRESETS, Link
 from autoshard.mesh import Mesh, MeshLike
-from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Program
 from autoshard.passes.rules import rule_for
@@ -106,11 +105,11 @@ def coverage(
     """
     resolved = Mesh.of(mesh) if mesh is not None else Mesh({"x": 2}, hardware=SPLIT_ALL)
     try:
-        graph = capture(model, tuple(example_args), dict(example_kwargs or {}), training=training)
-        compiled = build(graph, resolved, hints=hints, title=type(model).__name__)
+        example = tuple(example_args), dict(example_kwargs or {})
+        found = compiled(model, resolved, *example, Wishes(hints=hints), training=training)
     except AutoshardError as error:
         return CoverageReport(resolved, (), f"{type(error).__name__}: {error}")
-    return CoverageReport(resolved, _grouped(_rows(graph, compiled.program, compiled.plan)))
+    return CoverageReport(resolved, _grouped(_rows(found.graph, found.program, found.plan)))
 
 
 def _rows(graph: Graph, program: Program, plan: Plan) -> Iterator[OpCoverage]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from autoshard import api
 from autoshard.check.closeness import scale
+from autoshard.check.divergence import first_divergence
 from autoshard.errors import RuntimeMismatchError
 from autoshard.mesh import MeshLike
 from autoshard.module.base import ShardedModule, computed
@@ -247,7 +248,5 @@ def _first_divergence(
     rtol: float,
 ) -> str:
     """The first operation whose result differs, or else the first tensor that was seen to differ."""
-    from autoshard.check.divergence import first_divergence
-
     node = first_divergence(reference, sharded, args, kwargs, rtol)
     return node or str(next(c for c in found if not c.ok))

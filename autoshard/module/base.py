@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,18 +14,18 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.compiler import build
+from autoshard.compiler import Wishes, compiled
 from autoshard.errors import CaptureError, PlanError, RuleError, RuntimeMismatchError
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.executable import Executable, described, load_source, signature_of
 from autoshard.module.on_demand import Before, OnDemand
-from autoshard.passes.capture.export import capture
+from autoshard.module.saving import save
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.ir.graph import Graph
-from autoshard.plans.plan import Collective, Plan
-from autoshard.progress import stage
+from autoshard.plans.plan import Plan
+from autoshard.plans.record import Collective
 from autoshard.runtime.exactly import is_of_other_values
 
 log = logging.getLogger("autoshard")
@@ -35,12 +35,9 @@ log = logging.getLogger("autoshard")
 class Settings:
     """What the user asked of :func:`autoshard.compile`."""
 
-    plan: Plan | None = None
-    hints: Mapping[str, Any] | None = None
-    memory_budget: float | None = None
+    wishes: Wishes = field(default_factory=Wishes)
     training: bool | None = None
     gather_outputs: bool | None = None
-    strict: bool = False
     dynamic: Dynamic = False
 
 
@@ -160,27 +157,25 @@ class ShardedModule(nn.Module):
     def _built(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, structure: Any) -> Executable:
         settings = self._settings
         dynamic = settings.dynamic if structure is not None else False
-        with stage("capture"):
-            graph = capture(
-                self._model, tuple(args), dict(kwargs), training=training, mode=self.training, dynamic=dynamic
-            )
         first = self._parameter_layouts is None
-        compiled = build(
-            graph,
+        wishes = settings.wishes if first else replace(settings.wishes, plan=None, parameters=self._parameter_layouts)
+        found = compiled(
+            self._model,
             self.mesh,
-            hints=settings.hints,
-            memory_budget=settings.memory_budget,
-            strict=settings.strict,
-            plan=settings.plan if first else None,
-            parameters=self._parameter_layouts,
+            args,
+            kwargs,
+            wishes,
+            training=training,
+            mode=self.training,
+            dynamic=dynamic,
             title=self._title,
         )
         if first:
-            parameters = {i.fqn: compiled.plan.layouts[i.fqn] for i in graph.inputs if i.kind == "parameter"}
+            parameters = {i.fqn: found.plan.layouts[i.fqn] for i in found.graph.inputs if i.kind == "parameter"}
             object.__setattr__(self, "_parameter_layouts", parameters)
-            self._adopt(self._model, graph, parameters)
-        rank_module = load_source(compiled.source.text, compiled.source.modules)
-        return Executable(compiled, rank_module, described(graph, args, kwargs), structure)
+            self._adopt(self._model, found.graph, parameters)
+        rank_module = load_source(found.source.text, found.source.modules)
+        return Executable(found, rank_module, described(found.graph, args, kwargs), structure)
 
     def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
@@ -312,9 +307,7 @@ class ShardedModule(nn.Module):
         ``torchrun --nproc-per-node N directory/rank_module.py`` runs it without the original model's code.
         Under torch.distributed every rank calls it and writes its own shard.
         """
-        from autoshard.module.saving import save
-
-        save(self, self._decided(), Path(directory))
+        save(self._decided(), self.local_tensors, Path(directory), alone=not hasattr(self, "device_mesh"))
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
         """Every tensor that the rank module of ``rank`` reads, by original name, detached."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.ir.graph import Graph
 
-if TYPE_CHECKING:
-    from autoshard.module.base import ShardedModule
+
+class Holder(Protocol):
+    """A module whose tensors are known by their original names."""
+
+    def tensor(self, fqn: str) -> Any: ...
+
+    def put_buffer(self, fqn: str, tensor: torch.Tensor) -> None: ...
 
 
 class OnDemand(torch.autograd.Function):
@@ -36,7 +41,7 @@ class OnDemand(torch.autograd.Function):
 class Before:
     """What a forward finds beside parameters: the buffers that it writes to, random generators, and inputs as they are."""
 
-    def __init__(self, module: ShardedModule, graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, module: Holder, graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
         self.inputs = [(x, x._version) for x in inputs if not x.is_inference()]
         written = [i.fqn for i in graph.inputs if i.kind == "buffer" and i.fqn in graph.mutations]
         self.module = module

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-if TYPE_CHECKING:
-    from autoshard.module.base import ShardedModule
-    from autoshard.module.executable import Executable
+from autoshard.module.executable import Executable
+
+Held = Callable[[Executable, int], Mapping[str, torch.Tensor]]
+"""what gives every tensor that the rank module of a rank reads, by original name"""
 
 
-def save(sharded: ShardedModule, executable: Executable, directory: Path) -> None:
-    """``rank_module.py``, the JSON files beside it, and one safetensors file per rank (this process's ranks)."""
+def save(executable: Executable, held: Held, directory: Path, alone: bool) -> None:
+    """``rank_module.py``, the JSON files beside it, and one safetensors file per rank (this process's ranks).
+
+    ``alone``: all ranks run in this process.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    alone = not hasattr(sharded, "device_mesh")
-    mine = range(sharded.mesh.size) if alone else [dist.get_rank()]
+    mine = range(executable.compiled.plan.mesh.size) if alone else [dist.get_rank()]
     trained = [i.fqn for i in executable.graph.inputs if i.kind == "parameter" and executable.graph.types[i.name].grad]
     metadata = {"trained": json.dumps(trained), "mutated": json.dumps(list(executable.compiled.source.mutated))}
     for rank in mine:
-        tensors = sharded.local_tensors(executable, rank)
+        tensors = held(executable, rank)
         needed = {name: tensors[name].cpu().contiguous().clone() for name in executable.rank_module().tensor_names}
         save_file(needed, str(directory / f"rank{rank}.safetensors"), metadata=metadata)
     if alone or dist.get_rank() == 0:

@@ -20,7 +20,8 @@ from autoshard.passes.propagate.op_space import axis_strategies
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.checks import has_rule
 from autoshard.passes.rules.facts import is_view
-from autoshard.plans.plan import TOGETHER, Choice, Collective, Cost, Plan
+from autoshard.plans.plan import Plan
+from autoshard.plans.record import TOGETHER, Choice, Collective, Cost
 
 
 def describe(program: Program, title: str = "") -> Plan:

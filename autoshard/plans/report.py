@@ -16,13 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.layout import Invariant, Layout, Replicate
-from autoshard.plans.plan import Choice, Collective, Plan
+from autoshard.plans.record import Choice, Collective, Record
 
 WIDTH = 120
 """columns of the text where it does not go to a terminal"""
 
 
-def plan_text(plan: Plan, width: int | None = None) -> str:
+def plan_text(plan: Record, width: int | None = None) -> str:
     """``plan`` as plain text tables. ``width``: columns; default the terminal's, 120 where there is none."""
     if width is None:
         width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
@@ -32,7 +32,7 @@ def plan_text(plan: Plan, width: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def plan_table(plan: Plan) -> RenderableType:
+def plan_table(plan: Record) -> RenderableType:
     """``plan`` as a rich renderable, for a console with colours."""
     parts: list[RenderableType] = [_headline(plan), _parameters(plan)]
     if plan.collectives:
@@ -98,13 +98,13 @@ def numbers(fqns: Iterable[str]) -> str:
     return ",".join(f"{a}-{b}" if a != b else str(a) for a, b in ranges)
 
 
-def itemsize(plan: Plan, name: str) -> int:
+def itemsize(plan: Record, name: str) -> int:
     """Bytes per element of a value or parameter."""
     dtype: torch.dtype = getattr(torch, plan.dtypes.get(name, "float32"))
     return dtype.itemsize
 
 
-def local_bytes(plan: Plan, name: str) -> int:
+def local_bytes(plan: Record, name: str) -> int:
     """Bytes of a value or parameter on the fullest rank (rank 0)."""
     numel = 1
     for n in plan.layouts[name].max_local_shape(plan.shapes[name]):
@@ -129,7 +129,7 @@ def _add(table: Table, *cells: str) -> None:
     table.add_row(*(Text(c) for c in cells))
 
 
-def utilisation(plan: Plan) -> tuple[float, float]:
+def utilisation(plan: Record) -> tuple[float, float]:
     """(MFU, HFU): the model's FLOPs, and the FLOPs the busiest rank runs, over what the hardware could do meanwhile."""
     weights: Counter[str] = Counter()
     for name, kind in plan.kinds.items():
@@ -142,7 +142,7 @@ def utilisation(plan: Plan) -> tuple[float, float]:
     return plan.cost.flops / plan.mesh.size / capacity, plan.cost.flops_per_rank / capacity
 
 
-def _headline(plan: Plan) -> Text:
+def _headline(plan: Record) -> Text:
     cost, mfu = plan.cost, utilisation(plan)
     share = cost.comm_s / cost.total_s if cost.total_s else 0.0
     gap = cost.total_s / plan.lower_bound - 1 if plan.lower_bound > 0 else 0.0
@@ -170,7 +170,7 @@ class Row:
     layout: Layout
 
 
-def parameter_rows(plan: Plan, kinds: tuple[str, ...] = ("parameter", "buffer", "input")) -> tuple[Row, ...]:
+def parameter_rows(plan: Record, kinds: tuple[str, ...] = ("parameter", "buffer", "input")) -> tuple[Row, ...]:
     """Parameters, buffers and inputs by layout, equal layers folded."""
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, kind in plan.kinds.items():
@@ -189,7 +189,7 @@ def _named(glob: str, names: list[str], ambiguous: bool) -> str:
     return glob.replace("*", "{" + numbers(names) + "}", 1) if ambiguous else glob
 
 
-def _parameters(plan: Plan) -> Table:
+def _parameters(plan: Record) -> Table:
     table = _table("Parameters, buffers and inputs", "name", "", "shape", "layout", ">bytes/rank")
     for row in parameter_rows(plan):
         count = f"×{len(row.names)}" if len(row.names) > 1 else ""
@@ -249,7 +249,7 @@ def _change(c: Collective) -> str:
     return f"{what} {before} → {after}".replace("I@", "R@") + (" again" if again else "") + more
 
 
-def _collectives(plan: Plan) -> Table:
+def _collectives(plan: Record) -> Table:
     rows = traffic(plan.collectives)
     title = f"Collectives of a step: {len(plan.collectives)} per rank, {show_bytes(sum(r.bytes for r in rows))} sent"
     table = _table(title, "kind", "axis", "phase", "module", "", "why", ">bytes", ">time", ">share")
@@ -262,7 +262,7 @@ def _collectives(plan: Plan) -> Table:
     return table
 
 
-def memory_parts(plan: Plan) -> dict[str, float]:
+def memory_parts(plan: Record) -> dict[str, float]:
     """Bytes per rank: parameters, their gradients, Adam's two float32 moments, kept activations."""
     parts = {"parameters": 0.0, "gradients": 0.0, "optimizer state (Adam)": 0.0}
     trained = set(plan.differentiable)
@@ -279,7 +279,7 @@ def memory_parts(plan: Plan) -> dict[str, float]:
     return {k: v for k, v in parts.items() if v or k == "parameters"}
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: Record) -> Table:
     limit = plan.mesh.hardware.memory_bytes
     table = _table("Memory per rank", "what", ">bytes", ">share")
     parts = memory_parts(plan)
@@ -291,7 +291,7 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def hot_spots(plan: Plan, limit: int = 6) -> tuple[tuple[str, int, float], ...]:
+def hot_spots(plan: Record, limit: int = 6) -> tuple[tuple[str, int, float], ...]:
     """(what, how often, seconds in all): the most expensive operations and collectives, equal layers folded."""
     seconds: dict[str, list[float]] = {}
     for choice in plan.choices.values():
@@ -308,7 +308,7 @@ def short_op(choice: Choice) -> str:
     return choice.op.removeprefix("aten.").removesuffix(".default")
 
 
-def _dominates(plan: Plan) -> Table:
+def _dominates(plan: Record) -> Table:
     table = _table("What dominates", "what", "", ">time", ">share")
     for what, count, seconds in hot_spots(plan):
         share = f"{seconds / plan.cost.total_s:.1%}" if plan.cost.total_s else ""
@@ -316,12 +316,12 @@ def _dominates(plan: Plan) -> Table:
     return table
 
 
-def lost(plan: Plan, choice: Choice) -> float:
+def lost(plan: Record, choice: Choice) -> float:
     """Seconds that running ``choice`` whole on every rank loses against an even split over all ranks."""
     return choice.seconds * (1 - 1 / plan.mesh.size)
 
 
-def _replicated(plan: Plan) -> Iterator[tuple[str, int, Choice, float]]:
+def _replicated(plan: Record) -> Iterator[tuple[str, int, Choice, float]]:
     groups: dict[tuple[str, str, str], list[Choice]] = {}
     for c in plan.choices.values():
         if not c.has_rule:
@@ -330,7 +330,7 @@ def _replicated(plan: Plan) -> Iterator[tuple[str, int, Choice, float]]:
         yield op, len(found), found[0], sum(lost(plan, c) for c in found)
 
 
-def _without_rule(plan: Plan) -> Table:
+def _without_rule(plan: Record) -> Table:
     table = _table("Replicated: no rule (correct, but every rank does all the work)", "op", "", "module", "at", ">lost")
     for op, count, first, seconds in sorted(_replicated(plan), key=lambda x: -x[3]):
         where = globbed(first.fqn) if count > 1 else first.fqn

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.communicator import current
 from autoshard.runtime.parameters import regather
 
 
@@ -105,6 +106,4 @@ def require(*conditions: bool) -> None:
 
 def device() -> torch.device:
     """Where new tensors of this rank go: the device of the bound communicator."""
-    from autoshard.runtime.communicator import current
-
     return current().device or torch.get_default_device()

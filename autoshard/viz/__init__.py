@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import PlanError
-from autoshard.plans.plan import Plan
+from autoshard.plans.record import Record
 from autoshard.viz.dot import dot, svg
 from autoshard.viz.html import html
 from autoshard.viz.layout_picture import visualize_layout
@@ -17,9 +17,9 @@ from autoshard.viz.trace import trace_json
 
 __all__ = ["dot", "html", "svg", "trace_json", "tree_text", "visualize", "visualize_layout"]
 
-_FORMATS: dict[str, Callable[[Plan], str]] = {
+_FORMATS: dict[str, Callable[[Record], str]] = {
     ".trace.json": trace_json,  # before .json, which it also ends in
-    ".json": Plan.to_json,
+    ".json": Record.to_json,
     ".html": html,
     ".dot": dot,
     ".svg": svg,
@@ -50,8 +50,8 @@ def visualize(what: Any, path: str | os.PathLike[str], *, before: Any = None) ->
     Path(path).write_text(text, encoding="utf-8")
 
 
-def _plan_of(what: Any) -> Plan:
-    plan = what if isinstance(what, Plan) else getattr(what, "plan", None)
-    if not isinstance(plan, Plan):
+def _plan_of(what: Any) -> Record:
+    plan = what if isinstance(what, Record) else getattr(what, "plan", None)
+    if not isinstance(plan, Record):
         raise PlanError(f"expected a Plan or a compiled module, got {type(what).__name__}")
     return plan

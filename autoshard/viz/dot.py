@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 
 from autoshard.errors import PlanError
-from autoshard.plans.plan import Plan
+from autoshard.plans.record import Record
 from autoshard.plans.report import show_bytes, show_layout, show_seconds
 from autoshard.viz.text import printable
 from autoshard.viz.tree import Box, Item, drawing
@@ -16,7 +16,7 @@ from autoshard.viz.tree import Box, Item, drawing
 _CUT, _PARTIAL, _WHOLE = "#cfe2ff", "#ffdcb8", "#ffffff"
 
 
-def dot(plan: Plan) -> str:
+def dot(plan: Record) -> str:
     """The plan in the DOT language."""
     drawn = drawing(plan)
     title = f"{plan.title or 'model'} on {plan.mesh.hardware.name}, mesh {plan.mesh}"
@@ -34,7 +34,7 @@ def dot(plan: Plan) -> str:
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def svg(plan: Plan) -> str:
+def svg(plan: Record) -> str:
     """The plan drawn by Graphviz. Raises :class:`PlanError` where the ``dot`` program is not installed or fails."""
     program = shutil.which("dot")
     if program is None:
@@ -51,7 +51,7 @@ def quoted(*lines: str) -> str:
     return '"' + "\\n".join(escaped) + '"'
 
 
-def _draw(child: Box | Item, plan: Plan, indent: str, counter: Iterator[int], lines: list[str]) -> None:
+def _draw(child: Box | Item, plan: Record, indent: str, counter: Iterator[int], lines: list[str]) -> None:
     if isinstance(child, Item):
         lines.append(f"{indent}n{child.id} [{_attributes(child, plan)}];")
         return
@@ -65,7 +65,7 @@ def _draw(child: Box | Item, plan: Plan, indent: str, counter: Iterator[int], li
     lines.append(f"{indent}}}")
 
 
-def _attributes(item: Item, plan: Plan) -> str:
+def _attributes(item: Item, plan: Record) -> str:
     if item.kind == "comm":
         parts = (plan.collectives[i] for i in item.collectives)
         text = [f"{c.kind}@{','.join(c.axes)} {c.phase} {show_bytes(c.bytes)} {show_seconds(c.seconds)}" for c in parts]
@@ -79,5 +79,5 @@ def _attributes(item: Item, plan: Plan) -> str:
     return f'fillcolor="{color}", label={quoted(item.title, *values)}'
 
 
-def _value(plan: Plan, name: str) -> tuple[str, str]:
+def _value(plan: Record, name: str) -> tuple[str, str]:
     return str(list(plan.shapes[name])), show_layout(plan.layouts[name])

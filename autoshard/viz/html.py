@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from autoshard.layout import Layout
-from autoshard.plans.plan import Plan
+from autoshard.plans.record import Record
 from autoshard.plans.report import hot_spots, local_bytes, memory_parts, short_op, traffic, utilisation
 from autoshard.viz.trace import memory_over_time
 from autoshard.viz.tree import Box, Drawing, Item, drawing, is_view
@@ -17,7 +17,7 @@ from autoshard.viz.tree import Box, Drawing, Item, drawing, is_view
 _SCRIPTS = ("dom.js", "layout.js", "graph.js", "details.js", "tables.js", "charts.js", "app.js")
 
 
-def html(plan: Plan, before: Plan | None = None) -> str:
+def html(plan: Record, before: Record | None = None) -> str:
     """``plan`` as a page; with ``before``, the two side by side.
 
     All text of the model travels as JSON and is put into the page as text nodes, never as markup.
@@ -38,7 +38,7 @@ def _asset(name: str) -> str:
 class _Payload:
     """What the page's script reads. Layouts and values are numbered, so that each is written once."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Record) -> None:
         self.plan = plan
         self.layouts: dict[str, int] = {}
         self.values: dict[str, int] = {}

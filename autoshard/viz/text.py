@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autoshard.plans.plan import Plan
+from autoshard.plans.record import Record
 from autoshard.plans.report import show_bytes, show_layout, show_seconds
 from autoshard.viz.tree import Box, Item, drawing
 
 
-def tree_text(plan: Plan) -> str:
+def tree_text(plan: Record) -> str:
     """``plan`` as an indented tree; equal layers once, with ``×n``. Control characters in names are escaped."""
     lines: list[str] = []
     _box(drawing(plan).root, plan, "", lines)
@@ -19,7 +19,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def item_text(item: Item, plan: Plan) -> str:
+def item_text(item: Item, plan: Record) -> str:
     """One line for an operation, tensor or redistribution step."""
     if item.kind == "comm":
         return "  ".join(
@@ -36,7 +36,7 @@ def item_text(item: Item, plan: Plan) -> str:
     return f"{item.title} → {made}{time}{note}"
 
 
-def _box(box: Box, plan: Plan, indent: str, lines: list[str]) -> None:
+def _box(box: Box, plan: Record, indent: str, lines: list[str]) -> None:
     count = f"  ×{len(box.members)}" if len(box.members) > 1 else ""
     name = f"  ({box.class_name})" if box.class_name and box.class_name != box.title else ""
     lines.append(printable(f"{box.title}{name}{count}"))
@@ -52,6 +52,6 @@ def _box(box: Box, plan: Plan, indent: str, lines: list[str]) -> None:
             lines.append(indent + branch + line)
 
 
-def _marked(item: Item, plan: Plan) -> str:
+def _marked(item: Item, plan: Record) -> str:
     mark = {"op": "", "tensor": "· ", "comm": "⬡ "}[item.kind]
     return mark + item_text(item, plan)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autoshard.plans.plan import Choice, Collective, Plan
+from autoshard.plans.record import Choice, Collective, Record
 from autoshard.plans.report import hot_spots, local_bytes, memory_parts, short_op
 from autoshard.runtime import profiling
 from autoshard.viz.tree import is_view
@@ -40,7 +40,7 @@ def collective_name(c: Collective) -> str:
     return profiling.collective_name(c.kind, c.axes, c.fqn, c.phase)
 
 
-def timeline(plan: Plan) -> tuple[Event, ...]:
+def timeline(plan: Record) -> tuple[Event, ...]:
     """Every event of one step in order; the last one ends at ``plan.cost.total_s``."""
     events: list[Event] = []
     now = 0.0
@@ -50,12 +50,12 @@ def timeline(plan: Plan) -> tuple[Event, ...]:
     return tuple(events)
 
 
-def _trained(plan: Plan) -> frozenset[str]:
+def _trained(plan: Record) -> frozenset[str]:
     """Values that get a gradient."""
     return frozenset(plan.differentiable) if plan.training else frozenset()
 
 
-def _sequence(plan: Plan, trained: frozenset[str]) -> Iterator[Event]:
+def _sequence(plan: Record, trained: frozenset[str]) -> Iterator[Event]:
     """All events in order, each as if it started at 0."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for c in plan.collectives:
@@ -93,7 +93,7 @@ def _compute(name: str, choice: Choice, phase: str, trained: frozenset[str]) -> 
         yield Event(title, "compute", phase, 0.0, seconds, choice.fqn, name, 0.0, choice.source)
 
 
-def memory_over_time(plan: Plan) -> tuple[tuple[float, float], ...]:
+def memory_over_time(plan: Record) -> tuple[tuple[float, float], ...]:
     """(seconds, bytes on the fullest rank) whenever it changes.
 
     In training: parameters, gradients and optimizer state all the time, each result from its forward to its
@@ -117,14 +117,14 @@ def memory_over_time(plan: Plan) -> tuple[tuple[float, float], ...]:
     return tuple(points)
 
 
-def _held(plan: Plan, choice: Choice, trained: frozenset[str]) -> float:
+def _held(plan: Record, choice: Choice, trained: frozenset[str]) -> float:
     if is_view(choice):
         return 0.0
     kept = (o for o in choice.outputs if not plan.training or o in trained)
     return float(sum(local_bytes(plan, o) for o in kept))
 
 
-def _freed_by(plan: Plan) -> dict[str, list[str]]:
+def _freed_by(plan: Record) -> dict[str, list[str]]:
     """Operation → the operations whose results nobody reads after it (a view keeps its operand alive)."""
     base: dict[str, str] = {}
     last: dict[str, str] = {}
@@ -140,7 +140,7 @@ def _freed_by(plan: Plan) -> dict[str, list[str]]:
     return freed
 
 
-def trace_json(plan: Plan) -> str:
+def trace_json(plan: Record) -> str:
     """The timeline as Chrome trace JSON; timestamps are microseconds."""
     events = timeline(plan)
     streams = list(dict.fromkeys(["compute", *sorted({e.stream for e in events})]))

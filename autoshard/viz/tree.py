@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.passes.rules.facts import VIEWS
-from autoshard.plans.plan import Choice, Collective, Plan
+from autoshard.plans.record import Choice, Collective, Record
 from autoshard.plans.report import globbed, numbers, short_op
 
 LONGEST = 150
@@ -57,7 +57,7 @@ class Box:
 class Drawing:
     """``edges``: (from item, to item, value), between items that are drawn."""
 
-    plan: Plan
+    plan: Record
     root: Box
     edges: tuple[tuple[int, int, str], ...]
 
@@ -86,7 +86,7 @@ def _member(box: Box, fqn: str) -> str | None:
     return next((m for m in box.members if fqn == m or fqn.startswith(m + ".")), None)
 
 
-def drawing(plan: Plan) -> Drawing:
+def drawing(plan: Record) -> Drawing:
     """The drawing of ``plan``."""
     builder = _Builder(plan)
     builder.run()
@@ -116,7 +116,7 @@ def change(c: Collective) -> tuple[str, str]:
 
 
 class _Builder:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Record) -> None:
         self.plan = plan
         self.root = Box("", plan.title or "model", plan.title, ("",))
         self.boxes = {"": self.root}
@@ -194,7 +194,7 @@ class _Builder:
         return self.add(path, "comm", f"{first.kind}@{','.join(first.axes)}", first.value, group)
 
 
-def _steps(plan: Plan) -> dict[tuple[str, str], list[tuple[int, ...]]]:
+def _steps(plan: Record) -> dict[tuple[str, str], list[tuple[int, ...]]]:
     """(value, reader) → the steps made for it, in order; each the positions of its collectives.
 
     All collectives inside one operation's local form count as one step."""
@@ -222,12 +222,12 @@ def _in_order(groups: dict[tuple[str, str], list[int]]) -> list[tuple[int, ...]]
 # --- folding, inlining, cutting ---
 
 
-def _signature(box: Box, plan: Plan) -> object:
+def _signature(box: Box, plan: Record) -> object:
     """Equal for boxes that look the same inside."""
     return (box.class_name, tuple(_item_signature(c, plan, box.path) for c in box.children))
 
 
-def _item_signature(child: Box | Item, plan: Plan, path: str) -> object:
+def _item_signature(child: Box | Item, plan: Record, path: str) -> object:
     if isinstance(child, Box):
         return (globbed(child.title), _signature(child, plan))
     if child.kind == "op":
@@ -240,7 +240,7 @@ def _item_signature(child: Box | Item, plan: Plan, path: str) -> object:
     return (child.kind, globbed(inside), plan.shapes[child.name], str(plan.layouts[child.name]))
 
 
-def _fold(box: Box, plan: Plan, stands_for: dict[int, int]) -> None:
+def _fold(box: Box, plan: Record, stands_for: dict[int, int]) -> None:
     """Join neighbours that are equal but for their number."""
     kept: list[Box | Item] = []
     last: object = None
@@ -264,7 +264,7 @@ def _fold(box: Box, plan: Plan, stands_for: dict[int, int]) -> None:
             _finish(child, plan, stands_for)
 
 
-def _finish(box: Box, plan: Plan, stands_for: dict[int, int]) -> None:
+def _finish(box: Box, plan: Record, stands_for: dict[int, int]) -> None:
     before = dict(stands_for)
     _fold(box, plan, stands_for)
     for old, new in before.items():  # an item of a folded layer may now be folded into a sibling's

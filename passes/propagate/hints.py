@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from autoshard.errors import HintError
-from autoshard.layout import I, Invariant, Partial, Placement, R, Replicate, Shard
+from autoshard.layout import I, Invariant, Layout, Partial, Placement, R, Replicate, Shard
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import canonical
 from autoshard.passes.ir.graph import Graph, Input, TensorType
 
 STYLES = ("colwise", "rowwise", "replicate")
@@ -188,3 +189,15 @@ def _unknown(pattern: str, graph: Graph, modules: Sequence[str]) -> str:
         f"hint {pattern!r} matches no parameter, buffer, input or module. Nearest: "
         f"{', '.join(near) if near else ', '.join(names[:3])}"
     )
+
+
+def fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constraint]:
+    """Constraints that keep parameters (by fqn) in the layouts that an earlier compilation gave them."""
+    found = {}
+    for value in graph.inputs:
+        if value.kind == "parameter" and value.fqn in parameters:
+            layout, grad = parameters[value.fqn], graph.types[value.name].grad
+            placements = (canonical(p, grad) for p in layout.placements)  # I and R differ in the gradient
+            axes = tuple(zip(layout.mesh.axes, placements, strict=True))
+            found[value.name] = Constraint(value.fqn, value.fqn, axes)
+    return found

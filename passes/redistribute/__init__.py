@@ -1,7 +1,7 @@
 """Redistribution: from one layout to another with the fewest bytes, or in the least time."""
 
 from autoshard.passes.ir.program import Step
-from autoshard.passes.redistribute.planner import redistribution
+from autoshard.passes.redistribute.query import redistribution
 from autoshard.passes.redistribute.steps import Redistribution, emit
 from autoshard.passes.redistribute.table import cost_matrix
 

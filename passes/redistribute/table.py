@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from autoshard.layout import Layout
-from autoshard.passes.redistribute.planner import distances, kinds_of, redistribution
+from autoshard.passes.redistribute.planner import distances, kinds_of
 from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price
+from autoshard.passes.redistribute.query import redistribution
 from autoshard.passes.redistribute.space import EXACT_AXES, Floats, everything, state_of
 
 SMALL = 500

@@ -1,0 +1,200 @@
+"""What a plan records: every layout and every collective of a sharded model, what it is predicted to cost; as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from autoshard.errors import PlanError
+from autoshard.hardware import Hardware, Link
+from autoshard.layout import Invariant, Layout, Partial, Placement, Replicate, Shard
+from autoshard.mesh import Mesh
+
+Kind = TypeVar("Kind", bound="Record")
+
+TOGETHER = "; "
+"""between the reasons of values that one collective moves"""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a step. ``bytes``: ring bytes per rank.
+
+    ``fqn``: the module that asked for it; between two numbered blocks, such as layers, the one that made the value.
+    """
+
+    kind: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all or permute"""
+    axes: tuple[str, ...]
+    phase: str
+    """forward or backward"""
+    bytes: float
+    fqn: str
+    reason: str
+    value: str = ""
+    """the value it moves: a parameter's name or the graph's name"""
+    seconds: float = 0.0
+    op: str = ""
+    """the operation it is made for, a key of :attr:`Record.choices`; "" for an output of the model"""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The reason of each value that it moves: several may go together."""
+        return tuple(self.reason.split(TOGETHER))
+
+    def __str__(self) -> str:
+        return f"{self.kind}@{','.join(self.axes)} {self.phase} {self.bytes:.0f} B  {self.fqn}  {self.reason}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Predicted cost of one step on one rank: seconds, bytes of memory, FLOPs of matmul-like ops."""
+
+    compute_s: float
+    comm_s: float
+    total_s: float
+    memory_bytes: float
+    flops: float
+    """of the whole model, forward and backward"""
+    flops_per_rank: float
+    """of the busiest rank"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for one operation."""
+
+    op: str
+    fqn: str
+    source: str
+    labels: tuple[str, ...]
+    """per mesh axis: the factor that is cut, or I, R, P(…)"""
+    flops: float = 0.0
+    seconds: float = 0.0
+    has_rule: bool = True
+    inputs: tuple[str, ...] = ()
+    """per operand: the value's name"""
+    outputs: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+    """per operand: the layout it is read in, as text"""
+    alternatives: tuple[tuple[tuple[str, ...], float], ...] = ()
+    """the next best strategies: (labels, seconds more per step if everything else stays)"""
+
+
+@dataclass(frozen=True)
+class Record:
+    """All choices for a model on a mesh. ``layouts``: by parameter, buffer or input name, and by graph value."""
+
+    mesh: Mesh
+    layouts: Mapping[str, Layout]
+    collectives: tuple[Collective, ...]
+    cost: Cost
+    lower_bound: float
+    """seconds: no plan in the stated cost model is faster"""
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+    shared: Mapping[str, Layout] = field(default_factory=dict)
+    outputs: tuple[Layout | None, ...] = ()
+    pinned: tuple[str, ...] = ()
+    """values with a hint, read from their shared layout only"""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """name → parameter, buffer, input, constant or value"""
+    notes: tuple[str, ...] = ()
+    training: bool = True
+    title: str = ""
+    """the model's class"""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """module path → class name"""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """name → dtype, such as float32"""
+    differentiable: tuple[str, ...] = ()
+    """names of the values that carry a gradient"""
+
+    def to_json(self) -> str:
+        """The plan as JSON text; :meth:`from_json` reads it back."""
+        return json.dumps(
+            {
+                "format": 1,
+                "mesh": dict(zip(self.mesh.axes, self.mesh.shape, strict=True)),
+                "hardware": asdict(self.mesh.hardware),
+                "training": self.training,
+                "cost": asdict(self.cost),
+                "lower_bound": self.lower_bound,
+                "layouts": {n: _layout_json(x) for n, x in self.layouts.items()},
+                "shared": {n: _layout_json(x) for n, x in self.shared.items()},
+                "outputs": [None if x is None else _layout_json(x) for x in self.outputs],
+                "pinned": list(self.pinned),
+                "shapes": {n: list(s) for n, s in self.shapes.items()},
+                "kinds": dict(self.kinds),
+                "choices": {n: asdict(c) for n, c in self.choices.items()},
+                "collectives": [asdict(c) for c in self.collectives],
+                "notes": list(self.notes),
+                "title": self.title,
+                "modules": dict(self.modules),
+                "dtypes": dict(self.dtypes),
+                "differentiable": list(self.differentiable),
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls: type[Kind], text: str) -> Kind:
+        """The plan that :meth:`to_json` wrote. Raises :class:`PlanError` for anything else."""
+        try:
+            data = json.loads(text)
+            hardware = data["hardware"]
+            hardware = Hardware(
+                **{**hardware, "node": Link(**hardware["node"]), "network": Link(**hardware["network"])}
+            )
+            mesh = Mesh(data["mesh"], hardware)
+            return cls(
+                mesh=mesh,
+                layouts={n: _layout_from(mesh, x) for n, x in data["layouts"].items()},
+                collectives=tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
+                cost=Cost(**data["cost"]),
+                lower_bound=data["lower_bound"],
+                choices={n: _choice_from(c) for n, c in data["choices"].items()},
+                shared={n: _layout_from(mesh, x) for n, x in data["shared"].items()},
+                outputs=tuple(None if x is None else _layout_from(mesh, x) for x in data["outputs"]),
+                pinned=tuple(data["pinned"]),
+                shapes={n: tuple(s) for n, s in data["shapes"].items()},
+                kinds=data["kinds"],
+                notes=tuple(data["notes"]),
+                training=data["training"],
+                title=data.get("title", ""),
+                modules=data.get("modules", {}),
+                dtypes=data.get("dtypes", {}),
+                differentiable=tuple(data.get("differentiable", ())),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error
+
+
+_LETTERS: dict[str, Placement] = {"R": Replicate(), "I": Invariant(), "P": Partial()}
+
+
+def _layout_json(layout: Layout) -> dict[str, Any]:
+    data: dict[str, Any] = {"placements": [str(p) for p in layout.placements]}
+    if layout.order != layout.mesh.axes:
+        data["order"] = list(layout.order)
+    return data
+
+
+def _layout_from(mesh: Mesh, data: Mapping[str, Any]) -> Layout:
+    return Layout(mesh, [placement_from(p) for p in data["placements"]], data.get("order"))
+
+
+def _choice_from(data: Mapping[str, Any]) -> Choice:
+    lists = {k: tuple(data.get(k, ())) for k in ("labels", "inputs", "outputs", "uses")}
+    alternatives = tuple((tuple(labels), seconds) for labels, seconds in data.get("alternatives", ()))
+    return Choice(**{**data, **lists, "alternatives": alternatives})
+
+
+def placement_from(text: str) -> Placement:
+    """``S(1)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
+    if text in _LETTERS:
+        return _LETTERS[text]
+    inner = text[2:-1]
+    return Shard(int(inner)) if text.startswith("S(") else Partial(inner)

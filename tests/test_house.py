@@ -1,0 +1,155 @@
+"""The structure of the library: rooms, floors, and arrows that run downwards. docs/design.md describes it."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"autoshard": ROOT / "autoshard", "autoshard.passes": ROOT / "passes", "autoshard.models": ROOT / "models"}
+
+FLOORS = (
+    ("cli", "demo", "testing"),
+    ("check",),
+    ("api",),
+    ("module",),
+    ("compiler",),
+    ("stages",),
+    ("plans", "viz", "initialise"),
+    ("passes.codegen",),
+    ("passes.lower",),
+    ("passes.capture", "passes.propagate"),
+    ("passes.rules", "passes.redistribute"),
+    ("passes.ir",),
+    ("passes.search",),
+    ("runtime",),
+    ("models",),
+    ("progress", "frames", "layout", "mesh", "hardware", "errors"),
+)
+"""from top to bottom: a room imports from its own floor and from those below"""
+
+WITHIN_CAPTURE = (("",), ("translate", "answers", "substitutes"), ("refusals",), ("exported",))
+"""the floors of passes.capture; "" are the files that lie directly in it"""
+
+MOST_LINES = 400
+
+
+def _files() -> dict[str, Path]:
+    """Module name → its file."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if package == "autoshard" and parts[0] in ("passes", "models"):  # the links
+                continue
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+FILES = _files()
+
+
+def _imports(tree: ast.AST, name: str) -> Iterator[str]:
+    """The modules of the library that ``name`` imports, wherever the import stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autoshard"):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in FILES else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name in FILES and a.name != name)
+
+
+def _arrows() -> nx.DiGraph:
+    graph: nx.DiGraph = nx.DiGraph()
+    for name, path in FILES.items():
+        graph.add_node(name)
+        for other in _imports(ast.parse(path.read_text(encoding="utf-8")), name):
+            if name != "autoshard" and other != "autoshard":  # the public names, and what is loaded on first use
+                graph.add_edge(name, other)
+    return graph
+
+
+ARROWS = _arrows()
+
+
+def _room(name: str) -> str:
+    parts = name.split(".")[1:]
+    return ".".join(parts[:2]) if parts and parts[0] == "passes" else parts[0] if parts else ""
+
+
+def test_no_circle_among_files() -> None:
+    assert list(nx.simple_cycles(ARROWS)) == []
+
+
+def test_every_room_has_a_floor() -> None:
+    named = {room for floor in FLOORS for room in floor}
+    assert {_room(name) for name in FILES} - named == {"", "compiler", "passes"} - named
+
+
+def test_arrows_run_downwards() -> None:
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    upwards = [
+        f"{a} → {b}"
+        for a, b in ARROWS.edges
+        if _room(a) in floor and _room(b) in floor and floor[_room(a)] > floor[_room(b)]
+    ]
+    assert upwards == []
+
+
+@pytest.mark.parametrize("rooms", [r for r in FLOORS if len(r) > 1], ids=" ".join)
+def test_rooms_of_one_floor_do_not_need_each_other(rooms: tuple[str, ...]) -> None:
+    """Files aside that are no rooms, such as errors and layout, which stand beside each other without a circle."""
+    between = defaultdict(set)
+    for a, b in ARROWS.edges:
+        if _room(a) in rooms and _room(b) in rooms and _room(a) != _room(b):
+            between[_room(a)].add(_room(b))
+    folders = {
+        room for room in rooms if f"autoshard.{room}" in FILES and FILES[f"autoshard.{room}"].name == "__init__.py"
+    }
+    pairs = {(a, b) for a, others in between.items() for b in others if {a, b} <= folders}
+    assert pairs <= {("plans", "viz"), ("viz", "plans")}  # a plan draws itself; pictures read its record
+
+
+def test_arrows_within_capture_run_downwards() -> None:
+    floor = {room: number for number, rooms in enumerate(WITHIN_CAPTURE) for room in rooms}
+
+    def inside(name: str) -> str | None:
+        if _room(name) != "passes.capture":
+            return None
+        parts = name.split(".")[3:]
+        return parts[0] if parts and parts[0] in floor else ""
+
+    pairs = [(a, b, inside(a), inside(b)) for a, b in ARROWS.edges]
+    assert [f"{a} → {b}" for a, b, x, y in pairs if x is not None and y is not None and floor[x] > floor[y]] == []
+
+
+def test_no_import_is_hidden_in_a_function() -> None:
+    """But for the command line, which loads what a command needs."""
+    hidden = [
+        f"{name}:{node.lineno}"
+        for name, path in FILES.items()
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autoshard")
+    ]
+    assert [place for place in hidden if not place.startswith("autoshard.cli:")] == []
+
+
+def test_the_runtime_imports_nothing_of_the_compiler() -> None:
+    outside = {b for a, b in ARROWS.edges if _room(a) == "runtime" and _room(b) != "runtime"}
+    assert outside == {"autoshard.errors"}
+
+
+def test_sizes() -> None:
+    long = {name: n for name, path in FILES.items() if (n := path.read_text("utf-8").count("\n")) > MOST_LINES}
+    assert long == {}
+    assert len(list((ROOT / "passes").glob("*.py"))) <= 10
+    assert len(list((ROOT / "autoshard").glob("*.py"))) <= 15
+    assert FILES["autoshard.compiler"].read_text("utf-8").count("\n") <= 130
