@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import AutoshardError, CaptureError, HintError, MeshError
-from autoshard.hardware import PRESETS
+from autoshard.errors import AutoshardError, CaptureError, HintError, MeshError, PlanError
+from autoshard.hardware import PRESETS, free_memory
 from autoshard.layout import Shard
 from autoshard.mesh import Mesh
 
@@ -156,16 +156,41 @@ def _hugging_face(family: str, batch: int, seq: int) -> Loaded:
     return (lambda: getattr(transformers, model_name)(config)), (), {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def _plan(options: argparse.Namespace) -> int:
-    import autoshard
+_COMPILED, _VERIFIED = 4.5, 12
+"""measured peaks in copies of the weights: the model, what is adopted and what is written; two models that are trained"""
+
+
+def _weigh(make: Callable[[], nn.Module], copies: float, itemsize: int = 0) -> None:
+    """Say how much memory a command takes, before it does. Raises :class:`PlanError` where the machine has less.
+
+    ``itemsize``: bytes of an element where the command converts the model.
+    """
+    with torch.device("meta"):
+        tensors = [*(model := make()).parameters(), *model.buffers()]
+    needed = copies * sum(x.numel() * (itemsize or x.itemsize) for x in tensors)
+    free = free_memory()
+    if needed > 1e9:
+        print(f"this makes weights: about {needed / 1e9:.3g} GB of memory, beside activations", file=sys.stderr)
+    if free is not None and needed > free:
+        raise PlanError(
+            f"the model's weights need about {needed / 1e9:.3g} GB ({copies:g} copies), and this machine has "
+            f"{free / 1e9:.3g} GB free. `autoshard plan` and `autoshard show` need no weights."
+        )
+
+
+def _compiled(options: argparse.Namespace) -> Any:
+    """The :class:`~autoshard.compiler.Compiled` stages of a model without weights."""
+    from autoshard.compiler import Wishes, compiled
 
     make, args, kwargs = load(options.model, options.batch, options.seq)
+    training, wishes = not options.inference, Wishes(hints=_hints(options))
     with torch.device("meta"):
-        model = make().train(not options.inference)
-    training, dynamic = not options.inference, options.dynamic
-    plan = autoshard.plan(
-        model, _mesh(options), args, kwargs, hints=_hints(options), training=training, dynamic=dynamic
-    )
+        model = make().train(training)
+    return compiled(model, _mesh(options), args, kwargs, wishes, training=training, dynamic=options.dynamic)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    plan = _compiled(options).plan
     print(plan)
     if options.json:
         options.json.write_text(plan.to_json(), encoding="utf-8")
@@ -174,7 +199,14 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    sharded = _sharded(options)
+    import autoshard
+
+    make, args, kwargs = load(options.model, options.batch, options.seq)
+    _weigh(make, _COMPILED)
+    torch.manual_seed(0)
+    training, mesh = not options.inference, _mesh(options)
+    asked = {"hints": _hints(options), "training": training, "dynamic": options.dynamic}
+    sharded = autoshard.compile(make().train(training), mesh, args, kwargs, **asked)
     sharded.save(options.out)
     ranks = sharded.mesh.size
     print(f"{options.out}: rank_module.py, plan.json, inputs.json, lines.json and {ranks} shards. Run it with:")
@@ -182,23 +214,12 @@ def _compile(options: argparse.Namespace) -> int:
     return 0
 
 
-def _sharded(options: argparse.Namespace) -> Any:
-    import autoshard
-
-    make, args, kwargs = load(options.model, options.batch, options.seq)
-    torch.manual_seed(0)
-    training = not options.inference
-    model, hints = make().train(training), _hints(options)
-    return autoshard.compile(
-        model, _mesh(options), args, kwargs, hints=hints, training=training, dynamic=options.dynamic
-    )
-
-
 def _verify(options: argparse.Namespace) -> int:
     import autoshard
 
     make, args, kwargs = load(options.model, options.batch, options.seq)
     dtype = getattr(torch, options.dtype)
+    _weigh(make, _VERIFIED, dtype.itemsize)
     torch.manual_seed(0)
     model = make().to(dtype)
     if options.inference:
@@ -212,11 +233,11 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    sharded = _sharded(options)
+    found = _compiled(options)
     if options.out is None:
-        print(sharded.source)
+        print(found.source.text)
     else:
-        sharded.visualize(options.out)
+        found.plan.visualize(options.out)
         print(f"written to {options.out}")
     return 0
 

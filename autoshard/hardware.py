@@ -7,7 +7,8 @@ NCCL measurements. Times are α-β: ``latency + ring bytes / bandwidth``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -95,6 +96,10 @@ def hardware(which: str | Hardware) -> Hardware:
         raise MeshError(f"unknown hardware {which!r}. Known: {names}; or pass an autoshard.Hardware.") from None
 
 
-def with_memory(base: Hardware, memory_bytes: float) -> Hardware:
-    """``base`` with another memory size in bytes."""
-    return replace(base, memory_bytes=memory_bytes)
+def free_memory() -> int | None:
+    """Bytes of main memory that this machine can still give; None where it does not say (it is no Linux)."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -24,12 +24,13 @@ def set_up_logs(names: str | None = None) -> None:
     "all" is all of them. A name that does not exist is answered with a warning that lists the known ones.
     """
     asked = os.environ.get("AUTOSHARD_LOGS", "") if names is None else names
+    ours = logging.getLogger("autoshard")
+    if ours.level == logging.NOTSET:  # a program that logs at INFO did not ask for our stages
+        ours.setLevel(logging.WARNING)
     for name in filter(None, (part.strip() for part in asked.split(","))):
         for known in LOGS if name == "all" else (name,):
             if known not in LOGS:
-                logging.getLogger("autoshard").warning(
-                    "AUTOSHARD_LOGS: there is no log %r; known are %s and all", name, ", ".join(LOGS)
-                )
+                ours.warning("AUTOSHARD_LOGS: there is no log %r; known are %s and all", name, ", ".join(LOGS))
                 continue
             logger = logging.getLogger(f"autoshard.{known}")
             logger.setLevel(logging.INFO)

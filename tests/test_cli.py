@@ -136,3 +136,26 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
         main(arguments)
     assert caught.value.code == 2
     assert "usage: autoshard" in capsys.readouterr().err
+
+
+def test_drawing_needs_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not even where there is no memory at all."""
+    monkeypatch.setattr("autoshard.cli.free_memory", lambda: 0)
+    small = ("--batch", "2", "--seq", "16")
+    assert main(["show", "mlp:base", "--mesh", "dp=2,tp=8", *small, "--out", str(tmp_path / "plan.html")]) == 0
+    assert (tmp_path / "plan.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("command", ["compile", "verify"])
+def test_what_needs_weights_is_refused_before_it_makes_them(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autoshard.cli.free_memory", lambda: 10_000_000_000)
+    out = ["--out", str(tmp_path / "out")] if command == "compile" else []
+    assert main([command, "llama:8b", "--mesh", "dp=2,tp=4", *out]) == 2
+    printed = capsys.readouterr().err
+    assert "this makes weights: about" in printed
+    assert "this machine has 10 GB free" in printed
+    assert "`autoshard show` need no weights" in printed
+    assert list(tmp_path.iterdir()) == []
