@@ -263,7 +263,7 @@ def _without_data(model: nn.Module, example: Example) -> Example:
     """The example as distinct tensors on the model's device: export would merge a tensor that is passed twice.
 
     With anything on the meta device, the model's tensors too are replaced (by :func:`_untouched` undone) by fake
-    ones on a real device, so that the trace is the one of the real model.
+    ones on a real device, so that the trace is the one of the real model. Its constants, plain attributes, keep their data.
     """
     tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, pytree.tree_leaves(example))]
     if not any(t.is_meta for t in tensors):
@@ -273,7 +273,8 @@ def _without_data(model: nn.Module, example: Example) -> Example:
         replaced: dict[int, torch.Tensor] = {}
         for module in model.modules():
             for name, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
-                if isinstance(tensor, torch.Tensor):
+                constant = name in vars(module) and isinstance(tensor, torch.Tensor) and tensor.is_leaf
+                if isinstance(tensor, torch.Tensor) and (tensor.is_meta or not constant):
                     if id(tensor) not in replaced:
                         replaced[id(tensor)] = _empty(tensor, device)
                     setattr(module, name, replaced[id(tensor)])
