@@ -116,7 +116,8 @@ class Assignment:
             lines.append(f"{made} = {node.op}({', '.join(reads)})    [{labels}]")
         pairs = zip(self.graph.outputs, self.outputs, strict=True)
         outs = (self._read(o.name, x) if isinstance(o, Ref) and x is not None else repr(o) for o, x in pairs)
-        return "\n".join([*lines, f"return {', '.join(outs)}"])
+        lines.append(f"return {', '.join(outs)}")
+        return "\n".join(lines + [f"{n} ← {self._read(v, Layout(self.mesh))}" for n, v in self.graph.mutations.items()])
 
     def _defined(self, value: str) -> str:
         shared = self.shared.get(value, self.layouts[value])
