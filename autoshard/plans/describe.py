@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import canonical
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.program import Program, Statement
+from autoshard.passes.ir.program import Program, Statement, Step
 from autoshard.passes.ir.sizes import Size, free_symbols
-from autoshard.passes.lower.blocks import module_of
-from autoshard.passes.lower.bucket import regathered
+from autoshard.passes.lower.blocks import module_of, segments
+from autoshard.passes.lower.bucket import bucketed, regathered
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alternatives import alternatives, cheapest_use
+from autoshard.passes.propagate.edges import forward_seconds
 from autoshard.passes.propagate.network import state_bytes
+from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.op_space import axis_strategies
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.checks import has_rule
@@ -28,15 +29,14 @@ def describe(program: Program, title: str = "") -> Plan:
     """The plan of a program: what a user sees, and what another compilation can reuse."""
     graph, mesh, assignment = program.graph, program.mesh, program.assignment
     found = tuple(_collectives(program))
-    others = alternatives(program)
+    others, searched = alternatives(assignment), objective(assignment)
     public = {i.name: i.fqn for i in graph.inputs}
     choices = {}
-    flops = share = compute = 0.0
+    flops = share = 0.0
     for node in graph.nodes:
         choice = assignment.choices[node.name]
         work = costs.node_flops(node, graph, rule_for(node.op))
-        seconds = _node_seconds(node, program, work)
-        flops, share, compute = flops + work, share + work * costs.divided(choice, mesh), compute + seconds
+        flops, share = flops + work, share + work * costs.divided(choice, mesh)
         labels = tuple(s.label for s in choice)
         choices[node.name] = Choice(
             op=str(node.op),
@@ -44,32 +44,40 @@ def describe(program: Program, title: str = "") -> Plan:
             source=node.source,
             labels=labels,
             flops=work,
-            seconds=seconds,
+            seconds=searched.compute[node.name],
             has_rule=has_rule(node, graph),
             inputs=tuple(public.get(n, n) for n in node.inputs),
             outputs=node.outputs,
-            uses=tuple(str(layout) for layout in _uses(node, program)),
+            uses=tuple(str(Layout(mesh, assignment.use(node, i))) for i in range(len(node.inputs))),
             alternatives=others.get(node.name, ()),
         )
     kinds = {i.fqn: i.kind for i in graph.inputs}
     layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
-    communication = sum(c.seconds for c in found)
     memory = sum(
         state_bytes(graph.types[i.name], assignment.layouts[i.name].placements, mesh)
         for i in graph.inputs
         if i.kind == "parameter"
     ) + _activation_bytes(program)
-    total = compute + communication
+    local = sum(_step_seconds(step)[2] for step in _steps(program.statements))
     return Plan(
         mesh=mesh,
         layouts=layouts,
         collectives=found,
-        cost=Cost(compute, communication, total, memory, flops, share),
-        lower_bound=min(assignment.solution.lower_bound, total),
+        cost=Cost(
+            compute_s=searched.compute_s,
+            comm_s=searched.comm_s,
+            total_s=searched.compute_s + searched.comm_s,
+            memory_bytes=memory,
+            flops=flops,
+            flops_per_rank=share,
+            local_s=local,
+            merged_s=searched.comm_s - sum(c.seconds for c in found) - local,
+        ),
+        lower_bound=assignment.solution.lower_bound,
         choices=choices,
         shared={public.get(n, n): layout for n, layout in assignment.shared.items()},
         outputs=assignment.outputs,
-        pinned=tuple(sorted(public.get(n, n) for n in assignment.pinned)),
+        given=tuple(sorted(public.get(n, n) for n in assignment.given)),
         shapes={public.get(n, n): t.example.shape for n, t in graph.types.items()},
         kinds={n: kinds.get(n, "value") for n in layouts},
         notes=tuple(_notes(program, choices)),
@@ -79,22 +87,6 @@ def describe(program: Program, title: str = "") -> Plan:
         dtypes={public.get(n, n): str(t.dtype).removeprefix("torch.") for n, t in graph.types.items()},
         differentiable=tuple(public.get(n, n) for n, t in graph.types.items() if t.grad),
     )
-
-
-def _uses(node: Node, program: Program) -> Iterator[Layout]:
-    """Per operand: the layout ``node`` reads it in."""
-    choice, types = program.assignment.choices[node.name], program.graph.types
-    for i, name in enumerate(node.inputs):
-        yield Layout(program.mesh, [canonical(s.inputs[i], types[name].grad) for s in choice])
-
-
-def _node_seconds(node: Node, program: Program, flops: float) -> float:
-    choice = program.assignment.choices[node.name]
-    types = program.graph.types
-    placements = [tuple(canonical(s.inputs[i], types[n].grad) for s in choice) for i, n in enumerate(node.inputs)] + [
-        program.assignment.layouts[n].placements for n in node.outputs
-    ]
-    return costs.node_seconds(node, program.graph, program.mesh, choice, flops, placements)
 
 
 def _activation_bytes(program: Program) -> float:
@@ -115,55 +107,89 @@ def _activation_bytes(program: Program) -> float:
 
 def _collectives(program: Program) -> Iterator[Collective]:
     """Forward collectives in program order, then backward ones in reverse."""
-    backward: list[Collective] = []
-    again = regathered(program)
+    found: list[Collective] = []
+    bucket_of, again = _buckets(program)
+    buckets: dict[tuple[int, str, str], list[int]] = {}
     for s in program.statements:
         if s.members:
-            later: list[Collective] = []
-            yield from _together([c for part in s.members for c in _of_step(program, part, later, False)], program)
-            backward.extend(_together(later, program))
+            found += _together([c for part in s.members for c in _of_step(program, part, False)], program)
         elif s.step is not None:
-            yield from _of_step(program, s, backward, s.outputs[0] in again)
+            for c in _of_step(program, s, s.outputs[0] in again):
+                if s.outputs[0] in bucket_of:
+                    key = (bucket_of[s.outputs[0]], c.kind, c.phase)
+                    buckets.setdefault(key, []).append(len(found))
+                found.append(c)
         elif s.node is not None:
-            yield from _of_node(program, s, backward)
-    yield from reversed(backward)
+            found += _of_node(program, s)
+    for places in buckets.values():
+        for i, seconds in zip(places, _shared_seconds([found[i] for i in places], program.mesh), strict=True):
+            found[i] = replace(found[i], seconds=seconds)
+    yield from (c for c in found if c.phase == "forward")
+    yield from (c for c in reversed(found) if c.phase == "backward")
+
+
+def _buckets(program: Program) -> tuple[dict[str, int], set[str]]:
+    """Local names of parameters → the number of the bucket they travel in; those gathered again in the backward."""
+    number: dict[str, int] = {}
+    for segment in segments(program):
+        for s in bucketed(segment, program).statements:
+            number.update(dict.fromkeys(s.outputs if s.parameter and s.members else (), len(number)))
+    return number, regathered(program)
+
+
+def _shared_seconds(parts: Sequence[Collective], mesh: Mesh) -> Iterator[float]:
+    """The share of each in the time of one call for all."""
+    moved, axes = sum(c.bytes for c in parts), parts[0].axes
+    together = mesh.link(axes).seconds(moved, mesh.size_of(axes))
+    return (c.seconds if len(parts) == 1 or not moved else together * c.bytes / moved for c in parts)
 
 
 def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collective]:
-    """Collectives that are made by one call: as one."""
-    if parts:
-        moved, first = sum(c.bytes for c in parts), parts[0]
-        seconds = program.mesh.link(first.axes).seconds(moved, program.mesh.size_of(first.axes))
-        yield replace(first, bytes=moved, seconds=seconds, reason=TOGETHER.join(c.reason for c in parts))
+    """Collectives that are made by one call, per phase: as one."""
+    for phase in ("forward", "backward"):
+        if same := [c for c in parts if c.phase == phase]:
+            seconds = sum(_shared_seconds(same, program.mesh))
+            reason = TOGETHER.join(c.reason for c in same)
+            yield replace(same[0], bytes=sum(c.bytes for c in same), seconds=seconds, reason=reason)
 
 
-def _of_step(program: Program, s: Statement, backward: list[Collective], again: bool) -> Iterator[Collective]:
-    step, mesh = s.step, program.mesh
+def _steps(statements: Iterable[Statement]) -> Iterator[Step]:
+    for s in statements:
+        yield from _steps(s.members)
+        if s.step is not None and not s.members:
+            yield s.step
+
+
+def _step_seconds(step: Step) -> tuple[float, float, float]:
+    """Seconds of its forward collective, of its backward one, and of its local part where it has neither."""
+    moved = step.forward_bytes + step.backward_bytes
+    if not moved:
+        return 0.0, 0.0, step.seconds
+    forward = step.seconds * step.forward_bytes / moved
+    return forward, step.seconds - forward, 0.0
+
+
+def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective]:
+    step = s.step
     if step is None:
         return
     public = next((i.fqn for i in program.graph.inputs if i.name == s.value), s.value)
     op = s.node.name if s.node is not None else ""
-    fqn = module_of(s, program.graph)
     reason = f"{public}: {step.src} → {step.dst}"
-    moved = step.forward_bytes + step.backward_bytes
-    rate = step.seconds / moved if moved else 0.0
+    forward, backward, _ = _step_seconds(step)
+    first = Collective(
+        step.kind, step.group, "forward", step.forward_bytes, module_of(s, program.graph), reason, public, forward, op
+    )
     if step.is_collective:
-        seconds = step.forward_bytes * rate
-        yield Collective(step.kind, step.group, "forward", step.forward_bytes, fqn, reason, public, seconds, op)
+        yield first
     if step.backward and program.types[s.value].grad:
-        seconds = step.backward_bytes * rate
-        backward.append(
-            Collective(step.backward, step.group, "backward", step.backward_bytes, fqn, reason, public, seconds, op)
-        )
+        yield replace(first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward)
     if again:
-        seconds = mesh.link(step.axes).seconds(step.forward_bytes, mesh.size_of(step.axes))
-        why = f"{reason} (gathered again)"
-        backward.append(
-            Collective(step.kind, step.group, "backward", step.forward_bytes, fqn, why, public, seconds, op)
-        )
+        seconds = float(forward_seconds(program.types[s.value], (step.src,), (step.dst,))[0, 0])
+        yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} (gathered again)")
 
 
-def _of_node(program: Program, s: Statement, backward: list[Collective]) -> Iterator[Collective]:
+def _of_node(program: Program, s: Statement) -> Iterator[Collective]:
     """Collectives inside an op's local form."""
     mesh, node = program.mesh, s.node
     if node is None:
@@ -172,13 +198,8 @@ def _of_node(program: Program, s: Statement, backward: list[Collective]) -> Iter
         if mesh.size_of(c.axes) == 1 or (c.phase == "backward" and not program.graph.training):
             continue
         moved, seconds = costs.internal_cost(c, mesh)
-        found = Collective(
-            c.kind, c.axes, c.phase, moved, node.fqn, f"{node.op}: {c.what}", node.name, seconds, node.name
-        )
-        if c.phase == "forward":
-            yield found
-        else:
-            backward.append(found)
+        reason = f"{node.op}: {c.what}"
+        yield Collective(c.kind, c.axes, c.phase, moved, node.fqn, reason, node.name, seconds, node.name)
 
 
 def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
-from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.graph import Graph, TensorType
 from autoshard.passes.propagate.op_space import axis_strategies, fits
 from autoshard.passes.search.network import Solution
 from autoshard.plans.plan import Plan
@@ -41,6 +41,19 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh) -> Assignment:
     fqns = {fqn: n for n, fqn in public.items()}
     shared = {fqns.get(n, n): Layout(mesh, layout.placements) for n, layout in plan.shared.items()}
     outputs = tuple(None if x is None else Layout(mesh, x.placements) for x in plan.outputs)
-    solution = Solution((), plan.cost.total_s, plan.lower_bound, False, {})
-    pinned = frozenset(fqns.get(n, n) for n in plan.pinned)
-    return Assignment(mesh, layouts, shared, choices, outputs, solution, pinned)
+    bound = plan.lower_bound if _same_costs(plan, graph, mesh) else 0.0
+    given = frozenset(fqns.get(n, n) for n in plan.given)
+    solution = Solution((), plan.cost.total_s, bound, False)
+    return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, given)
+
+
+def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:
+    """Whether the plan's bound holds for ``graph``: the same hardware, and values of the same sizes and gradients."""
+    public, trained = {i.name: i.fqn for i in graph.inputs}, set(plan.differentiable)
+
+    def is_alike(name: str, type_: TensorType) -> bool:
+        dtype = str(type_.dtype).removeprefix("torch.")
+        found = (plan.shapes.get(name), plan.dtypes.get(name), name in trained)
+        return found == (type_.example.shape, dtype, type_.grad)
+
+    return plan.mesh.hardware == mesh.hardware and all(is_alike(public.get(n, n), t) for n, t in graph.types.items())

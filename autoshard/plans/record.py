@@ -50,7 +50,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted cost of one step on one rank: seconds, bytes of memory, FLOPs of matmul-like ops."""
+    """Predicted cost of one step on one rank: seconds, bytes of memory, FLOPs of matmul-like ops.
+
+    ``total_s`` = ``compute_s`` + ``comm_s`` is what the search minimises. The plan's collectives take ``comm_s`` -
+    ``local_s`` - ``merged_s``.
+    """
 
     compute_s: float
     comm_s: float
@@ -60,6 +64,11 @@ class Cost:
     """of the whole model, forward and backward"""
     flops_per_rank: float
     """of the busiest rank"""
+    local_s: float = 0.0
+    """the part of ``comm_s`` that redistributions spend in local copies"""
+    merged_s: float = 0.0
+    """the part of ``comm_s`` that the program saves, because what one collective brings serves several readers or what
+    goes together pays one latency; the search does not count it"""
 
 
 @dataclass(frozen=True)
@@ -92,12 +101,12 @@ class Record:
     collectives: tuple[Collective, ...]
     cost: Cost
     lower_bound: float
-    """seconds: no plan in the stated cost model is faster"""
+    """seconds: no plan with the layouts in ``given`` has a smaller ``cost.total_s``; 0 where no bound is known"""
     choices: Mapping[str, Choice] = field(default_factory=dict)
     shared: Mapping[str, Layout] = field(default_factory=dict)
     outputs: tuple[Layout | None, ...] = ()
-    pinned: tuple[str, ...] = ()
-    """values with a hint, read from their shared layout only"""
+    given: tuple[str, ...] = ()
+    """names whose layout was asked for, by a hint or by an earlier compilation"""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     """name → parameter, buffer, input, constant or value"""
@@ -125,7 +134,7 @@ class Record:
                 "layouts": {n: _layout_json(x) for n, x in self.layouts.items()},
                 "shared": {n: _layout_json(x) for n, x in self.shared.items()},
                 "outputs": [None if x is None else _layout_json(x) for x in self.outputs],
-                "pinned": list(self.pinned),
+                "given": list(self.given),
                 "shapes": {n: list(s) for n, s in self.shapes.items()},
                 "kinds": dict(self.kinds),
                 "choices": {n: asdict(c) for n, c in self.choices.items()},
@@ -158,7 +167,7 @@ class Record:
                 choices={n: _choice_from(c) for n, c in data["choices"].items()},
                 shared={n: _layout_from(mesh, x) for n, x in data["shared"].items()},
                 outputs=tuple(None if x is None else _layout_from(mesh, x) for x in data["outputs"]),
-                pinned=tuple(data["pinned"]),
+                given=tuple(data.get("given", data.get("pinned", ()))),
                 shapes={n: tuple(s) for n, s in data["shapes"].items()},
                 kinds=data["kinds"],
                 notes=tuple(data["notes"]),

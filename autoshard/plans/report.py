@@ -145,19 +145,26 @@ def utilisation(plan: Record) -> tuple[float, float]:
 def _headline(plan: Record) -> Text:
     cost, mfu = plan.cost, utilisation(plan)
     share = cost.comm_s / cost.total_s if cost.total_s else 0.0
-    gap = cost.total_s / plan.lower_bound - 1 if plan.lower_bound > 0 else 0.0
-    proof = (
-        "optimal in the cost model" if gap < 1e-9 else f"at most {100 * gap:.2g}% above the optimum of the cost model"
-    )
     what = "training step" if plan.training else "inference"
     lines = [
         f"{plan.title or 'Plan'} on {plan.mesh.hardware.name}, mesh {plan.mesh}: {plan.mesh.size} ranks, {what}",
         f"predicted step {show_seconds(cost.total_s)} = compute {show_seconds(cost.compute_s)} + communication "
-        f"{show_seconds(cost.comm_s)} ({share:.0%}); {proof}",
+        f"{show_seconds(cost.comm_s)} ({share:.0%}); {_proof(plan)}",
         f"{show_flops(cost.flops)} in all, {show_flops(cost.flops_per_rank)} on the busiest rank; "
         f"MFU {mfu[0]:.1%}, HFU {mfu[1]:.1%}",
     ]
+    if abs(cost.merged_s) > 1e-9 * cost.total_s:
+        lines.insert(2, f"merged on top: {show_seconds(-cost.merged_s).replace('-', '−')}")
     return Text("\n".join(lines))
+
+
+def _proof(plan: Record) -> str:
+    """What is known of the optimum: of the problem that was searched, with its given layouts."""
+    if plan.lower_bound <= 0 < plan.cost.total_s:
+        return "not compared with the optimum of the cost model"
+    gap = plan.cost.total_s / plan.lower_bound - 1 if plan.lower_bound > 0 else 0.0
+    found = "optimal in" if gap < 1e-9 else f"at most {100 * gap:.2g}% above the optimum of"
+    return f"{found} the cost model" + (" with the layouts given" if plan.given else "")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The predicted step as a timeline: one stream for compute, one per set of mesh axes for communication.
 
 Written in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open. The order is that of the
-cost model: nothing overlaps, so the end is the predicted step time.
+cost model: nothing overlaps, so the end is the predicted step time, less what collectives save by going together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def collective_name(c: Collective) -> str:
 
 
 def timeline(plan: Record) -> tuple[Event, ...]:
-    """Every event of one step in order; the last one ends at ``plan.cost.total_s``."""
+    """Every event of one step in order; the last one ends at ``total_s - merged_s - local_s`` of ``plan.cost``."""
     events: list[Event] = []
     now = 0.0
     for event in _sequence(plan, _trained(plan)):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autoshard.layout import Invariant, Layout, Placement, R, chunk
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.search.network import Solution
 
@@ -59,10 +61,21 @@ def _least(size: int, ranks: tuple[int, ...]) -> int:
     return min(_least(chunk(size, ranks[0], r)[1], ranks[1:]) for r in (0, ranks[0] - 1))
 
 
+def used(choice: Sequence[Strategy], operand: int, grad: bool) -> Placements:
+    """How an operation reads an operand under ``choice``, one strategy per mesh axis. ``grad``: of the operand."""
+    return tuple(canonical(s.inputs[operand], grad) for s in choice)
+
+
+def made(choice: Sequence[Strategy], result: int, grad: bool) -> Placements:
+    """How an operation makes a result under ``choice``, one strategy per mesh axis. ``grad``: of the result."""
+    return tuple(canonical(s.outputs[result], grad) for s in choice)
+
+
 @dataclass(frozen=True)
 class Assignment:
     """A solved graph. Layouts of definitions, shared layouts, and every node's strategies (one per mesh axis)."""
 
+    graph: Graph
     mesh: Mesh
     layouts: Mapping[str, Layout]
     """value → the layout it is defined in"""
@@ -73,5 +86,43 @@ class Assignment:
     outputs: tuple[Layout | None, ...]
     """per flat output: the layout it is returned in; None for outputs that are no tensors"""
     solution: Solution
-    pinned: frozenset[str] = frozenset()
-    """values with a hint: readers convert from the shared layout only, whatever else exists"""
+    given: frozenset[str] = frozenset()
+    """values whose layout was asked for, by a hint or by an earlier compilation"""
+
+    @cached_property
+    def pinned(self) -> frozenset[str]:
+        """Given values whose readers convert from the shared layout only, whatever else exists."""
+        return self.given & self.shared.keys()
+
+    def source(self, value: str) -> Layout:
+        """The layout that readers of ``value`` convert from."""
+        return self.shared.get(value) or self.layouts[value]
+
+    def use(self, node: Node, operand: int) -> Placements:
+        """How ``node`` reads operand number ``operand``."""
+        return used(self.choices[node.name], operand, self.graph.types[node.inputs[operand]].grad)
+
+    def made(self, node: Node, result: int) -> Placements:
+        """How ``node`` makes result number ``result``."""
+        return made(self.choices[node.name], result, self.graph.types[node.outputs[result]].grad)
+
+    def __str__(self) -> str:
+        """A line per value or operation: the layout it lies in, what is cut along each axis, what is converted."""
+        lines = [self._defined(i.name) for i in self.graph.inputs]
+        for node in self.graph.nodes:
+            made = ", ".join(map(self._defined, node.outputs)) or "_"
+            labels = " ".join(f"{s.label}@{a}" for s, a in zip(self.choices[node.name], self.mesh.axes, strict=True))
+            reads = (self._read(n, Layout(self.mesh, self.use(node, i))) for i, n in enumerate(node.inputs))
+            lines.append(f"{made} = {node.op}({', '.join(reads)})    [{labels}]")
+        pairs = zip(self.graph.outputs, self.outputs, strict=True)
+        outs = (self._read(o.name, x) if isinstance(o, Ref) and x is not None else repr(o) for o, x in pairs)
+        lines.append(f"return {', '.join(outs)}")
+        return "\n".join(lines + [f"{n} ← {self._read(v, Layout(self.mesh))}" for n, v in self.graph.mutations.items()])
+
+    def _defined(self, value: str) -> str:
+        shared = self.shared.get(value, self.layouts[value])
+        return f"{value}: {self.layouts[value]}" + (f", shared: {shared}" if shared != self.layouts[value] else "")
+
+    def _read(self, value: str, layout: Layout) -> str:
+        source = self.source(value)
+        return value if source == layout else f"{value}: {source} → {layout}"

@@ -170,6 +170,11 @@ class Graph:
         return replace(self, types={n: t.example for n, t in self.types.items()}, symbols=STATIC)
 
     @cached_property
+    def parameters(self) -> frozenset[str]:
+        """Names of the inputs that are parameters."""
+        return frozenset(i.name for i in self.inputs if i.kind == "parameter")
+
+    @cached_property
     def producers(self) -> dict[str, Node]:
         """value name → the node that defines it (absent for inputs)."""
         return {out: node for node in self.nodes for out in node.outputs}

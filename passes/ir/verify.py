@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from autoshard.errors import PlanError
 from autoshard.layout import Placement
-from autoshard.passes.ir.assignment import canonical
 from autoshard.passes.ir.graph import Graph, Ref, refs
 from autoshard.passes.ir.program import Program, Statement
 from autoshard.passes.ir.walk import reads
@@ -63,11 +62,9 @@ def _check_operation(statement: Statement, program: Program, value_of: Mapping[s
     node = statement.node
     if node is None:
         return
-    choice = program.assignment.choices[node.name]
     wanted: dict[str, set[tuple[Placement, ...]]] = {}
     for i, value in enumerate(node.inputs):
-        placed = tuple(canonical(s.inputs[i], program.types[value].grad) for s in choice)
-        wanted.setdefault(value, set()).add(placed)
+        wanted.setdefault(value, set()).add(program.assignment.use(node, i))
     for name in reads(statement):
         value = value_of[name]
         if program.layouts[name].placements not in wanted[value]:
@@ -75,8 +72,7 @@ def _check_operation(statement: Statement, program: Program, value_of: Mapping[s
                 f"invalid program: {_what(statement)} reads {value} as {program.layouts[name]}, its strategy differs"
             )
     for slot, value in enumerate(node.outputs):
-        made = tuple(canonical(s.outputs[slot], program.types[value].grad) for s in choice)
-        if program.layouts[value].placements != made:
+        if program.layouts[value].placements != program.assignment.made(node, slot):
             raise PlanError(f"invalid program: {_what(statement)} does not make {value} as {program.layouts[value]}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
-from autoshard.passes.ir.assignment import Assignment, canonical
+from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
 from autoshard.passes.ir.program import Call, Internal, Program, Statement
 from autoshard.passes.ir.symbols import narrower
@@ -73,8 +73,7 @@ class _Lowering:
         ins: list[Layout] = []
         names: list[str] = []
         for i, value in enumerate(node.inputs):
-            grad = self.types[value].grad
-            layout = Layout(self.mesh, [canonical(s.inputs[i], grad) for s in choice])
+            layout = Layout(self.mesh, self.assignment.use(node, i))
             ins.append(layout)
             names.append(self._get(value, layout, node))
         supply = iter(names)

@@ -20,11 +20,11 @@ import numpy as np
 from autoshard.layout import I, Layout, Placement, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
-from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.graph import Graph, Ref, TensorType
 from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.edges import EdgeTables
+from autoshard.passes.propagate.edges import EdgeTables, readings
 from autoshard.passes.propagate.hints import Constraint
-from autoshard.passes.propagate.op_space import OpSpace, op_space, signature
+from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.passes.search import CostNetwork, Memory, Solution, solve
 
 log = logging.getLogger("autoshard.plan")
@@ -57,16 +57,18 @@ class _Network:
         default_factory=list
     )
     """(variable, its placements of the value, other variable, its placements, value, mask or None)"""
-    spaces: dict[Any, OpSpace] = field(default_factory=dict)
     shared_states: dict[Any, tuple[Placements, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.spaces = OpSpaces(self.graph, self.mesh)
 
     def build(self) -> None:
         graph = self.graph
-        space_of = {node.name: self._space(node) for node in graph.nodes}
         readers: dict[str, list[tuple[str, Sequence[Placements], np.ndarray | None]]] = {n: [] for n in graph.types}
         for node in graph.nodes:
-            self._add(f"node:{node.name}", space_of[node.name].choices, space_of[node.name].seconds)
-            for name, placed, mask in _operands(node, space_of[node.name]):
+            space = self.spaces[node]
+            self._add(f"node:{node.name}", space.choices, space.seconds)
+            for name, placed, mask in readings(node, space):
                 readers[name].append((f"node:{node.name}", placed, mask))
         for i, out in enumerate(graph.outputs):
             if isinstance(out, Ref):
@@ -83,7 +85,7 @@ class _Network:
             self._connect(value.name, states, value.name, readers[value.name])
         for node in graph.nodes:
             for slot, name in enumerate(node.outputs):
-                self._connect(f"node:{node.name}", space_of[node.name].outputs[slot], name, readers[name])
+                self._connect(f"node:{node.name}", self.spaces[node].outputs[slot], name, readers[name])
 
     def _add(self, variable: str, states: Sequence[Any], seconds: np.ndarray) -> None:
         self.index[variable] = len(self.seconds)
@@ -99,7 +101,7 @@ class _Network:
     ) -> None:
         """Edges from a definition to its readers, through a shared-layout variable where there are several."""
         constraint = self.constraints.get(value)
-        by_hint = constraint is not None and self._kind(value) != "parameter"
+        by_hint = constraint is not None and value not in self.graph.parameters
         if len(readers) > 1 or by_hint:
             states = self._shared_states(value, defined, readers)
             if by_hint and constraint is not None:
@@ -110,9 +112,6 @@ class _Network:
             variable, defined = shared, states
         for reader, placed, mask in readers:
             self.links.append((variable, defined, reader, placed, value, mask))
-
-    def _kind(self, value: str) -> str:
-        return next((i.kind for i in self.graph.inputs if i.name == value), "")
 
     def _shared_states(
         self,
@@ -153,14 +152,6 @@ class _Network:
         """The same tuple object for the same key, so that equal layers give identical tables."""
         return self.shared_states.setdefault(key, states)
 
-    # --- op spaces ---
-
-    def _space(self, node: Node) -> OpSpace:
-        key = signature(node, self.graph)
-        if key not in self.spaces:
-            self.spaces[key] = op_space(node, self.graph, self.mesh)
-        return self.spaces[key]
-
     # --- solving ---
 
     def solve(self, memory_budget: float | None) -> Solution:
@@ -169,8 +160,7 @@ class _Network:
             tables.collect(value, a)
             tables.collect(value, b)
         edges = tuple(
-            (self.index[u], self.index[v], tables.table(value, a, b, mask, self._kind(value) == "parameter"))
-            for u, a, v, b, value, mask in self.links
+            (self.index[u], self.index[v], tables.table(value, a, b, mask)) for u, a, v, b, value, mask in self.links
         )
         network = CostNetwork(tuple(self.seconds), edges)
         log.info("cost network: %d variables, %d edges", len(self.seconds), len(edges))
@@ -195,7 +185,7 @@ class _Network:
         for value in self.graph.inputs:
             layouts[value.name] = Layout(self.mesh, chosen[value.name])
         for node in self.graph.nodes:
-            space = self._space(node)
+            space = self.spaces[node]
             state = solution.choice[self.index[f"node:{node.name}"]]
             choices[node.name] = space.choices[state]
             for slot, name in enumerate(node.outputs):
@@ -205,9 +195,8 @@ class _Network:
             Layout(self.mesh, chosen[f"out:{i}"]) if isinstance(out, Ref) else None
             for i, out in enumerate(self.graph.outputs)
         )
-        return Assignment(
-            self.mesh, layouts, shared, choices, outputs, solution, frozenset(self.constraints) & set(shared)
-        )
+        given = frozenset(self.constraints)
+        return Assignment(self.graph, self.mesh, layouts, shared, choices, outputs, solution, given)
 
 
 def state_bytes(type_: TensorType, placements: Placements, mesh: Mesh) -> float:
@@ -215,21 +204,6 @@ def state_bytes(type_: TensorType, placements: Placements, mesh: Mesh) -> float:
     numel = costs.local_numel(type_, placements, mesh)
     each = type_.dtype.itemsize
     return numel * (2 * each + 2 * max(4, each) if type_.grad else each)
-
-
-def _operands(node: Node, space: OpSpace) -> list[tuple[str, Sequence[Placements], np.ndarray | None]]:
-    """(value, placements per choice, mask) per operand; a value read twice pays only where the layouts differ."""
-    seen: dict[str, Sequence[Placements]] = {}
-    result: list[tuple[str, Sequence[Placements], np.ndarray | None]] = []
-    for name, placed in zip(node.inputs, space.inputs, strict=True):
-        if name not in seen:
-            seen[name] = placed
-            result.append((name, placed, None))
-            continue
-        differs = np.array([float(p != q) for p, q in zip(seen[name], placed, strict=True)])
-        if differs.any():
-            result.append((name, placed, differs))
-    return result
 
 
 def _placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = None) -> tuple[Placements, ...]:

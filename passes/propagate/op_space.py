@@ -12,8 +12,9 @@ import numpy as np
 from autoshard.errors import RuleError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Placements, Strategy, canonical
+from autoshard.passes.ir.assignment import Placements, Strategy, made, used
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
+from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site
@@ -49,20 +50,18 @@ def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
     per_axis = axis_strategies(node, graph)
     grads_in = [graph.types[name].grad for name in node.inputs]
     grads_out = [graph.types[name].grad for name in node.outputs]
-    rule = rule_for(node.op)
-    flops = costs.node_flops(node, graph, rule)
+    flops = costs.node_flops(node, graph, rule_for(node.op))
     best: dict[Any, tuple[float, tuple[Strategy, ...]]] = {}
     for choice in itertools.product(*(_fitting(per_axis, ranks) for ranks in mesh.shape)):
         if not fits(choice, mesh):
             continue
-        ins = tuple(tuple(canonical(s.inputs[i], g) for s in choice) for i, g in enumerate(grads_in))
-        outs = tuple(tuple(canonical(s.outputs[i], g) for s in choice) for i, g in enumerate(grads_out))
+        ins = tuple(used(choice, i, g) for i, g in enumerate(grads_in))
+        outs = tuple(made(choice, i, g) for i, g in enumerate(grads_out))
+        inside = internal_collectives(node, graph, mesh, choice, (*ins, *outs))
+        if inside and is_single_in_double(node, graph):
+            continue
         seconds = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs))
-        if rule is not None and rule.collectives is not None and any(s.divides for s in choice):
-            internal = rule.collectives(site_of(node, graph, mesh, choice, (*ins, *outs)).example)
-            if internal and is_single_in_double(node, graph):
-                continue
-            seconds += sum(costs.internal_cost(c, mesh)[1] for c in internal)
+        seconds += sum(costs.internal_cost(c, mesh)[1] for c in inside)
         if (ins, outs) not in best or seconds < best[ins, outs][0]:
             best[ins, outs] = (seconds, choice)
     return OpSpace(
@@ -71,6 +70,23 @@ def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
         inputs=tuple(tuple(ins[i] for ins, _ in best) for i in range(len(grads_in))),
         outputs=tuple(tuple(outs[i] for _, outs in best) for i in range(len(grads_out))),
     )
+
+
+class OpSpaces:
+    """The op space of every node of a graph; nodes with the same signature share one."""
+
+    def __init__(self, graph: Graph, mesh: Mesh) -> None:
+        self.graph, self.mesh = graph, mesh
+        self._of: dict[str, OpSpace] = {}
+        self._known: dict[Any, OpSpace] = {}
+
+    def __getitem__(self, node: Node) -> OpSpace:
+        if node.name not in self._of:
+            key = signature(node, self.graph)
+            if key not in self._known:
+                self._known[key] = op_space(node, self.graph, self.mesh)
+            self._of[node.name] = self._known[key]
+        return self._of[node.name]
 
 
 def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
@@ -105,3 +121,14 @@ def site_of(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], 
     """``node`` with its layouts; ``placed``: placements of every operand, then of every result."""
     layouts = tuple(Layout(mesh, p) for p in placed)
     return Site(node, graph, mesh, layouts[: len(node.inputs)], layouts[len(node.inputs) :], choice)
+
+
+def internal_collectives(
+    node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]
+) -> tuple[Internal, ...]:
+    """The collectives inside ``node``'s local form; ``placed``: placements of every operand, then of every result."""
+    rule = rule_for(node.op)
+    if rule is None or rule.collectives is None or not any(s.divides for s in choice):
+        return ()
+    found = rule.collectives(site_of(node, graph, mesh, choice, placed).example)
+    return tuple(c for c in found if c.phase == "forward" or graph.training)

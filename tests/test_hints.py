@@ -1,0 +1,185 @@
+"""Hints as text: hints in, constraints and the plan's layouts out, or the error."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Invariant, Partial, Replicate, Shard
+from autoshard.compiler import build
+from autoshard.passes.capture.export import capture
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.propagate.hints import resolve
+from autoshard.plans.plan import Plan
+
+TP = {"tp": 2}
+BOTH = {"dp": 2, "tp": 2}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8, bias=False)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.table(tokens)).relu()) * self.scale
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return capture(Block(), (torch.zeros(4, 6, dtype=torch.long),), {}, training=True)
+
+
+def constraints(graph: Graph, axes: dict[str, int], hints: dict[Any, Any]) -> str:
+    """One line per value: what is asked of it, and by which pattern."""
+    lines = []
+    for value, c in resolve(hints, graph, autoshard.Mesh(axes)).items():
+        asked = " ".join(f"{p}@{axis}" for axis, p in c.axes) or f"{c.anywhere} on an axis"
+        lines.append(f"{value}: {asked}    ({c.pattern!r}, {c.name})")
+    return "\n".join(lines)
+
+
+def check(text: str, expected: str) -> None:
+    assert text == textwrap.dedent(expected).strip()
+
+
+def planned(graph: Graph, axes: dict[str, int], hints: dict[str, Any] | None) -> Plan:
+    return build(graph, autoshard.Mesh(axes, "h100"), hints=hints).plan
+
+
+def layouts(plan: Plan) -> str:
+    return "\n".join(f"{n}: {x}" for n, x in plan.layouts.items() if plan.kinds[n] != "value")
+
+
+def test_a_style_on_modules_is_for_their_parameters(graph: Graph) -> None:
+    check(
+        constraints(graph, TP, {"table": "colwise", "up": "colwise", "down": "rowwise"}),
+        """
+        p_table_weight: S(1)@tp    ('table', table.weight)
+        p_up_weight: S(0)@tp    ('up', up.weight)
+        p_up_bias: S(0)@tp    ('up', up.bias)
+        p_down_weight: S(1)@tp    ('down', down.weight)
+        """,
+    )
+
+
+def test_the_other_styles(graph: Graph) -> None:
+    check(
+        constraints(graph, TP, {"table": "rowwise", "up": "rowwise", "down": "replicate"}),
+        """
+        p_table_weight: S(0)@tp    ('table', table.weight)
+        p_up_weight: S(1)@tp    ('up', up.weight)
+        p_up_bias: R@tp    ('up', up.bias)
+        p_down_weight: R@tp    ('down', down.weight)
+        """,
+    )
+
+
+def test_a_pattern_means_parameters_and_buffers_first_then_inputs_then_modules(graph: Graph) -> None:
+    check(
+        constraints(graph, TP, {"*": Replicate(), "tok*": Shard(0), "up": Shard(2)}),
+        """
+        p_table_weight: R@tp    ('*', table.weight)
+        p_up_weight: R@tp    ('*', up.weight)
+        p_up_bias: R@tp    ('*', up.bias)
+        p_down_weight: R@tp    ('*', down.weight)
+        b_scale: R@tp    ('*', scale)
+        tokens: S(0)@tp    ('tok*', tokens)
+        linear: S(2)@tp    ('up', up)
+        """,
+    )
+
+
+def test_a_later_hint_replaces_an_earlier_one(graph: Graph) -> None:
+    hints = {"up.*": Shard(0), "up.weight": {"tp": Shard(1), "dp": Shard(0)}}
+    check(
+        constraints(graph, BOTH, hints),
+        """
+        p_up_weight: S(1)@tp S(0)@dp    ('up.weight', up.weight)
+        p_up_bias: S(0) on an axis    ('up.*', up.bias)
+        """,
+    )
+
+
+def test_the_plan_keeps_hints_and_says_what_it_proves(graph: Graph) -> None:
+    hints = {"up": "colwise", "down": "rowwise", "tokens": {"dp": Shard(0)}}
+    plan = planned(graph, BOTH, hints)
+    check(
+        layouts(plan),
+        """
+        table.weight: I@dp I@tp
+        up.weight: S(0)@tp I@dp
+        up.bias: S(0)@tp I@dp
+        down.weight: S(1)@tp I@dp
+        scale: R@dp R@tp
+        tokens: R@dp R@tp
+        """,
+    )
+    assert str(plan.shared["tokens"]) == "S(0)@dp R@tp"
+    assert plan.given == ("down.weight", "tokens", "up.bias", "up.weight")
+    assert str(plan).splitlines()[1].endswith("; optimal in the cost model with the layouts given")
+    free = planned(graph, BOTH, None)
+    assert free.given == ()
+    assert str(free).splitlines()[1].endswith("; optimal in the cost model")
+
+
+def test_shards_too_small_to_be_chosen_freely(graph: Graph) -> None:
+    plan = planned(graph, {"tp": 16}, {"scale": Shard(0), "down.weight": Shard(0)})
+    assert [str(plan.shared["scale"]), str(plan.layouts["down.weight"])] == ["S(0)@tp", "S(0)@tp"]
+
+
+@pytest.mark.parametrize(
+    ("hints", "error"),
+    [
+        (
+            {"upp.weight": Shard(0)},
+            "hint 'upp.weight' matches no parameter, buffer, input or module. Nearest: up.weight, down.weight, table.weight",
+        ),
+        ({0: Shard(0)}, "hint 0 is no pattern: name a parameter, buffer, input or module"),
+        ({"up.weight": {"sp": Shard(0)}}, "hint 'up.weight' names axis 'sp'; the mesh has dp, tp"),
+        ({"up.weight": {"tp": 0}}, "hint 'up.weight': 0 on axis 'tp' is not Shard(d), Replicate() or Partial()"),
+        (
+            {"up.weight": "columnwise"},
+            "hint 'up.weight': 'columnwise' is not a hint. Use Shard(d), Replicate(), 'colwise', 'rowwise', 'replicate', "
+            "or {axis: placement}.",
+        ),
+        (
+            {"up.weight": {"tp": Shard(2)}},
+            "hint 'up.weight' asks for Shard(2) on axis 'tp', but parameter 'up.weight' has 2 dims, shape [16, 8]. "
+            "Use Shard(0) to Shard(1).",
+        ),
+        (
+            {"up": Shard(3)},
+            "hint 'up' asks for Shard(3), but the output of module 'up' has 3 dims, shape [4, 6, 16]. "
+            "Use Shard(0) to Shard(2).",
+        ),
+        (
+            {"scale": Partial()},
+            "hint 'scale' asks for Partial, but buffer 'scale' is given whole or in shards. Use Shard(d) or Replicate().",
+        ),
+    ],
+)
+def test_errors(graph: Graph, hints: dict[Any, Any], error: str) -> None:
+    with pytest.raises(autoshard.HintError) as caught:
+        constraints(graph, BOTH, hints)
+    assert str(caught.value) == error
+
+
+def test_a_module_without_parameters_has_no_style() -> None:
+    found = capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.zeros(2, 4),), {}, training=True)
+    with pytest.raises(autoshard.HintError) as caught:
+        resolve({"1": "colwise"}, found, autoshard.Mesh(TP))
+    assert str(caught.value) == "hint '1': module '1' has no parameters of its own to lay out 'colwise'"
+
+
+def test_replicate_leaves_the_gradient_open(graph: Graph) -> None:
+    """Whole is whole, whatever lies in front of its gradient."""
+    assert planned(graph, TP, {"*": "replicate"}).layouts["up.weight"].placements == (Invariant(),)

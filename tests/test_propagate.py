@@ -1,0 +1,176 @@
+"""The choice of layouts as text: a small graph in, the assignment out."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoshard
+from autoshard.passes.capture.export import capture
+from autoshard.passes.ir.assignment import Assignment
+from autoshard.passes.propagate import propagate
+from autoshard.passes.propagate.hints import resolve
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Tied(nn.Module):
+    """A table that is read twice, a buffer that is written, a loss beside another output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.table(i)
+        self.seen.add_(h.detach().sum(0))
+        return F.cross_entropy(self.head(h), i), h
+
+
+class Squared(nn.Module):
+    """A parameter that one operation reads twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w @ self.w + x
+
+
+ROWS = torch.zeros(8, 16)
+
+
+def assigned(
+    model: nn.Module,
+    axes: dict[str, int],
+    *args: torch.Tensor,
+    hints: dict[str, Any] | None = None,
+    hardware: str = "ideal_network",
+    training: bool = True,
+) -> Assignment:
+    mesh = autoshard.Mesh(axes, hardware)
+    graph = capture(model, args, {}, training=training)
+    return propagate(graph, mesh, resolve(hints, graph, mesh))
+
+
+def check(assignment: Assignment, expected: str) -> None:
+    assert str(assignment) == textwrap.dedent(expected).strip()
+
+
+def test_column_then_row_parallel() -> None:
+    check(
+        assigned(Mlp(), {"tp": 2}, ROWS),
+        """
+        p_up_weight: S(0)@tp
+        p_up_bias: S(0)@tp
+        p_down_weight: S(1)@tp
+        x: R@tp
+        linear: S(1)@tp = aten.linear.default(x, p_up_weight, p_up_bias)    [n@tp]
+        gelu: S(1)@tp = aten.gelu.default(linear)    [...1@tp]
+        linear_1: P@tp = aten.linear.default(gelu, p_down_weight)    [k@tp]
+        add: S(0)@tp = aten.add.Tensor(x: R@tp → S(0)@tp, linear_1: P@tp → S(0)@tp)    [...0@tp]
+        return add
+        """,
+    )
+
+
+def test_what_is_not_worth_splitting_stays_whole() -> None:
+    check(
+        assigned(Mlp(), {"tp": 2}, ROWS, hardware="h100"),
+        """
+        p_up_weight: I@tp
+        p_up_bias: I@tp
+        p_down_weight: I@tp
+        x: R@tp
+        linear: I@tp = aten.linear.default(x, p_up_weight, p_up_bias)    [I@tp]
+        gelu: I@tp = aten.gelu.default(linear)    [I@tp]
+        linear_1: I@tp = aten.linear.default(gelu, p_down_weight)    [I@tp]
+        add: I@tp = aten.add.Tensor(x, linear_1)    [I@tp]
+        return add
+        """,
+    )
+
+
+def test_hints_fix_parameters_and_the_rest_follows() -> None:
+    check(
+        assigned(Mlp(), {"tp": 2}, ROWS, hints={"up": "colwise", "down": "rowwise"}, hardware="h100"),
+        """
+        p_up_weight: S(0)@tp
+        p_up_bias: S(0)@tp
+        p_down_weight: S(1)@tp
+        x: R@tp
+        linear: S(1)@tp = aten.linear.default(x, p_up_weight, p_up_bias)    [n@tp]
+        gelu: S(1)@tp = aten.gelu.default(linear)    [...1@tp]
+        linear_1: P@tp = aten.linear.default(gelu, p_down_weight)    [k@tp]
+        add: I@tp = aten.add.Tensor(x, linear_1: P@tp → I@tp)    [I@tp]
+        return add
+        """,
+    )
+
+
+def test_readers_of_a_hinted_input_convert_from_the_shared_layout() -> None:
+    """In inference I and R are one."""
+    hints = {"up": "colwise", "x": {"dp": autoshard.Shard(0)}}
+    check(
+        assigned(Mlp(), {"dp": 2, "tp": 2}, ROWS, hints=hints, training=False),
+        """
+        p_up_weight: S(0)@tp R@dp
+        p_up_bias: S(0)@tp R@dp
+        p_down_weight: R@dp R@tp
+        x: R@dp R@tp, shared: S(0)@dp R@tp
+        linear: S(0)@dp S(1)@tp = aten.linear.default(x, p_up_weight, p_up_bias)    [...0@dp n@tp]
+        gelu: S(0)@dp S(0)@tp = aten.gelu.default(linear: S(0)@dp S(1)@tp → S(0)@dp S(0)@tp)    [...0@dp ...0@tp]
+        linear_1: S(0)@dp S(0)@tp = aten.linear.default(gelu, p_down_weight)    [...0@dp ...0@tp]
+        add: S(0)@dp S(0)@tp = aten.add.Tensor(x: S(0)@dp R@tp → S(0)@dp S(0)@tp, linear_1)    [...0@dp ...0@tp]
+        return add
+        """,
+    )
+
+
+def test_a_tied_table_and_a_written_buffer() -> None:
+    check(
+        assigned(Tied(), {"tp": 2}, torch.zeros(4, dtype=torch.long)),
+        """
+        p_table_weight: S(1)@tp
+        b_seen: R@tp
+        i: R@tp
+        embedding: S(1)@tp = aten.embedding.default(p_table_weight, i)    [embed@tp]
+        detach: S(1)@tp = aten.detach.default(embedding)    [...1@tp]
+        sum_1: S(0)@tp = aten.sum.dim_IntList(detach)    [d1@tp]
+        add: S(0)@tp = aten.add.Tensor(b_seen: R@tp → S(0)@tp, sum_1)    [...0@tp]
+        linear: P@tp = aten.linear.default(embedding, p_table_weight)    [k@tp]
+        cross_entropy_loss: I@tp = aten.cross_entropy_loss.default(linear: P@tp → I@tp, i)    [I@tp]
+        return cross_entropy_loss, embedding
+        seen ← add: S(0)@tp → R@tp
+        """,
+    )
+
+
+def test_an_operation_that_reads_a_value_in_two_layouts() -> None:
+    """Brought to R once, for both."""
+    check(
+        assigned(Squared(), {"tp": 2}, torch.zeros(8, 8)),
+        """
+        p_w: I@tp, shared: R@tp
+        x: R@tp
+        matmul: S(0)@tp = aten.matmul.default(p_w: R@tp → S(0)@tp, p_w)    [m@tp]
+        add: S(0)@tp = aten.add.Tensor(matmul, x: R@tp → S(0)@tp)    [...0@tp]
+        return add
+        """,
+    )
