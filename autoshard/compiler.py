@@ -16,6 +16,8 @@ from autoshard.passes.ir.graph import Graph, Symbols
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.verify import check_graph, check_program
+from autoshard.passes.lower.blocks import hoisted
+from autoshard.passes.lower.bucket import bucket
 from autoshard.passes.lower.lowering import lower, narrowed
 from autoshard.passes.lower.together import together
 from autoshard.passes.propagate.hints import Constraint, resolve
@@ -68,7 +70,7 @@ def build(
                 assignment = propagate(graph, mesh, constraints, _budget(graph, mesh, memory_budget))
         else:
             assignment = assignment_of(plan, graph, mesh)
-        program = together(lower(graph, assignment))
+        program = bucket(hoisted(together(lower(graph, assignment))))
     program = narrowed(program, noted)
     check_program(program)
     result = Compiled(graph, program, describe(program, title), codegen(program, title))

@@ -117,12 +117,13 @@ def _collectives(program: Program) -> Iterator[Collective]:
     backward: list[Collective] = []
     again = regathered(program)
     for s in program.statements:
-        if s.members:
+        if s.members and not s.parameter:
             later: list[Collective] = []
             yield from _together([c for part in s.members for c in _of_step(program, part, later, False)], program)
             backward.extend(_together(later, program))
-        elif s.step is not None:
-            yield from _of_step(program, s, backward, s.outputs[0] in again)
+        elif s.step is not None:  # of a bucket of parameters every member is listed
+            for part in s.parts:
+                yield from _of_step(program, part, backward, part.outputs[0] in again)
         elif s.node is not None:
             yield from _of_node(program, s, backward)
     yield from reversed(backward)
