@@ -19,7 +19,10 @@ from autoshard.passes.ir.graph import Graph, Symbols
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.verify import check_graph, check_program
-from autoshard.passes.lower import lower, narrowed, together
+from autoshard.passes.lower.blocks import hoisted
+from autoshard.passes.lower.bucket import bucket
+from autoshard.passes.lower.lowering import lower, narrowed
+from autoshard.passes.lower.together import together
 from autoshard.passes.propagate import propagate
 from autoshard.passes.propagate.budget import binding
 from autoshard.passes.propagate.hints import fixed, resolve
@@ -92,6 +95,8 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
         assignment = _assignment(graph, mesh, wishes)
         program = lower(graph, assignment)
         program = together(program)
+        program = hoisted(program)
+        program = bucket(program)
     program = narrowed(program, decided)
     check_program(program)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Invariant, Partial, Replicate, Shard
-from autoshard.compiler import build
+from autoshard.compiler import Wishes, build
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.hints import resolve
@@ -52,7 +52,7 @@ def check(text: str, expected: str) -> None:
 
 
 def planned(graph: Graph, axes: dict[str, int], hints: dict[str, Any] | None) -> Plan:
-    return build(graph, autoshard.Mesh(axes, "h100"), hints=hints).plan
+    return build(graph, autoshard.Mesh(axes, "h100"), Wishes(hints=hints)).plan
 
 
 def layouts(plan: Plan) -> str:

@@ -12,10 +12,11 @@ from torch import nn
 from autoshard import runtime
 from autoshard.check.closeness import scale
 from autoshard.check.interpret import interpret
+from autoshard.check.local_forms import evaluate, flat
 from autoshard.module.base import ShardedModule
 from autoshard.module.simulate import join, shard_of
-from autoshard.passes.ir.graph import Graph, Ref
-from autoshard.passes.ir.program import Call, Local, Offset, Program
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.program import Program
 
 
 def first_divergence(
@@ -77,28 +78,8 @@ def run(program: Program, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, 
             n: x if kinds[n] == "input" else shard_of(x, program.layouts[n], number).clone() for n, x in inputs.items()
         }
         for s in program.statements:
-            result = evaluate(s.call, values)
-            results = result if isinstance(result, tuple | list) else (result,)
+            results = flat(evaluate(s.call, values, mesh, number))
             values.update({o: r for o, r in zip(s.outputs, results, strict=False) if o != "_"})
         return values
 
     return world.run(rank, [(r,) for r in range(world.size)])
-
-
-def evaluate(item: Any, values: Mapping[str, torch.Tensor]) -> Any:
-    """A call, or anything that stands in one, on this rank's ``values``."""
-    if isinstance(item, Call):
-        args = tuple(evaluate(a, values) for a in item.args)
-        kwargs = {k: evaluate(v, values) for k, v in item.kwargs.items()}
-        return (getattr(runtime, item.fn) if isinstance(item.fn, str) else item.fn)(*args, **kwargs)
-    if isinstance(item, Ref):
-        return values[item.name]
-    if isinstance(item, Local):
-        return runtime.size(item.size, item.axes)
-    if isinstance(item, Offset):
-        return runtime.offset(item.size, item.axes)
-    if isinstance(item, tuple | list):
-        return type(item)(evaluate(part, values) for part in item)
-    if isinstance(item, Mapping):
-        return {k: evaluate(v, values) for k, v in item.items()}
-    return item

@@ -10,8 +10,8 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Program, Statement, Step
 from autoshard.passes.ir.sizes import Size, free_symbols
-from autoshard.passes.lower.blocks import module_of, segments
-from autoshard.passes.lower.bucket import bucketed, regathered
+from autoshard.passes.lower.blocks import module_of
+from autoshard.passes.lower.bucket import regathered
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alternatives import alternatives, cheapest_use
 from autoshard.passes.propagate.edges import forward_seconds
@@ -108,49 +108,42 @@ def _activation_bytes(program: Program) -> float:
 def _collectives(program: Program) -> Iterator[Collective]:
     """Forward collectives in program order, then backward ones in reverse."""
     found: list[Collective] = []
-    bucket_of, again = _buckets(program)
-    buckets: dict[tuple[int, str, str], list[int]] = {}
+    again = regathered(program)
     for s in program.statements:
-        if s.members:
+        if s.members and not s.parameter:
             found += _together([c for part in s.members for c in _of_step(program, part, False)], program)
-        elif s.step is not None:
-            for c in _of_step(program, s, s.outputs[0] in again):
-                if s.outputs[0] in bucket_of:
-                    key = (bucket_of[s.outputs[0]], c.kind, c.phase)
-                    buckets.setdefault(key, []).append(len(found))
-                found.append(c)
+        elif s.step is not None:  # of a bucket of parameters every member is listed, at its share of the time
+            parts = [c for part in s.parts for c in _of_step(program, part, part.outputs[0] in again)]
+            found += _shared(parts, program.mesh) if s.members else parts
         elif s.node is not None:
             found += _of_node(program, s)
-    for places in buckets.values():
-        for i, seconds in zip(places, _shared_seconds([found[i] for i in places], program.mesh), strict=True):
-            found[i] = replace(found[i], seconds=seconds)
     yield from (c for c in found if c.phase == "forward")
     yield from (c for c in reversed(found) if c.phase == "backward")
 
 
-def _buckets(program: Program) -> tuple[dict[str, int], set[str]]:
-    """Local names of parameters → the number of the bucket they travel in; those gathered again in the backward."""
-    number: dict[str, int] = {}
-    for segment in segments(program):
-        for s in bucketed(segment, program).statements:
-            number.update(dict.fromkeys(s.outputs if s.parameter and s.members else (), len(number)))
-    return number, regathered(program)
+def _shared(parts: Sequence[Collective], mesh: Mesh) -> list[Collective]:
+    """``parts`` of one call per kind and phase, each with its share of the call's time."""
+    calls: dict[tuple[str, str], list[float]] = {}
+    for c in parts:
+        calls.setdefault((c.kind, c.phase), []).append(c.bytes)
 
+    def share(c: Collective) -> float:
+        every = calls[c.kind, c.phase]
+        if len(every) == 1 or not sum(every):
+            return c.seconds
+        return mesh.link(c.axes).seconds(sum(every), mesh.size_of(c.axes)) * c.bytes / sum(every)
 
-def _shared_seconds(parts: Sequence[Collective], mesh: Mesh) -> Iterator[float]:
-    """The share of each in the time of one call for all."""
-    moved, axes = sum(c.bytes for c in parts), parts[0].axes
-    together = mesh.link(axes).seconds(moved, mesh.size_of(axes))
-    return (c.seconds if len(parts) == 1 or not moved else together * c.bytes / moved for c in parts)
+    return [replace(c, seconds=share(c)) for c in parts]
 
 
 def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collective]:
     """Collectives that are made by one call, per phase: as one."""
     for phase in ("forward", "backward"):
-        if same := [c for c in parts if c.phase == phase]:
-            seconds = sum(_shared_seconds(same, program.mesh))
+        if same := _shared([c for c in parts if c.phase == phase], program.mesh):
             reason = TOGETHER.join(c.reason for c in same)
-            yield replace(same[0], bytes=sum(c.bytes for c in same), seconds=seconds, reason=reason)
+            yield replace(
+                same[0], bytes=sum(c.bytes for c in same), seconds=sum(c.seconds for c in same), reason=reason
+            )
 
 
 def _steps(statements: Iterable[Statement]) -> Iterator[Step]:

@@ -106,9 +106,9 @@ class Communicator:
     def local(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """The moves that need no communication."""
         match move.verb:
-            case "keep":
+            case "enter" | "leave":
                 return x
-            case "first":
+            case "partial":
                 return x if self.index(move.axes) == 0 else torch.zeros_like(x)
             case "slice":
                 # A copy: a view would keep the whole tensor alive.

@@ -1,7 +1,8 @@
 """A move: the conversion of one tensor from one placement to another along one group of mesh axes.
 
-The table of the layout algebra in code. Where a gradient flows, the gradient of ``X → Y`` is ``dual(Y) → dual(X)``,
-with ``dual``: S ↔ S, I ↔ I, R ↔ P. So the backward of every move is a move again, and nothing else has to be known.
+The table of the layout algebra in code, for what runs and for what is planned. Where a gradient flows, the gradient of
+``X → Y`` is ``dual(Y) → dual(X)``, with ``dual``: S ↔ S, I ↔ I, R ↔ P. So the backward of every move is a move again, and
+nothing else has to be known.
 """
 
 from __future__ import annotations
@@ -16,25 +17,44 @@ from autoshard.runtime.window import Exchange
 
 DUAL = {"S": "S", "I": "I", "R": "P", "P": "R"}
 
-VERB = {
-    "IR": "keep",
-    "RI": "keep",
-    "PI": "all_reduce",
-    "PR": "all_reduce",
-    "PS": "reduce_scatter",
-    "SI": "all_gather",
-    "SR": "all_gather",
-    "IS": "slice",
-    "RS": "slice",
-    "SP": "pad",
-    "IP": "first",
-    "RP": "first",
-    "SS": "all_to_all",
+CONVERSIONS = {
+    ("I", "R"): "enter",
+    ("R", "I"): "leave",
+    ("P", "I"): "all_reduce",
+    ("P", "R"): "all_reduce",
+    ("P", "S"): "reduce_scatter",
+    ("S", "I"): "all_gather",
+    ("S", "R"): "all_gather",
+    ("I", "S"): "slice",
+    ("R", "S"): "slice",
+    ("S", "P"): "pad",
+    ("I", "P"): "partial",
+    ("R", "P"): "partial",
+    ("S", "S"): "all_to_all",
 }
-"""What the forward of ``source + target`` does to the values."""
+"""(source, target) → the function of ``autoshard.runtime`` that converts: one of the collectives, or a local one."""
 
-LOCAL = frozenset({"keep", "slice", "pad", "first"})
-"""Verbs that look at this rank's tensor only."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+
+LOCAL = frozenset(CONVERSIONS.values()).difference(COLLECTIVES)
+"""Functions that look at this rank's tensor only."""
+
+
+def dual(source: str, target: str) -> tuple[str, str]:
+    """The conversion of the gradient: (source, target)."""
+    return DUAL[target], DUAL[source]
+
+
+def ring_volume(verb: str, ranks: int) -> int:
+    """What each of ``ranks`` puts on the wire, ring algorithm: in elements of the smaller chunk, times ``ranks``.
+
+    All-reduce 2(n-1)/n of the whole; all-gather, reduce-scatter and all-to-all n-1 chunks; a permute one.
+    """
+    if verb == "all_reduce":
+        return 2 * (ranks - 1)
+    if verb == "permute":
+        return ranks
+    return (ranks - 1) * ranks if verb in COLLECTIVES else 0
 
 
 class Move(NamedTuple):
@@ -60,10 +80,10 @@ class Move(NamedTuple):
 
     @property
     def verb(self) -> str:
-        """What happens to the values: a collective's kind, or one of :data:`LOCAL`."""
+        """What happens to the values: one of :data:`COLLECTIVES` or :data:`LOCAL`, or a halo."""
         if self.exchange is not None:
             return "halo"
-        return "permute" if self.order else VERB[self.source + self.target]
+        return "permute" if self.order else CONVERSIONS[self.source, self.target]
 
     @property
     def key(self) -> Move:
@@ -73,14 +93,13 @@ class Move(NamedTuple):
 
     def backward(self) -> Move:
         """The move of the gradient."""
-        source, target = DUAL[self.target], DUAL[self.source]
         if self.exchange is not None:
             return self._replace(exchange=self.exchange.backward())
         if self.order:
             return self._replace(axes=self.order, order=self.axes)
         if self.to_dim >= 0:
             return self._replace(dim=self.to_dim, size=self.to_size, to_dim=self.dim, to_size=self.size)
-        return Move(source, target, self.axes, self.dim, self.size, module=self.module)
+        return Move(*dual(self.source, self.target), self.axes, self.dim, self.size, module=self.module)
 
     def ring_bytes(self, x: torch.Tensor, ranks: int) -> float:
         """Bytes on the wire per rank, ring algorithm, for this rank's input ``x`` in a group of ``ranks``.
@@ -97,15 +116,7 @@ class Move(NamedTuple):
         for dim, size in ((self.dim, self.size), (self.to_dim, self.to_size)):
             if dim >= 0:
                 shape[dim] = -(-size // ranks)
-        piece = math.prod(shape) * x.element_size()
-        match self.verb:
-            case "all_reduce":
-                return 2 * (ranks - 1) * piece / ranks
-            case "all_gather" | "reduce_scatter" | "all_to_all":
-                return (ranks - 1) * piece
-            case "permute":
-                return piece
-        return 0.0
+        return ring_volume(self.verb, ranks) * math.prod(shape) * x.element_size() / ranks
 
     def __str__(self) -> str:
         detail = f" of dim {self.dim}" if self.dim >= 0 else ""

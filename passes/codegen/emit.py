@@ -25,11 +25,9 @@ from autoshard.passes.codegen.source_text import (
     symbol_lines,
 )
 from autoshard.passes.ir.graph import Input, Ref
-from autoshard.passes.ir.program import Program, Statement
+from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.ir.sizes import free_symbols
-from autoshard.passes.ir.walk import reads
 from autoshard.passes.lower.blocks import Segment, module_of, segments
-from autoshard.passes.lower.bucket import bucketed
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class _Emitter:
         self.sizes = dict(zip(self.mesh.axes, self.mesh.shape, strict=True))
         self.inputs = {i.name: i for i in program.graph.inputs}
         self.arguments = [i for i in program.graph.inputs if i.kind == "input"]
-        self.segments = tuple(bucketed(s, program) for s in segments(program))
+        self.segments = segments(program)
         self.classes: list[_BlockClass] = []
         self.method_of: dict[int, str] = {}
         self.symbols = [s.name for s in program.graph.symbols.read]
@@ -194,7 +192,7 @@ class _Emitter:
 
     def _argument_name(self, local: str) -> str:
         """A name that is the same in every equal block: what made the value, without its number."""
-        value = next((s.value for s in self.program.statements if s.step and local in s.outputs), local)
+        value = self.program.values.get(local, local)
         if value in self.inputs:
             return self.inputs[value].fqn.replace(".", "_")
         producer = self.program.graph.producers[value]

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from autoshard.passes.ir.walk import Applied, map_tree, walk
+
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
@@ -63,7 +65,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Node:
+class Node(Applied):
     """One operation. Tensor operands are the :class:`Ref` in ``args``/``kwargs``, in order of appearance."""
 
     name: str
@@ -88,11 +90,10 @@ class Node:
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of tensor operands in order of appearance; a value used twice stands twice."""
-        return tuple(ref.name for ref in refs((self.args, dict(self.kwargs))))
+        return tuple(ref.name for ref in refs((self.args, self.kwargs)))
 
     def __str__(self) -> str:
-        args = [show(a) for a in self.args] + [f"{k}={show(v)}" for k, v in self.kwargs.items()]
-        return f"{', '.join(self.outputs) or '_'} = {self.op}({', '.join(args)})"
+        return f"{', '.join(self.outputs) or '_'} = {show_call(self.op, self)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,32 +200,26 @@ class Graph:
 
 
 def refs(tree: Any) -> Iterator[Ref]:
-    """All :class:`Ref` in nested tuples, lists and dicts, in order."""
-    if isinstance(tree, Ref):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from refs(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from refs(item)
+    """All :class:`Ref` in nested arguments and calls, in order."""
+    return (item for item in walk(tree) if isinstance(item, Ref))
 
 
 def map_refs(tree: Any, f: Callable[[Ref], Any]) -> Any:
     """``tree`` with every :class:`Ref` replaced by ``f(ref)``; ``f`` sees them in the order of :func:`refs`."""
-    if isinstance(tree, Ref):
-        return f(tree)
-    if isinstance(tree, tuple | list):
-        return type(tree)(map_refs(item, f) for item in tree)
-    if isinstance(tree, Mapping):
-        return {k: map_refs(v, f) for k, v in tree.items()}
-    return tree
+    return map_tree(tree, lambda item: f(item) if isinstance(item, Ref) else item)
 
 
 def show(value: Any) -> str:
     """An argument as text."""
-    if isinstance(value, Ref):
-        return value.name
     if isinstance(value, tuple | list):
         return "[" + ", ".join(map(show, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{show(k)}: {show(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, Ref | Applied):
+        return str(value)
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
+
+
+def show_call(name: object, call: Applied) -> str:
+    """``name`` of a call's arguments as text."""
+    return f"{name}({', '.join([*map(show, call.args), *(f'{k}={show(v)}' for k, v in call.kwargs.items())])})"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,9 +14,9 @@ import torch
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
-from autoshard.passes.ir.graph import Graph, Node, TensorType
-
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+from autoshard.passes.ir.graph import Graph, Node, TensorType, refs, show, show_call
+from autoshard.passes.ir.walk import Applied
+from autoshard.runtime.move import COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Applied):
     """A call on local tensors. ``fn``: an op, or the name of a function of ``autoshard.runtime``.
 
     ``args``/``kwargs`` hold :class:`~autoshard.passes.ir.Ref`, literals, :class:`Local`, :class:`Offset`,
@@ -82,6 +84,9 @@ class Call:
     fn: torch._ops.OpOverload | str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return show_call(f"runtime.{self.fn}" if isinstance(self.fn, str) else self.fn, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +128,10 @@ class Statement:
     """per output; None for "_" """
     node: Node | None = None
     """the operation it comes from; for a redistribution the reader it was made for"""
+    block: str = ""
+    """the numbered module whose class it is emitted in, such as ``layers.3``; "" for the root"""
     step: Step | None = None
-    """the redistribution step it is, if it is one"""
+    """the redistribution step it is, if it is one; where several are merged, that of the first"""
     value: str = ""
     """for a redistribution: the value"""
     parameter: bool = False
@@ -132,7 +139,19 @@ class Statement:
     internal: tuple[Internal, ...] = ()
     """collectives inside an op's local form"""
     members: tuple[Statement, ...] = ()
-    """the statements that a bucket has been made of"""
+    """the statements that this one has been made of, one after another or side by side"""
+
+    @property
+    def parts(self) -> tuple[Statement, ...]:
+        """The statements of one step each that do the same one after another: itself, where it has no members."""
+        return tuple(part for m in self.members for part in m.parts) if self.members else (self,)
+
+    @property
+    def why(self) -> str:
+        """What it is there for, as text: its redistribution step, or where the operation stands in the model."""
+        if self.step is not None:
+            return "" if self.members else str(self.step)
+        return "" if self.node is None else f"{self.node.fqn}  {self.node.source}".strip()
 
 
 @dataclass(frozen=True)
@@ -152,12 +171,31 @@ class Program:
     mutations: Mapping[str, str]
     """buffer fqn → local name"""
 
+    @cached_property
+    def values(self) -> dict[str, str]:
+        """Local name → the value of the graph that it holds in some layout."""
+        return {o: part.value or o for s in self.statements for part in s.parts for o in part.outputs}
+
     def __str__(self) -> str:
-        lines = []
-        for s in self.statements:
-            made = ", ".join(f"{n}: {layout}" for n, layout in zip(s.outputs, s.layouts, strict=True))
-            lines.append(f"{made} = {s.step if s.step is not None else s.node}")
+        lines = ["program(" + ", ".join(self._typed(i.name) for i in self.graph.inputs) + "):"]
+        for block, statements in groupby(self.statements, key=lambda s: s.block):
+            lines += [f"  {block}:"] if block else ["  (root):"]
+            for s in statements:
+                lines.append(
+                    f"    {', '.join(map(self._typed, s.outputs)) or '_'} = {s.call}    # {s.why}".rstrip(" #")
+                )
+                lines += [f"        {part.outputs[0]}: {part.why}" for part in s.parts if s.members]
+        lines.append(f"  return {', '.join(show(o) for o in self.outputs)}")
+        lines += [f"  {fqn} ← {name}" for fqn, name in self.mutations.items()]
         return "\n".join(lines)
+
+    def _typed(self, name: str) -> str:
+        return f"{name}: {self.types[name]} {self.layouts[name]}" if name in self.types else name
+
+
+def reads(statement: Statement) -> tuple[str, ...]:
+    """Local names a statement reads, in order."""
+    return tuple(ref.name for ref in refs(statement.call))
 
 
 def bytes_text(n: float) -> str:

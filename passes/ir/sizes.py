@@ -22,6 +22,8 @@ import sympy  # type: ignore[import-untyped,unused-ignore]
 from torch.utils._sympy.functions import FloorDiv, PythonMod
 from torch.utils._sympy.printers import PythonPrinter
 
+from autoshard.passes.ir.walk import walk
+
 ENDLESS = 2**62
 """a slice that ends here or later ends after the last element"""
 
@@ -271,16 +273,9 @@ def text_of(expr: sympy.Basic) -> str:
 
 
 def free_symbols(tree: Any) -> set[str]:
-    """Names of the symbols in nested arguments and calls."""
-    if isinstance(tree, Size):
-        return {str(s) for s in tree.expr.free_symbols}
-    if isinstance(tree, str) or tree is None:
-        return set()
-    if isinstance(tree, Mapping):
-        return free_symbols((*tree, *tree.values()))
-    if isinstance(tree, tuple | list):
-        return set().union(*map(free_symbols, tree))
-    return free_symbols([getattr(tree, name) for name in ("args", "kwargs", "size") if hasattr(tree, name)])
+    """Names of the symbols in nested arguments and calls; of a local length or an offset, those of the global one."""
+    lengths = (getattr(item, "size", item) for item in walk(tree))
+    return {str(s) for n in lengths if isinstance(n, Size) for s in n.expr.free_symbols}
 
 
 def is_compound(text: str) -> bool:

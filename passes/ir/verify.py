@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Set
 
 from autoshard.errors import PlanError
 from autoshard.layout import Placement
 from autoshard.passes.ir.graph import Graph, Ref, refs
-from autoshard.passes.ir.program import Program, Statement
-from autoshard.passes.ir.walk import reads
+from autoshard.passes.ir.merge import fused, merged
+from autoshard.passes.ir.program import Program, Statement, reads
 
 
 def check_graph(graph: Graph) -> None:
@@ -36,29 +36,62 @@ def _define(name: str, defined: set[str], graph: Graph, where: str) -> None:
 
 
 def check_program(program: Program) -> None:
-    """Every read is of a local value in exactly the layout the reader was planned for. Raises :class:`PlanError`."""
+    """Every read is of a local value in exactly the layout the reader was planned for. Raises :class:`PlanError`.
+
+    A statement that others were merged into is what they are together, and each of them is checked.
+    """
     made = {value.name for value in program.graph.inputs}
-    value_of = {name: name for name in program.graph.types}
     for statement in program.statements:
-        for name in reads(statement):
-            if name not in made:
-                raise PlanError(f"invalid program: {_what(statement)} reads {name} before it is made")
-        for part in statement.members or (statement,):
+        _check_reads(statement, made)
+        if statement.members:
+            _check_merged(statement)
+        inside: set[str] = set()
+        for part in statement.parts:
+            _check_reads(part, made | inside)
             if part.step is None:
-                _check_operation(part, program, value_of)
-                continue
-            source = program.layouts[reads(part)[0]]
-            if source != part.step.src:
-                raise PlanError(f"invalid program: {part.step} starts from a value that lies in {source}")
-            value_of[part.outputs[0]] = part.value
+                _check_operation(part, program)
+            else:
+                _check_step(part, program)
+            inside.update(part.outputs)
         made.update(name for name in statement.outputs if name != "_")
-    promised = zip(program.outputs, program.assignment.outputs, strict=True)
-    for out, layout in promised:
+    for out, layout in zip(program.outputs, program.assignment.outputs, strict=True):
         if isinstance(out, Ref) and program.layouts[out.name] != layout:
             raise PlanError(f"invalid program: output {out.name} lies in {program.layouts[out.name]}, not {layout}")
+    for name in (*(r.name for r in refs(program.outputs)), *program.mutations.values()):
+        if name not in made:
+            raise PlanError(f"invalid program: it returns {name}, which nothing makes")
 
 
-def _check_operation(statement: Statement, program: Program, value_of: Mapping[str, str]) -> None:
+def _check_reads(statement: Statement, made: Set[str]) -> None:
+    for name in reads(statement):
+        if name not in made:
+            raise PlanError(f"invalid program: {_what(statement)} reads {name} before it is made")
+
+
+def _check_merged(statement: Statement) -> None:
+    """Its call, and the names and layouts of its results, are those of its members side by side."""
+    chains = [(m, fused(*m.members)) for m in statement.members if m.members]
+    for s, made_of in [(statement, merged(str(statement.call.fn), statement.members)), *chains]:
+        if (s.outputs, s.layouts, s.call) != (made_of.outputs, made_of.layouts, made_of.call):
+            raise PlanError(
+                f"invalid program: {', '.join(s.outputs)} = {s.call} is not what its members are together: "
+                f"{', '.join(made_of.outputs)} = {made_of.call}"
+            )
+
+
+def _check_step(statement: Statement, program: Program) -> None:
+    """It starts from the layout its operand lies in, and ends in the one its result is said to have."""
+    step, operands = statement.step, reads(statement)
+    if step is None or len(operands) != 1 or len(statement.outputs) != 1:
+        raise PlanError(f"invalid program: {statement.call} is not one step, and has no members")
+    source, made = program.layouts[operands[0]], program.layouts[statement.outputs[0]]
+    if source != step.src:
+        raise PlanError(f"invalid program: {step} starts from a value that lies in {source}")
+    if (step.dst,) != statement.layouts or step.dst != made:
+        raise PlanError(f"invalid program: {step} makes {statement.outputs[0]}, which is to lie in {made}")
+
+
+def _check_operation(statement: Statement, program: Program) -> None:
     node = statement.node
     if node is None:
         return
@@ -66,7 +99,7 @@ def _check_operation(statement: Statement, program: Program, value_of: Mapping[s
     for i, value in enumerate(node.inputs):
         wanted.setdefault(value, set()).add(program.assignment.use(node, i))
     for name in reads(statement):
-        value = value_of[name]
+        value = program.values.get(name, name)
         if program.layouts[name].placements not in wanted[value]:
             raise PlanError(
                 f"invalid program: {_what(statement)} reads {value} as {program.layouts[name]}, its strategy differs"
@@ -77,4 +110,4 @@ def _check_operation(statement: Statement, program: Program, value_of: Mapping[s
 
 
 def _what(statement: Statement) -> str:
-    return str(statement.step if statement.step is not None else statement.node)
+    return str(statement.step or statement.node)

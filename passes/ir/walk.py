@@ -1,38 +1,44 @@
-"""The references in calls, nested ones included."""
+"""One walk over nested arguments, and one map of them: whoever looks into a call does it through these."""
 
 from __future__ import annotations
 
-from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.program import Statement
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 
-def reads(statement: Statement) -> tuple[str, ...]:
-    """Local names a statement reads, in order."""
-    return tuple(ref.name for ref in call_refs(statement.call))
+class Applied:
+    """Something with arguments: an operation of a graph, or a call on local tensors. Its subclasses are dataclasses."""
+
+    __slots__ = ()
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
 
 
-def call_refs(call: object) -> list[Ref]:
-    """All references in a call, nested calls included."""
-    found: list[Ref] = []
-    args, kwargs = getattr(call, "args", ()), getattr(call, "kwargs", {})
-    stack: list[object] = [*args, *kwargs.values()]
-    for item in stack:
-        if isinstance(item, Ref):
-            found.append(item)
-        elif isinstance(item, tuple | list):
-            found += [r for part in item for r in _any_refs(part)]
-        elif isinstance(item, dict):
-            found += [r for part in item.values() for r in _any_refs(part)]
-        elif hasattr(item, "args"):
-            found += call_refs(item)
-    return found
+def walk(tree: Any) -> Iterator[Any]:
+    """Everything in nested tuples, lists, dicts (their values) and calls, in order; a call stands before its arguments."""
+    if isinstance(tree, Applied):
+        yield tree
+        yield from walk(tree.args)
+        yield from walk(tree.kwargs)
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from walk(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from walk(item)
+    else:
+        yield tree
 
 
-def _any_refs(item: object) -> list[Ref]:
-    if isinstance(item, Ref):
-        return [item]
-    if hasattr(item, "args"):
-        return call_refs(item)
-    if isinstance(item, tuple | list):
-        return [r for part in item for r in _any_refs(part)]
-    return []
+def map_tree(tree: Any, f: Callable[[Any], Any]) -> Any:
+    """``tree`` with everything that :func:`walk` finds replaced by ``f`` of it; a call's arguments come first."""
+    if isinstance(tree, Applied):
+        call: Any = tree
+        return f(replace(call, args=map_tree(tree.args, f), kwargs=map_tree(tree.kwargs, f)))
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_tree(item, f) for item in tree)
+    if isinstance(tree, Mapping):
+        return {k: map_tree(item, f) for k, item in tree.items()}
+    return f(tree)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
 
-from autoshard.passes.ir.graph import Graph, refs
-from autoshard.passes.ir.program import Program, Statement
-from autoshard.passes.ir.walk import reads
+from autoshard.passes.ir.graph import Graph, Node, refs
+from autoshard.passes.ir.program import Program, Statement, reads
 
 _INDEXED = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
 
@@ -31,6 +31,11 @@ def block_path(fqn: str) -> str:
     return found.group() if found else ""
 
 
+def block_of(node: Node | None) -> str:
+    """The block that a statement made for ``node`` belongs to."""
+    return block_path(node.fqn) if node is not None else ""
+
+
 def module_of(statement: Statement, graph: Graph) -> str:
     """The module that a statement's collectives are shown under.
 
@@ -41,55 +46,41 @@ def module_of(statement: Statement, graph: Graph) -> str:
     return asker if maker is None or block_path(maker.fqn) == block_path(asker) else maker.fqn
 
 
+def runs(program: Program) -> Iterator[tuple[str, tuple[Statement, ...]]]:
+    """The program's statements as they follow one another in one block, with the block's path."""
+    for path, statements in groupby(program.statements, key=lambda s: s.block):
+        yield path, tuple(statements)
+
+
+def hoisted(program: Program) -> Program:
+    """``program`` with conversions of values from outside, other than a block's own parameters, in front of the block."""
+    fqn_of = {i.name: i.fqn for i in program.graph.inputs if i.kind in ("parameter", "buffer")}
+    result: list[Statement] = []
+    for path, statements in runs(program):
+        inside: set[str] = set()
+        kept: list[Statement] = []
+        for s in statements:
+            foreign = inside.isdisjoint(reads(s)) and not fqn_of.get(s.value, "").startswith(path + ".")
+            if path and s.step is not None and foreign:
+                result.append(replace(s, block=""))
+            else:
+                kept.append(s)
+                inside.update(s.outputs)
+        result += kept
+    return replace(program, statements=tuple(result))
+
+
 def segments(program: Program) -> tuple[Segment, ...]:
-    """The program's statements, grouped. Conversions of values that come from outside stand before the block."""
-    runs = _hoisted(program, _runs(program))
+    """The program's statements, cut into blocks."""
     kinds = {i.name: i for i in program.graph.inputs}
     later = {r.name for r in refs(program.outputs)} | set(program.mutations.values())
     result: list[Segment] = []
-    for path, statements in reversed(runs):
+    for path, statements in reversed(tuple(runs(program))):
         made = {o for s in statements for o in s.outputs}
         read = dict.fromkeys(name for s in statements for name in reads(s) if name not in made)
         own = {n for n in read if n in kinds and path and kinds[n].fqn.startswith(path + ".")}
         inputs = tuple(n for n in read if n not in own)
         outputs = tuple(dict.fromkeys(o for s in statements for o in s.outputs if o in later))
-        result.append(Segment(path, tuple(statements), inputs, outputs))
+        result.append(Segment(path, statements, inputs, outputs))
         later |= set(read)
     return tuple(reversed(result))
-
-
-Run = tuple[str, list[Statement]]
-
-
-def _runs(program: Program) -> list[Run]:
-    runs: list[Run] = []
-    for statement in program.statements:
-        path = block_path(statement.node.fqn) if statement.node is not None else ""
-        if not runs or runs[-1][0] != path:
-            runs.append((path, []))
-        runs[-1][1].append(statement)
-    return runs
-
-
-def _hoisted(program: Program, runs: Sequence[Run]) -> list[Run]:
-    """Move conversions of outside values, other than a block's own parameters, in front of the block."""
-    fqn_of = {i.name: i.fqn for i in program.graph.inputs if i.kind in ("parameter", "buffer")}
-    result: list[Run] = []
-    for path, statements in runs:
-        inside: set[str] = set()
-        before: list[Statement] = []
-        kept: list[Statement] = []
-        for statement in statements:
-            foreign = not any(name in inside for name in reads(statement))
-            own = fqn_of.get(statement.value, "").startswith(path + ".")
-            if path and statement.step is not None and foreign and not own:
-                before.append(statement)
-            else:
-                kept.append(statement)
-                inside.update(statement.outputs)
-        for at, part in (("", before), (path, kept)):
-            if part and result and result[-1][0] == at:
-                result[-1][1].extend(part)
-            elif part:
-                result.append((at, part))
-    return result

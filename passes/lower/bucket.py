@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from autoshard.layout import Layout
-from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.program import Call, Local, Program, Statement
-from autoshard.passes.ir.walk import reads
-from autoshard.passes.lower.blocks import Segment, segments
+import networkx as nx
+
+from autoshard.passes.ir.graph import refs
+from autoshard.passes.ir.merge import fused, merged
+from autoshard.passes.ir.program import Program, Statement, reads
+from autoshard.passes.lower.blocks import runs
 from autoshard.passes.rules.facts import saves_operand
 
 BUCKET_BYTES = 25 * 2**20
@@ -25,55 +26,22 @@ BUCKET_BYTES = 25 * 2**20
 _KINDS = {"enter": "enter_parameters", "all_gather": "gather_parameters"}
 
 
-@dataclass(frozen=True)
-class _Key:
-    """What the members of one bucket have in common: the call, its axes, the target letter, dtype."""
-
-    kind: str
-    axes: tuple[str, ...]
-    to: str
-    replicas: tuple[str, ...]
-    dtype: Any
-    depth: int
-    """buckets that the members came through: hybrid sharding gathers along one axis after another"""
-
-
-def bucketed(segment: Segment, program: Program) -> Segment:
-    """``segment`` with its parameters' conversions in buckets, each where its first member stood."""
-    statements = _fused(segment)
-    bucket_of: dict[str, list[Statement]] = {}
-    open_: dict[_Key, list[Statement]] = {}
-    depths: dict[str, int] = {}
-    for s in statements:
-        step = s.step
-        if s.parameter:
-            depths[s.outputs[0]] = depth = depths.get(reads(s)[0], 0)
-        if not s.parameter or step is None or step.kind not in _KINDS or not program.types[s.value].grad:
-            continue
-        to, replicas = str(s.call.kwargs.get("to", "")), s.call.kwargs.get("replicas", ())
-        dtype = program.types[s.value].dtype
-        key = _Key(step.kind, step.axes, to, replicas, dtype, depth)
-        bucket = open_.get(key)
-        if bucket is None or sum(_bytes(member, program) for member in bucket) >= BUCKET_BYTES:
-            bucket = open_[key] = []
-        bucket.append(s)
-        bucket_of[s.outputs[0]] = bucket
-        depths[s.outputs[0]] = depth + 1
-    return replace(segment, statements=tuple(_placed(statements, bucket_of)))
+def bucket(program: Program) -> Program:
+    """``program`` with its parameters' conversions in buckets, within a block, each where its first member stood."""
+    uses = Counter(name for s in program.statements for name in reads(s))
+    uses.update([*(r.name for r in refs(program.outputs)), *program.mutations.values()])
+    statements = (s for _, run in runs(program) for s in _bucketed(_fused(run, uses), program))
+    return replace(program, statements=tuple(statements))
 
 
 def regathered(program: Program) -> set[str]:
     """Local names of gathered parameters that the backward gathers again: all of a bucket if it needs one of them."""
     readers: dict[str, list[Statement]] = {}
-    for s in program.statements:
-        for name in reads(s):
-            readers.setdefault(name, []).append(s)
-    found: set[str] = set()
-    for segment in segments(program):
-        for s in bucketed(segment, program).statements:
-            if s.call.fn == "gather_parameters" and any(_kept(o, readers, program) for o in s.outputs):
-                found.update(s.outputs)
-    return found
+    for part in (part for s in program.statements for part in s.parts):
+        for name in reads(part):
+            readers.setdefault(name, []).append(part)
+    gathers = (s.outputs for s in program.statements if s.call.fn == "gather_parameters")
+    return {o for outputs in gathers if any(_kept(o, readers, program) for o in outputs) for o in outputs}
 
 
 def _kept(name: str, readers: Mapping[str, list[Statement]], program: Program) -> bool:
@@ -86,71 +54,67 @@ def _kept(name: str, readers: Mapping[str, list[Statement]], program: Program) -
     return False
 
 
-def _fused(segment: Segment) -> tuple[Statement, ...]:
-    """Hybrid sharding: I → R over the replicas and the gather of a shard as one call, which reduces the reduced shard."""
-    uses = Counter(name for s in segment.statements for name in reads(s)) + Counter(segment.outputs)
-    enters = {s.outputs[0]: s for s in segment.statements if s.parameter and s.step and s.step.kind == "enter"}
-    fused: dict[str, Statement] = {}
+def _fused(statements: Sequence[Statement], uses: Mapping[str, int]) -> list[Statement]:
+    """Hybrid sharding: I → R over the replicas and the gather of a shard as one."""
+    enters = {s.outputs[0]: s for s in statements if s.parameter and s.step and s.step.kind == "enter"}
+    gone: set[str] = set()
     result: list[Statement] = []
-    for s in segment.statements:
-        first = enters.get(reads(s)[0]) if s.parameter and s.step and s.step.kind == "all_gather" else None
-        if first is None or first.step is None or uses[first.outputs[0]] != 1:
-            result.append(s)
-            continue
-        fused[first.outputs[0]] = first
-        args = (first.call.args[0], *s.call.args[1:])
-        result.append(replace(s, call=Call(s.call.fn, args, {**s.call.kwargs, "replicas": first.step.axes})))
-    return tuple(s for s in result if not (s.outputs and s.outputs[0] in fused))
-
-
-def _placed(statements: Sequence[Statement], bucket_of: Mapping[str, list[Statement]]) -> list[Statement]:
-    """Every bucket where its first member stood, after all that its members are made from."""
-    maker = {name: s for s in statements for name in s.outputs}
-    placed: list[Statement] = []
-    done: set[int] = set()
-
-    def place(s: Statement) -> None:
-        bucket = bucket_of.get(s.outputs[0]) if s.outputs else None
-        members = bucket or [s]
-        if id(members[0]) in done:
-            return
-        done.add(id(members[0]))
-        for name in (name for member in members for name in reads(member) if name in maker):
-            place(maker[name])
-        placed.append(_merged(bucket) if bucket else s)
-
     for s in statements:
-        place(s)
-    return placed
+        enter = enters.get(reads(s)[0]) if s.parameter and s.step and s.step.kind == "all_gather" else None
+        if enter is None or uses[enter.outputs[0]] != 1:
+            result.append(s)
+        else:
+            gone.update(enter.outputs)
+            result.append(fused(enter, s))
+    return [s for s in result if gone.isdisjoint(s.outputs)]
 
 
-def _merged(bucket: Sequence[Statement]) -> Statement:
-    first = bucket[0]
-    if first.step is None:
-        return first
-    outputs = tuple(s.outputs[0] for s in bucket)
-    layouts: tuple[Layout | None, ...] = tuple(s.layouts[0] for s in bucket)
-    call = merged_call(_KINDS[first.step.kind], bucket)
-    return replace(first, outputs=outputs, call=call, layouts=layouts, members=tuple(bucket))
+def _bucketed(statements: Iterable[Statement], program: Program) -> Iterator[Statement]:
+    """One block's statements with the conversions of parameters merged."""
+    for unit in _placed(_units(statements, program)):
+        function = _function(unit[0], program)
+        yield merged(function, unit) if function else unit[0]
 
 
-def merged_call(function: str, members: Sequence[Statement]) -> Call:
-    """One call for redistribution steps of one kind over the same axes: every argument but the axes for each of them."""
-    first = members[0].call
-    *dims, axes = zip(*(s.call.args[1:] for s in members), strict=True)
-    kwargs = {k: v for k, v in first.kwargs.items() if k != "size"}
-    if any("size" in s.call.kwargs for s in members):
-        kwargs["sizes"] = tuple(s.call.kwargs.get("size") or _length(s) for s in members)
-    return Call(function, (tuple(Ref(reads(s)[0]) for s in members), *dims, axes[0]), kwargs)
+def _units(statements: Iterable[Statement], program: Program) -> list[list[Statement]]:
+    """Buckets, and statements that stay alone, in the order of their first members.
+
+    The members of a bucket have the call, its axes, the target letter and the dtype in common, and came through as many
+    buckets before: sharding over two axes gathers along one after another.
+    """
+    units: list[list[Statement]] = []
+    open_: dict[Any, list[Statement]] = {}
+    depths: dict[str, int] = {}
+    for s in statements:
+        function = _function(s, program)
+        if s.parameter:
+            depth = depths.get(reads(s)[0], 0)
+            depths[s.outputs[0]] = depth + (function is not None)
+        if function is None:
+            units.append([s])
+            continue
+        kwargs = s.call.kwargs
+        key = function, s.call.args[-1], kwargs.get("to"), kwargs.get("replicas"), program.types[s.value].dtype, depth
+        if key not in open_ or sum(_bytes(member, program) for member in open_[key]) >= BUCKET_BYTES:
+            open_[key] = []
+            units.append(open_[key])
+        open_[key].append(s)
+    return units
 
 
-def _length(s: Statement) -> Any:
-    """The length of the gathered dim after the gather."""
-    step = s.step
-    if step is None:
-        return None
-    left = step.dst.axes_of(step.dims[0])
-    return Local(step.shape[step.dims[0]], left) if left else step.shape[step.dims[0]]
+def _function(s: Statement, program: Program) -> str | None:
+    """The function that does the same to a bucket; None for a statement that stays alone."""
+    return _KINDS.get(s.step.kind) if s.parameter and s.step is not None and program.types[s.value].grad else None
+
+
+def _placed(units: Sequence[list[Statement]]) -> Iterator[list[Statement]]:
+    """Every unit where its first member stood, but after all that its members are made from."""
+    maker = {name: i for i, unit in enumerate(units) for s in unit for name in s.outputs}
+    needs = nx.DiGraph()
+    needs.add_nodes_from(range(len(units)))
+    reading = ((i, name) for i, unit in enumerate(units) for s in unit for name in reads(s))
+    needs.add_edges_from((i, maker[name]) for i, name in reading if name in maker)
+    return (units[i] for i in nx.dfs_postorder_nodes(needs))
 
 
 def _bytes(s: Statement, program: Program) -> float:

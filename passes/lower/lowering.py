@@ -16,6 +16,7 @@ from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
 from autoshard.passes.ir.program import Call, Internal, Program, Statement
 from autoshard.passes.ir.symbols import narrower
+from autoshard.passes.lower.blocks import block_of
 from autoshard.passes.redistribute import Step, emit, redistribution
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site
@@ -77,21 +78,22 @@ class _Lowering:
             ins.append(layout)
             names.append(self._get(value, layout, node))
         supply = iter(names)
-        args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda _: Ref(next(supply)))
-        local = replace(node, args=args, kwargs=kwargs)
+        local: Node = map_refs(node, lambda _: Ref(next(supply)))
         outs = tuple(self.layouts[o] for o in node.outputs)
         site = Site(local, self.graph, self.mesh, tuple(ins), outs, choice)
         rule = rule_for(node.op)
         if is_rigid(node, self.types, rule) and not is_random(node.op):  # a random op is drawn once for all ranks
             rule = None
-        call = rule.local(site) if rule is not None and rule.local is not None else Call(node.op, args, kwargs)
+        call = (
+            rule.local(site) if rule is not None and rule.local is not None else Call(node.op, local.args, local.kwargs)
+        )
         internal: tuple[Internal, ...] = ()
         if rule is not None and rule.collectives is not None:
             internal = rule.collectives(site.example)
         slots = dict(zip(node.output_slots, node.outputs, strict=True))
         outputs = tuple(slots.get(i, "_") for i in range(max(slots, default=-1) + 1))
         self.statements.append(
-            Statement(outputs, call, tuple(self.layouts.get(o) for o in outputs), node, internal=internal)
+            Statement(outputs, call, tuple(map(self.layouts.get, outputs)), node, block_of(node), internal=internal)
         )
 
     def _get(self, value: str, layout: Layout, reader: Node | None) -> str:
@@ -129,5 +131,6 @@ class _Lowering:
         fn, args, kwargs = emit(step)
         call = Call(fn, (Ref(source), *args), kwargs)
         parameter = value in self.parameters
-        self.statements.append(Statement((name,), call, (step.dst,), reader, step, value, parameter))
+        at = block_of(reader)
+        self.statements.append(Statement((name,), call, (step.dst,), reader, at, step, value, parameter))
         return name

@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from autoshard.passes.ir.graph import Graph, Ref
-from autoshard.passes.ir.program import Program, Statement
-from autoshard.passes.ir.walk import reads
-from autoshard.passes.lower.blocks import block_path
-from autoshard.passes.lower.bucket import merged_call
+from autoshard.passes.ir.merge import merged
+from autoshard.passes.ir.program import Program, Statement, reads
 
 SMALL_BYTES = 1 << 20
 """a collective of more bytes per rank gains nothing from company: its time is bandwidth, and flattening copies"""
@@ -38,9 +36,8 @@ def together(program: Program) -> Program:
     made: dict[str, int] = {}
     path = ""
     for i, s in enumerate(program.statements):
-        here = block_path(s.node.fqn) if s.node is not None else ""
-        if here != path:
-            open_, path = {}, here
+        if s.block != path:
+            open_, path = {}, s.block
         key = _key(s, program, reached)
         at = open_.get(key, i)
         if key is None or made.get(reads(s)[0], -1) >= at:
@@ -49,7 +46,8 @@ def together(program: Program) -> Program:
         made.update(dict.fromkeys(s.outputs, at))
         if key is not None:
             open_[key] = at
-    return replace(program, statements=tuple(_merged(g) if len(g) > 1 else g[0] for g in groups.values()))
+    statements = (merged(f"{g[0].call.fn}_together", g) if len(g) > 1 else g[0] for g in groups.values())
+    return replace(program, statements=tuple(statements))
 
 
 def _reached(graph: Graph) -> dict[str, int]:
@@ -76,11 +74,3 @@ def _key(s: Statement, program: Program, reached: Mapping[str, int]) -> Any:
         return None
     outputs = reached[s.value] if step.backward and type_.grad else 0
     return step.kind, step.axes, s.call.kwargs.get("to"), type_.dtype, type_.grad, outputs
-
-
-def _merged(members: Sequence[Statement]) -> Statement:
-    first = members[0]
-    outputs = tuple(s.outputs[0] for s in members)
-    layouts = tuple(s.layouts[0] for s in members)
-    call = merged_call(f"{first.call.fn}_together", members)
-    return replace(first, outputs=outputs, call=call, layouts=layouts, members=tuple(members))

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from autoshard.layout import I, Layout, P, Partial, Placement, R, Shard
 from autoshard.mesh import Mesh
+from autoshard.runtime.move import COLLECTIVES, CONVERSIONS, dual, ring_volume
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -64,26 +65,11 @@ class Move(NamedTuple):
     backward: str | None = None
 
 
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
-
-# (from, to) for unsharded placements → (runtime function, its backward); "S" stands for any dim.
-_TABLE: dict[tuple[str, str], tuple[str, str | None]] = {
-    ("I", "R"): ("enter", "all_reduce"),
-    ("R", "I"): ("leave", None),
-    ("P", "I"): ("all_reduce", None),
-    ("P", "R"): ("all_reduce", "all_reduce"),
-    ("max", "R"): ("all_reduce", None),
-    ("min", "R"): ("all_reduce", None),
-    ("I", "P"): ("partial", None),
-    ("R", "P"): ("partial", None),
-    ("I", "S"): ("slice", "all_gather"),
-    ("R", "S"): ("slice", None),
-    ("P", "S"): ("reduce_scatter", "all_gather"),
-    ("S", "I"): ("all_gather", None),
-    ("S", "R"): ("all_gather", "reduce_scatter"),
-    ("S", "P"): ("pad", None),
-    ("S", "S"): ("all_to_all", "all_to_all"),
-}
+_STEPS: dict[tuple[str, str], tuple[str, str | None]] = {
+    ends: (kind, back if (back := CONVERSIONS[dual(*ends)]) in COLLECTIVES else None)
+    for ends, kind in CONVERSIONS.items()
+} | {(op, "R"): ("all_reduce", None) for op in ("max", "min")}
+"""(from, to) → (runtime function, the collective of its backward); "S" stands for any dim"""
 
 
 def state_of(layout: Layout, ndim: int, *, grad: bool) -> State:
@@ -149,17 +135,17 @@ class Space:
 
     def volume(self, kind: str | None, group: tuple[int, ...], order: tuple[int, ...]) -> int:
         """Ring volume per rank, in elements of the smaller of both chunks times the number of ranks (an integer)."""
-        n = self.count(group)
-        if kind == "all_reduce":
-            return 2 * (n - 1) * (self.ranks // n)
+        if kind is None:
+            return 0
         if kind == "permute":
             active = [[a for a in axes if self.sizes[a] > 1] for axes in (group, order)]
             return self.ranks if active[0] != active[1] else 0
-        return (n - 1) * self.ranks if kind in _COLLECTIVES else 0
+        n = self.count(group)
+        return ring_volume(kind, n) * (self.ranks // n)
 
     def _conversions(self, i: int, s: State) -> Iterator[Move]:
         def move(group: tuple[int, ...], frm: str, to: str, leave: int | None = None, join: int | None = None) -> Move:
-            kind, backward = _TABLE[frm, to]
+            kind, backward = _STEPS[frm, to]
             dims = tuple(d for d in (leave, join) if d is not None)
             return Move(kind, group, i, self.index[s.convert(group, to, leave, join)], dims, (), backward)
 
@@ -167,13 +153,13 @@ class Space:
             axes = [a for a, k in enumerate(s.kinds) if k == frm and self.base.kinds[a] == FREE]
             for length in range(1, len(axes) + 1):
                 for group in itertools.combinations(axes, length):
-                    yield from (move(group, frm, to) for to in self.kinds if (frm, to) in _TABLE)
-                if (frm, "S") in _TABLE:
+                    yield from (move(group, frm, to) for to in self.kinds if (frm, to) in _STEPS)
+                if (frm, "S") in _STEPS:
                     for group in itertools.permutations(axes, length):
                         yield from (move(group, frm, "S", join=d) for d in range(self.ndim))
         for d, nest in enumerate(s.nests):
             for start in range(len(self.base.nests[d]), len(nest)):
-                yield from (move(nest[start:], "S", to, leave=d) for to in self.kinds if ("S", to) in _TABLE)
+                yield from (move(nest[start:], "S", to, leave=d) for to in self.kinds if ("S", to) in _STEPS)
                 yield from (move(nest[start:], "S", "S", leave=d, join=e) for e in range(self.ndim) if e != d)
 
     def _slots(self, s: State) -> Slots:

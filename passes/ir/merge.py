@@ -1,0 +1,48 @@
+"""Redistribution steps as one statement: side by side, as in a bucket, or one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from autoshard.passes.ir.graph import Ref
+from autoshard.passes.ir.program import Call, Local, Statement, reads
+
+
+def merged(function: str, members: Sequence[Statement]) -> Statement:
+    """Steps of one kind over the same axes as one call of ``function``.
+
+    Every argument but the axes stands for each of them: ``all_gather(w, 0, "dp", to="R")`` and the same of ``b`` are
+    ``gather_parameters((w, b), (0, 0), "dp", to="R")``; ``sizes`` has a length for each where one of them has a ``size``.
+    """
+    first = members[0]
+    *dims, axes = zip(*(s.call.args[1:] for s in members), strict=True)
+    kwargs = {k: v for k, v in first.call.kwargs.items() if k != "size"}
+    if any("size" in s.call.kwargs for s in members):
+        kwargs["sizes"] = tuple(s.call.kwargs.get("size") or _length(s) for s in members)
+    return replace(
+        first,
+        outputs=tuple(s.outputs[0] for s in members),
+        call=Call(function, (tuple(Ref(reads(s)[0]) for s in members), *dims, axes[0]), kwargs),
+        layouts=tuple(s.layouts[0] for s in members),
+        members=tuple(members),
+    )
+
+
+def fused(enter: Statement, gather: Statement) -> Statement:
+    """I → R over replicas and then the gather of a shard as one call: its backward reduces the reduced shard."""
+    replicas = enter.step.axes if enter.step is not None else ()
+    call = Call(
+        gather.call.fn, (enter.call.args[0], *gather.call.args[1:]), {**gather.call.kwargs, "replicas": replicas}
+    )
+    return replace(gather, call=call, members=(enter, gather))
+
+
+def _length(s: Statement) -> Any:
+    """The length of the gathered dim after the gather."""
+    step = s.step
+    if step is None:
+        return None
+    left = step.dst.axes_of(step.dims[0])
+    return Local(step.shape[step.dims[0]], left) if left else step.shape[step.dims[0]]

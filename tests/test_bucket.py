@@ -1,0 +1,245 @@
+"""Parameters in buckets: a program in, one with fewer calls out; and a bucket that is damaged is found."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from programs import Draft, text
+from torch import nn
+
+import autoshard
+from autoshard import PlanError, Shard, runtime
+from autoshard.check.divergence import first_divergence
+from autoshard.layout import Layout
+from autoshard.passes.ir.program import Call, Program, Statement
+from autoshard.passes.ir.verify import check_program
+from autoshard.passes.lower import bucket as module
+from autoshard.passes.lower.blocks import hoisted
+from autoshard.passes.lower.bucket import bucket, regathered
+
+aten = torch.ops.aten
+
+
+def layers(count: int, stored: str, labels: str, **axes: int) -> Program:
+    """Blocks of two products whose parameters lie in ``stored``; the rows of the input are cut along every axis."""
+    draft = Draft(**axes)
+    rows = " ".join("0" for _ in axes)
+    draft.input("x", (8, 16), rows)
+    return bucket(hoisted(draft.program(**{draft.layers(count, stored, labels): rows})))
+
+
+def test_fully_sharded() -> None:
+    """One gather per block, in front of its first reader."""
+    program = layers(2, "0", "m", dp=2)
+    check_program(program)
+    assert (
+        text(program)
+        == """
+  l.0:
+    l_0_up__1: R@dp, l_0_out__1: R@dp = runtime.gather_parameters([l_0_up, l_0_out], [0, 0], 'dp', to='R')
+        l_0_up__1: all_gather(dp): S(0)@dp → R@dp    1 KiB; backward reduce_scatter 1 KiB
+        l_0_out__1: all_gather(dp): S(0)@dp → R@dp    1 KiB; backward reduce_scatter 1 KiB
+    up0: S(0)@dp = aten.mm.default(x, l_0_up__1)
+    out0: S(0)@dp = aten.mm.default(up0, l_0_out__1)
+  l.1:
+    l_1_up__1: R@dp, l_1_out__1: R@dp = runtime.gather_parameters([l_1_up, l_1_out], [0, 0], 'dp', to='R')
+        l_1_up__1: all_gather(dp): S(0)@dp → R@dp    1 KiB; backward reduce_scatter 1 KiB
+        l_1_out__1: all_gather(dp): S(0)@dp → R@dp    1 KiB; backward reduce_scatter 1 KiB
+    up1: S(0)@dp = aten.mm.default(out0, l_1_up__1)
+    out1: S(0)@dp = aten.mm.default(up1, l_1_out__1)
+  return out1
+"""
+    )
+
+
+def test_data_parallel() -> None:
+    program = layers(1, "I", "m", dp=2)
+    check_program(program)
+    assert (
+        text(program)
+        == """
+  l.0:
+    l_0_up__1: R@dp, l_0_out__1: R@dp = runtime.enter_parameters([l_0_up, l_0_out], 'dp')
+        l_0_up__1: enter(dp): I@dp → R@dp    local; backward all_reduce 2 KiB
+        l_0_out__1: enter(dp): I@dp → R@dp    local; backward all_reduce 2 KiB
+    up0: S(0)@dp = aten.mm.default(x, l_0_up__1)
+    out0: S(0)@dp = aten.mm.default(up0, l_0_out__1)
+  return out0
+"""
+    )
+
+
+def test_hybrid_sharded() -> None:
+    """Both steps of a parameter are one member: its gradient is summed over the replicas once it is a shard."""
+    program = layers(1, "I 0", "m m", r=2, s=2)
+    check_program(program)
+    assert (
+        text(program)
+        == """
+  l.0:
+    l_0_up__2: R@r R@s, l_0_out__2: R@r R@s = runtime.gather_parameters([l_0_up, l_0_out], [0, 0], 's', to='R', replicas=['r'])
+        l_0_up__1: enter(r): S(0)@s I@r → S(0)@s R@r    local; backward all_reduce 1 KiB
+        l_0_up__2: all_gather(s): S(0)@s R@r → R@r R@s    1 KiB; backward reduce_scatter 1 KiB
+        l_0_out__1: enter(r): S(0)@s I@r → S(0)@s R@r    local; backward all_reduce 1 KiB
+        l_0_out__2: all_gather(s): S(0)@s R@r → R@r R@s    1 KiB; backward reduce_scatter 1 KiB
+    up0: S(0)@r S(0)@s = aten.mm.default(x, l_0_up__2)
+    out0: S(0)@r S(0)@s = aten.mm.default(up0, l_0_out__2)
+  return out0
+"""
+    )
+
+
+def test_sharded_over_two_axes() -> None:
+    """One gather after another, each in a bucket of its own."""
+    program = layers(1, "0 1", "m m", a=2, b=2)
+    check_program(program)
+    assert (
+        text(program)
+        == """
+  l.0:
+    l_0_up__1: S(1)@b R@a, l_0_out__1: S(1)@b R@a = runtime.gather_parameters([l_0_up, l_0_out], [0, 0], 'a', to='R')
+        l_0_up__1: all_gather(a): S(0)@a S(1)@b → S(1)@b R@a    512 B; backward reduce_scatter 512 B
+        l_0_out__1: all_gather(a): S(0)@a S(1)@b → S(1)@b R@a    512 B; backward reduce_scatter 512 B
+    l_0_up__2: R@a R@b, l_0_out__2: R@a R@b = runtime.gather_parameters([l_0_up__1, l_0_out__1], [1, 1], 'b', to='R')
+        l_0_up__2: all_gather(b): S(1)@b R@a → R@a R@b    1 KiB; backward reduce_scatter 1 KiB
+        l_0_out__2: all_gather(b): S(1)@b R@a → R@a R@b    1 KiB; backward reduce_scatter 1 KiB
+    up0: S(0)@a S(0)@b = aten.mm.default(x, l_0_up__2)
+    out0: S(0)@a S(0)@b = aten.mm.default(up0, l_0_out__2)
+  return out0
+"""
+    )
+
+
+def test_uneven_shards_have_their_lengths() -> None:
+    (first, *_) = layers(1, "0", "m", dp=3).statements
+    assert first.call.kwargs == {"to": "R", "sizes": (16, 32)}
+
+
+def test_a_full_bucket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert text(layers(1, "0", "m", dp=2)).count("gather_parameters") == 1
+    monkeypatch.setattr(module, "BUCKET_BYTES", 16 * 32 * 4)  # what one gathered parameter holds
+    assert text(layers(1, "0", "m", dp=2)).count("gather_parameters") == 2
+
+
+def test_a_bucket_stands_after_what_its_members_are_made_from() -> None:
+    """Where the first product's parameter entered, and after the slice of the second one's."""
+    draft = Draft(a=2, b=2)
+    draft.input("x", (8, 16), "0 R")
+    draft.parameter("up", (16, 32), "I I")
+    draft.parameter("out", (32, 16), "I I")
+    draft.op("h", aten.mm.default, ("x", "up"), "m n")
+    draft.op("y", aten.mm.default, ("h", "out"), "m k")
+    program = bucket(hoisted(draft.program(y="0 P")))
+    check_program(program)
+    assert (
+        text(program)
+        == """
+  (root):
+    up__1: S(1)@b I@a = runtime.slice(up, 1, 'b', of='I')
+    out__1: S(0)@b I@a = runtime.slice(out, 0, 'b', of='I')
+    up__2: S(1)@b R@a, out__2: S(0)@b R@a = runtime.enter_parameters([up__1, out__1], 'a')
+        up__2: enter(a): S(1)@b I@a → S(1)@b R@a    local; backward all_reduce 1 KiB
+        out__2: enter(a): S(0)@b I@a → S(0)@b R@a    local; backward all_reduce 1 KiB
+    h: S(0)@a S(1)@b = aten.mm.default(x, up__2)
+    y: S(0)@a P@b = aten.mm.default(h, out__2)
+  return y
+"""
+    )
+
+
+def test_what_gets_no_gradient_stays_alone() -> None:
+    """Frozen weights: nothing is to be overlapped with a backward."""
+    draft = Draft(dp=2)
+    draft.input("x", (8, 16), "0")
+    draft.layers(1, "0", "m")
+    draft.types |= {name: replace(t, grad=False) for name, t in draft.types.items()}
+    program = bucket(draft.program(out0="0"))
+    assert "gather_parameters" not in text(program)
+    assert text(program).count("runtime.all_gather(") == 2
+
+
+def test_gathered_again_is_what_the_backward_reads() -> None:
+    """The first product's input needs no gradient, so its weight is gathered again only for company in its bucket."""
+    both = layers(1, "0", "m", dp=2)
+    assert regathered(both) == {"l_0_up__1", "l_0_out__1"}
+    draft = Draft(dp=2)
+    draft.input("x", (8, 16), "0")
+    draft.parameter("up", (16, 32), "0")
+    draft.op("y", aten.mm.default, ("x", "up"), "m")
+    assert regathered(bucket(draft.program(y="0"))) == set()
+
+
+# --- damage ---
+
+
+def swap(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return values[::-1]
+
+
+def in_layout(s: Statement, words: str) -> Statement:
+    layout = s.layouts[0]
+    assert layout is not None
+    wrong = Layout(layout.mesh, [Shard(int(words))])
+    return replace(s, layouts=(wrong, *s.layouts[1:]))
+
+
+DAMAGE: dict[str, Callable[[Statement], Statement]] = {
+    "a member is gone": lambda s: replace(s, members=s.members[:1]),
+    "all members are gone": lambda s: replace(s, members=()),
+    "an operand is gone": lambda s: replace(s, call=Call(s.call.fn, (s.call.args[0][:1], *s.call.args[1:]), s.call.kwargs)),
+    "operands are swapped": lambda s: replace(s, call=Call(s.call.fn, (swap(s.call.args[0]), *s.call.args[1:]), s.call.kwargs)),
+    "a dim is wrong": lambda s: replace(s, call=Call(s.call.fn, (s.call.args[0], (0, 1), *s.call.args[2:]), s.call.kwargs)),
+    "another target": lambda s: replace(s, call=Call(s.call.fn, s.call.args, {"to": "I"})),
+    "results are swapped": lambda s: replace(s, outputs=swap(s.outputs)),
+    "a layout is wrong": lambda s: in_layout(s, "0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_bucket_is_found(how: str) -> None:
+    program = layers(1, "0", "m", dp=2)
+    check_program(program)
+    first, *rest = program.statements
+    with pytest.raises(PlanError, match="invalid program"):
+        check_program(replace(program, statements=(DAMAGE[how](first), *rest)))
+
+
+def test_a_member_from_another_layout_is_found() -> None:
+    """The parameter lies in another layout than the bucket starts from."""
+    program = layers(1, "0", "m", dp=2)
+    stored = {**program.layouts, "l_0_out": Layout(program.mesh, [Shard(1)])}
+    with pytest.raises(PlanError, match=r"starts from a value that lies in S\(1\)@dp"):
+        check_program(replace(program, layouts=stored))
+
+
+# --- the program that is dumped, checked and searched is the one that runs ---
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
+
+
+def sharded(model: nn.Module, x: torch.Tensor) -> Any:
+    mesh = autoshard.Mesh({"dp": 2}, hardware="ideal_network")
+    hints = {"input": Shard(0), "*weight": Shard(0), "*bias": "replicate"}
+    return autoshard.compile(copy.deepcopy(model), mesh, (x,), hints=hints)
+
+
+def test_the_first_difference_is_looked_for_in_the_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = mlp(), torch.randn(256, 8).double()
+    module = sharded(model, x)
+    program = module.specialise((x,), {}).compiled.program
+    calls = [s.call.fn for s in program.statements]
+    assert {"gather_parameters", "enter_parameters"} <= set(calls)
+    assert all(f"runtime.{fn}(" in module.source for fn in calls if isinstance(fn, str))
+    assert first_divergence(model, module, (x,), {}, 1e-9) is None
+    gather = runtime.gather_parameters
+    monkeypatch.setattr(runtime, "gather_parameters", lambda *a, **k: tuple(2 * t for t in gather(*a, **k)))
+    found = first_divergence(model, module, (x,), {}, 1e-9)
+    assert found is not None
+    assert found.startswith("aten.linear.default in 0 at")
