@@ -58,7 +58,8 @@ def clamps_either(y: torch.Tensor) -> torch.Tensor:
 
 
 def distribution(y: torch.Tensor) -> torch.Tensor:
-    return torch.distributions.Normal(y, y.exp()).log_prob(torch.zeros(()).double())
+    checked = torch.distributions.Normal(y, y.exp(), validate_args=True)  # dynamo turns the default off
+    return checked.log_prob(torch.zeros(()).double())
 
 
 FINITE = {"clamps": clamps, "clamps either": clamps_either, "distribution": distribution}

@@ -11,7 +11,7 @@ from sample_makers import f
 from torch import nn
 
 import autoshard
-from autoshard.passes.capture.substitutes.mistraced import MISTRACED
+from autoshard.passes.capture.substitutes.rewritten import REWRITTEN
 
 
 class First(nn.Module):
@@ -46,8 +46,7 @@ def test_of_one_sequence_without_a_batch() -> None:
 
 
 def test_verify_sees_dropout_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(MISTRACED, torch.gru)
-    monkeypatch.setattr("autoshard.passes.capture.watch._REWRITTEN", {})
+    monkeypatch.delitem(REWRITTEN, torch.gru)
     model = First(RECURRENT["gru without biases"]()).double()
     assert not autoshard.verify(model, ideal({"x": 2}), double((f(3, 4, 4),))).ok
 
