@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -84,12 +85,15 @@ def test_another_call_in_its_place_is_made_and_seen_by_those_inside() -> None:
 def test_a_refusal_that_the_model_swallows_is_raised_after_the_trace() -> None:
     refusals = Refusals()
     watch = Watch((refusals,))
-    with pytest.raises(CaptureError, match="^first$"), watch.active():
-        for message in ("first", "second"):
-            try:
-                raise refusals(message)
-            except CaptureError:
-                pass
+
+    def swallows() -> None:
+        with watch.active():
+            for message in ("first", "second"):
+                with contextlib.suppress(CaptureError):
+                    raise refusals(message)
+
+    with pytest.raises(CaptureError, match=r"^first$"):
+        swallows()
 
 
 def test_what_begins_ends_and_is_learnt_reaches_every_observer() -> None:
@@ -174,6 +178,33 @@ def test_patches_are_undone_where_export_or_a_patch_raises(at: str, monkeypatch:
         capture(nn.Linear(3, 3), (X,))
     assert F.relu is relu
     assert changed() == []
+
+
+def hooks(self: nn.Linear, x: Tensor) -> Tensor:
+    y = nn.Linear.forward(self, x)
+    y.register_hook(lambda g: g)
+    return y
+
+
+def hooks_in_eager(self: nn.Linear, x: Tensor) -> Tensor:
+    return nn.Linear.forward(self, x) if torch.compiler.is_exporting() else hooks(self, x)
+
+
+@pytest.mark.parametrize(("forward", "traces"), [(hooks, 1), (hooks_in_eager, 2)], ids=["one", "two"])
+def test_only_a_model_with_another_program_for_tracers_is_traced_again(
+    forward: Callable[..., Tensor], traces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, export = [], torch.export.export
+
+    def counts(*args: Any, **kwargs: Any) -> Any:
+        counted.append(args)
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counts)
+    model = type("Model", (nn.Linear,), {"forward": forward})(3, 3)
+    with pytest.raises(CaptureError, match="tensor hook") if traces == 1 else contextlib.nullcontext():
+        capture(model, (X,))
+    assert len(counted) == traces
 
 
 @torch.jit.script

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from autoshard.frames import is_ours
 from autoshard.passes.capture.observer import Observer, Patch, replacing
 
 
@@ -21,9 +22,10 @@ class AsInEager(Observer):
 
     def _answer(self, original: Callable[[], bool]) -> Callable[[], bool]:
         def no() -> bool:
-            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
+            asker = sys._getframe(1)
+            if asker.f_globals.get("__name__", "").partition(".")[0] == "torch":
                 return original()
-            self.asked = True
+            self.asked = self.asked or not is_ours(asker.f_code.co_filename)
             return False
 
         return no

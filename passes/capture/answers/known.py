@@ -2,6 +2,10 @@
 
 A forward may ask for them (``if mask.any()``, ``F.pad(x, (padding, 0))``), and a trace without data cannot say. They
 are computed on demand. What comes from a buffer is checked in every call: a buffer may be loaded or changed.
+
+Two stores, this one and what fake tensors carry in :mod:`steering`: a trial of one failed. What they carry does not say
+where it comes from, and so what to check (a factory: nothing); it is computed whether asked for or not (10 times the
+capture, for a product of masks of 4096 x 4096); and here no call shows how long ``x[mask]`` is, which export finds inside.
 """
 
 from __future__ import annotations
