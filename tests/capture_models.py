@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,12 @@ def check(model: nn.Module, *args: Any, tolerance: float = 1e-12, **kwargs: Any)
         if graph.training:
             assert kind.grad == values[name].requires_grad, name
     return graph
+
+
+def text(model: nn.Module, *args: Any) -> str:
+    """The captured graph as text, an op a line, without types, without numbers of lines."""
+    lines = [line.partition("    #")[0].strip() for line in str(capture(model, args)).splitlines()[1:]]
+    return re.sub(r"\.py:\d+", ".py", "\n".join(lines))
 
 
 def ops(graph: Graph) -> list[Any]:

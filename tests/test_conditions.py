@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from capture_models import asserts
+from capture_models import asserts, text
 from harness import assert_equal_training, ideal
 from torch import nn
 
@@ -58,7 +58,8 @@ def clamps_either(y: torch.Tensor) -> torch.Tensor:
 
 
 def distribution(y: torch.Tensor) -> torch.Tensor:
-    return torch.distributions.Normal(y, y.exp()).log_prob(torch.zeros(()).double())
+    checked = torch.distributions.Normal(y, y.exp(), validate_args=True)  # dynamo turns the default off
+    return checked.log_prob(torch.zeros(()).double())
 
 
 FINITE = {"clamps": clamps, "clamps either": clamps_either, "distribution": distribution}
@@ -181,6 +182,77 @@ def test_a_value_that_was_written_is_not_known() -> None:
         mask = torch.ones(6, dtype=torch.float64)
         mask[0] = y.sum().detach()
         return y * 2 if mask.sum() > 0 else y
+
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        capture(Checked(written), (X,))
+
+
+def test_text_of_a_test_for_infinities() -> None:
+    assert (
+        text(Checked(clamps), X)
+        == """\
+linear = aten.linear.default(x, p_linear_weight, p_linear_bias)
+isfinite = aten.isfinite.default(linear)
+all_1 = aten.all.default(isfinite)
+_ = aten._assert_async.msg(all_1, 'test_conditions.py: a number is infinite or NaN; the compiled program is for finite \
+numbers: if not torch.isfinite(y).all():')
+mul = aten.mul.Tensor(linear, 2)
+return mul"""
+    )
+
+
+def test_text_of_a_length_that_is_asked_for() -> None:
+    assert (
+        text(Checked(some_positive), X)
+        == """\
+linear = aten.linear.default(x, p_linear_weight, p_linear_bias)
+select = aten.select.int(linear, 1, 0)
+gt = aten.gt.Scalar(select, -50)
+nonzero = aten.nonzero.default(gt)
+sym_size_int_1 = aten.sym_size.int(nonzero, 0)
+gt_1 = aten.gt.default(sym_size_int_1, 0)
+sym_ite = aten.Int.Scalar(gt_1)
+scalar_tensor = aten.scalar_tensor.default(sym_ite, dtype=int64)
+_ = aten._assert_async.msg(scalar_tensor, 'test_conditions.py: a length that depends on the data is too small for the \
+compiled program: return y + 1 if rows.size(0) > 0 else y')
+add_3 = aten.add.Tensor(linear, 1)
+mul_2 = aten.mul.Tensor(add_3, 2)
+return mul_2"""
+    )
+
+
+def test_text_of_a_buffer_that_steers() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Buffer(torch.tensor(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[: self.part].relu() if torch.ones(3).sum() > self.part else x
+
+    assert (
+        text(Half(), X)
+        == """\
+ones = aten.ones.default([3])
+sum_1 = aten.sum.default(ones)
+gt = aten.gt.Tensor(sum_1, b_part)
+eq = aten.eq.Scalar(gt, True)
+all_1 = aten.all.default(eq)
+_ = aten._assert_async.msg(all_1, 'test_conditions.py: a buffer of the model that steers the forward changed')
+eq_1 = aten.eq.Scalar(b_part, 2)
+all_2 = aten.all.default(eq_1)
+_ = aten._assert_async.msg(all_2, 'test_conditions.py: a buffer of the model that steers the forward changed')
+slice_1 = aten.slice.Tensor(x, 0, 0, 2)
+relu = aten.relu.default(slice_1)
+return relu"""
+    )
+
+
+def test_an_operator_that_writes_is_a_write() -> None:
+    def written(y: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(6, dtype=torch.bool)
+        mask |= y[0] > 0
+        return y * 2 if mask.any() else y
 
     with pytest.raises(CaptureError, match="depends on the values of a tensor"):
         capture(Checked(written), (X,))

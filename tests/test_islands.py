@@ -13,8 +13,9 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import CaptureError
-from autoshard.passes.capture import watch as hazards
+from autoshard.passes.capture.answers.eager import AsInEager
 from autoshard.passes.capture.export import capture
+from autoshard.passes.capture.substitutes import custom_functions
 from autoshard.passes.capture.translate import nodes as translate
 from autoshard.passes.propagate import op_space
 from autoshard.passes.rules import exact
@@ -152,7 +153,7 @@ def _other_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _program_for_tracers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hazards, "as_in_eager", lambda: contextlib.nullcontext(lambda: False))
+    monkeypatch.setattr(AsInEager, "patches", lambda self: ())
 
 
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +261,7 @@ class Activated(nn.Module):
 
 
 def test_a_librarys_backward_that_is_the_derivative_is_traced_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hazards, "_is_a_librarys", lambda function: True)
+    monkeypatch.setattr(custom_functions, "_is_a_librarys", lambda function: True)
     assert_equal_training(Activated(Cube), {"tp": 2}, (torch.randn(4, 8),), share=1.05)
 
 
@@ -301,14 +302,14 @@ class Twice(Activated):
 def test_a_librarys_other_backward_runs_as_an_op(
     model: nn.Module, axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hazards, "_is_a_librarys", lambda function: True)
+    monkeypatch.setattr(custom_functions, "_is_a_librarys", lambda function: True)
     report = assert_equal_training(model, axes, (torch.randn(4, 8),))
     assert any(choice.op == "autoshard.function.default" for choice in report.plan.choices.values())
 
 
 @pytest.mark.parametrize(("function", "library"), [(Noise, True), (StraightThrough, False), (Cube, False)])
 def test_any_other_backward_is_refused(function: Any, library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hazards, "_is_a_librarys", lambda function: library)
+    monkeypatch.setattr(custom_functions, "_is_a_librarys", lambda function: library)
     with pytest.raises(CaptureError, match=rf"'{function.__name__}'.*drops its backward"):
         autoshard.plan(Activated(function), {"tp": 2}, (torch.randn(4, 8),))
     Activated(function)(torch.randn(4, 8)).backward()  # the function is as it was

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from capture_models import text
 from harness import MESHES, assert_equal_training, ideal
 from torch import Tensor, nn
 
@@ -269,3 +270,29 @@ def test_bodies_that_hand_on_otherwise_are_refused(function: Callable[[Tensor, T
 
     with pytest.raises(CaptureError, match=REFUSED[function]):
         autoshard.plan(Model(), {"tp": 2}, (torch.randn(4, 6),))
+
+
+def test_text_of_a_body_per_place() -> None:
+    class Marked(nn.Module):
+        def forward(self, x: Tensor, hit: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            for place in hit.nonzero().flatten():
+                out.add_(x[place])
+            return out
+
+    assert (
+        text(Marked(), torch.randn(2), torch.tensor([True, False]))
+        == """\
+zeros_like = aten.zeros_like.default(x)
+select = aten.select.int(x, 0, 0)
+add_5 = aten.add.Tensor(zeros_like, select)
+select_1 = aten.select.int(hit, 0, 0)
+ne = aten.ne.Scalar(select_1, 0)
+where = aten.where.self(ne, add_5, zeros_like)
+select_2 = aten.select.int(x, 0, 1)
+add_6 = aten.add.Tensor(where, select_2)
+select_3 = aten.select.int(hit, 0, 1)
+ne_1 = aten.ne.Scalar(select_3, 0)
+where_1 = aten.where.self(ne_1, add_6, where)
+return where_1"""
+    )

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from capture_models import text
 from harness import assert_equal_training, double, ideal
 from sample_makers import f
 from torch import nn
 
 import autoshard
-from autoshard.passes.capture.substitutes.mistraced import MISTRACED
+from autoshard.passes.capture.substitutes.rewritten import REWRITTEN
 
 
 class First(nn.Module):
@@ -46,8 +47,7 @@ def test_of_one_sequence_without_a_batch() -> None:
 
 
 def test_verify_sees_dropout_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(MISTRACED, torch.gru)
-    monkeypatch.setattr("autoshard.passes.capture.watch._REWRITTEN", {})
+    monkeypatch.delitem(REWRITTEN, torch.gru)
     model = First(RECURRENT["gru without biases"]()).double()
     assert not autoshard.verify(model, ideal({"x": 2}), double((f(3, 4, 4),))).ok
 
@@ -91,3 +91,23 @@ class Parts(nn.Module):
 
 def test_complex_inputs() -> None:
     assert_equal_training(Parts(), {"x": 3}, (torch.complex(f(4, 6), f(4, 6).flip(0)),))
+
+
+def test_text_of_running_statistics() -> None:
+    assert (
+        text(nn.InstanceNorm1d(3, track_running_stats=True), torch.randn(2, 3, 4))
+        == """\
+instance_norm = aten.instance_norm.default(input, None, None, None, None, True, 0.1, 1e-05, False)
+var_mean_0, var_mean_1 = aten.var_mean.dim(input, [2])
+mul = aten.mul.Tensor(b_running_mean, 0.9)
+mean = aten.mean.dim(var_mean_1, [0])
+mul_1 = aten.mul.Tensor(mean, 0.1)
+add = aten.add.Tensor(mul, mul_1)
+mul_2 = aten.mul.Tensor(b_running_var, 0.9)
+mean_1 = aten.mean.dim(var_mean_0, [0])
+mul_3 = aten.mul.Tensor(mean_1, 0.1)
+add_1 = aten.add.Tensor(mul_2, mul_3)
+return instance_norm
+running_mean ← add
+running_var ← add_1"""
+    )

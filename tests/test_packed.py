@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from capture_models import text
 from harness import assert_equal_training
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -52,3 +53,34 @@ def test_what_lies_behind_the_end_of_a_sequence_does_not_count() -> None:
     inside = torch.arange(5)[:, None] < LENGTHS[:, None, None]
     x = torch.where(inside, X, torch.nan)
     assert_equal_training(Packed(nn.GRU(6, 8, batch_first=True), 7), {"tp": 2}, (x, LENGTHS), steps=1)
+
+
+def test_text_of_a_packed_sequence_that_is_padded_again() -> None:
+    class Repacked(nn.Module):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return pad_packed_sequence(pack_padded_sequence(x, lengths), total_length=5)[0]
+
+    assert (
+        text(Repacked(), torch.randn(5, 2, 3), torch.tensor([5, 2]))
+        == """\
+arange = aten.arange.default(5)
+unsqueeze = aten.unsqueeze.default(arange, 1)
+lt = aten.lt.Tensor(unsqueeze, lengths)
+unsqueeze_1 = aten.unsqueeze.default(lt, 2)
+where = aten.where.ScalarOther(unsqueeze_1, x, 0)
+max_1 = aten.max.default(lengths)
+item = aten._local_scalar_dense.default(max_1)
+gt = aten.gt.default(item, 5)
+sym_not = aten.__not__.default(gt)
+sym_ite = aten.Int.Scalar(sym_not)
+scalar_tensor = aten.scalar_tensor.default(sym_ite, dtype=int64)
+_ = aten._assert_async.msg(scalar_tensor, "rnn.py: the model's check of its values fails: if total_length < max_seq_length:")
+arange_1 = aten.arange.default(5)
+unsqueeze_2 = aten.unsqueeze.default(arange_1, 1)
+lt_1 = aten.lt.Tensor(unsqueeze_2, lengths)
+unsqueeze_3 = aten.unsqueeze.default(lt_1, 2)
+full_like = aten.full_like.default(where, 0.0)
+where_1 = aten.where.self(unsqueeze_3, where, full_like)
+pad = aten.pad.default(where_1, [0, 0, 0, 0, 0, 0], 'constant', 0.0)
+return pad"""
+    )

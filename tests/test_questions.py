@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from capture_models import text
 from harness import MESHES, assert_equal_training
 from torch import Tensor, nn
 
@@ -129,3 +130,15 @@ def test_a_tensor_made_of_open_numbers_is_not_known() -> None:
 
     torch.manual_seed(0)
     assert_equal_training(Asking(of_a_count), MESHES["tp2"], (torch.randn(6, 8),), share=1.0, steps=1)
+
+
+def test_text_is_that_without_the_question() -> None:
+    assert (
+        text(Asking(kernel), torch.randn(6, 8))
+        == """\
+relu = aten.relu.default(x)
+linear = aten.linear.default(relu, p_linear_weight, p_linear_bias)
+square = aten.square.default(linear)
+mean = aten.mean.default(square)
+return mean"""
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from capture_models import text
 from harness import assert_equal_training, ideal
 from torch import Tensor, nn
 
@@ -157,3 +158,34 @@ def test_a_log_of_one_line_says_why_another_program_is_compiled(caplog: pytest.L
     (line,) = [r.getMessage() for r in caplog.records if r.name == "autoshard.programs"]
     assert line.startswith("a program does not serve this call: ")
     assert "\n" not in line
+
+
+def test_text_of_a_length_that_the_example_fixes() -> None:
+    assert (
+        text(Masked(), torch.randn(9, 6), CASES["masked"][1])
+        == """\
+linear = aten.linear.default(x, p_first_weight, p_first_bias)
+index = aten.index.Tensor(linear, [mask])
+exactly = autoshard.exactly.default(index, [6, 8], 'test_steering.py')
+view = aten.reshape.default(exactly, [2, -1, 8])
+relu = aten.relu.default(view)
+linear_1 = aten.linear.default(relu, p_second_weight, p_second_bias)
+return linear_1"""
+    )
+
+
+def test_text_of_an_integer_that_decides() -> None:
+    class Part(nn.Module):
+        def forward(self, x: Tensor, n: Tensor) -> Tensor:
+            return x.relu() if n > 3 else x
+
+    assert (
+        text(Part(), torch.randn(9), torch.tensor(4))
+        == """\
+gt = aten.gt.Scalar(n, 3)
+eq = aten.eq.Scalar(gt, True)
+all_1 = aten.all.default(eq)
+_ = aten._assert_async.msg(all_1, 'test_steering.py: the program was compiled for inputs with other integers')
+relu = aten.relu.default(x)
+return relu"""
+    )

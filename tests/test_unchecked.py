@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from capture_models import text
 from harness import assert_equal_training, ideal
 from sample_makers import f, i, unit
 from torch import nn
@@ -63,3 +64,17 @@ def test_what_eager_refuses_is_not_a_number() -> None:
         model(X, given[1], var)
     with pytest.raises(autoshard.AutoshardError, match="gaussian_nll_loss: var"):
         autoshard.compile(model, ideal({"x": 2}), (X, given[1], unit(6, 2)))
+
+
+def test_text_of_what_a_mask_selects() -> None:
+    class Selected(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return x.masked_select(mask).sum()
+
+    assert (
+        text(Selected(), torch.randn(2, 3), torch.ones(2, 3, dtype=torch.bool))
+        == """\
+index = aten.index.Tensor(x, [mask])
+sum_1 = aten.sum.default(index)
+return sum_1"""
+    )

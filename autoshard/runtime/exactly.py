@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -31,8 +30,3 @@ EXACTLY = torch.ops.autoshard.exactly.default
 def is_of_other_values(error: BaseException) -> bool:
     """Whether the program that raised ``error`` was compiled for other integers."""
     return isinstance(error, RuntimeError) and OTHER_VALUES in str(error)
-
-
-def check_value(x: torch.Tensor, value: Any, where: str) -> None:
-    """Put the check into a trace that every element of ``x`` is ``value``."""
-    torch._assert_async((x == value).all(), f"{where}: {OTHER_VALUES}")

@@ -9,6 +9,8 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,19 +20,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.errors import CaptureError
-from autoshard.passes.capture import watch
 from autoshard.passes.capture.answers import steering
-from autoshard.passes.capture.answers.loops import Learnt
+from autoshard.passes.capture.answers.eager import AsInEager
+from autoshard.passes.capture.answers.loops import Learnt, check_draws
 from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.questions import Exported, indifferent
 from autoshard.passes.capture.exported.arguments import Example, argument_paths, gradient_sources
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
 from autoshard.passes.capture.exported.trees import register_types
+from autoshard.passes.capture.observer import Forward, patched, replacing
 from autoshard.passes.capture.refusals.checks import check_example, check_model
 from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
 from autoshard.passes.capture.translate.decompose import decompose
 from autoshard.passes.capture.translate.nodes import translate
 from autoshard.passes.capture.translate.regions import detach_no_grad
+from autoshard.passes.capture.watch import Watch, concerns
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.rules.facts import has_effect
 
@@ -78,30 +82,26 @@ def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic
 
     Where the model has another program for tracers, it is the eager one, unless only the other can be traced.
     """
-    with watch.as_in_eager() as has_other:
-        try:
-            return _functional(model, example, training, dynamic)
-        except CaptureError as error:
-            if not has_other() and "HigherOrder" not in str(error):  # dynamo traces those, and stops at the answer
-                raise
-            eager = error
-    try:
-        return _functional(model, example, training, dynamic)
-    except CaptureError as error:
-        if str(error) == str(eager):
-            raise
-        raise CaptureError(f"{eager}\nIts program for tracers: {error}") from error
+    eager, export = AsInEager(), functools.partial(_functional, model, example, training, dynamic)
+
+    def in_eager() -> Exported:
+        with eager.around():
+            return export()
+
+    def has_other(error: CaptureError) -> bool:
+        return eager.asked or "HigherOrder" in str(error)  # dynamo traces those, and stops at the answer
+
+    return _tried(in_eager, _Retry(has_other, export, "Its program for tracers"))
 
 
 def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
-    """See :func:`_export`; questions about values are answered where the answer does not matter."""
-    trace = functools.partial(_retried, model, example, training, dynamic, Numbers())
-    try:
-        program, output_grads, inputs = trace()
-    except CaptureError as error:
-        if not is_data_dependent(error.__cause__ or error):
-            raise
-        program, output_grads, inputs = indifferent(trace) or _steered(trace, error, dynamic)
+    """See :func:`_export`. Where the program asks about values: one that all answers give, else that of the example's."""
+    trace = functools.partial(_traced, model, example, training, dynamic, Numbers())
+    program, output_grads, inputs = _tried(
+        trace,
+        _Retry(_asks, lambda: indifferent(trace), "Whatever the answers are"),
+        _Retry(lambda e: _asks(e) and not dynamic, lambda: trace(steered=True), "With the answers of the example"),
+    )
     try:
         with effects_stay():
             if training:
@@ -111,47 +111,62 @@ def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dyn
         raise explain(model, error) from error
 
 
-def _steered(trace: Callable[..., Exported], error: CaptureError, dynamic: Dynamic) -> Exported:
-    """The program for inputs whose integers decide as those of the example do. ``error``: why there is no other."""
-    if dynamic:
-        raise error
+@dataclass(frozen=True)
+class _Retry:
+    """Another way to a program where those before it failed."""
+
+    applies: Callable[[CaptureError], bool]
+    """whether to the first one's error"""
+    export: Callable[[], Exported | None]
+    """None: it has nothing to offer"""
+    says: str
+    """what introduces its own error"""
+
+
+def _tried(first: Callable[[], Exported], *retries: _Retry) -> Exported:
+    """What ``first`` gives, or where it fails the first of ``retries`` that applies and offers something."""
     try:
-        return trace(steered=True)
-    except CaptureError as other:
-        if str(other) == str(error):
-            raise error from other
-        raise CaptureError(f"{error}\nWith the answers of the example: {other}") from other
+        return first()
+    except CaptureError as error:
+        failed = error
+    for retry in retries:
+        try:
+            found = retry.export() if retry.applies(failed) else None
+        except CaptureError as error:
+            if str(error) == str(failed):
+                raise failed from error
+            raise CaptureError(f"{failed}\n{retry.says}: {error}") from error
+        if found is not None:
+            return found
+    raise failed
 
 
-def _retried(
-    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, numbers: Numbers, steered: bool = False
-) -> Exported:
-    """Traced again as long as an error tells what to do about a loop or a number that depends on the data."""
-    learnt = Learnt()
-    while True:
-        with _untouched(model), numbers.stand_ins():
-            trace = _Trace(model, example if steered else None)
-            try:
-                return _traced(model, example, training, dynamic, trace, learnt, steered)
-            except Exception as error:
-                cause = trace.error or error
-                loops = getattr(trace.watch, "loops", None)
-                if not numbers.learn(cause) and (loops is None or not loops.learn(cause)):
-                    raise explain(model, cause) from cause
+def _asks(error: CaptureError) -> bool:
+    return is_data_dependent(error.__cause__ or error)
 
 
 def _traced(
-    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, trace: _Trace, learnt: Learnt, steered: bool
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, numbers: Numbers, steered: bool = False
 ) -> Exported:
-    with steering.values_at_hand() if steered else contextlib.nullcontext():
-        given = _without_data(model, example)
-    inputs = opened(_tensors(model, given), dynamic) if dynamic else {}
-    shapes = shapes_for_export(inputs.values()) if inputs else None
-    with effects_stay():
-        with watch.watching(training, learnt, steered) as trace.watch:
-            program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
-        watch.check_loops(program)
-    return program, trace.output_grads, inputs
+    """Traced again as long as an observer learns from the error: about a loop or a number that depends on the data."""
+    learnt = Learnt()
+    while True:
+        watch = Watch(concerns(training, learnt, numbers, example if steered else None))
+        with _untouched(model):
+            trace = _Trace(model, watch)
+            try:
+                with steering.values_at_hand() if steered else contextlib.nullcontext():
+                    given = _without_data(model, example)
+                inputs = opened(_tensors(model, given), dynamic) if dynamic else {}
+                shapes = shapes_for_export(inputs.values()) if inputs else None
+                with effects_stay(), watch.active():
+                    program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
+                check_draws(program)
+                return program, trace.output_grads, inputs
+            except Exception as error:
+                cause = trace.error or error
+                if not watch.learn(cause):
+                    raise explain(model, cause) from cause
 
 
 def _tensors(model: nn.Module, example: Example) -> dict[str, torch.Tensor]:
@@ -166,26 +181,20 @@ class _StoppedError(Exception):
 class _Trace:
     """What happens in the traced call: the error the forward raised, and the output's types and gradients."""
 
-    def __init__(self, model: nn.Module, example: Example | None) -> None:
+    def __init__(self, model: nn.Module, watch: Watch) -> None:
         self.error: Exception | None = None
-        self.watch = watch.Watch(False, Learnt())
         self.output_grads: list[bool] | None = None  # stays so for an fx.GraphModule: export interprets its graph
         forward, buffers = model.forward, dict(model.named_buffers())
-        values = None if example is None else steering.integers(example)
 
         @functools.wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
             try:
                 before = [(module, dict(vars(module))) for module in model.modules()]
-                with self.watch:
-                    self.watch.known.buffers((b, buffers[n]) for n, b in model.named_buffers() if n in buffers)
-                    self.watch.inputs = pytree.tree_leaves((args, kwargs))
-                    if values is not None:
-                        steering.give(values, self.watch.inputs, (*model.parameters(), *model.buffers()))
+                with watch:
+                    state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
+                    watch.begin(Forward(pytree.tree_leaves((args, kwargs)), list(model.parameters()), state))
                     output = forward(*args, **kwargs)
-                    if isinstance(self.watch, watch.Watch):
-                        self.watch.loops.finish(output)
-                    steering.ended(self.watch.inputs)
+                    watch.end(output)
                 for module, attributes in before:
                     _warn_changed(module, attributes)
                 return output
@@ -289,16 +298,10 @@ def _empty(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Te
     return new.requires_grad_(tensor.requires_grad)
 
 
-@contextlib.contextmanager
-def effects_stay() -> Iterator[None]:
+def effects_stay() -> AbstractContextManager[None]:
     """While inside, fx keeps unused nodes that have an effect."""
-    original = torch.fx.Node.is_impure
 
-    def is_impure(self: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
-        return has_effect(self.target) or original(self, *args, **kwargs)
+    def also(original: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda node, *args, **kwargs: has_effect(node.target) or original(node, *args, **kwargs)
 
-    torch.fx.Node.is_impure = is_impure  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.fx.Node.is_impure = original  # type: ignore[method-assign]
+    return patched([replacing(torch.fx.Node, "is_impure", also)])

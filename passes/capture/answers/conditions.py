@@ -10,16 +10,20 @@ import ast
 import dis
 import functools
 import linecache
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoshard.frames import place_of, text_of
+from autoshard.frames import text_of
+from autoshard.passes.capture.answers import checks
+from autoshard.passes.capture.answers.loops import Loops
+from autoshard.passes.capture.observer import Answer, Call, Observer, Patch, replacing
 
 _UNIFORM = {
     torch.isfinite: True, torch.Tensor.isfinite: True, torch.isnan: False, torch.Tensor.isnan: False,
@@ -38,21 +42,45 @@ _OR = (torch.logical_or, torch.Tensor.logical_or, torch.bitwise_or, torch.Tensor
 _AND = (torch.logical_and, torch.Tensor.logical_and, torch.bitwise_and, torch.Tensor.bitwise_and, torch.Tensor.__and__)
 
 
-class Conditions:
-    """Follows tests for infinities and NaN through a trace, and answers ``bool(tensor)`` where it can."""
+class Conditions(Observer):
+    """Follows tests for infinities and NaN through a trace, and answers ``bool(tensor)`` where it can.
 
-    def __init__(self) -> None:
+    Not in ``loops`` of unknown length, where a check would hold for all places.
+    """
+
+    def __init__(self, loops: Loops) -> None:
+        self.loops = loops
         self.uniform: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """tensor → what all its elements are if the numbers that were tested are finite"""
 
-    def follow(self, func: Any, args: Any, result: Any) -> None:
-        """Take note of the result of a call."""
-        if not isinstance(result, torch.Tensor) or result.dtype != torch.bool:
-            return
+    def patches(self) -> Iterable[Patch]:
+        yield replacing(torch.SymBool, "__bool__", self._number)
+        yield torch, "_check_tensor_all_with", _check_all
+
+    def before(self, call: Call) -> Answer | None:
+        """The answer to ``bool(tensor)``, with a check in the graph that it is so."""
+        if call.func != torch.Tensor.__bool__ or self.loops.running or call.frame is None:
+            return None
+        tensor, frame = call.args[0], call.frame
+        if (uniform := self.uniform.get(tensor)) is not None:
+            answer = Answer(uniform, checks.FINITE)
+        elif (wanted := unless_raised(frame)) is not None:
+            answer = Answer(wanted, checks.FAILS)
+        else:
+            return None
+        checks.holds(tensor if answer.value else tensor.logical_not(), f"{answer.because}: {text_of(frame)}", frame)
+        return answer
+
+    def after(self, call: Call, result: Any) -> Any:
+        if isinstance(result, torch.Tensor) and result.dtype == torch.bool:
+            self._follow(call.func, call, result)
+        return result
+
+    def _follow(self, func: Any, call: Call, result: torch.Tensor) -> None:
         if func in _UNIFORM:
             self.uniform[result] = _UNIFORM[func]
             return
-        known = [self.uniform.get(x) for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+        known = [self.uniform.get(x) for x in call.operands]
         if not known or None in known:
             return
         if func in _SAME:
@@ -64,43 +92,43 @@ class Conditions:
         elif func in _AND:
             self.uniform[result] = all(known)
 
-    def truth(self, tensor: torch.Tensor, frame: FrameType) -> bool | None:
-        """``bool(tensor)``, asked for by ``frame``, with a check in the graph that it is so; None: not known."""
-        known: bool | None
-        if (known := self.uniform.get(tensor)) is not None:
-            message = "a number is infinite or NaN; the compiled program is for finite numbers"
-        elif (known := unless_raised(frame)) is not None:
-            message = FAILS
-        else:
-            return None
-        torch._assert_async(
-            tensor if known else tensor.logical_not(), f"{place_of(frame)}: {message}: {text_of(frame)}"
-        )
-        return known
+    def _number(self, original: Callable[[torch.SymBool], bool]) -> Callable[[torch.SymBool], bool]:
+        """``bool(number)``, which no mode for torch functions sees."""
+
+        def truth(number: torch.SymBool) -> bool:
+            try:
+                return original(number)
+            except GuardOnDataDependentSymNode:
+                answer = None if self.loops.running else _truth_of_number(number, sys._getframe(1))
+                if answer is None:
+                    raise
+                return bool(answer.value)
+
+        return truth
 
 
-FAILS = "the model's check of its values fails"
+def _check_all(kind: type, condition: torch.Tensor, message: Callable[[], str] | None = None) -> None:
+    checks.holds(condition.all(), str(message() if message else checks.FAILS))
 
 
-def truth_of_number(number: torch.SymBool, frame: FrameType) -> bool | None:
-    """``bool(number)``, which depends on the data, as :meth:`Conditions.truth` of a tensor.
+def _truth_of_number(number: torch.SymBool, frame: FrameType) -> Answer | None:
+    """The answer to ``bool(number)``, which depends on the data, as :meth:`Conditions.before` of a tensor.
 
     Whether a length is less than 2 is answered too: it is not.
     """
     if get_proxy_mode() is None:  # inside an op, where the graph would not get the check
         return None
-    if (known := unless_raised(frame)) is not None:
-        message = FAILS
-    elif (known := _of_many(number)) is not None:
-        message = "a length that depends on the data is too small for the compiled program"
+    if (wanted := unless_raised(frame)) is not None:
+        answer = Answer(wanted, checks.FAILS)
+    elif (many := _of_many(number)) is not None:
+        answer = Answer(many, checks.LONG)
     else:
         return None
-    holds = number if known else torch.sym_not(number)
-    check = torch.scalar_tensor(torch.sym_ite(holds, 1, 0), dtype=torch.int64)
-    torch._assert_async(check, f"{place_of(frame)}: {message}: {text_of(frame)}")
-    if message != FAILS:
-        torch._check(holds)  # later ops may count on the length; of a number it would make a constant
-    return known
+    holds = number if answer.value else torch.sym_not(number)
+    checks.holds(holds, f"{answer.because}: {text_of(frame)}", frame)
+    if answer.because == checks.LONG:
+        checks.assume(holds)  # of a number it would make a constant
+    return answer
 
 
 def _of_many(number: torch.SymBool) -> bool | None:

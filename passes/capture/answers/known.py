@@ -2,6 +2,10 @@
 
 A forward may ask for them (``if mask.any()``, ``F.pad(x, (padding, 0))``), and a trace without data cannot say. They
 are computed on demand. What comes from a buffer is checked in every call: a buffer may be loaded or changed.
+
+Two stores, this one and what fake tensors carry in :mod:`steering`: a trial of one failed. What they carry does not say
+where it comes from, and so what to check (a factory: nothing); it is computed whether asked for or not (10 times the
+capture, for a product of masks of 4096 x 4096); and here no call shows how long ``x[mask]`` is, which export finds inside.
 """
 
 from __future__ import annotations
@@ -9,16 +13,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoshard.passes.capture.answers.steering import site, value_of
-from autoshard.runtime.exactly import check_value
+from autoshard.passes.capture.answers import checks
+from autoshard.passes.capture.answers.steering import value_of
+from autoshard.passes.capture.observer import Answer, Call, Forward, Observer
 
 _LARGE = 2**20
 """elements; more are not computed"""
@@ -35,6 +41,8 @@ _OF_A_SHAPE = frozenset(
 _READS = frozenset(
     (torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.item)
 )
+_SIZES = (F.pad, torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+"""take numbers that decide about a size"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class _Made:
     from_buffer: bool
 
 
-class Known:
+class Known(Observer):
     """Remembers how such tensors were made, and computes them when their values are asked for."""
 
     def __init__(self, steered: bool = False) -> None:
@@ -54,16 +62,22 @@ class Known:
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """tensor of the trace → how it is computed"""
 
-    def buffers(self, named: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """``named``: pairs of a buffer as traced and as it is."""
-        for traced, real in named:
-            if real.numel() <= _SMALL and not real.is_meta:
+    def begin(self, forward: Forward) -> None:
+        for traced, real in forward.buffers:
+            if real is not None and real.numel() <= _SMALL and not real.is_meta:
                 self.made[traced] = _Made(real.clone, frozenset((id(traced),)), True)
 
-    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Take note of a call."""
-        operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if _writes(func, kwargs):
+    def before(self, call: Call) -> Answer | Call | None:
+        if call.func in _READS:
+            return self._read(call)
+        if call.func not in _SIZES:
+            return None
+        first, others, pads = call.args[:1], call.args[1:], call.func == F.pad
+        return replace(call, args=(*first, *self._plain(others, pads)), kwargs=self._plain(call.kwargs, pads))
+
+    def after(self, call: Call, result: Any) -> Any:
+        func, args, kwargs, operands = call.func, call.args, call.kwargs, call.operands
+        if call.written:
             written = {x: self.made[x] for x in operands if x in self.made}
             self._forget(list(written.values()))
             counts = any(made.from_buffer for made in written.values())  # a buffer that changes from call to call
@@ -73,6 +87,7 @@ class Known:
             self._from(operands[1:], result, func, (_blank(args[0]), *args[1:]), kwargs)
         elif operands or func in _FACTORIES:
             self._from(operands, result, func, args, kwargs)
+        return result
 
     def _from(self, operands: list[torch.Tensor], result: Any, func: Any, args: Any, kwargs: Any) -> None:
         if all(x in self.made for x in operands) and not _is_open((args, kwargs)):
@@ -104,33 +119,28 @@ class Known:
         for x in [x for x, made in self.made.items() if made.sources & sources]:
             del self.made[x]
 
-    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values of ``tensor``, or None. The graph gets a check of what comes from a buffer."""
-        if tensor not in self.made:
-            return self._integer(tensor)
-        made = self.made[tensor]
+    def value(self, tensor: torch.Tensor) -> Answer | None:
+        """The values of a tensor of one element. The graph gets a check of what comes from a buffer or an input."""
+        if tensor in self.made:
+            made = self.made[tensor]
+            with _off():
+                value = made.compute()
+            because = checks.BUFFER if made.from_buffer else "its value does not depend on the input"
+        elif self.steered and (value := value_of(tensor)) is not None:
+            because = checks.INTEGERS
+        else:
+            return None
+        if because in (checks.BUFFER, checks.INTEGERS):
+            checks.equals(tensor, _number(value), because)
+        return Answer(value, because)
+
+    def _read(self, call: Call) -> Answer | None:
+        if call.args[0].numel() != 1 or (known := self.value(call.args[0])) is None:
+            return None
         with _off():
-            value: torch.Tensor = made.compute()
-        if made.from_buffer:
-            same = (tensor == _number(value)).all()
-            torch._assert_async(same, "a buffer of the model that steers the forward changed")
-        return value
+            return replace(known, value=call.func(known.value))
 
-    def _integer(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value of ``tensor`` where it follows from integers of the inputs, with a check, or None."""
-        value = value_of(tensor) if self.steered else None
-        if value is not None:
-            check_value(tensor, _number(value), site())
-        return value
-
-    def read(self, func: Callable[..., Any], args: Any) -> Any:
-        """``func(*args)`` if it asks for a value that is known, else ``...``."""
-        if func not in _READS or args[0].numel() != 1 or (value := self.value(args[0])) is None:
-            return ...
-        with _off():
-            return func(value)
-
-    def plain(self, tree: Any, in_size: bool = False) -> Any:
+    def _plain(self, tree: Any, in_size: bool) -> Any:
         """``tree`` of numbers and slices, with the known scalar tensors in it as numbers.
 
         Integers of the inputs count where they decide about a size: in slices, and everywhere if ``in_size``.
@@ -143,8 +153,8 @@ class Known:
                 return x
             if x not in self.made and not in_slice:
                 return x
-            value = self.value(x)
-            return x if value is None else _number(value)
+            known = self.value(x)
+            return x if known is None else _number(known.value)
 
         return pytree.tree_map(number, tree)
 
@@ -161,13 +171,6 @@ def _returning_first(func: Callable[..., Any]) -> Callable[..., Any]:
         return x
 
     return write
-
-
-def _writes(func: Any, kwargs: Any) -> bool:
-    """Whether a call may write into an operand."""
-    name = getattr(func, "__name__", "")
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    return in_place or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
 
 
 @contextlib.contextmanager

@@ -16,15 +16,20 @@ import inspect
 import itertools
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autoshard.errors import CaptureError
+from autoshard.passes.capture.answers import checks
+from autoshard.passes.capture.exported.provenance import marking
+from autoshard.passes.capture.observer import Answer, Call, Observer, Patch, replacing
+from autoshard.passes.rules.facts import is_random
 
 LOOP = "autoshard_loop"
 """key in a node's meta: it was traced in the body of such a loop"""
@@ -96,8 +101,8 @@ class Row:
         return hash(self.place)
 
 
-class Loops:
-    """The loops of one trace. :meth:`call` sees every torch function that the forward calls."""
+class Loops(Observer):
+    """The loops of one trace."""
 
     def __init__(self, learnt: Learnt) -> None:
         self.learnt = learnt
@@ -109,25 +114,31 @@ class Loops:
         self.open: list[_Loop] = []
         """loops that have begun and not come to their end"""
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``func(*args, **kwargs)``, or what stands for it."""
+    def patches(self) -> Iterable[Patch]:
+        yield replacing(torch.fx.Graph, "create_node", marking(LOOP, lambda: bool(self.running)))
+        yield replacing(FakeTensor, "tolist", self.tolist)
+
+    def before(self, call: Call) -> Answer | Call | None:
+        func, args = call.func, call.args
         if func is torch.Tensor.__getitem__ and isinstance(args[1], Row | tuple):
-            args = (args[0], _index(args[1]))
+            call = replace(call, args=(args[0], _index(args[1])))
         if func in (torch.Tensor.unbind, torch.Tensor.__iter__) and id(args[0]) in self.conditions:
-            return self.loop(args[0], sys._getframe(2))
-        operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if any(id(x) in self.ended for x in operands):
+            return Answer(self.loop(args[0], call.frame), "its rows are among the places of a condition")
+        if self.ended and any(id(x) in self.ended for x in call.operands):
             raise CaptureError(f"a value made in a loop of unknown length is read after the iteration. {_ADVICE}")
         if self.running:
-            self.running[-1].before(func, args, kwargs)
-        result = func(*args, **kwargs)
+            self.running[-1].before(call)
+        return call
+
+    def after(self, call: Call, result: Any) -> Any:
         if self.running:
-            self.running[-1].after(func, operands, result)
-        if (func in _NONZERO and len(operands) == 1) or func in _SAME_ROWS or _is_first_column(func, args):
-            self.remember(func, args, kwargs, result)
+            self.running[-1].after(call, result)
+        func, args = call.func, call.args
+        if (func in _NONZERO and len(call.operands) == 1) or func in _SAME_ROWS or _is_first_column(func, args):
+            self._remember(func, args, result)
         return result
 
-    def remember(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _remember(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Where rows of ``result`` are places of a condition, so that a loop over it is known to be bounded."""
         if func in _NONZERO and isinstance(result, torch.Tensor):
             if all(isinstance(n, int) for n in args[0].shape):
@@ -139,7 +150,7 @@ class Loops:
             if result.shape == args[0].shape or (condition.ndim == 1 and result.shape == args[0].shape[:1]):
                 self.conditions[id(result)] = (result, condition, flat or result.ndim == 1)
 
-    def loop(self, rows: torch.Tensor, caller: FrameType, listed: bool = False) -> Iterator[Any]:
+    def loop(self, rows: torch.Tensor, caller: FrameType | None, listed: bool = False) -> Iterator[Any]:
         """The iterations over ``rows``; ``listed``: over ``rows.tolist()``."""
         frame = _user(caller)
         _, condition, flat = self.conditions[id(rows)]
@@ -170,8 +181,8 @@ class Loops:
             learnt.checked.add(loop.statement)
         return len(learnt.impossible) + len(learnt.checked) > before
 
-    def finish(self, output: Any) -> None:
-        """At the end of the forward: refuse loops that were left early, and outputs that a body made."""
+    def end(self, output: Any) -> None:
+        """Refuse loops that were left early, and outputs that a body made."""
         if self.open:
             raise CaptureError("a loop over a tensor of unknown length is left before its end")
         if any(id(x) in self.ended for x in pytree.tree_leaves(output)):
@@ -217,36 +228,25 @@ class _Loop:
             hit = hit & filled
         self.filled = []
         for tensor, before in written:
-            self.loops.call(torch.Tensor.copy_, (tensor, torch.where(hit, tensor, before)), {})
+            tensor.copy_(torch.where(hit, tensor, before))
 
-    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the value of what ``func`` is about to write to."""
-        for target in _written(func, args, kwargs):
+    def before(self, call: Call) -> None:
+        """Keep the value of what ``call`` is about to write to."""
+        for target in call.written:
             base = target if target._base is None else target._base
             if id(base) not in self.made and id(base) not in self.written:
                 self.written[id(base)] = (base, base.clone())
 
-    def after(self, func: Any, operands: list[torch.Tensor], result: Any) -> None:
+    def after(self, call: Call, result: Any) -> None:
         """Note what the body has made."""
-        if self.statement in self.loops.learnt.checked and func in _NONZERO:
+        if self.statement in self.loops.learnt.checked and call.func in _NONZERO:
             for rows in (x for x in pytree.tree_leaves(result)[:1] if not isinstance(x.shape[0], int)):
-                torch._check(rows.shape[0] > 0)
+                checks.assume(rows.shape[0] > 0)
                 self.filled.append(torch.ones_like(rows).any())
-        known = {id(x) for x in operands}
+        known = {id(x) for x in call.operands}
         for x in pytree.tree_leaves(result):
             if isinstance(x, torch.Tensor) and id(x) not in known:
                 self.made[id(x)] = x
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that ``func`` writes to."""
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    in_place = in_place or name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__"))
-    in_place = in_place and name not in ("__int__", "__index__", "__invert__", "__init__", "__iter__")
-    in_place = in_place or kwargs.get("inplace") is True
-    targets = [args[0]] if in_place and args else []
-    return [x for x in (*targets, *pytree.tree_leaves(kwargs.get("out"))) if isinstance(x, torch.Tensor)]
 
 
 def _is_first_column(func: Any, args: tuple[Any, ...]) -> bool:
@@ -263,9 +263,18 @@ def _index(item: Any) -> Any:
     return tuple(map(_index, item)) if isinstance(item, tuple) else item
 
 
-def _user(frame: FrameType) -> FrameType:
+def check_draws(program: torch.export.ExportedProgram) -> None:
+    """Refuse draws of fixed size in a loop of unknown length: where the body is not run, eager draws nothing."""
+    for node in program.graph.nodes:
+        shape = getattr(node.meta.get("val"), "shape", ())
+        if node.meta.get(LOOP) and is_random(node.target) and all(isinstance(n, int) for n in shape):
+            raise CaptureError(
+                "random numbers are drawn in a loop over a tensor of unknown length. Draw them before it."
+            )
+
+
+def _user(found: FrameType | None) -> FrameType:
     """The frame whose ``for`` statement iterates."""
-    found: FrameType | None = frame
     while found is not None and found.f_globals.get("__name__", "").partition(".")[0] in ("torch", "autoshard"):
         found = found.f_back
     if found is None:

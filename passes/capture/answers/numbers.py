@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from autoshard.frames import is_users, of_traceback
+from autoshard.passes.capture.observer import Observer
 from autoshard.passes.capture.refusals.explain import is_data_dependent
 
 
@@ -61,14 +62,14 @@ STAND_INS: dict[str, _Type] = {"int": _Int, "float": _Float}
 
 
 @dataclass
-class Numbers:
+class Numbers(Observer):
     """The functions in which a trace needed the value of a tensor as an ``int`` or a ``float``."""
 
     met: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
     """code → its globals"""
 
     def learn(self, error: BaseException | None) -> bool:
-        """Whether another trace may get past ``error``, which ended one: the function it comes from is now known."""
+        """Whether another trace may get past ``error``: the function it comes from is now known."""
         known = len(self.met)
         while error is not None:
             frames = [f for f, _ in of_traceback(error.__traceback__) if _may_read(f.f_code.co_filename)]
@@ -78,7 +79,7 @@ class Numbers:
         return len(self.met) > known
 
     @contextlib.contextmanager
-    def stand_ins(self) -> Iterator[None]:
+    def around(self) -> Iterator[None]:
         """While inside, ``int`` and ``float`` of the functions that were met read tensors."""
         with contextlib.ExitStack() as stack:
             for code, names in self.met.items():

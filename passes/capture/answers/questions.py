@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard.errors import CaptureError
 from autoshard.frames import asker, is_users
 from autoshard.passes.capture.exported.lengths import Open
+from autoshard.passes.capture.observer import patched, replacing
 from autoshard.passes.capture.refusals.explain import is_data_dependent
 
 Exported = tuple[ExportedProgram, list[bool] | None, Mapping[str, Open]]
@@ -41,15 +42,9 @@ class Answers(TorchFunctionMode):
         """Every answer so far."""
         return (*self.given, *[False] * self.asked)[: self.asked]
 
-    def __enter__(self) -> Answers:
-        self.original: Any = torch.SymBool.__bool__
-        torch.SymBool.__bool__ = lambda symbol: self.ask(lambda: self.original(symbol))  # type: ignore[method-assign]
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        torch.SymBool.__bool__ = self.original  # type: ignore[method-assign]
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+    def number(self, original: Callable[[torch.SymBool], bool]) -> Callable[[torch.SymBool], bool]:
+        """``bool(number)``, which no mode for torch functions sees."""
+        return lambda symbol: self.ask(lambda: original(symbol))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__bool__:
@@ -79,7 +74,8 @@ def indifferent(trace: Callable[[], Exported]) -> Exported | None:
     for _ in range(LIMIT):
         given = pending.pop()
         try:
-            with Answers(given) as answers:
+            answers = Answers(given)
+            with answers, patched([replacing(torch.SymBool, "__bool__", answers.number)]):
                 result = trace()
         except CaptureError as error:
             if not _is_the_models(error.__cause__):

@@ -9,7 +9,8 @@ which one fails gets a program of its own. Numbers with a fraction, and random o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch._subclasses import fake_utils
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
-from autoshard.frames import place_of, users_frame
-from autoshard.runtime.exactly import exactly
+from autoshard.passes.capture.answers import checks
+from autoshard.passes.capture.observer import Call, Forward, Observer, patched
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 
@@ -28,9 +29,7 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 @contextlib.contextmanager
 def values_at_hand() -> Iterator[None]:
     """While inside, fake tensors are made with the values beside them, where these do not come from random numbers."""
-    dispatch, defer, compare = (
-        FakeTensorMode.dispatch, ShapeEnv.guard_or_defer_runtime_assert, fake_utils._check_fake_real_tensors
-    )  # fmt: skip
+    dispatch, defer = FakeTensorMode.dispatch, ShapeEnv.guard_or_defer_runtime_assert
 
     def without_draws(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = _forget_written(func, args, kwargs or {})
@@ -51,31 +50,43 @@ def values_at_hand() -> Iterator[None]:
             raise self._make_data_dependent_error(expression, expression)
         return defer(self, expression, message, *args, **kwargs)
 
-    FakeTensorMode.dispatch = without_draws  # type: ignore[method-assign]
-    ShapeEnv.guard_or_defer_runtime_assert = no_silent_answer  # type: ignore[assignment]
-    fake_utils._check_fake_real_tensors = lambda *args, **kwargs: None  # it asks about offsets
-    try:
-        with functorch_config.patch(fake_tensor_propagate_real_tensors=True):
-            yield
-    finally:
-        FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
-        ShapeEnv.guard_or_defer_runtime_assert = defer  # type: ignore[method-assign]
-        fake_utils._check_fake_real_tensors = compare
+    patches = (
+        (FakeTensorMode, "dispatch", without_draws),
+        (ShapeEnv, "guard_or_defer_runtime_assert", no_silent_answer),
+        (fake_utils, "_check_fake_real_tensors", lambda *args, **kwargs: None),  # it asks about offsets
+    )
+    with patched(patches), functorch_config.patch(fake_tensor_propagate_real_tensors=True):
+        yield
 
 
-def integers(example: Any) -> list[torch.Tensor | None]:
-    """A copy of each leaf of ``example`` that may steer, else None."""
-    return [x.detach().clone() if _steers(x) else None for x in pytree.tree_leaves(example)]
+class Steering(Observer):
+    """Lets the inputs of a trace have the integers of the example, and fixes the sizes that follow from them."""
 
+    def __init__(self, example: Any) -> None:
+        self.inputs: list[Any] = []
+        self.values = [x.detach().clone() if _steers(x) else None for x in pytree.tree_leaves(example)]
 
-def give(values: Iterable[torch.Tensor | None], inputs: Iterable[Any], state: Iterable[Any]) -> None:
-    """Let the ``inputs`` of a trace have these ``values``, and let nothing else have values."""
-    for x in state:
-        if isinstance(x, FakeTensor):
-            x.real_tensor = None
-    for x, value in zip(inputs, values, strict=True):
-        if isinstance(x, FakeTensor):
-            x.real_tensor = value
+    def around(self) -> AbstractContextManager[None]:
+        return values_at_hand()
+
+    def begin(self, forward: Forward) -> None:
+        self.inputs = forward.inputs
+        for x in (*forward.parameters, *(b for b, _ in forward.buffers)):
+            if isinstance(x, FakeTensor):
+                x.real_tensor = None
+        for x, value in zip(self.inputs, self.values, strict=True):
+            if isinstance(x, FakeTensor):
+                x.real_tensor = value
+
+    def after(self, call: Call, result: Any) -> Any:
+        """``result`` with lengths that depend on the data fixed where they are known."""
+        return pytree.tree_map_only(torch.Tensor, _sized, result)
+
+    def end(self, output: Any) -> None:
+        """After the forward, the fake tensors are as any others."""
+        for x in self.inputs:
+            if isinstance(x, FakeTensor):
+                x.fake_mode.propagate_real_tensors = False
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -124,19 +135,13 @@ def _is_random(func: Any) -> bool:
     return _RANDOM in getattr(func, "tags", ())
 
 
-def sized(result: Any) -> Any:
-    """A call's ``result`` with lengths that depend on the data fixed where they are known."""
-    return pytree.tree_map_only(torch.Tensor, _sized, result)
-
-
 def _sized(x: torch.Tensor) -> torch.Tensor:
     if x._is_view():  # what checks the length makes a copy, and a write to that would be lost
         return x
     lengths = [_known(n) for n in x.shape]
     if None in lengths or all(isinstance(n, int) for n in x.shape):
         return x
-    fixed: torch.Tensor = exactly(x, lengths, site())
-    return fixed
+    return checks.of_shape(x, lengths)
 
 
 def _known(n: int | torch.SymInt) -> int | None:
@@ -148,15 +153,3 @@ def _known(n: int | torch.SymInt) -> int | None:
 
 def _steers(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex() or x.is_meta)
-
-
-def site() -> str:
-    """``file:line`` of the model's code that runs."""
-    return place_of(users_frame())
-
-
-def ended(tensors: Iterable[Any]) -> None:
-    """After the trace, the fake tensors are as any others."""
-    for x in tensors:
-        if isinstance(x, FakeTensor):
-            x.fake_mode.propagate_real_tensors = False

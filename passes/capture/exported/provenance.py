@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autoshard.frames import place_in
+
+NO_GRAD = "autoshard_no_grad"
+"""key in a node's meta: it was traced with gradients off. Export's own regions miss no_grad inside autocast"""
+
+
+def marking(key: str, when: Callable[[], bool]) -> Callable[[Any], Any]:
+    """For ``fx.Graph.create_node``: what marks nodes made while ``when()`` with ``key`` in their meta."""
+
+    def around(original: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
+        def create_node(self: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
+            node = original(self, *args, **kwargs)
+            if when():
+                node.meta[key] = True
+            return node
+
+        return create_node
+
+    return around
 
 
 def module_types(node: fx.Node) -> tuple[tuple[str, str], ...]:

@@ -8,18 +8,85 @@ A library's function with another backward becomes an op of its own, which runs 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from autoshard import frames
+from autoshard.passes.capture.observer import Observer, Patch, Refusals, patched
+from autoshard.passes.capture.refusals.gradients import CHECKPOINT
 from autoshard.runtime import functions
 from autoshard.runtime.functions import Context
 
 LARGEST = 1 << 22
 """elements of an operand up to which a function is tried out"""
+
+
+class CustomFunctions(Observer):
+    """Where gradients are wanted (``training``), those of libraries are traced through or kept whole, others refused."""
+
+    def __init__(self, training: bool, refuse: Refusals) -> None:
+        self.training, self.refuse = training, refuse
+
+    def patches(self) -> Iterable[Patch]:
+        for function in _subclasses(torch.autograd.Function) if self.training else ():
+            if _is_foreign(function):
+                refuse = self._refusing(function)
+                yield function, "apply", staticmethod(_inlined(function, refuse))
+                yield function, "forward", staticmethod(refuse)
+
+    def _refusing(self, function: type) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if function.__module__ == "torch.utils.checkpoint":
+                raise self.refuse(CHECKPOINT)
+            raise self.refuse(
+                f"custom autograd.Function {function.__qualname__!r} ({function.__module__}): tracing keeps its "
+                "forward and drops its backward, so gradients would be wrong. Write it with differentiable torch ops, "
+                "or make it an op with torch.library.custom_op and register_autograd."
+            )
+
+        return forward
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    sub: type
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from _subclasses(sub)
+
+
+def _is_foreign(function: type) -> bool:
+    """Whether a forward may call it. torch's own are behind ops, which are kept whole, but for a few."""
+    module = function.__module__
+    return not module.startswith("torch.") or module.startswith(("torch.nn.", "torch.utils.", "torch.distributed."))
+
+
+def _is_a_librarys(function: type) -> bool:
+    """Whether ``function`` comes with an installed package other than torch."""
+    file = getattr(sys.modules.get(function.__module__), "__file__", None) or ""
+    return frames.is_installed(file) and not function.__module__.startswith("torch.")
+
+
+def _inlined(function: Any, refuse: Callable[..., Any]) -> Callable[..., Any]:
+    """``function.apply`` of a library as its forward's own ops where their derivative is its backward, else as one op.
+
+    A user's is refused: a trial on random numbers is evidence, not proof, and he can rewrite it.
+    """
+    forward = function.forward
+
+    def apply(*args: Any) -> Any:
+        if not _is_a_librarys(function):
+            return refuse(*args)
+        if is_derivative(function, forward, args):
+            return inline(function, forward, args)
+        result = as_op(function, forward, args)
+        return refuse(*args) if result is None else result
+
+    return apply
 
 
 def inline(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -75,15 +142,9 @@ def _trial(function: Any, forward: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _restored(function: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def _restored(function: Any, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Inside, ``function`` has its own ``forward`` again."""
-    patched = function.__dict__.get("forward")
-    function.forward = staticmethod(forward)
-    try:
-        yield
-    finally:
-        function.forward = patched
+    return patched([(function, "forward", staticmethod(forward))])
 
 
 def _apply(function: Any, args: Sequence[Any]) -> Any:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
 from autoshard.errors import CaptureError
+from autoshard.passes.capture.observer import Call, Observer
 
 _LAYERS = ("gru", "rnn_tanh", "rnn_relu")
 _TELLING = [getattr(torch.Tensor, n).__get__ for n in ("shape", "data", "T", "mT", "H", "mH", "real", "imag")]
@@ -34,12 +35,16 @@ class _Batch:
     """in place of the batch sizes"""
 
 
-class PackedSequences:
+class PackedSequences(Observer):
     """Those of one trace. Every torch function that the forward calls and that :meth:`concerns` them is for :meth:`call`."""
 
     def __init__(self) -> None:
         self.batches: dict[int, _Batch] = {}
         """id of a stand-in → its batch, which keeps it alive"""
+
+    def before(self, call: Call) -> Call | None:
+        given = call.func, call.args, call.kwargs
+        return Call(self.call, given, {}, call.frame, watched=True) if self.concerns(*given) else None
 
     def _stand_ins_in(self, tree: Any) -> list[torch.Tensor]:
         return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor) and id(x) in self.batches]

@@ -6,14 +6,24 @@ take for the program. Export itself turns to the Python function, but asks wheth
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.jit._fuser import optimized_execution
 from torch.jit._state import _try_get_jit_cached_function
 
+from autoshard.passes.capture.observer import Observer, Patch
 
-def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+
+class Scripted(Observer):
+    """Those that the forward calls."""
+
+    def patches(self) -> Iterable[Patch]:
+        yield torch.jit.ScriptFunction, "__call__", _call
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)`` of a ``torch.jit.ScriptFunction``, which no optimiser has seen."""
     written = getattr(function, "_torchdynamo_inline", None)
     if written is not None and _try_get_jit_cached_function(written) is not None:

@@ -71,13 +71,9 @@ def translate(
 
 class _Translation:
     def __init__(
-        self,
-        program: torch.export.ExportedProgram,
-        model: nn.Module,
-        example: Example,
-        training: bool,
+        self, program: torch.export.ExportedProgram, model: nn.Module, example: Example, training: bool,
         inputs: Mapping[str, Open],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.program, self.model, self.example, self.training = program, model, example, training
         self.double = any(p.dtype == torch.float64 for p in model.parameters())
         self.names = names_by_tensor(model)

@@ -11,11 +11,9 @@ import torch
 from torch import fx
 
 from autoshard.errors import CaptureError
-from autoshard.passes.capture.exported.provenance import where
+from autoshard.passes.capture.exported.provenance import NO_GRAD, where
 
 aten = torch.ops.aten
-NO_GRAD = "autoshard_no_grad"
-"""key in a node's meta: it was traced with gradients off. Export's own regions miss no_grad inside autocast"""
 
 _REGIONS = (torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast)
 

@@ -8,19 +8,23 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
+from autoshard.passes.capture.observer import Observer
+
 _NOT_THE_MODELS = ("torch", "sympy", "functools", "autoshard", "numpy")
 
 
-@contextlib.contextmanager
-def caches_stay_clean() -> Iterator[None]:
-    """Afterwards every cache that took in something is empty; those of torch itself are left alone."""
-    before = {id(cache): cache.cache_info().misses for cache in _caches()}
-    try:
-        yield
-    finally:
-        for cache in _caches():
-            if cache.cache_info().misses > before.get(id(cache), 0):
-                cache.cache_clear()
+class Caches(Observer):
+    """After a trace every cache that took in something is empty; those of torch itself are left alone."""
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        before = {id(cache): cache.cache_info().misses for cache in _caches()}
+        try:
+            yield
+        finally:
+            for cache in _caches():
+                if cache.cache_info().misses > before.get(id(cache), 0):
+                    cache.cache_clear()
 
 
 def _caches() -> list[Any]:

@@ -1,0 +1,41 @@
+"""What an answer rests on, put into the graph: every call checks it, and the error names the user's line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from autoshard.frames import place_of, users_frame
+from autoshard.runtime.exactly import OTHER_VALUES, exactly
+
+FAILS = "the model's check of its values fails"
+FINITE = "a number is infinite or NaN; the compiled program is for finite numbers"
+LONG = "a length that depends on the data is too small for the compiled program"
+BUFFER = "a buffer of the model that steers the forward changed"
+INTEGERS = OTHER_VALUES
+
+
+def holds(condition: torch.Tensor | torch.SymBool, message: str, frame: FrameType | None = None) -> None:
+    """Each call raises RuntimeError, with the place of ``frame`` (default: the user's) and ``message``, unless it holds."""
+    if isinstance(condition, torch.SymBool):
+        condition = torch.scalar_tensor(torch.sym_ite(condition, 1, 0), dtype=torch.int64)
+    torch._assert_async(condition, f"{place_of(frame or users_frame())}: {message}")
+
+
+def equals(x: torch.Tensor, value: Any, message: str) -> None:
+    """:func:`holds` of every element of ``x`` being ``value``."""
+    holds((x == value).all(), message)
+
+
+def of_shape(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+    """``x``, of which each call checks the shape, fixed in the graph."""
+    result: torch.Tensor = exactly(x, shape, place_of(users_frame()))
+    return result
+
+
+def assume(condition: Any) -> None:
+    """Later ops of the trace count on ``condition``, a statement about lengths; what checks it in a call is separate."""
+    torch._check(condition)

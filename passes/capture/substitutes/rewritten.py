@@ -1,0 +1,35 @@
+"""Functions of torch that are traced as others: by one table, whatever the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoshard.passes.capture.observer import Call, Observer, Patch
+from autoshard.passes.capture.substitutes.mistraced import MISTRACED, PATCHES
+from autoshard.passes.capture.substitutes.unchecked import UNCHECKED
+
+
+def _equal(input: torch.Tensor, other: torch.Tensor) -> bool:  # noqa: A002
+    return input.shape == other.shape and bool((input == other).all())
+
+
+REWRITTEN: dict[Any, Any] = UNCHECKED | MISTRACED
+_ASKING = {torch.equal: _equal, torch.Tensor.equal: _equal}
+"""those whose stand-in asks a question, for an observer to answer"""
+
+
+class Rewritten(Observer):
+    """Puts the stand-ins in their places."""
+
+    def patches(self) -> Iterable[Patch]:
+        return PATCHES
+
+    def before(self, call: Call) -> Call | None:
+        if (asking := _ASKING.get(call.func)) is not None:
+            return replace(call, func=asking, watched=True)
+        other = REWRITTEN.get(call.func)
+        return None if other is None else replace(call, func=other)
