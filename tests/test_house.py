@@ -33,7 +33,7 @@ FLOORS = (
 )
 """from top to bottom: a room imports from its own floor and from those below"""
 
-WITHIN_CAPTURE = (("",), ("translate", "answers", "substitutes"), ("refusals",), ("exported",))
+WITHIN_CAPTURE = (("",), ("translate", "answers", "substitutes"), ("refusals",), ("exported",), ("observer",))
 """the floors of passes.capture; "" are the files that lie directly in it"""
 
 MOST_LINES = 400
