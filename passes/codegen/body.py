@@ -10,7 +10,7 @@ import torch
 
 from autoshard.passes.codegen.printing import WIDTH, Expression, atom, expression
 from autoshard.passes.codegen.source_text import Names, layout_text, one_of, python_path, shape_text, step_comment
-from autoshard.passes.codegen.wanted import Wanted
+from autoshard.passes.codegen.wanted import Wanted, is_next
 from autoshard.passes.ir.program import Program, Statement
 from autoshard.passes.ir.walk import reads
 from autoshard.passes.lower.blocks import Segment, module_of
@@ -75,19 +75,15 @@ class Body:
         self._bind(segment.inputs)
         self.names.dead = lambda name: name not in kept
         given = [self.names.of[name] for name in segment.inputs]
-        one, targets = one_of(segment.path.rpartition(".")[0]), list[str]()
+        one, targets, types = one_of(segment.path.rpartition(".")[0]), list[str](), self.program.types
         for out in segment.outputs:
-            wanted = [self.names.of[n] for n in segment.inputs if n not in kept and self._is_next(out, n)]
+            dead = [n for n in segment.inputs if n not in kept and self.names.is_held(n)]
+            wanted = [self.names.of[n] for n in dead if is_next(types[n], types[out])]
             plain = "x" if one in ("block", "layer") else one
             targets.append(self.names.fresh(out, *wanted, plain, avoid=targets))
         parts = [atom(name) for name in (*given, *lengths)]
         called = Expression(f"{python_path(segment.path)}{method}(", parts, ")")
         self.written.append(Line(tuple(targets), called, block=segment.path, kind=kind))
-
-    def _is_next(self, out: str, given: str) -> bool:
-        """Whether a block's result may be the next value of what it was given."""
-        old, new = self.program.types[given], self.program.types[out]
-        return old.grad or (old.shape, old.dtype) == (new.shape, new.dtype)
 
     def own(self, name: str) -> str:
         """A parameter, buffer or constant."""

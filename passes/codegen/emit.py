@@ -173,7 +173,7 @@ class _Emitter:
     def _method(self, segment: Segment) -> str:
         names = Names(self.symbols)
         for name in segment.inputs:
-            names.fresh(name, *self.wanted.argument(name))
+            names.fresh(name, *self.wanted.argument(name, segment))
         signature = ["self", *(names.of[n] for n in segment.inputs), *self._symbols(segment)]
         body = Body(self.program, self.wanted, segment.path, names)
         body.add(segment, frozenset(segment.outputs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoshard.passes.codegen.source_text import op_name
 from autoshard.passes.codegen.user_names import module_names, user_names
+from autoshard.passes.ir.graph import TensorType
 from autoshard.passes.ir.program import Program, Statement
 from autoshard.passes.lower.blocks import Segment, block_path
 
@@ -28,9 +29,9 @@ class Wanted:
         self.moved = {o: (s.value, _MOVED.get(s.step.kind)) for s in program.statements if s.step for o in s.outputs}
         readers: dict[str, set[str]] = {}
         for segment in segments:
-            for name in segment.inputs:
-                readers.setdefault(name, set()).add(segment.path)
-        self.shared = {name for name, paths in readers.items() if len(paths - {""}) > 1}
+            for name in segment.inputs if segment.path else ():
+                readers.setdefault(self._value(name), set()).add(segment.path)
+        self.shared = {value for value, paths in readers.items() if len(paths) > 1}
 
     def of(self, s: Statement, out: str, operand: str) -> tuple[str, ...]:
         """For a result of ``s``. ``operand``: the identifier of the first local that ``s`` reads, or ""."""
@@ -46,16 +47,29 @@ class Wanted:
             return (*self._known(out), operand, f"{operand}_{plain}")
         return (*self._known(out), plain)
 
-    def argument(self, local: str) -> tuple[str, ...]:
-        """For what a block reads from outside: the same in every equal block."""
-        value, moved = self.moved.get(local, (local, None))
-        if value in self.inputs:
-            return (self.inputs[value].fqn.replace(".", "_"),)
-        producer = self.graph.producers[value]
-        own = local in self.shared and not block_path(producer.fqn)
-        if self.types[local].grad and not own:
+    def argument(self, local: str, segment: Segment) -> tuple[str, ...]:
+        """For what a block reads from outside: the same in every equal block.
+
+        What may come out of another such block is ``x``; what several blocks read bears its own name.
+        """
+        value = self._value(local)
+        producer = self.graph.producers.get(value)
+        inside = producer is not None and bool(block_path(producer.fqn))
+        own = value in self.shared and not inside
+        if not own and any(is_next(self.types[local], self.types[out]) for out in segment.outputs):
+            moved = self.moved.get(local, (value, None))[1]
             return ("x", f"x_{moved}") if moved else ("x",)
+        if producer is None:
+            return (self.inputs[value].fqn.replace(".", "_"),)
         return (*self._known(value), op_name(producer.name))
+
+    def _value(self, local: str) -> str:
+        return self.moved.get(local, (local, None))[0]
 
     def _known(self, value: str) -> tuple[str, ...]:
         return tuple(names[value] for names in (self.user, self.module) if value in names)
+
+
+def is_next(old: TensorType, new: TensorType) -> bool:
+    """Whether the second, a block's result, may be the next value of the first, which the block was given."""
+    return old.grad or (old.shape, old.dtype) == (new.shape, new.dtype)

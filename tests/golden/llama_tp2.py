@@ -16,68 +16,77 @@ class Block(runtime.Block):
     """blocks.0 … blocks.1"""
 
     TENSORS = {
-        "attention_norm.weight": "float32[64]",
-        "attention.q.weight": "float32[32/64, 64]",
-        "attention.k.weight": "float32[16/32, 64]",
-        "attention.v.weight": "float32[16/32, 64]",
-        "attention.out.weight": "float32[64, 32/64]",
-        "feed_forward_norm.weight": "float32[64]",
-        "feed_forward.gate.weight": "float32[64/128, 64]",
-        "feed_forward.up.weight": "float32[64/128, 64]",
-        "feed_forward.down.weight": "float32[64, 64/128]",
+        "attention_norm.weight": "float64[32/64]",
+        "attention.q.weight": "float64[64, 32/64]",
+        "attention.k.weight": "float64[32, 32/64]",
+        "attention.v.weight": "float64[32, 32/64]",
+        "attention.out.weight": "float64[64, 32/64]",
+        "feed_forward_norm.weight": "float64[32/64]",
+        "feed_forward.gate.weight": "float64[64/128, 64]",
+        "feed_forward.up.weight": "float64[64/128, 64]",
+        "feed_forward.down.weight": "float64[64, 64/128]",
     }
 
     def forward(self, x, cos, sin):
-        power = x**2  # [2, 16, 64]  llama.py:59
-        mean = power.mean([-1], True)  # [2, 16, 1]  llama.py:59
-        add = mean + 1e-05  # [2, 16, 1]  llama.py:59
-        rsqrt = torch.rsqrt(add)  # [2, 16, 1]  llama.py:59
-        mul = x * rsqrt  # [2, 16, 64]  llama.py:59
-        attention_norm = mul * self.attention_norm.weight  # [2, 16, 64]  llama.py:59
-        # I@tp → R@tp    backward: all-reduce
-        attention_norm = runtime.enter(attention_norm, "tp")
-        # [2, 16, 32/64] S(2)@tp  llama.py:82
+        power = x**2  # [1/2, 16, 64] S(0)@tp  llama.py:59
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        mul = x * rsqrt  # [1/2, 16, 64] S(0)@tp  llama.py:59
+        # S(0)@tp → S(2)@tp    backward: all-to-all
+        mul = runtime.all_to_all(mul, 0, 2, "tp")
+        # [2, 16, 32/64] S(2)@tp  llama.py:59
+        attention_norm = mul * self.attention_norm.weight
+        # [2, 16, 64] P@tp  llama.py:82
         q = F.linear(attention_norm, self.attention.q.weight)
-        q = q.reshape(2, 16, 2, 16)  # [2, 16, 2/4, 16] S(2)@tp  llama.py:82
-        q = q.transpose(1, 2)  # [2, 2/4, 16, 16] S(1)@tp  llama.py:82
-        # [2, 2/4, 16, 8] S(1)@tp; [2, 2/4, 16, 8] S(1)@tp  llama.py:82
+        q = runtime.reduce_scatter(q, 1, "tp")  # P@tp → S(1)@tp    backward: all-gather
+        q = q.reshape(2, 8, 4, 16)  # [2, 8/16, 4, 16] S(1)@tp  llama.py:82
+        q = q.transpose(1, 2)  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
+        # [2, 4, 8/16, 8] S(2)@tp; [2, 4, 8/16, 8] S(2)@tp  llama.py:82
         part, part_1 = q.split(8, -1)
-        mul = q * cos  # [2, 2/4, 16, 16] S(1)@tp  llama.py:82
-        neg = -part_1  # [2, 2/4, 16, 8] S(1)@tp  llama.py:82
-        cat = torch.cat([neg, part], dim=-1)  # [2, 2/4, 16, 16] S(1)@tp  llama.py:82
-        mul_1 = cat * sin  # [2, 2/4, 16, 16] S(1)@tp  llama.py:82
-        q = mul + mul_1  # [2, 2/4, 16, 16] S(1)@tp  llama.py:82
-        # [2, 16, 16/32] S(2)@tp  llama.py:83
+        mul = q * cos  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
+        neg = -part_1  # [2, 4, 8/16, 8] S(2)@tp  llama.py:82
+        cat = torch.cat([neg, part], dim=-1)  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
+        mul_1 = cat * sin  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
+        q = mul + mul_1  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
+        # [2, 16, 32] P@tp  llama.py:83
         k = F.linear(attention_norm, self.attention.k.weight)
-        k = k.reshape(2, 16, 1, 16)  # [2, 16, 1/2, 16] S(2)@tp  llama.py:83
-        k = k.transpose(1, 2)  # [2, 1/2, 16, 16] S(1)@tp  llama.py:83
-        # [2, 1/2, 16, 8] S(1)@tp; [2, 1/2, 16, 8] S(1)@tp  llama.py:83
+        k = runtime.reduce_scatter(k, 1, "tp")  # P@tp → S(1)@tp    backward: all-gather
+        k = k.reshape(2, 8, 2, 16)  # [2, 8/16, 2, 16] S(1)@tp  llama.py:83
+        k = k.transpose(1, 2)  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
+        # [2, 2, 8/16, 8] S(2)@tp; [2, 2, 8/16, 8] S(2)@tp  llama.py:83
         part, part_1 = k.split(8, -1)
-        mul = k * cos  # [2, 1/2, 16, 16] S(1)@tp  llama.py:83
-        neg = -part_1  # [2, 1/2, 16, 8] S(1)@tp  llama.py:83
-        cat = torch.cat([neg, part], dim=-1)  # [2, 1/2, 16, 16] S(1)@tp  llama.py:83
-        mul_1 = cat * sin  # [2, 1/2, 16, 16] S(1)@tp  llama.py:83
-        k = mul + mul_1  # [2, 1/2, 16, 16] S(1)@tp  llama.py:83
-        # [2, 16, 16/32] S(2)@tp  llama.py:84
+        mul = k * cos  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
+        neg = -part_1  # [2, 2, 8/16, 8] S(2)@tp  llama.py:83
+        cat = torch.cat([neg, part], dim=-1)  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
+        mul_1 = cat * sin  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
+        k = mul + mul_1  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
+        # [2, 16, 32] P@tp  llama.py:84
         v = F.linear(attention_norm, self.attention.v.weight)
+        v = runtime.reduce_scatter(v, 2, "tp")  # P@tp → S(2)@tp    backward: all-gather
         v = v.reshape(2, 16, 1, 16)  # [2, 16, 1/2, 16] S(2)@tp  llama.py:84
         v = v.transpose(1, 2)  # [2, 1/2, 16, 16] S(1)@tp  llama.py:84
+        # S(2)@tp → S(1)@tp    backward: all-to-all
+        q, k = runtime.all_to_all_together((q, k), (2, 2), (1, 1), "tp")
         # [2, 2/4, 16, 16] S(1)@tp  llama.py:85
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         y = y.transpose(1, 2)  # [2, 16, 2/4, 16] S(2)@tp  llama.py:86
         y = y.reshape(2, 16, 32)  # [2, 16, 32/64] S(2)@tp  llama.py:86
         out = F.linear(y, self.attention.out.weight)  # [2, 16, 64] P@tp  llama.py:86
-        out = runtime.all_reduce(out, "tp", to="I")  # P@tp → I@tp
-        x = x + out  # [2, 16, 64]  llama.py:111
-        power = x**2  # [2, 16, 64]  llama.py:59
-        mean = power.mean([-1], True)  # [2, 16, 1]  llama.py:59
-        add = mean + 1e-05  # [2, 16, 1]  llama.py:59
-        rsqrt = torch.rsqrt(add)  # [2, 16, 1]  llama.py:59
-        mul = x * rsqrt  # [2, 16, 64]  llama.py:59
-        # [2, 16, 64]  llama.py:59
+        # P@tp → S(0)@tp    backward: all-gather
+        out = runtime.reduce_scatter(out, 0, "tp")
+        x = x + out  # [1/2, 16, 64] S(0)@tp  llama.py:111
+        power = x**2  # [1/2, 16, 64] S(0)@tp  llama.py:59
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        mul = x * rsqrt  # [1/2, 16, 64] S(0)@tp  llama.py:59
+        # S(0)@tp → S(2)@tp    backward: all-to-all
+        mul = runtime.all_to_all(mul, 0, 2, "tp")
+        # [2, 16, 32/64] S(2)@tp  llama.py:59
         feed_forward_norm = mul * self.feed_forward_norm.weight
-        # I@tp → R@tp    backward: all-reduce
-        feed_forward_norm = runtime.enter(feed_forward_norm, "tp")
+        # S(2)@tp → R@tp    backward: reduce-scatter
+        feed_forward_norm = runtime.all_gather(feed_forward_norm, 2, "tp", to="R")
         # [2, 16, 64/128] S(2)@tp  llama.py:97
         gate = F.linear(feed_forward_norm, self.feed_forward.gate.weight)
         silu = F.silu(gate)  # [2, 16, 64/128] S(2)@tp  llama.py:97
@@ -86,8 +95,9 @@ class Block(runtime.Block):
         mul = silu * up  # [2, 16, 64/128] S(2)@tp  llama.py:97
         # [2, 16, 64] P@tp  llama.py:97
         down = F.linear(mul, self.feed_forward.down.weight)
-        down = runtime.all_reduce(down, "tp", to="I")  # P@tp → I@tp
-        add = x + down  # [2, 16, 64]  llama.py:112
+        # P@tp → S(0)@tp    backward: all-gather
+        down = runtime.reduce_scatter(down, 0, "tp")
+        add = x + down  # [1/2, 16, 64] S(0)@tp  llama.py:112
         return add
 
 
@@ -97,34 +107,48 @@ class RankModule(runtime.RankModule):
     MESH = MESH
     BLOCKS = {f"blocks.{i}": Block for i in range(2)}
     TENSORS = {
-        "embedding.weight": "float32[128, 64]",
-        "norm.weight": "float32[64]",
-        "head.weight": "float32[64/128, 64]",
-        "rope.inverse_frequencies": "float32[8]",
+        "embedding.weight": "float64[128, 32/64]",
+        "norm.weight": "float64[32/64]",
+        "head.weight": "float64[64/128, 64]",
+        "rope.inverse_frequencies": "float64[8]",
     }
 
     def forward(self, tokens, labels):
-        x = F.embedding(tokens, self.embedding.weight)  # [2, 16, 64]  llama.py:154
-        arange = torch.arange(16, device=runtime.device())  # [16]  llama.py:155
-        arange = arange.unsqueeze(1)  # [16, 1]  llama.py:126
-        angles = arange * self.rope.inverse_frequencies  # [16, 8]  llama.py:126
-        angles = torch.cat([angles, angles], dim=-1)  # [16, 16]  llama.py:127
-        cos = torch.cos(angles)  # [16, 16]  llama.py:128
-        sin = torch.sin(angles)  # [16, 16]  llama.py:128
+        # [2, 16, 32/64] S(2)@tp  llama.py:154
+        x = F.embedding(tokens, self.embedding.weight)
+        # [8/16] S(0)@tp  llama.py:155
+        arange = runtime.slice(
+            torch.arange(16, device=runtime.device()), 0, "tp", of="R"
+        )
+        arange = arange.unsqueeze(1)  # [8/16, 1] S(0)@tp  llama.py:126
+        # [8/16, 8] S(0)@tp  llama.py:126
+        angles = arange * self.rope.inverse_frequencies
+        angles = torch.cat([angles, angles], dim=-1)  # [8/16, 16] S(0)@tp  llama.py:127
+        cos = torch.cos(angles)  # [8/16, 16] S(0)@tp  llama.py:128
+        sin = torch.sin(angles)  # [8/16, 16] S(0)@tp  llama.py:128
+        # S(2)@tp → S(0)@tp    backward: all-to-all
+        x = runtime.all_to_all(x, 2, 0, "tp")
         for block in self.blocks:
             x = block(x, cos, sin)
-        power = x**2  # [2, 16, 64]  llama.py:59
-        mean = power.mean([-1], True)  # [2, 16, 1]  llama.py:59
-        add = mean + 1e-05  # [2, 16, 1]  llama.py:59
-        rsqrt = torch.rsqrt(add)  # [2, 16, 1]  llama.py:59
-        mul = x * rsqrt  # [2, 16, 64]  llama.py:59
-        norm = mul * self.norm.weight  # [2, 16, 64]  llama.py:59
-        norm = runtime.enter(norm, "tp")  # I@tp → R@tp    backward: all-reduce
+        power = x**2  # [1/2, 16, 64] S(0)@tp  llama.py:59
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        mul = x * rsqrt  # [1/2, 16, 64] S(0)@tp  llama.py:59
+        # S(0)@tp → S(2)@tp    backward: all-to-all
+        mul = runtime.all_to_all(mul, 0, 2, "tp")
+        norm = mul * self.norm.weight  # [2, 16, 32/64] S(2)@tp  llama.py:59
+        # S(2)@tp → R@tp    backward: reduce-scatter
+        norm = runtime.all_gather(norm, 2, "tp", to="R")
         head = F.linear(norm, self.head.weight)  # [2, 16, 64/128] S(2)@tp  llama.py:158
-        head_view = head.reshape(32, 64)  # [32, 64/128] S(1)@tp  llama.py:158
+        # S(2)@tp → S(0)@tp    backward: all-to-all
+        head = runtime.all_to_all(head, 2, 0, "tp")
+        head_view = head.reshape(16, 128)  # [16/32, 128] S(0)@tp  llama.py:158
         labels = labels.reshape(32)  # [32]  llama.py:158
-        # []  llama.py:158
-        loss = runtime.cross_entropy(head_view, labels, classes=128, class_axes="tp")
+        labels = runtime.slice(labels, 0, "tp", of="R")  # R@tp → S(0)@tp
+        # [] P@tp  llama.py:158
+        loss = runtime.cross_entropy(head_view, labels, classes=128, batch_axes="tp")
+        loss = runtime.all_reduce(loss, "tp", to="I")  # P@tp → I@tp
         return (head, loss)
 
 

@@ -16,10 +16,10 @@ class Block(runtime.Block):
     """blocks.0 … blocks.1"""
 
     TENSORS = {
-        "up.weight": "float32[32/64, 16]",
-        "up.bias": "float32[32/64]",
-        "down.weight": "float32[16, 32/64]",
-        "down.bias": "float32[16]",
+        "up.weight": "float64[32/64, 16]",
+        "up.bias": "float64[32/64]",
+        "down.weight": "float64[16, 32/64]",
+        "down.bias": "float64[16]",
     }
 
     def forward(self, x):
