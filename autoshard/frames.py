@@ -83,10 +83,9 @@ def place_of(frame: FrameType | None) -> str:
     return place(frame.f_code.co_filename, frame.f_lineno) if frame else "the model"
 
 
-def place_in(stack_trace: str) -> str:
-    """:func:`place` of the innermost line of the user's in a stack trace that torch wrote as text, or ""."""
-    found = [(file, line) for file, line in _FRAME.findall(stack_trace) if is_users(file)]
-    return place(*found[-1]) if found else ""
+def users_lines(stack_trace: str) -> tuple[tuple[str, int], ...]:
+    """(file, line number) of the user's frames in a stack trace that torch wrote as text, outermost first."""
+    return tuple((file, int(line)) for file, line in _FRAME.findall(stack_trace) if is_users(file))
 
 
 def text_of(frame: FrameType) -> str:

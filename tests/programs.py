@@ -52,7 +52,7 @@ class Draft:
     def op(self, name: str, op: torch._ops.OpOverload, args: Sequence[Any], labels: str, fqn: str = "") -> None:
         """``name = op(*args)``; strings among ``args`` are values, ``labels`` its strategies."""
         given = tuple(Ref(a) if isinstance(a, str) else a for a in args)
-        node = Node(name, op, given, {}, (name,), (0,), fqn, source="model.py:1")
+        node = Node(name, op, given, {}, (name,), (0,), fqn, frames=(("model.py", 1),))
         made = op(*(torch.empty(self.types[a.name].shape) if isinstance(a, Ref) else a for a in given))
         grad = any(self.types[n].grad for n in node.inputs)
         self.nodes.append(node)

@@ -63,10 +63,10 @@ def test_the_users_frame_is_seen_through_torch_and_python() -> None:
     assert found == [f"{_HERE}:{line}"]
 
 
-def test_the_innermost_user_line_of_a_text() -> None:
+def test_the_users_lines_of_a_text() -> None:
     text = f'File "/a/b.py", line 3, in f\n  File "{__file__}", line 7, in g\n  File "{torch.__file__}", line 9, in h\n'
-    assert frames.place_in(text) == f"{_HERE}:7"
-    assert frames.place_in(f'File "{torch.__file__}", line 9, in h') == ""
+    assert frames.users_lines(text) == (("/a/b.py", 3), (__file__, 7))
+    assert frames.users_lines(f'File "{torch.__file__}", line 9, in h') == ()
 
 
 def test_lines_of_the_graph_are_the_models() -> None:

@@ -125,8 +125,19 @@ def test_lines_of_the_source() -> None:
     lines = source.text.split("\n")
     assert "\0" not in source.text
     of = {lines[n - 1].split("  #")[0].strip(): module for n, module in source.modules.items()}
-    assert of['loss = runtime.cross_entropy(view, view_1, classes=128, batch_axes="tp")'] == ""
+    assert of['loss = runtime.cross_entropy(head_view, labels, classes=128, batch_axes="tp")'] == ""
     assert "feed_forward.gate" in source.modules.values()
+
+
+def test_a_line_in_a_loop_speaks_for_the_block_of_its_turn() -> None:
+    model = models.Mlp(models.MlpConfig(width=16, hidden=64, layers=4))
+    args, kwargs = models.get("mlp").inputs()
+    found = autoshard.compile(model, ideal({"tp": 2}), args, kwargs)
+    assert "for block in self.blocks[:3]:\n            x = block(x)\n            # P@tp" in found.source
+    assert "@block.down" in found._decided().compiled.source.modules.values()
+    seen = names_of(lambda: found(*args, **kwargs).sum().backward())
+    assert_as_predicted(seen, found.plan)
+    assert {f"all_reduce@tp blocks.{i}.down forward" for i in range(4)} <= set(seen)
 
 
 def test_a_saved_directory_names_its_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

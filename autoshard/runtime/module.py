@@ -15,10 +15,18 @@ from autoshard.runtime.parameters import regather
 
 
 class Scope(nn.Module):
-    """A node of the module tree; children and tensors whose names are no identifiers are items: ``self.layers[0]``."""
+    """A node of the module tree; children and tensors whose names are no identifiers are items: ``self.layers[0]``.
 
-    def __getitem__(self, name: int | str) -> Any:
+    ``self.layers[2:5]`` are the children of these numbers; a scope with numbered children can be iterated over.
+    """
+
+    def __getitem__(self, name: int | str | slice) -> Any:
+        if isinstance(name, slice):
+            return [self[number] for number in range(name.start or 0, name.stop)]
         return self._modules[str(name)] if str(name) in self._modules else self._parameters[str(name)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[: len(self._modules)])
 
     def place(self, path: str, child: nn.Module) -> None:
         """Put ``child`` at dotted ``path``, with scopes on the way."""

@@ -28,7 +28,8 @@ _NOTHING = contextlib.nullcontext()
 def name_lines(rank_module: type[Any], modules: Mapping[int, str]) -> None:
     """Tell profiles which module each line of the file of ``rank_module`` communicates for.
 
-    ``modules``: line number → path of the module, relative to the block whose method the line is in.
+    ``modules``: line number → path of the module, relative to the block whose method the line is in; ``@block.mlp`` is
+    relative to the block that the variable ``block`` of a loop holds.
     """
     rank_module.forward.__globals__[_TABLE] = modules
 
@@ -60,7 +61,10 @@ def _running_module() -> str:
     while frame is not None:
         modules = frame.f_globals.get(_TABLE)
         if modules is not None:
-            block = getattr(frame.f_locals.get("self"), "block_path", "")
-            return ".".join(filter(None, (block, modules.get(frame.f_lineno, ""))))
+            owner, module = frame.f_locals.get("self"), modules.get(frame.f_lineno, "")
+            if module.startswith("@"):
+                variable, _, module = module[1:].partition(".")
+                owner = frame.f_locals.get(variable)
+            return ".".join(filter(None, (getattr(owner, "block_path", ""), module)))
         frame = frame.f_back
     return "?"

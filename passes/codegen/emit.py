@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-
-from autoshard.passes.codegen.printing import WIDTH, expression, literal
+from autoshard.passes.codegen.body import Body
+from autoshard.passes.codegen.loops import rolled
+from autoshard.passes.codegen.printing import WIDTH, literal
 from autoshard.passes.codegen.source_text import (
     Names,
     block_table,
     condition_lines,
     def_lines,
-    layout_text,
     listed,
     literal_mesh,
-    op_name,
-    python_path,
     shape_text,
-    step_comment,
     symbol_lines,
 )
+from autoshard.passes.codegen.wanted import Wanted
 from autoshard.passes.ir.graph import Input, Ref
-from autoshard.passes.ir.program import Program, Statement, reads
+from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import free_symbols
-from autoshard.passes.lower.blocks import Segment, module_of, segments
+from autoshard.passes.lower.blocks import Segment, segments
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,6 @@ class _Emitter:
         self.program, self.title = program, title
         self.mesh = program.mesh
         self.sizes = dict(zip(self.mesh.axes, self.mesh.shape, strict=True))
-        self.inputs = {i.name: i for i in program.graph.inputs}
         self.arguments = [i for i in program.graph.inputs if i.kind == "input"]
         self.segments = segments(program)
         self.classes: list[_BlockClass] = []
@@ -72,8 +67,7 @@ class _Emitter:
         self.marks: dict[str, int] = {}
         self.tensors = self._tensors()
         self.read_later = self._read_later()
-        operations = (s.node for s in program.statements if s.step is None and s.node is not None)
-        self.last_of = {node.fqn: node for node in operations}
+        self.wanted = Wanted(program, self.segments)
 
     def emit(self) -> Source:
         self._blocks()
@@ -178,68 +172,28 @@ class _Emitter:
     def _method(self, segment: Segment) -> str:
         names = Names(self.symbols)
         for name in segment.inputs:
-            names.fresh(name, self._argument_name(name))
+            names.fresh(name, *self.wanted.argument(name, segment))
         signature = ["self", *(names.of[n] for n in segment.inputs), *self._symbols(segment)]
-        body = self._statements(segment, names, segment.path, frozenset(segment.outputs))
+        body = Body(self.program, self.wanted, segment.path, names)
+        body.add(segment, frozenset(segment.outputs))
         returned = ", ".join(names.of[o] for o in segment.outputs)
-        lines = [*def_lines("forward", signature), *body, f"        return {returned}".rstrip()]
-        return "\n".join(lines) + "\n"
+        lines = def_lines("forward", signature)
+        for line in body.written:
+            lines += line.lines(" " * 8, self._mark)
+        return "\n".join([*lines, f"        return {returned}".rstrip()]) + "\n"
 
     def _symbols(self, segment: Segment) -> list[str]:
         """The lengths that the segment computes with, from outside."""
+        if not self.symbols:
+            return []
         used = set().union(*(free_symbols(s.call) for s in segment.statements))
         return [name for name in self.symbols if name in used]
 
-    def _argument_name(self, local: str) -> str:
-        """A name that is the same in every equal block: what made the value, without its number."""
-        value = self.program.values.get(local, local)
-        if value in self.inputs:
-            return self.inputs[value].fqn.replace(".", "_")
-        producer = self.program.graph.producers[value]
-        return "x" if self.program.types[local].grad else op_name(producer.name)
+    # --- modules of lines, for profiles ---
 
-    # --- statements ---
-
-    def _statements(self, segment: Segment, names: Names, path: str, kept: frozenset[str]) -> list[str]:
-        """``kept``: names whose values are read after the segment."""
-        last_use = {name: i for i, s in enumerate(segment.statements) for name in reads(s)}
-        lines: list[str] = []
-        for i, statement in enumerate(segment.statements):
-            lines += self._statement(statement, names, path, i, last_use, kept)
-        return lines
-
-    def _statement(
-        self, s: Statement, names: Names, path: str, i: int, last_use: Mapping[str, int], kept: frozenset[str]
-    ) -> list[str]:
-        for name in reads(s):
-            if name not in names.of:
-                names.of[name] = self._own(name, path)
-        printed = expression(s.call, names.of, self.sizes)
-        targets = []
-        for out in s.outputs:
-            if out == "_":
-                targets.append("_")
-                continue
-            source = reads(s)[len(targets)] if s.step is not None else ""
-            dead = source and last_use.get(source) == i and source not in kept and names.of[source] in names.taken
-            dead = dead and names.of[source] not in targets  # one value may go two ways in one statement
-            targets.append(names.reuse(out, source) if dead else names.fresh(out, self._wanted(s, out, path)))
-        comment = self._comment(s)
-        prefix = self._targets(s, targets)
-        lines = printed.lines(prefix, "        ")
-        if s.members and len(lines[0]) > WIDTH:
-            lines = ["        (", *(f"            {t}," for t in targets), *printed.lines(") = ", "        ")]
-        mark = self._mark(s, path) if any("runtime." in line for line in lines) else ""
-        if len(lines) == 1 and len(lines[0]) + len(comment) + 4 <= WIDTH:
-            return [f"{lines[0]}  # {comment}{mark}"]
-        return [f"        # {comment}", *(line + mark for line in lines)]
-
-    def _mark(self, s: Statement, path: str) -> str:
+    def _mark(self, module: str) -> str:
         """What a line that may communicate ends in until line numbers are known: the number of its module."""
-        module = module_of(s, self.program.graph)
-        inside = not path or f"{module}.".startswith(f"{path}.")
-        relative = module[len(path) :].removeprefix(".") if inside else ""
-        return f"\0{self.marks.setdefault(relative, len(self.marks))}"
+        return f"\0{self.marks.setdefault(module, len(self.marks))}"
 
     def _unmarked(self, text: str) -> tuple[str, dict[int, str]]:
         """The text without marks, and the module of every marked line."""
@@ -247,61 +201,6 @@ class _Emitter:
         modules = list(self.marks)
         found = {number: modules[int(mark)] for number, (_, _, mark) in enumerate(lines, 1) if mark}
         return "\n".join(line for line, _, _ in lines), found
-
-    def _targets(self, s: Statement, targets: Sequence[str]) -> str:
-        """The left side of an assignment; a result with more parts than are needed is taken apart."""
-        if not targets:
-            return ""
-        if s.members:
-            return f"{', '.join(targets)} = " if len(targets) > 1 else f"({targets[0]},) = "
-        returns = s.node.op._schema.returns if s.node is not None and s.step is None else ()
-        is_list = len(returns) == 1 and "List" in str(returns[0].type)
-        if len(returns) <= 1 and not is_list:
-            return f"{targets[0]} = "
-        complete = len(returns) == len(targets) if not is_list else self._is_complete(s)
-        return ", ".join(targets) + (" = " if complete and len(targets) > 1 else ", *_ = ")
-
-    def _is_complete(self, s: Statement) -> bool:
-        """Whether the named results of a split make up all of its operand."""
-        types = self.program.types
-        named = [o for o in s.outputs if o != "_"]
-        if s.node is not None and s.node.op is torch.ops.aten.where.default:
-            return len(named) == len(s.outputs) == len(types[s.node.inputs[0]].shape)
-        if any(types[o].unknown for o in named):
-            return False
-        return (
-            s.node is not None
-            and len(named) == len(s.outputs)
-            and sum(math.prod(types[o].shape) for o in named) == math.prod(types[s.node.inputs[0]].shape)
-        )
-
-    def _own(self, name: str, path: str) -> str:
-        fqn = self.inputs[name].fqn
-        return python_path(fqn[len(path) + 1 :] if path and fqn.startswith(path + ".") else fqn)
-
-    def _wanted(self, s: Statement, out: str, path: str) -> str:
-        node = s.node
-        value = next((m.value for m in s.members if m.outputs[0] == out), s.value)
-        if value in self.inputs:
-            return "_".join(self.inputs[value].fqn.split(".")[-2:])
-        if node is None or s.step is not None:
-            return op_name(s.value or out)
-        leaf = node.fqn.rpartition(".")[2]
-        deeper = node.fqn != path and not leaf.isdigit() and leaf
-        if deeper and node is self.last_of.get(node.fqn):
-            return leaf
-        return op_name(node.name)
-
-    def _comment(self, s: Statement) -> str:
-        if s.step is not None:
-            return step_comment(s)
-        made = [
-            shape_text(self.program.types[o], layout) + layout_text(layout)
-            for o, layout in zip(s.outputs, s.layouts, strict=True)
-            if layout is not None
-        ]
-        source = s.node.source if s.node is not None else ""
-        return "; ".join(made) + (f"  {source}" if source else "")
 
     # --- the root ---
 
@@ -311,16 +210,19 @@ class _Emitter:
             names.fresh(value.name, value.fqn)
         self.argument_names = dict(names.of)
         signature = ["self", *(names.of[i.name] for i in self.arguments)]
-        body: list[str] = []
+        body = Body(self.program, self.wanted, "", names)
+        kinds = {path: c.name for c in self.classes for path in c.paths}
         for number, segment in enumerate(self.segments):
             if segment.path:
-                body += self._block_call(number, segment, names)
+                method = self.method_of[number]
+                call = "" if method == "forward" else f".{method}"
+                body.call(segment, kinds[segment.path], call, self._symbols(segment), self.read_later[number])
             else:
-                body += self._statements(segment, names, "", self.read_later[number])
+                body.add(segment, self.read_later[number])
         returned = []
         for out in (*self.program.outputs, *(Ref(n) for n in self.program.mutations.values())):
             if isinstance(out, Ref):
-                returned.append(names.of.get(out.name) or self._own(out.name, ""))
+                returned.append(names.of.get(out.name) or body.own(out.name))
             else:
                 returned.append(literal(out))
         tuple_ = ", ".join(returned) + ("," if len(returned) == 1 else "")
@@ -331,12 +233,22 @@ class _Emitter:
         lines += [block_table((c.name, c.paths) for c in self.classes), self._tensor_table("")]
         lines += def_lines("forward", signature)
         lines += self._symbol_lines()
-        lines += body
+        lines += rolled(body.written, self._children(), {*names.holder, *names.fixed}, self._mark)
         if len(last) <= WIDTH:
             lines.append(last)
         else:
             lines += ["        return (", *(f"            {r}," for r in returned), "        )"]
         return "\n".join(lines)
+
+    def _children(self) -> dict[str, set[str]]:
+        """Container of blocks → names of all that it holds."""
+        blocks = [path for c in self.classes for path in c.paths]
+        found: dict[str, set[str]] = {path.rpartition(".")[0]: set() for path in blocks}
+        for path in (*blocks, *(value.fqn for value in self.tensors[""])):
+            for container in found:
+                if path.startswith(f"{container}."):
+                    found[container].add(path[len(container) + 1 :].partition(".")[0])
+        return found
 
     def _symbol_lines(self) -> list[str]:
         symbols = self.program.graph.symbols.read
@@ -344,29 +256,3 @@ class _Emitter:
         return symbol_lines(symbols, self.argument_names, shapes) + condition_lines(
             self.program.graph.symbols, self.argument_names, shapes
         )
-
-    def _block_call(self, number: int, segment: Segment, names: Names) -> list[str]:
-        for name in segment.inputs:
-            if name not in names.of:
-                names.of[name] = self._own(name, "")
-        method = self.method_of[number]
-        call = python_path(segment.path) + ("" if method == "forward" else f".{method}")
-        given = [*(names.of[n] for n in segment.inputs), *self._symbols(segment)]
-        arguments = ", ".join(given)
-        later = self.read_later[number]
-        targets = []
-        for out in segment.outputs:
-            again = next(
-                (n for n in segment.inputs if n not in later and n not in self.inputs and names.of[n] not in targets),
-                None,
-            )
-            same = len(segment.outputs) == 1 and again is not None
-            targets.append(names.reuse(out, again) if same and again else names.fresh(out, "x"))
-        line = f"        {', '.join(targets)} = {call}({arguments})" if targets else f"        {call}({arguments})"
-        if len(line) <= WIDTH:
-            return [line]
-        inner = f"            {arguments}"
-        head = line[: len(line) - len(arguments) - 1]
-        if len(inner) <= WIDTH:
-            return [head, inner, "        )"]
-        return [head, *(f"            {name}," for name in given), "        )"]

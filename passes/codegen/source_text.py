@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from autoshard.layout import Layout, Shard
 from autoshard.passes.codegen.printing import WIDTH, Expression, atom, literal
@@ -16,11 +17,23 @@ _NO_ATTRIBUTES = frozenset(keyword.kwlist) | frozenset(
     "MESH BLOCKS TENSORS GATHERS block_path place scope tensor_names bind_tensors release_tensors".split()
 )
 """names that Python or the base classes of rank modules have taken"""
-_BUILTIN = frozenset({"F", "torch", "aten", "runtime", "self", "MESH"}) | frozenset(keyword.kwlist)
+_BUILTIN = frozenset("F torch aten runtime self MESH float int max min range".split()) | frozenset(keyword.kwlist)
+"""names that emitted code reads"""
 _SHORT = {
     "scaled_dot_product_attention": "attention",
     "cross_entropy_loss": "loss",
     "binary_cross_entropy_with_logits": "loss",
+    "native_dropout": "dropout",
+    "to_copy": "cast",
+    "pow": "power",
+    "abs": "magnitude",
+    "max": "largest",
+    "min": "smallest",
+    "sum": "total",
+    "round": "rounded",
+    "slice": "part",
+    "split": "part",
+    "chunk": "part",
 }
 """ops whose results read better under another name"""
 
@@ -102,6 +115,13 @@ def python_path(path: str) -> str:
     return text
 
 
+def one_of(container: str) -> str:
+    """What one block of a container is called: ``layer`` of ``model.layers``; "block" where there is no such word."""
+    leaf = container.rpartition(".")[2]
+    one = leaf[:-1] if leaf.endswith("s") and not leaf.endswith(("ss", "ies")) else ""
+    return one if one.isidentifier() and one not in _BUILTIN else "block"
+
+
 def literal_mesh(sizes: Mapping[str, int]) -> str:
     return "{" + ", ".join(f'"{a}": {n}' for a, n in sizes.items()) + "}"
 
@@ -167,22 +187,42 @@ def block_table(classes: Iterable[tuple[str, Sequence[str]]]) -> str:
 
 
 class Names:
-    """Identifiers for local names within one function; a name whose value is dead may be taken again."""
+    """Identifiers for local names within one function; one whose value is dead may be taken again."""
 
-    def __init__(self, taken: Iterable[str] = ()) -> None:
+    def __init__(self, fixed: Iterable[str] = ()) -> None:
         self.of: dict[str, str] = {}
-        self.taken = set(taken)
+        self.fixed = _BUILTIN | set(fixed)
+        self.holder: dict[str, str] = {}
+        """identifier → the local name that it stands for now"""
+        self.dead: Callable[[str], bool] = lambda name: False
+        """whether nobody will read the value of a local name any more"""
 
-    def fresh(self, local: str, wanted: str) -> str:
-        base = re.sub(r"\W", "_", wanted).strip("_") or "x"
-        base = f"{base}_" if base in _BUILTIN else base if not base[0].isdigit() else f"x{base}"
-        name, n = base, 1
-        while name in self.taken:
-            name, n = f"{base}_{n}", n + 1
-        self.taken.add(name)
-        self.of[local] = name
-        return name
+    def is_held(self, local: str) -> bool:
+        """Whether it is a variable of the function, not an attribute of self."""
+        return self.of.get(local) in self.holder
+
+    def is_free(self, name: str) -> bool:
+        return name not in self.fixed and (name not in self.holder or self.dead(self.holder[name]))
+
+    def fresh(self, local: str, *wanted: str, avoid: Collection[str] = ()) -> str:
+        """The first of ``wanted`` that is free; if none is, the first one with a number."""
+        names = [identifier(name) for name in wanted]
+        free = (name for name in names if self.is_free(name) and name not in avoid)
+        numbered = (f"{names[0]}_{n}" for n in itertools.count(1))
+        name = next(free, None) or next(n for n in numbered if self.is_free(n) and n not in avoid)
+        return self._hold(local, name)
 
     def reuse(self, local: str, old: str) -> str:
-        self.of[local] = self.of[old]
-        return self.of[local]
+        """The identifier of ``old``, whose value is dead."""
+        return self._hold(local, self.of[old])
+
+    def _hold(self, local: str, name: str) -> str:
+        self.of[local] = name
+        self.holder[name] = local
+        return name
+
+
+def identifier(wanted: str) -> str:
+    """``wanted`` as a name that emitted code may bind."""
+    base = re.sub(r"\W", "_", wanted).strip("_") or "x"
+    return f"{base}_" if base in _BUILTIN else base if not base[0].isdigit() else f"x{base}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autoshard.frames import place
 from autoshard.passes.ir.walk import Applied, map_tree, walk
 
 
@@ -80,12 +81,17 @@ class Node(Applied):
     """module path"""
     module_types: tuple[tuple[str, str], ...] = ()
     """the module stack, outermost first: (path, class name)"""
-    source: str = ""
-    """the user's ``file:line``"""
+    frames: tuple[tuple[str, int], ...] = ()
+    """(file, line number) of the user's lines that were running, outermost first"""
     origin: str = ""
     """the op without a rule that it was decomposed from"""
     order: tuple[int, ...] = ()
     """of a random op: the dims of its operand as they lie in memory, if not as they are numbered"""
+
+    @cached_property
+    def source(self) -> str:
+        """The user's innermost ``file:line``, or ""."""
+        return place(*self.frames[-1]) if self.frames else ""
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:

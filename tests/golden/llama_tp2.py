@@ -16,84 +16,89 @@ class Block(runtime.Block):
     """blocks.0 … blocks.1"""
 
     TENSORS = {
-        "attention_norm.weight": "float32[64]",
-        "attention.q.weight": "float32[32/64, 64]",
-        "attention.k.weight": "float32[16/32, 64]",
-        "attention.v.weight": "float32[16/32, 64]",
-        "attention.out.weight": "float32[64, 32/64]",
-        "feed_forward_norm.weight": "float32[64]",
-        "feed_forward.gate.weight": "float32[64/128, 64]",
-        "feed_forward.up.weight": "float32[64/128, 64]",
-        "feed_forward.down.weight": "float32[64, 64/128]",
+        "attention_norm.weight": "float64[32/64]",
+        "attention.q.weight": "float64[64, 32/64]",
+        "attention.k.weight": "float64[32, 32/64]",
+        "attention.v.weight": "float64[32, 32/64]",
+        "attention.out.weight": "float64[64, 32/64]",
+        "feed_forward_norm.weight": "float64[32/64]",
+        "feed_forward.gate.weight": "float64[64/128, 64]",
+        "feed_forward.up.weight": "float64[64/128, 64]",
+        "feed_forward.down.weight": "float64[64, 64/128]",
     }
 
     def forward(self, x, cos, sin):
-        pow = x**2  # [2, 16, 64]  llama.py:59
-        mean = pow.mean([-1], True)  # [2, 16, 1]  llama.py:59
-        add = mean + 1e-05  # [2, 16, 1]  llama.py:59
-        rsqrt = torch.rsqrt(add)  # [2, 16, 1]  llama.py:59
-        mul = x * rsqrt  # [2, 16, 64]  llama.py:59
-        attention_norm = mul * self.attention_norm.weight  # [2, 16, 64]  llama.py:59
-        # I@tp → R@tp    backward: all-reduce
-        attention_norm = runtime.enter(attention_norm, "tp")
-        # [2, 16, 32/64] S(2)@tp  llama.py:82
+        power = x**2  # [1/2, 16, 64] S(0)@tp  llama.py:59
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        mul = x * rsqrt  # [1/2, 16, 64] S(0)@tp  llama.py:59
+        # S(0)@tp → S(2)@tp    backward: all-to-all
+        mul = runtime.all_to_all(mul, 0, 2, "tp")
+        # [2, 16, 32/64] S(2)@tp  llama.py:59
+        attention_norm = mul * self.attention_norm.weight
+        # [2, 16, 64] P@tp  llama.py:82
         q = F.linear(attention_norm, self.attention.q.weight)
-        view = q.reshape(2, 16, 2, 16)  # [2, 16, 2/4, 16] S(2)@tp  llama.py:82
-        transpose = view.transpose(1, 2)  # [2, 2/4, 16, 16] S(1)@tp  llama.py:82
-        # [2, 2/4, 16, 8] S(1)@tp; [2, 2/4, 16, 8] S(1)@tp  llama.py:82
-        split, split_1 = transpose.split(8, -1)
-        mul_1 = transpose * cos  # [2, 2/4, 16, 16] S(1)@tp  llama.py:82
-        neg = -split_1  # [2, 2/4, 16, 8] S(1)@tp  llama.py:82
-        cat = torch.cat([neg, split], dim=-1)  # [2, 2/4, 16, 16] S(1)@tp  llama.py:82
-        mul_2 = cat * sin  # [2, 2/4, 16, 16] S(1)@tp  llama.py:82
-        add_1 = mul_1 + mul_2  # [2, 2/4, 16, 16] S(1)@tp  llama.py:82
-        # [2, 16, 16/32] S(2)@tp  llama.py:83
+        q = runtime.reduce_scatter(q, 1, "tp")  # P@tp → S(1)@tp    backward: all-gather
+        q = q.reshape(2, 8, 4, 16)  # [2, 8/16, 4, 16] S(1)@tp  llama.py:82
+        q = q.transpose(1, 2)  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
+        # [2, 4, 8/16, 8] S(2)@tp; [2, 4, 8/16, 8] S(2)@tp  llama.py:82
+        part, part_1 = q.split(8, -1)
+        mul = q * cos  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
+        neg = -part_1  # [2, 4, 8/16, 8] S(2)@tp  llama.py:82
+        cat = torch.cat([neg, part], dim=-1)  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
+        mul_1 = cat * sin  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
+        q = mul + mul_1  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
+        # [2, 16, 32] P@tp  llama.py:83
         k = F.linear(attention_norm, self.attention.k.weight)
-        view_1 = k.reshape(2, 16, 1, 16)  # [2, 16, 1/2, 16] S(2)@tp  llama.py:83
-        transpose_1 = view_1.transpose(1, 2)  # [2, 1/2, 16, 16] S(1)@tp  llama.py:83
-        # [2, 1/2, 16, 8] S(1)@tp; [2, 1/2, 16, 8] S(1)@tp  llama.py:83
-        split_2, split_3 = transpose_1.split(8, -1)
-        mul_3 = transpose_1 * cos  # [2, 1/2, 16, 16] S(1)@tp  llama.py:83
-        neg_1 = -split_3  # [2, 1/2, 16, 8] S(1)@tp  llama.py:83
-        # [2, 1/2, 16, 16] S(1)@tp  llama.py:83
-        cat_1 = torch.cat([neg_1, split_2], dim=-1)
-        mul_4 = cat_1 * sin  # [2, 1/2, 16, 16] S(1)@tp  llama.py:83
-        add_2 = mul_3 + mul_4  # [2, 1/2, 16, 16] S(1)@tp  llama.py:83
-        # [2, 16, 16/32] S(2)@tp  llama.py:84
+        k = runtime.reduce_scatter(k, 1, "tp")  # P@tp → S(1)@tp    backward: all-gather
+        k = k.reshape(2, 8, 2, 16)  # [2, 8/16, 2, 16] S(1)@tp  llama.py:83
+        k = k.transpose(1, 2)  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
+        # [2, 2, 8/16, 8] S(2)@tp; [2, 2, 8/16, 8] S(2)@tp  llama.py:83
+        part, part_1 = k.split(8, -1)
+        mul = k * cos  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
+        neg = -part_1  # [2, 2, 8/16, 8] S(2)@tp  llama.py:83
+        cat = torch.cat([neg, part], dim=-1)  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
+        mul_1 = cat * sin  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
+        k = mul + mul_1  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
+        # [2, 16, 32] P@tp  llama.py:84
         v = F.linear(attention_norm, self.attention.v.weight)
-        view_2 = v.reshape(2, 16, 1, 16)  # [2, 16, 1/2, 16] S(2)@tp  llama.py:84
-        transpose_2 = view_2.transpose(1, 2)  # [2, 1/2, 16, 16] S(1)@tp  llama.py:84
+        v = runtime.reduce_scatter(v, 2, "tp")  # P@tp → S(2)@tp    backward: all-gather
+        v = v.reshape(2, 16, 1, 16)  # [2, 16, 1/2, 16] S(2)@tp  llama.py:84
+        v = v.transpose(1, 2)  # [2, 1/2, 16, 16] S(1)@tp  llama.py:84
+        # S(2)@tp → S(1)@tp    backward: all-to-all
+        q, k = runtime.all_to_all_together((q, k), (2, 2), (1, 1), "tp")
         # [2, 2/4, 16, 16] S(1)@tp  llama.py:85
-        attention = F.scaled_dot_product_attention(
-            add_1, add_2, transpose_2, is_causal=True, enable_gqa=True
-        )
-        transpose_3 = attention.transpose(1, 2)  # [2, 16, 2/4, 16] S(2)@tp  llama.py:86
-        # [2, 16, 32/64] S(2)@tp  llama.py:86
-        attention_1 = transpose_3.reshape(2, 16, 32)
-        # [2, 16, 64] P@tp  llama.py:86
-        out = F.linear(attention_1, self.attention.out.weight)
-        out = runtime.all_reduce(out, "tp", to="I")  # P@tp → I@tp
-        add_3 = x + out  # [2, 16, 64]  llama.py:111
-        pow_1 = add_3**2  # [2, 16, 64]  llama.py:59
-        mean_1 = pow_1.mean([-1], True)  # [2, 16, 1]  llama.py:59
-        add_4 = mean_1 + 1e-05  # [2, 16, 1]  llama.py:59
-        rsqrt_1 = torch.rsqrt(add_4)  # [2, 16, 1]  llama.py:59
-        mul_5 = add_3 * rsqrt_1  # [2, 16, 64]  llama.py:59
-        # [2, 16, 64]  llama.py:59
-        feed_forward_norm = mul_5 * self.feed_forward_norm.weight
-        # I@tp → R@tp    backward: all-reduce
-        feed_forward_norm = runtime.enter(feed_forward_norm, "tp")
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = y.transpose(1, 2)  # [2, 16, 2/4, 16] S(2)@tp  llama.py:86
+        y = y.reshape(2, 16, 32)  # [2, 16, 32/64] S(2)@tp  llama.py:86
+        out = F.linear(y, self.attention.out.weight)  # [2, 16, 64] P@tp  llama.py:86
+        # P@tp → S(0)@tp    backward: all-gather
+        out = runtime.reduce_scatter(out, 0, "tp")
+        x = x + out  # [1/2, 16, 64] S(0)@tp  llama.py:111
+        power = x**2  # [1/2, 16, 64] S(0)@tp  llama.py:59
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        mul = x * rsqrt  # [1/2, 16, 64] S(0)@tp  llama.py:59
+        # S(0)@tp → S(2)@tp    backward: all-to-all
+        mul = runtime.all_to_all(mul, 0, 2, "tp")
+        # [2, 16, 32/64] S(2)@tp  llama.py:59
+        feed_forward_norm = mul * self.feed_forward_norm.weight
+        # S(2)@tp → R@tp    backward: reduce-scatter
+        feed_forward_norm = runtime.all_gather(feed_forward_norm, 2, "tp", to="R")
         # [2, 16, 64/128] S(2)@tp  llama.py:97
         gate = F.linear(feed_forward_norm, self.feed_forward.gate.weight)
         silu = F.silu(gate)  # [2, 16, 64/128] S(2)@tp  llama.py:97
         # [2, 16, 64/128] S(2)@tp  llama.py:97
         up = F.linear(feed_forward_norm, self.feed_forward.up.weight)
-        feed_forward = silu * up  # [2, 16, 64/128] S(2)@tp  llama.py:97
+        mul = silu * up  # [2, 16, 64/128] S(2)@tp  llama.py:97
         # [2, 16, 64] P@tp  llama.py:97
-        down = F.linear(feed_forward, self.feed_forward.down.weight)
-        down = runtime.all_reduce(down, "tp", to="I")  # P@tp → I@tp
-        add_5 = add_3 + down  # [2, 16, 64]  llama.py:112
-        return add_5
+        down = F.linear(mul, self.feed_forward.down.weight)
+        # P@tp → S(0)@tp    backward: all-gather
+        down = runtime.reduce_scatter(down, 0, "tp")
+        add = x + down  # [1/2, 16, 64] S(0)@tp  llama.py:112
+        return add
 
 
 class RankModule(runtime.RankModule):
@@ -102,35 +107,48 @@ class RankModule(runtime.RankModule):
     MESH = MESH
     BLOCKS = {f"blocks.{i}": Block for i in range(2)}
     TENSORS = {
-        "embedding.weight": "float32[128, 64]",
-        "norm.weight": "float32[64]",
-        "head.weight": "float32[64/128, 64]",
-        "rope.inverse_frequencies": "float32[8]",
+        "embedding.weight": "float64[128, 32/64]",
+        "norm.weight": "float64[32/64]",
+        "head.weight": "float64[64/128, 64]",
+        "rope.inverse_frequencies": "float64[8]",
     }
 
     def forward(self, tokens, labels):
-        # [2, 16, 64]  llama.py:154
-        embedding = F.embedding(tokens, self.embedding.weight)
-        arange = torch.arange(16, device=runtime.device())  # [16]  llama.py:155
-        unsqueeze = arange.unsqueeze(1)  # [16, 1]  llama.py:126
-        mul = unsqueeze * self.rope.inverse_frequencies  # [16, 8]  llama.py:126
-        cat = torch.cat([mul, mul], dim=-1)  # [16, 16]  llama.py:127
-        cos = torch.cos(cat)  # [16, 16]  llama.py:128
-        rope = torch.sin(cat)  # [16, 16]  llama.py:128
-        embedding = self.blocks[0](embedding, cos, rope)
-        embedding = self.blocks[1](embedding, cos, rope)
-        pow = embedding**2  # [2, 16, 64]  llama.py:59
-        mean = pow.mean([-1], True)  # [2, 16, 1]  llama.py:59
-        add = mean + 1e-05  # [2, 16, 1]  llama.py:59
-        rsqrt = torch.rsqrt(add)  # [2, 16, 1]  llama.py:59
-        mul_1 = embedding * rsqrt  # [2, 16, 64]  llama.py:59
-        norm = mul_1 * self.norm.weight  # [2, 16, 64]  llama.py:59
-        norm = runtime.enter(norm, "tp")  # I@tp → R@tp    backward: all-reduce
+        # [2, 16, 32/64] S(2)@tp  llama.py:154
+        x = F.embedding(tokens, self.embedding.weight)
+        # [8/16] S(0)@tp  llama.py:155
+        arange = runtime.slice(
+            torch.arange(16, device=runtime.device()), 0, "tp", of="R"
+        )
+        arange = arange.unsqueeze(1)  # [8/16, 1] S(0)@tp  llama.py:126
+        # [8/16, 8] S(0)@tp  llama.py:126
+        angles = arange * self.rope.inverse_frequencies
+        angles = torch.cat([angles, angles], dim=-1)  # [8/16, 16] S(0)@tp  llama.py:127
+        cos = torch.cos(angles)  # [8/16, 16] S(0)@tp  llama.py:128
+        sin = torch.sin(angles)  # [8/16, 16] S(0)@tp  llama.py:128
+        # S(2)@tp → S(0)@tp    backward: all-to-all
+        x = runtime.all_to_all(x, 2, 0, "tp")
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        power = x**2  # [1/2, 16, 64] S(0)@tp  llama.py:59
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@tp  llama.py:59
+        mul = x * rsqrt  # [1/2, 16, 64] S(0)@tp  llama.py:59
+        # S(0)@tp → S(2)@tp    backward: all-to-all
+        mul = runtime.all_to_all(mul, 0, 2, "tp")
+        norm = mul * self.norm.weight  # [2, 16, 32/64] S(2)@tp  llama.py:59
+        # S(2)@tp → R@tp    backward: reduce-scatter
+        norm = runtime.all_gather(norm, 2, "tp", to="R")
         head = F.linear(norm, self.head.weight)  # [2, 16, 64/128] S(2)@tp  llama.py:158
-        view = head.reshape(32, 64)  # [32, 64/128] S(1)@tp  llama.py:158
-        view_1 = labels.reshape(32)  # [32]  llama.py:158
-        # []  llama.py:158
-        loss = runtime.cross_entropy(view, view_1, classes=128, class_axes="tp")
+        # S(2)@tp → S(0)@tp    backward: all-to-all
+        head = runtime.all_to_all(head, 2, 0, "tp")
+        head_view = head.reshape(16, 128)  # [16/32, 128] S(0)@tp  llama.py:158
+        labels = labels.reshape(32)  # [32]  llama.py:158
+        labels = runtime.slice(labels, 0, "tp", of="R")  # R@tp → S(0)@tp
+        # [] P@tp  llama.py:158
+        loss = runtime.cross_entropy(head_view, labels, classes=128, batch_axes="tp")
+        loss = runtime.all_reduce(loss, "tp", to="I")  # P@tp → I@tp
         return (head, loss)
 
 

@@ -16,10 +16,10 @@ class Block(runtime.Block):
     """blocks.0 … blocks.1"""
 
     TENSORS = {
-        "up.weight": "float32[32/64, 16]",
-        "up.bias": "float32[32/64]",
-        "down.weight": "float32[16, 32/64]",
-        "down.bias": "float32[16]",
+        "up.weight": "float64[32/64, 16]",
+        "up.bias": "float64[32/64]",
+        "down.weight": "float64[16, 32/64]",
+        "down.bias": "float64[16]",
     }
 
     def forward(self, x):
@@ -40,12 +40,11 @@ class RankModule(runtime.RankModule):
     TENSORS = {}
 
     def forward(self, x):
-        x_1 = self.blocks[0](x)
-        # P@tp → R@tp    backward: all-reduce
-        x_1 = runtime.all_reduce(x_1, "tp", to="R")
-        x_1 = self.blocks[1](x_1)
-        x_1 = runtime.all_reduce(x_1, "tp", to="I")  # P@tp → I@tp
-        return (x_1,)
+        x = self.blocks[0](x)
+        x = runtime.all_reduce(x, "tp", to="R")  # P@tp → R@tp    backward: all-reduce
+        x = self.blocks[1](x)
+        x = runtime.all_reduce(x, "tp", to="I")  # P@tp → I@tp
+        return (x,)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoshard.frames import place_in
+from autoshard.frames import place, users_lines
 
 NO_GRAD = "autoshard_no_grad"
 """key in a node's meta: it was traced with gradients off. Export's own regions miss no_grad inside autocast"""
@@ -42,15 +42,15 @@ def fqn(node: fx.Node) -> str:
     return stack[-1][0] if stack else ""
 
 
-def source(node: fx.Node) -> str:
-    """The innermost ``file:line`` of the user's, or ""."""
-    return place_in(node.meta.get("stack_trace") or "")
+def frames(node: fx.Node) -> tuple[tuple[str, int], ...]:
+    """(file, line number) of the user's lines that were running, outermost first."""
+    return users_lines(node.meta.get("stack_trace") or "")
 
 
 def where(node: fx.Node) -> str:
     """Module path and source line, for errors."""
-    line = source(node)
-    return (fqn(node) or "the model") + (f" ({line})" if line else "")
+    found = frames(node)
+    return (fqn(node) or "the model") + (f" ({place(*found[-1])})" if found else "")
 
 
 def names_by_tensor(model: nn.Module) -> dict[str, list[str]]:

@@ -59,5 +59,5 @@ def _spread_to(
     types.update(dict.fromkeys(names, types[name]))
     spread = Node(f"{name}_uses", FAN_OUT, (Ref(name), len(names)), {}, names, tuple(range(len(names))))
     if maker is not None:
-        spread = replace(spread, fqn=maker.fqn, module_types=maker.module_types, source=maker.source)
+        spread = replace(spread, fqn=maker.fqn, module_types=maker.module_types, frames=maker.frames)
     nodes.append(spread)

@@ -22,7 +22,7 @@ from torch.export.graph_signature import (
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.arguments import Example, argument_paths, export_order, own_tensor
 from autoshard.passes.capture.exported.lengths import Lengths, Open
-from autoshard.passes.capture.exported.provenance import fqn, module_types, names_by_tensor, set_apart, source, where
+from autoshard.passes.capture.exported.provenance import fqn, frames, module_types, names_by_tensor, set_apart, where
 from autoshard.passes.capture.exported.symbolic import constant, is_length, is_symbolic, number_op, type_of
 from autoshard.passes.capture.refusals.checks import check_filled, check_result, not_an_op, written
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
@@ -341,7 +341,7 @@ class _Translation:
                 output_slots=tuple(slot for _, slot, _ in used),
                 fqn=fqn(node),
                 module_types=module_types(node),
-                source=source(node),
+                frames=frames(node),
                 origin=origin(node),
                 order=operand_order(node) if is_random(op) else (),
             )

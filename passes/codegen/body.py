@@ -1,0 +1,155 @@
+"""The body of one emitted function: statements with identifiers, comments, and the module that each communicates for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from autoshard.passes.codegen.printing import WIDTH, Expression, atom, expression
+from autoshard.passes.codegen.source_text import Names, layout_text, one_of, python_path, shape_text, step_comment
+from autoshard.passes.codegen.wanted import Wanted, is_next
+from autoshard.passes.ir.program import Program, Statement, reads
+from autoshard.passes.lower.blocks import Segment, module_of
+
+
+@dataclass(frozen=True)
+class Line:
+    """``targets = value  # comment``, on as many lines as it needs."""
+
+    targets: tuple[str, ...]
+    value: Expression
+    comment: str = ""
+    module: str | None = None
+    """for profiles, where it may communicate: the module, relative to the block"""
+    rest: str = ""
+    """of the left side: what takes the parts that nobody needs"""
+    wide: bool = False
+    """whether it is a bucket: the value is a tuple, and the targets may stand one below the other"""
+    block: str = ""
+    """path of the block that it calls"""
+    kind: str = ""
+    """class of that block"""
+
+    @property
+    def prefix(self) -> str:
+        if self.wide and len(self.targets) == 1:
+            return f"({self.targets[0]},) = "
+        return f"{', '.join(self.targets)}{self.rest} = " if self.targets else ""
+
+    def lines(self, indent: str, mark: Callable[[str], str]) -> list[str]:
+        """The text. ``mark``: module → what its lines end in until their numbers are known."""
+        lines = self.value.lines(self.prefix, indent)
+        if self.wide and len(lines[0]) > WIDTH:  # as ruff format breaks it
+            lines = [f"{indent}(", *(f"{indent}    {t}," for t in self.targets), *self.value.lines(") = ", indent)]
+        end = "" if self.module is None else mark(self.module)
+        if not self.comment:
+            return lines
+        if len(lines) == 1 and len(lines[0]) + len(self.comment) + 4 <= WIDTH:
+            return [f"{lines[0]}  # {self.comment}{end}"]
+        return [f"{indent}# {self.comment}", *(line + end for line in lines)]
+
+
+@dataclass
+class Body:
+    """Writes the statements of one function. ``path``: the block that it belongs to, "" for the root."""
+
+    program: Program
+    wanted: Wanted
+    path: str
+    names: Names
+    written: list[Line] = field(default_factory=list)
+
+    def add(self, segment: Segment, kept: Collection[str]) -> None:
+        """Write ``segment``. ``kept``: locals that are read after it."""
+        last_read = {name: i for i, s in enumerate(segment.statements) for name in reads(s)}
+        for i, statement in enumerate(segment.statements):
+            self.names.dead = lambda name, i=i: name not in kept and last_read.get(name, -1) <= i  # type: ignore[misc]
+            self.written.append(self._line(statement))
+
+    def call(self, segment: Segment, kind: str, method: str, lengths: Sequence[str], kept: Collection[str]) -> None:
+        """Write the call of ``method`` of a block of class ``kind``."""
+        self._bind(segment.inputs)
+        self.names.dead = lambda name: name not in kept
+        given = [self.names.of[name] for name in segment.inputs]
+        one, targets, types = one_of(segment.path.rpartition(".")[0]), list[str](), self.program.types
+        for out in segment.outputs:
+            dead = [n for n in segment.inputs if n not in kept and self.names.is_held(n)]
+            wanted = [self.names.of[n] for n in dead if is_next(types[n], types[out])]
+            plain = "x" if one in ("block", "layer") else one
+            targets.append(self.names.fresh(out, *wanted, plain, avoid=targets))
+        parts = [atom(name) for name in (*given, *lengths)]
+        called = Expression(f"{python_path(segment.path)}{method}(", parts, ")")
+        self.written.append(Line(tuple(targets), called, block=segment.path, kind=kind))
+
+    def own(self, name: str) -> str:
+        """A parameter, buffer or constant."""
+        fqn = self.wanted.inputs[name].fqn
+        inside = self.path and fqn.startswith(f"{self.path}.")
+        return python_path(fqn[len(self.path) + 1 :] if inside else fqn)
+
+    def _bind(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.names.of:
+                self.names.of[name] = self.own(name)
+
+    def _line(self, s: Statement) -> Line:
+        names, operands = self.names, reads(s)
+        self._bind(operands)
+        value = expression(s.call, names.of, dict(zip(self.program.mesh.axes, self.program.mesh.shape, strict=True)))
+        targets: list[str] = []
+        for out in s.outputs:
+            if out == "_":
+                targets.append("_")
+                continue
+            source = operands[len(targets) if s.step is not None else 0] if operands else ""
+            held = names.of[source] if source and names.is_held(source) else ""
+            if s.step is not None and held and names.dead(source) and held not in targets:
+                targets.append(names.reuse(out, source))  # one value may go two ways in one statement
+            else:
+                targets.append(names.fresh(out, *self.wanted.of(s, out, held), avoid=targets))
+        module = self._module(s) if "runtime." in value.flat else None
+        return Line(tuple(targets), value, self._comment(s), module, self._rest(s, targets), bool(s.members))
+
+    def _module(self, s: Statement) -> str:
+        module = module_of(s, self.program.graph)
+        inside = not self.path or f"{module}.".startswith(f"{self.path}.")
+        return module[len(self.path) :].removeprefix(".") if inside else ""
+
+    def _rest(self, s: Statement, targets: Sequence[str]) -> str:
+        """What follows the targets on the left side; a result with more parts than are needed is taken apart."""
+        if s.members:
+            return ""
+        returns = s.node.op._schema.returns if s.node is not None and s.step is None else ()
+        is_list = len(returns) == 1 and "List" in str(returns[0].type)
+        if len(returns) <= 1 and not is_list:
+            return ""
+        complete = len(returns) == len(targets) if not is_list else self._is_complete(s)
+        return "" if complete and len(targets) > 1 else ", *_"
+
+    def _is_complete(self, s: Statement) -> bool:
+        """Whether the named results of a split make up all of its operand."""
+        types = self.program.types
+        named = [o for o in s.outputs if o != "_"]
+        if s.node is not None and s.node.op is torch.ops.aten.where.default:
+            return len(named) == len(s.outputs) == len(types[s.node.inputs[0]].shape)
+        if any(types[o].unknown for o in named):
+            return False
+        return (
+            s.node is not None
+            and len(named) == len(s.outputs)
+            and sum(math.prod(types[o].shape) for o in named) == math.prod(types[s.node.inputs[0]].shape)
+        )
+
+    def _comment(self, s: Statement) -> str:
+        if s.step is not None:
+            return step_comment(s)
+        made = [
+            shape_text(self.program.types[o], layout) + layout_text(layout)
+            for o, layout in zip(s.outputs, s.layouts, strict=True)
+            if layout is not None
+        ]
+        source = s.node.source if s.node is not None else ""
+        return "; ".join(made) + (f"  {source}" if source else "")

@@ -1,0 +1,75 @@
+"""What values should be called in emitted code, the best name first."""
+
+from __future__ import annotations
+
+from autoshard.passes.codegen.source_text import op_name
+from autoshard.passes.codegen.user_names import module_names, user_names
+from autoshard.passes.ir.graph import TensorType
+from autoshard.passes.ir.program import Program, Statement
+from autoshard.passes.lower.blocks import Segment, block_path
+
+_SAME_VALUE = frozenset(
+    "view _unsafe_view reshape permute transpose t expand contiguous clone unsqueeze squeeze _to_copy alias detach".split()
+)
+"""ops that change how a value lies in memory, not what it is"""
+_MOVED = {
+    "all_gather": "whole", "all_reduce": "sum", "slice": "shard", "reduce_scatter": "shard", "all_to_all": "moved",
+    "permute": "moved", "partial": "summand", "pad": "summand",
+}  # fmt: skip
+"""redistribution → what its result is called where the value itself is still needed"""
+
+
+class Wanted:
+    """Names by the user's variables, else by the module whose result a value is, else by the op that made it."""
+
+    def __init__(self, program: Program, segments: tuple[Segment, ...]) -> None:
+        self.graph, self.types = program.graph, program.types
+        self.inputs = {i.name: i for i in self.graph.inputs}
+        self.user, self.module = user_names(self.graph), module_names(self.graph)
+        self.moved = {o: (s.value, _MOVED.get(s.step.kind)) for s in program.statements if s.step for o in s.outputs}
+        readers: dict[str, set[str]] = {}
+        for segment in segments:
+            for name in segment.inputs if segment.path else ():
+                readers.setdefault(self._value(name), set()).add(segment.path)
+        self.shared = {value for value, paths in readers.items() if len(paths) > 1}
+
+    def of(self, s: Statement, out: str, operand: str) -> tuple[str, ...]:
+        """For a result of ``s``. ``operand``: the identifier of the first local that ``s`` reads, or ""."""
+        value = next((m.value for m in s.members if m.outputs[0] == out), s.value)
+        if value in self.inputs and self.inputs[value].kind != "input":
+            return ("_".join(self.inputs[value].fqn.split(".")[-2:]),)
+        if s.node is None or s.step is not None:
+            plain = operand or op_name(value or out)
+            moved = _MOVED.get(s.step.kind) if s.step is not None else None
+            return (f"{plain}_{moved}" if moved else plain,)
+        plain = op_name(s.node.name)
+        if operand and s.node.op._schema.name.rpartition("::")[2] in _SAME_VALUE:
+            return (*self._known(out), operand, f"{operand}_{plain}")
+        return (*self._known(out), plain)
+
+    def argument(self, local: str, segment: Segment) -> tuple[str, ...]:
+        """For what a block reads from outside: the same in every equal block.
+
+        What may come out of another such block is ``x``; what several blocks read bears its own name.
+        """
+        value = self._value(local)
+        producer = self.graph.producers.get(value)
+        inside = producer is not None and bool(block_path(producer.fqn))
+        own = value in self.shared and not inside
+        if not own and any(is_next(self.types[local], self.types[out]) for out in segment.outputs):
+            moved = self.moved.get(local, (value, None))[1]
+            return ("x", f"x_{moved}") if moved else ("x",)
+        if producer is None:
+            return (self.inputs[value].fqn.replace(".", "_"),)
+        return (*self._known(value), op_name(producer.name))
+
+    def _value(self, local: str) -> str:
+        return self.moved.get(local, (local, None))[0]
+
+    def _known(self, value: str) -> tuple[str, ...]:
+        return tuple(names[value] for names in (self.user, self.module) if value in names)
+
+
+def is_next(old: TensorType, new: TensorType) -> bool:
+    """Whether the second, a block's result, may be the next value of the first, which the block was given."""
+    return old.grad or (old.shape, old.dtype) == (new.shape, new.dtype)
