@@ -40,40 +40,37 @@ class Block(runtime.Block):
         # [batch, seq, 48/192] S(2)@dp S(2)@tp  gpt.py:59
         qkv = F.linear(norm_1, self.attention.qkv.weight, self.attention.qkv.bias)
         # [batch, seq, 1/4, 48] S(2)@dp S(2)@tp  gpt.py:59
-        view = qkv.reshape(batch, seq, 1, 48)
-        # [batch, 1/4, seq, 48] S(1)@dp S(1)@tp  gpt.py:59
-        transpose = view.transpose(1, 2)
+        qkv = qkv.reshape(batch, seq, 1, 48)
+        qkv = qkv.transpose(1, 2)  # [batch, 1/4, seq, 48] S(1)@dp S(1)@tp  gpt.py:59
         # [batch, 1/4, seq, 16] S(1)@dp S(1)@tp; [batch, 1/4, seq, 16] S(1)@dp S(1)@tp; [batch, 1/4, seq, 16] S(1)@dp S(1)@tp  gpt.py:60
-        split, split_1, split_2 = transpose.split(16, -1)
+        q, k, v = qkv.split(16, -1)
         # [batch, 1/4, seq, 16] S(1)@dp S(1)@tp  gpt.py:62
-        attention = runtime.attention(
-            split,
-            split_1,
-            split_2,
-            attn_mask=runtime.causal_mask(split, split_1),
+        y = runtime.attention(
+            q,
+            k,
+            v,
+            attn_mask=runtime.causal_mask(q, k),
             dropout_p=0.1,
             shape=(batch, 4, seq, seq),
             cuts={1: ("dp", "tp")},
         )
         # S(1)@dp S(1)@tp → S(1)@tp S(1)@dp    backward: permute
-        attention = runtime.permute(attention, ("dp", "tp"), ("tp", "dp"))
+        y = runtime.permute(y, ("dp", "tp"), ("tp", "dp"))
         # S(1)@dp → R@dp    backward: reduce-scatter
-        attention = runtime.all_gather(attention, 1, "dp", to="R")
-        # [batch, seq, 2/4, 16] S(2)@tp  gpt.py:63
-        transpose_1 = attention.transpose(1, 2)
-        # [batch, seq, 32/64] S(2)@tp  gpt.py:63
-        attention_1 = transpose_1.reshape(batch, seq, 32)
+        y = runtime.all_gather(y, 1, "dp", to="R")
+        y = y.transpose(1, 2)  # [batch, seq, 2/4, 16] S(2)@tp  gpt.py:63
+        y = y.reshape(batch, seq, 32)  # [batch, seq, 32/64] S(2)@tp  gpt.py:63
         out_bias = runtime.partial(self.attention.out.bias, "tp", of="I")  # I@tp → P@tp
         # [batch, seq, 32/64] S(2)@dp P@tp  gpt.py:63
-        out = F.linear(attention_1, self.attention.out.weight, out_bias)
+        out = F.linear(y, self.attention.out.weight, out_bias)
         # P@tp → S(2)@tp    backward: all-gather
         out = runtime.reduce_scatter(out, 2, "tp")
         # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:77
-        native_dropout = runtime.dropout(out, 0.1, (batch, seq, 64), {2: ("dp", "tp")})
-        add = x + native_dropout  # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:77
+        dropout = runtime.dropout(out, 0.1, (batch, seq, 64), {2: ("dp", "tp")})
+        x = x + dropout  # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:77
         # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:78
         norm_2 = runtime.layer_norm(
-            add, [64], self.norm_2.weight, self.norm_2.bias, 1e-05, ("dp", "tp")
+            x, [64], self.norm_2.weight, self.norm_2.bias, 1e-05, ("dp", "tp")
         )
         # S(2)@dp S(2)@tp → R@dp R@tp    backward: reduce-scatter
         norm_2 = runtime.all_gather(norm_2, 2, ("dp", "tp"), to="R")
@@ -97,8 +94,8 @@ class Block(runtime.Block):
         down = runtime.reduce_scatter(down, 2, ("dp", "tp"))
         # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:78
         dropout = runtime.dropout(down, 0.1, (batch, seq, 64), {2: ("dp", "tp")})
-        add_1 = add + dropout  # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:78
-        return add_1
+        add = x + dropout  # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:78
+        return add
 
 
 class RankModule(runtime.RankModule):
@@ -117,7 +114,7 @@ class RankModule(runtime.RankModule):
         batch, seq = tokens.shape
         runtime.require(labels.shape == (batch, seq), batch >= 2, seq >= 2)
         # [seq/4] S(0)@dp S(0)@tp  gpt.py:108
-        arange = runtime.slice(
+        positions = runtime.slice(
             torch.arange(seq, device=runtime.device()), 0, ("dp", "tp"), of="R"
         )
         # S(0)@dp S(0)@tp → S(1)@dp S(1)@tp    backward: all-to-all
@@ -127,18 +124,18 @@ class RankModule(runtime.RankModule):
         # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:109
         token_embedding = F.embedding(tokens, token_embedding_weight)
         # S(0)@dp S(0)@tp → R@dp R@tp
-        arange = runtime.all_gather(arange, 0, ("dp", "tp"), to="R", size=seq)
+        positions = runtime.all_gather(positions, 0, ("dp", "tp"), to="R", size=seq)
         # [seq, 16/64] S(1)@dp S(1)@tp  gpt.py:109
-        position_embedding = F.embedding(arange, self.position_embedding.weight)
+        position_embedding = F.embedding(positions, self.position_embedding.weight)
         # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:109
         add = token_embedding + position_embedding
         # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:109
-        dropout = runtime.dropout(add, 0.1, (batch, seq, 64), {2: ("dp", "tp")})
-        dropout = self.blocks[0](dropout, batch, seq)
-        dropout = self.blocks[1](dropout, batch, seq)
+        x = runtime.dropout(add, 0.1, (batch, seq, 64), {2: ("dp", "tp")})
+        for block in self.blocks:
+            x = block(x, batch, seq)
         # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:112
         norm = runtime.layer_norm(
-            dropout, [64], self.norm.weight, self.norm.bias, 1e-05, ("dp", "tp")
+            x, [64], self.norm.weight, self.norm.bias, 1e-05, ("dp", "tp")
         )
         # S(2)@tp → S(1)@tp    backward: all-to-all
         norm = runtime.all_to_all(norm, 2, 1, "tp")
@@ -151,14 +148,16 @@ class RankModule(runtime.RankModule):
         # [batch, seq, 32/128] S(2)@dp S(2)@tp  gpt.py:112
         head = F.linear(norm, self.token_embedding.weight)
         # [batch * seq, 32/128] S(1)@dp S(1)@tp  gpt.py:112
-        view = head.reshape(batch * seq, 32)
-        view_1 = labels.reshape(batch * seq)  # [batch * seq]  gpt.py:112
+        head_view = head.reshape(batch * seq, 32)
+        labels = labels.reshape(batch * seq)  # [batch * seq]  gpt.py:112
         # S(1)@dp S(1)@tp → S(0)@dp S(0)@tp    backward: all-to-all
-        view = runtime.all_to_all(view, 1, 0, ("dp", "tp"))
+        head_view = runtime.all_to_all(head_view, 1, 0, ("dp", "tp"))
         # R@dp R@tp → S(0)@dp S(0)@tp
-        view_1 = runtime.slice(view_1, 0, ("dp", "tp"), of="R")
+        labels = runtime.slice(labels, 0, ("dp", "tp"), of="R")
         # [] P@dp P@tp  gpt.py:112
-        loss = runtime.cross_entropy(view, view_1, classes=128, batch_axes=("dp", "tp"))
+        loss = runtime.cross_entropy(
+            head_view, labels, classes=128, batch_axes=("dp", "tp")
+        )
         loss = runtime.all_reduce(loss, ("dp", "tp"), to="I")  # P@dp P@tp → I@dp I@tp
         return (head, loss)
 

@@ -40,12 +40,11 @@ class RankModule(runtime.RankModule):
     TENSORS = {}
 
     def forward(self, x):
-        x_1 = self.blocks[0](x)
-        # P@tp → R@tp    backward: all-reduce
-        x_1 = runtime.all_reduce(x_1, "tp", to="R")
-        x_1 = self.blocks[1](x_1)
-        x_1 = runtime.all_reduce(x_1, "tp", to="I")  # P@tp → I@tp
-        return (x_1,)
+        x = self.blocks[0](x)
+        x = runtime.all_reduce(x, "tp", to="R")  # P@tp → R@tp    backward: all-reduce
+        x = self.blocks[1](x)
+        x = runtime.all_reduce(x, "tp", to="I")  # P@tp → I@tp
+        return (x,)
 
 
 if __name__ == "__main__":
