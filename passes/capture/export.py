@@ -294,7 +294,7 @@ def effects_stay() -> Iterator[None]:
     original = torch.fx.Node.is_impure
 
     def is_impure(self: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
-        return has_effect(self.target) or original(self, *args, **kwargs)
+        return has_effect(self) or original(self, *args, **kwargs)
 
     torch.fx.Node.is_impure = is_impure  # type: ignore[method-assign]
     try:
