@@ -11,11 +11,14 @@ import linalg_samples
 import pytest
 import special_samples
 import torch
+import torch.nn.functional as F
 import window_samples
 from rule_samples import SAMPLES as GENERAL
 from sample_makers import Sample, call, f
 from special_samples import aten
 
+from autoshard.models import Gpt, GptConfig
+from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Node, Ref, TensorType
 from autoshard.passes.rules import all_rules
 from autoshard.passes.rules.facts import Saved, facts_of, is_random, is_view, is_view_named, saved
@@ -154,6 +157,38 @@ def test_an_op_without_a_rule_may_keep_all() -> None:
     types = {n: TensorType((4,), torch.float32, grad=True) for n in "xy"}
     assert saved(node, types) == Saved(frozenset({0}), frozenset({0}))
     assert saved(node, {n: replace(t, grad=False) for n, t in types.items()}) == Saved()
+
+
+@pytest.mark.parametrize(("dropout", "training"), [(0.1, True), (0.0, True), (0.1, False)])
+def test_only_a_model_that_drops_is_random(dropout: float, training: bool) -> None:
+    """Attention draws where its dropout is not 0: a forward without any need not agree on generators."""
+    model = Gpt(replace(GptConfig.tiny(), dropout=dropout)).train(training)
+    graph = capture(model, (torch.zeros(2, 4, dtype=torch.int64),), training=training)
+    attentions = [n for n in graph.nodes if n.op is aten.scaled_dot_product_attention.default]
+    draws = dropout > 0 and training
+    assert attentions
+    assert all(is_random(n) == draws for n in attentions)
+    assert any(map(is_random, graph.nodes)) == draws
+
+
+class Unread(torch.nn.Module):
+    """Attention and dropout whose results nobody reads."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        F.scaled_dot_product_attention(x, x, x, dropout_p=self.p)
+        F.dropout(x, self.p, training=True)
+        return x + 1
+
+
+@pytest.mark.parametrize(("p", "kept"), [(0.3, 2), (0.0, 0)])
+def test_what_draws_stays_though_nobody_reads_it(p: float, kept: int) -> None:
+    """It advances the generator; without a draw it goes."""
+    graph = capture(Unread(p), (f(2, 3, 5, 4),), training=True)
+    assert sum(node.op is not aten.add.Tensor for node in graph.nodes) == kept
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ def in_memory_order(
 
 
 def _part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
-    """This rank's part of the global tensor ``x``."""
-    comm = current()
+    """This rank's part of the global tensor ``x``, in memory of its own: the rest is not kept for the backward."""
+    comm, part = current(), x
     for dim, axes in dims.items():
-        x = x.narrow(dim, *comm.chunk(x.shape[dim], comm.active(axes)))
-    return x
+        part = part.narrow(dim, *comm.chunk(x.shape[dim], comm.active(axes)))
+    return x if part is x else part.clone()
