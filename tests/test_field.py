@@ -101,6 +101,23 @@ def test_fully_sharded() -> None:
     )
 
 
+class TiedByView(nn.Module):
+    """One table looked up, which keeps no weight, and multiplied with as a view, which keeps the weight behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(F.embedding(tokens, self.table).tanh(), self.table.t()).square().mean()
+
+
+def test_a_weight_kept_as_a_view_is_gathered_again() -> None:
+    tokens = torch.randint(0, 64, (64, 16), generator=torch.Generator().manual_seed(0))
+    found = collectives(TiedByView(), {"dp": 2}, {"tokens": Shard(0), "table": Shard(0)}, (tokens,), WIDE)
+    assert [kind for kind, _, phase, _ in found.elements() if phase == "backward"] == ["all_gather", "reduce_scatter"]
+
+
 def test_hybrid_sharded() -> None:
     """HSDP: the all-reduce over replicas runs on the reduced shard."""
     everywhere = {"replica": Shard(0), "shard": Shard(0)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from autoshard.mesh import Mesh
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.executable import Executable
 from autoshard.module.simulate import shard_of
-from autoshard.passes.ir.graph import Graph, Ref, TensorType
+from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
 
@@ -135,10 +134,7 @@ class DistributedModule(ShardedModule):
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         program = executable.compiled.program
         module = self._rank_module(executable)
-        synchronised = (
-            runtime.synchronised_rng(self._comm) if draws_random(executable.graph) else contextlib.nullcontext()
-        )
-        with runtime.bind(self._comm), synchronised:
+        with runtime.bind(self._comm), runtime.synchronised_rng(self._comm):
             module.bind_tensors(self._tensors(executable))
             try:
                 results = module(*(x.to(self._device) for x in inputs))
@@ -231,18 +227,6 @@ def execute(plan: Any, local: torch.Tensor) -> torch.Tensor:
         plain = {k: runtime.size(v.size, v.axes) if isinstance(v, Local) else v for k, v in kwargs.items()}
         local = getattr(runtime, name)(local, *args, **plain)
     return local
-
-
-def draws_random(graph: Graph) -> bool:
-    """Whether running ``graph`` takes numbers from the random generator."""
-    for node in graph.nodes:
-        if torch.Tag.nondeterministic_seeded in node.op.tags:
-            return True
-        if "attention" in str(node.op) and len(node.args) > 4 and node.args[4] != 0.0:
-            return True
-        if node.op == torch.ops.aten.dropout.default:
-            return True
-    return False
 
 
 def _device_type() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,8 @@ class TorchCommunicator(Communicator):
             raise MeshError(f"mesh {self.mesh} has {self.world_size} ranks, but {len(self.ranks)} processes run")
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._handles: dict[tuple[int, ...], Any] = {}
+        self.generators: _Generators | None = None
+        """set inside :func:`synchronised_generators`"""
 
     @classmethod
     def of(cls, mesh: Any) -> TorchCommunicator:
@@ -124,6 +126,8 @@ class TorchCommunicator(Communicator):
 
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :meth:`Communicator.shared`: every rank draws; the generators agree (synchronised_rng)."""
+        if self.generators is not None:
+            self.generators.agree()
         return fn(*args, **kwargs)
 
 
@@ -296,26 +300,48 @@ def _by_index(parts: Sequence[torch.Tensor], group: _Group) -> list[torch.Tensor
     return out
 
 
+class _Generators:
+    """The generators of one forward. They agree from its first draw on: a forward that draws nothing sends nothing."""
+
+    def __init__(self, comm: TorchCommunicator) -> None:
+        self.comm = comm
+        self.own: list[torch.Tensor] | None = None
+        """this rank's states before the first draw"""
+
+    def agree(self) -> None:
+        """Take rank 0's states, once."""
+        if self.own is not None:
+            return
+        comm = self.comm
+        world = comm.process_group(comm.active(tuple(comm.mesh)))
+        cuda = torch.cuda.is_available() and dist.get_backend(world.handle) == "nccl"
+        self.own = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
+        states = []
+        for state in self.own:
+            on_wire = state.cuda() if cuda else state.clone()
+            dist.broadcast(on_wire, comm.ranks[0], world.handle)
+            states.append(on_wire.cpu())
+        self._set(states)
+
+    def restore(self) -> None:
+        """Rank 0 keeps its advanced states, the others get their own back."""
+        if self.own is not None:
+            self._set(self.own)
+
+    def _set(self, states: Sequence[torch.Tensor]) -> None:
+        if self.comm.rank:
+            torch.set_rng_state(states[0])
+            for state in states[1:]:
+                torch.cuda.set_rng_state(state)
+
+
 @contextlib.contextmanager
-def synchronised_generators(comm: TorchCommunicator) -> Any:
+def synchronised_generators(comm: TorchCommunicator) -> Iterator[None]:
     """See :func:`autoshard.runtime.synchronised_rng`."""
-    source, rank = comm.ranks[0], comm.rank
-    world = comm.process_group(comm.active(tuple(comm.mesh)))
-    cuda = torch.cuda.is_available() and dist.get_backend(world.handle) == "nccl"
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
-    own = [s.clone() for s in states]
-    for state in states:
-        on_wire = state.cuda() if cuda else state
-        dist.broadcast(on_wire, source, world.handle)
-        state.copy_(on_wire)
-    if rank:
-        torch.set_rng_state(states[0])
-        if cuda:
-            torch.cuda.set_rng_state(states[1])
+    before, mine = comm.generators, _Generators(comm)
+    comm.generators = mine
     try:
         yield
     finally:
-        if rank:
-            torch.set_rng_state(own[0])
-            if cuda:
-                torch.cuda.set_rng_state(own[1])
+        mine.restore()
+        comm.generators = before

@@ -30,8 +30,8 @@ def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def synchronised_rng(comm: Communicator) -> Iterator[None]:
     """Inside, every rank draws what rank 0 would draw; put it around a forward that calls :func:`shared`.
 
-    Under torch.distributed rank 0's generator states are broadcast first; afterwards rank 0 keeps the advanced state
-    and the other ranks get their own back. In-process there is one generator and nothing to do.
+    Under torch.distributed rank 0's generator states are broadcast at the first draw; afterwards rank 0 keeps the
+    advanced state and the other ranks get their own back. In-process there is one generator and nothing to do.
     """
     if isinstance(comm, TorchCommunicator) and comm.world_size > 1:
         with synchronised_generators(comm):
@@ -77,8 +77,8 @@ def in_memory_order(
 
 
 def _part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
-    """This rank's part of the global tensor ``x``."""
-    comm = current()
+    """This rank's part of the global tensor ``x``, in memory of its own: the rest is not kept for the backward."""
+    comm, part = current(), x
     for dim, axes in dims.items():
-        x = x.narrow(dim, *comm.chunk(x.shape[dim], comm.active(axes)))
-    return x
+        part = part.narrow(dim, *comm.chunk(x.shape[dim], comm.active(axes)))
+    return x if part is x else part.clone()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autoshard.passes.rules.facts import VIEWS
+from autoshard.passes.rules.facts import is_view_named
 from autoshard.plans.record import Choice, Collective, Record
 from autoshard.plans.report import globbed, numbers, short_op
 
@@ -106,7 +106,7 @@ def drawing(plan: Record) -> Drawing:
 
 def is_view(choice: Choice) -> bool:
     """Whether the operation only changes how its operand is indexed."""
-    return short_op(choice).partition(".")[0] in VIEWS
+    return is_view_named(choice.op)
 
 
 def change(c: Collective) -> tuple[str, str]:

@@ -302,6 +302,6 @@ def effects_stay() -> AbstractContextManager[None]:
     """While inside, fx keeps unused nodes that have an effect."""
 
     def also(original: Callable[..., bool]) -> Callable[..., bool]:
-        return lambda node, *args, **kwargs: has_effect(node.target) or original(node, *args, **kwargs)
+        return lambda node, *args, **kwargs: has_effect(node) or original(node, *args, **kwargs)
 
     return patched([replacing(torch.fx.Node, "is_impure", also)])

@@ -18,7 +18,7 @@ from autoshard.passes.ir.graph import refs
 from autoshard.passes.ir.merge import fused, merged
 from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.blocks import runs
-from autoshard.passes.rules.facts import saves_operand
+from autoshard.passes.rules.facts import is_view, saves_operand
 
 BUCKET_BYTES = 25 * 2**20
 """a bucket is closed when it holds this many bytes per rank (the default of DistributedDataParallel)"""
@@ -45,9 +45,10 @@ def regathered(program: Program) -> set[str]:
 
 
 def _kept(name: str, readers: Mapping[str, list[Statement]], program: Program) -> bool:
-    """Whether an op saves the value of ``name``, or of a conversion of it, for its backward."""
+    """Whether an op saves the value of ``name``, or of a conversion or view of it, for its backward."""
     for s in readers.get(name, ()):
-        if s.step is not None and any(_kept(o, readers, program) for o in s.outputs):
+        same = s.step is not None or (s.node is not None and is_view(s.node.op))
+        if same and any(_kept(o, readers, program) for o in s.outputs):
             return True
         if s.step is None and s.node is not None and saves_operand(s.node, program.types, reads(s).index(name)):
             return True

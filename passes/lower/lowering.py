@@ -82,7 +82,7 @@ class _Lowering:
         outs = tuple(self.layouts[o] for o in node.outputs)
         site = Site(local, self.graph, self.mesh, tuple(ins), outs, choice)
         rule = rule_for(node.op)
-        if is_rigid(node, self.types, rule) and not is_random(node.op):  # a random op is drawn once for all ranks
+        if is_rigid(node, self.types, rule) and not is_random(node):  # a random op is drawn once for all ranks
             rule = None
         call = (
             rule.local(site) if rule is not None and rule.local is not None else Call(node.op, local.args, local.kwargs)

@@ -12,7 +12,7 @@ from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.rules.base import Rule
-from autoshard.passes.rules.facts import is_view
+from autoshard.passes.rules.facts import facts_of, is_view
 
 
 @lru_cache(maxsize=1 << 16)
@@ -52,8 +52,8 @@ def backward_factor(node: Node, graph: Graph) -> float:
     if not any(graph.types[o].grad for o in node.outputs):
         return 0.0
     wanting = sum(graph.types[name].grad for name in node.inputs)
-    # Attention has three differentiable operands and five products in its backward against two in its forward.
-    return 2.0 if "attention" in str(node.op) else float(min(wanting, 2))
+    stated = facts_of(node.op).backward
+    return float(min(wanting, 2)) if stated is None else stated
 
 
 def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:

@@ -10,9 +10,9 @@ import torch
 
 from autoshard.layout import R, Shard, chunk
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal
-from autoshard.passes.rules.base import Rule, Site
+from autoshard.passes.rules.base import Facts, Rule, Site, Types
 from autoshard.passes.rules.factors import Dims, Factors, argument, output_shapes, shape_of, whole
 from autoshard.passes.rules.named import (
     axes_of,
@@ -176,6 +176,40 @@ def _flops(node: Node, graph: Graph) -> float:
     return 2.0 * math.prod(weights_shape(node, graph)) * (shapes["query"][-1] + shapes["value"][-1])
 
 
+def _is_fused(node: Node, types: Types) -> bool:
+    """Whether one kernel computes it, which keeps no attention matrix."""
+    query, key, value, *mask = (types[name] for name in node.inputs)
+    if argument(node, "dropout_p") or any(m.grad for m in mask):
+        return False
+    heads = argument(node, "enable_gqa") or query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+    return len(query.shape) == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] and bool(heads)
+
+
+def _saves(node: Node, types: Types) -> str | None:
+    if _is_fused(node, types):
+        return "query key value attn_mask result"
+    query, key, value = (types[name].shape for name in node.inputs[:3])
+    plain = query[:-2] == key[:-2] == value[:-2] and not argument(node, "dropout_p")
+    return "query: value; key: value; attn_mask: value" if plain else None
+
+
+def _intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
+    """Of a kernel the sums of exponentials of all rows; else the attention matrix, and what it is the product of."""
+    query, key = (types[name] for name in node.inputs[:2])
+    if _is_fused(node, types):
+        return (TensorType(query.shape[:-1], torch.promote_types(query.dtype, torch.float32)),)
+    weights = TensorType((*query.shape[:-1], key.shape[-2]), query.dtype)
+    return (weights, *([query] if key.grad else []), *([key] if query.grad else []))
+
+
+FACTS = Facts(
+    saves=_saves,
+    intermediates=_intermediates,
+    draws=lambda given: given["dropout_p"] != 0,
+    rounding="product",
+    backward=2.0,  # three operands want a gradient: five products in its backward against two in its forward
+)
+
 RULES: tuple[Rule, ...] = (
     Rule(
         aten.scaled_dot_product_attention.default,
@@ -184,5 +218,6 @@ RULES: tuple[Rule, ...] = (
         _flops,
         "... heads queries _, ... heads keys _, ... heads keys embed, ... queries keys -> ... heads queries embed",
         _collectives,
+        facts=FACTS,
     ),
 )

@@ -12,7 +12,7 @@ from autoshard.passes.rules.rigid import is_rigid
 def check_random(graph: Graph) -> None:
     """Raise :class:`RuleError` for a random op without a rule: each rank would draw numbers of its own."""
     for node in graph.nodes:
-        if is_random(node.op) and rule_for(node.op) is None:
+        if is_random(node) and rule_for(node.op) is None:
             raise RuleError(
                 f"{node.op} in module {node.fqn or '(root)'!r} at {node.source} draws random numbers and has no sharding "
                 "rule, so ranks would draw different ones. Draw with torch.rand or dropout, or add a rule by hand "

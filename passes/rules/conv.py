@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal, Local
-from autoshard.passes.rules.base import Rule, Site
+from autoshard.passes.rules.base import Facts, Rule, Site, Types
 from autoshard.passes.rules.factors import Dims, Factors, argument, output_shapes, shape_of
 from autoshard.passes.rules.named import inputs, ops, positions, unchanged
 from autoshard.passes.rules.windows import Sliding, cropped, cut, halo_collectives, haloed
@@ -131,12 +131,44 @@ def _convolution_flops(node: Node, graph: Graph) -> float:
     return 2.0 * math.prod(moved) * math.prod(weight[1:])
 
 
+def _padded(node: Node, types: Types) -> TensorType | None:
+    """The copy that uneven padding makes of the input."""
+    if argument(node, "padding") != "same":
+        return None
+    x, weight = (types[name] for name in node.inputs[:2])
+    total = [d * (n - 1) for d, n in zip(argument(node, "dilation"), weight.shape[2:], strict=False)]
+    total = total * (len(weight.shape) - 2) if len(total) == 1 else total
+    if all(n % 2 == 0 for n in total):
+        return None
+    lead = len(x.shape) - len(total)
+    return TensorType((*x.shape[:lead], *(n + t % 2 for n, t in zip(x.shape[lead:], total, strict=True))), x.dtype)
+
+
+def _saves(node: Node, types: Types) -> str:
+    return "weight" if _padded(node, types) else "input weight"
+
+
+def _intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
+    padded = _padded(node, types)
+    return (padded,) if padded else ()
+
+
 CONVOLUTIONS = (
     "conv1d.default conv2d.default conv3d.default conv1d.padding conv2d.padding conv3d.padding convolution.default "
     "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
 )
 
+FACTS = Facts(saves=_saves, intermediates=_intermediates)
+
 RULES: tuple[Rule, ...] = tuple(
-    Rule(op, _convolution, _local_convolution, _convolution_flops, "n i ..., o i ..., o -> n o ...", _collectives)
+    Rule(
+        op,
+        _convolution,
+        _local_convolution,
+        _convolution_flops,
+        "n i ..., o i ..., o -> n o ...",
+        _collectives,
+        facts=FACTS,
+    )
     for op in ops(CONVOLUTIONS)
 )

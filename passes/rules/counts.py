@@ -7,7 +7,7 @@ import torch
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal
-from autoshard.passes.rules.base import Rule, Site
+from autoshard.passes.rules.base import Facts, Rule, Site, stating
 from autoshard.passes.rules.factors import Factors, argument, input_shapes, numbered, sizes_of
 from autoshard.passes.rules.named import reductions, spell, unchanged
 
@@ -42,7 +42,10 @@ def _bincount_collectives(site: Site) -> tuple[Internal, ...]:
     return reductions(site, site.inputs[0].axes_of(0), torch.int64.itemsize, ("largest value",), ())
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(aten.histc.default, _histc, notation="counts summed"),
-    Rule(aten.bincount.default, _bincount, _local_bincount, None, "n, n -> _", _bincount_collectives, sized=False),
+RULES: tuple[Rule, ...] = stating(
+    Facts(saves=""),
+    (
+        Rule(aten.histc.default, _histc, notation="counts summed"),
+        Rule(aten.bincount.default, _bincount, _local_bincount, None, "n, n -> _", _bincount_collectives, sized=False),
+    ),
 )

@@ -8,7 +8,7 @@ from autoshard.errors import PlanError
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Local
-from autoshard.passes.rules.base import Rule, Site
+from autoshard.passes.rules.base import Facts, Rule, Site
 from autoshard.passes.rules.factors import Dims, Factors, argument, numbered, shape_of, sizes_of
 from autoshard.passes.rules.named import axes_of, inputs, positions, spell, unchanged
 
@@ -101,7 +101,21 @@ def _local_bag(site: Site) -> Call:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(aten.embedding.default, _embedding, _local_embedding, notation="vocab embed, ... -> ... embed"),
-    Rule(aten.embedding_bag.default, _bag, _local_bag, notation="vocab embed, (bags _), _, (bags _) -> bags embed"),
-    Rule(aten.embedding_bag.padding_idx, _bag, _local_bag, notation="vocab embed, (bags _), _, (bags _) -> bags embed"),
+    Rule(
+        aten.embedding.default,
+        _embedding,
+        _local_embedding,
+        notation="vocab embed, ... -> ... embed",
+        facts=Facts(saves="indices"),
+    ),
+    *(
+        Rule(
+            op,
+            _bag,
+            _local_bag,
+            notation="vocab embed, (bags _), _, (bags _) -> bags embed",
+            facts=Facts("indices offsets per_sample_weights result1 result2 result3; per_sample_weights: weight"),
+        )
+        for op in (aten.embedding_bag.default, aten.embedding_bag.padding_idx)
+    ),
 )

@@ -16,20 +16,11 @@ import torch
 from autoshard.layout import Invariant, Placement, Replicate, Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.rules.facts import is_view
+from autoshard.passes.rules.facts import is_view, rounding
 
 SINGLE = (torch.float32, torch.complex64)
-_ROUNDED = frozenset(
-    "_to_copy to type_as clone contiguous add sub mul div neg abs sqrt rsqrt where masked_fill cat concatenate stack "
-    "index index_select gather topk sort zeros_like ones_like full_like fan_out".split()
-)
-"""rounded correctly, or not at all. Kernels of exp, sin or sigmoid round otherwise in a vector than at its end"""
-_SUMS = frozenset({"sum", "mean"})
-_PRODUCTS = frozenset({"bmm", "matmul", "einsum", "scaled_dot_product_attention"})
 LEAST = 2
 """positions on every rank: kernels take chunks that are empty, or one long, for row-major ones"""
-_POWERS = (1, 2, 3)
-"""exponents that are products, and in the derivative too"""
 
 
 def exact(strategies: tuple[Strategy, ...], node: Node, graph: Graph) -> tuple[Strategy, ...]:
@@ -40,8 +31,7 @@ def exact(strategies: tuple[Strategy, ...], node: Node, graph: Graph) -> tuple[S
     if not is_single_in_double(node, graph):
         return strategies
     types = [graph.types[n] for n in (*node.inputs, *node.outputs)]
-    name = node.op._schema.name.rpartition(":")[2]
-    product, may_cut = name in _PRODUCTS, _may_cut(name, node, graph)
+    product, may_cut = rounding(node) == "product", _may_cut(node, graph)
 
     def is_exact(type_: TensorType, placement: Placement) -> bool:
         if type_.dtype not in SINGLE or isinstance(placement, Invariant):
@@ -64,20 +54,19 @@ def is_single_in_double(node: Node, graph: Graph) -> bool:
     return graph.is_double and any(graph.types[n].dtype in SINGLE for n in (*node.inputs, *node.outputs))
 
 
-def _may_cut(name: str, node: Node, graph: Graph) -> bool:
+def _may_cut(node: Node, graph: Graph) -> bool:
     """Whether each element of ``node``'s results and gradients is computed alike, however many there are beside it."""
     types = [graph.types[n] for n in (*node.inputs, *node.outputs)]
     if any(t.dtype.is_complex for t in types) or _spreads(node, graph):
         return False
-    if name in _PRODUCTS:  # products with vectors take other kernels
+    rounded = rounding(node)
+    if rounded == "product":  # products with vectors take other kernels
         return len(node.inputs) < 4 and all(n > 1 for t in types for n in t.shape[-2:])
-    if name in _SUMS:  # along the last dim row by row, along others by blocks of columns
+    if rounded == "sum":  # along the last dim row by row, along others by blocks of columns
         operand, result = types[0], types[-1]
         kept = len(result.shape) if len(result.shape) < len(operand.shape) else len(operand.shape) - 1
         return not operand.permuted and operand.shape[:kept] == result.shape[:kept]
-    if name == "pow":
-        return len(node.inputs) == 1 and node.args[-1] in _POWERS
-    return name in _ROUNDED or is_view(node.op)
+    return rounded == "exact" or is_view(node.op)
 
 
 def _spreads(node: Node, graph: Graph) -> bool:

@@ -18,7 +18,7 @@ from autoshard.errors import RuleError
 from autoshard.layout import I, P, Partial, Placement, R, Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref, refs
-from autoshard.passes.rules.base import CollectivesOf, LocalFormOf, Rule
+from autoshard.passes.rules.base import UNKNOWN, CollectivesOf, Facts, LocalFormOf, Rule
 
 Dims = tuple[str | None, ...]
 """a factor per tensor dim; None: the dim must be whole"""
@@ -106,6 +106,7 @@ def by_factors(
     local: LocalFormOf | None = None,
     notation: str = "",
     collectives: CollectivesOf | None = None,
+    facts: Facts = UNKNOWN,
 ) -> list[Rule]:
     """Rules of several aten ops, as in ``"cat.default stack.default"``, from a function that finds the factors."""
 
@@ -114,7 +115,7 @@ def by_factors(
 
     pairs = (name.split(".") for name in names.split())
     ops = [getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in pairs]
-    return [Rule(op, strategies, local, None, notation, collectives) for op in ops]
+    return [Rule(op, strategies, local, None, notation, collectives, facts=facts) for op in ops]
 
 
 # What rules read of a node.

@@ -8,7 +8,7 @@ from autoshard.layout import I, P, Placement, R, Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call
-from autoshard.passes.rules.base import LocalFormOf, Rule, Site
+from autoshard.passes.rules.base import Facts, LocalFormOf, Rule, Site
 from autoshard.passes.rules.factors import (
     Factors,
     broadcast,
@@ -88,7 +88,7 @@ _POSITIONAL = (
     "arange.default arange.start arange.start_step linspace.default logspace.default eye.default eye.m "
     "tril_indices.default triu_indices.default range.default range.step"
 )
-_LIKE = "zeros_like.default ones_like.default empty_like.default full_like.default"
+_LIKE = "zeros_like.default ones_like.default full_like.default"
 
 
 def _op(name: str) -> torch._ops.OpOverload:
@@ -97,6 +97,9 @@ def _op(name: str) -> torch._ops.OpOverload:
     return found
 
 
+ZEROS = Facts(saves="", rounding="exact")
+NUMBERS = Facts(saves="")
+
 RULES: tuple[Rule, ...] = (
     *(
         Rule(
@@ -104,10 +107,12 @@ RULES: tuple[Rule, ...] = (
             new_strategies if name.startswith("new_") else factory_strategies,
             local_sizes(argument),
             notation="-> any dim",
+            facts=NUMBERS,
         )
         for name, argument in _SIZED.items()
     ),
-    *(Rule(_op(name), factory_strategies, _cut, notation="-> any dim") for name in _POSITIONAL.split()),
-    *(Rule(_op(name), like_strategies, notation="... -> ...") for name in _LIKE.split()),
-    Rule(aten.scalar_tensor.default, factory_strategies, notation="->"),
+    *(Rule(_op(name), factory_strategies, _cut, notation="-> any dim", facts=NUMBERS) for name in _POSITIONAL.split()),
+    *(Rule(_op(name), like_strategies, notation="... -> ...", facts=ZEROS) for name in _LIKE.split()),
+    Rule(aten.empty_like.default, like_strategies, notation="... -> ...", facts=NUMBERS),
+    Rule(aten.scalar_tensor.default, factory_strategies, notation="->", facts=NUMBERS),
 )

@@ -1,65 +1,121 @@
-"""Ops that count even where nobody reads what they give."""
+"""What is known of an op beside how it may be divided: from its rule, and of an op without one from its schema.
+
+An op without a rule may keep all that it sees.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx as fx
 
-from autoshard.passes.ir.graph import Node, TensorType
-from autoshard.runtime.exactly import EXACTLY
-
-
-def is_random(op: Any) -> bool:
-    """Whether ``op`` draws from the generator."""
-    return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+from autoshard.passes.ir.graph import Node, TensorType, refs
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.base import UNKNOWN, Facts, Rounding, Types
 
 
-def has_effect(op: Any) -> bool:
-    """Whether ``op`` counts where nobody reads its result: it draws, has none, or checks a length."""
-    silent = isinstance(op, torch._ops.OpOverload) and not op._schema.returns
-    return is_random(op) or silent or op == EXACTLY
-
-
-# Ops that move no memory: they only change how a tensor is indexed.
-VIEWS = frozenset(
-    "view _unsafe_view reshape transpose permute unsqueeze squeeze expand slice select alias detach t unbind split "
-    "split_with_sizes chunk flatten unflatten diagonal unfold view_as movedim narrow".split()
-)
+def facts_of(op: torch._ops.OpOverload) -> Facts:
+    """The facts of the op's rule; those that hold of any op where it has none."""
+    rule = rule_for(op)
+    return UNKNOWN if rule is None else rule.facts
 
 
 def is_view(op: torch._ops.OpOverload) -> bool:
     """Whether ``op`` returns a view of its operand, at no cost."""
-    return op._schema.name.removeprefix("aten::") in VIEWS
+    stated = facts_of(op).view
+    if stated is not None:
+        return stated
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in op._schema.arguments)
 
 
-_KEEP_NOTHING = VIEWS | {
-    "add",
-    "sub",
-    "neg",
-    "sum",
-    "mean",
-    "cat",
-    "stack",
-    "embedding",
-    "_to_copy",
-    "clone",
-    "dropout",
-}
+def is_view_named(name: str) -> bool:
+    """:func:`is_view` of an op by its full name, such as ``aten.view.default``; no view where it is not loaded."""
+    op: Any = torch.ops
+    for part in name.split("."):
+        op = getattr(op, part, None)
+    return isinstance(op, torch._ops.OpOverload) and is_view(op)
 
 
-_WITH_BIAS = frozenset({"linear", "conv1d", "conv2d", "conv3d", "convolution", "layer_norm", "native_layer_norm"})
+def is_random(node: Node | fx.Node) -> bool:
+    """Whether ``node`` draws from the generator."""
+    op: Any = node.target if isinstance(node, fx.Node) else node.op
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    draws = facts_of(op).draws
+    return torch.Tag.nondeterministic_seeded in op.tags if draws is None else draws(_arguments(op, node))
+
+
+def has_effect(node: Node | fx.Node) -> bool:
+    """Whether ``node`` counts where nobody reads its result: it draws, has none, or checks a length."""
+    op: Any = node.target if isinstance(node, fx.Node) else node.op
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    return is_random(node) or not op._schema.returns or facts_of(op).effect
+
+
+def _arguments(op: torch._ops.OpOverload, node: Node | fx.Node) -> dict[str, Any]:
+    """The node's arguments by name, with the op's defaults."""
+    schema = op._schema.arguments
+    given = zip((a.name for a in schema), node.args, strict=False)
+    return {**{a.name: a.default_value for a in schema}, **dict(given), **node.kwargs}
+
+
+def rounding(node: Node) -> Rounding:
+    """What a float32 island may rely on: see :attr:`Facts.rounding`."""
+    stated = facts_of(node.op).rounding
+    return stated(node) if callable(stated) else stated
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What autograd keeps of one op for its backward."""
+
+    operands: frozenset[int] = frozenset()
+    """positions in ``node.inputs``"""
+    results: frozenset[int] = frozenset()
+    """positions in ``node.outputs``"""
+    intermediates: tuple[TensorType, ...] = ()
+    """tensors that are neither"""
+
+
+def saved(node: Node, types: Types) -> Saved:
+    """What autograd keeps of ``node``; ``types`` may be those of one rank. A view is kept with all of its base."""
+    if not any(types[name].grad for name in node.outputs):
+        return Saved()
+    facts, operands = facts_of(node.op), _operand_names(node)
+    results = [("result", f"result{slot}") if slot == 0 else (f"result{slot}",) for slot in node.output_slots]
+    stated = facts.saves(node, types) if callable(facts.saves) else facts.saves
+    if stated is None:
+        kept = {name for names in (*operands, *results) for name in names}
+    else:
+        wanting = {n for value, names in zip(node.inputs, operands, strict=True) if types[value].grad for n in names}
+        kept = _kept(stated, wanting)
+    return Saved(
+        frozenset(i for i, names in enumerate(operands) if not kept.isdisjoint(names)),
+        frozenset(i for i, names in enumerate(results) if not kept.isdisjoint(names)),
+        tuple(facts.intermediates(node, types)) if facts.intermediates else (),
+    )
 
 
 def saves_operand(node: Node, types: Mapping[str, TensorType], position: int) -> bool:
-    """Whether autograd keeps the value of operand ``position`` of ``node`` for the backward.
+    """Whether autograd keeps the value of operand ``position`` of ``node`` for the backward."""
+    return position in saved(node, types).operands
 
-    A product keeps an operand for the gradients of the others; sums and indexing keep none; a bias is never kept.
-    """
-    name = node.op._schema.name.removeprefix("aten::")
-    if name in _KEEP_NOTHING or (name in _WITH_BIAS and position == 2):
-        return False
-    if len(node.inputs) == 1:
-        return True
-    return any(types[other].grad for i, other in enumerate(node.inputs) if i != position)
+
+def _kept(stated: str, wanting: set[str]) -> set[str]:
+    """Names in :attr:`Facts.saves`, where the operands ``wanting`` want a gradient."""
+    kept: set[str] = set()
+    for part in stated.split(";"):
+        operand, colon, names = part.rpartition(":")
+        if not colon or operand.strip() in wanting:
+            kept.update(names.split())
+    return kept
+
+
+def _operand_names(node: Node) -> list[tuple[str, str]]:
+    """Per entry of ``node.inputs`` its argument's name, alone and with its number in a list of tensors."""
+    named = [*zip((a.name for a in node.op._schema.arguments), node.args, strict=False), *node.kwargs.items()]
+    return [(name, f"{name}{i}") for name, value in named for i, _ in enumerate(refs(value))]

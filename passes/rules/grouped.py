@@ -7,8 +7,8 @@ import torch
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Local, Offset
-from autoshard.passes.rules.base import Rule, Site
-from autoshard.passes.rules.factors import Factors, input_shapes, whole
+from autoshard.passes.rules.base import Facts, Rule, Site, Types, each_other
+from autoshard.passes.rules.factors import Factors, input_shapes, tensor_arguments, whole
 from autoshard.passes.rules.named import spell
 
 aten = torch.ops.aten
@@ -55,9 +55,14 @@ def _flops(node: Node, graph: Graph) -> float:
     return 2.0 * input_shapes(node, graph)[0][-1] * graph.types[node.outputs[0]].numel
 
 
+def _saves(node: Node, types: Types) -> str:
+    x, weight, ends = tensor_arguments(node.op)[:3]
+    return f"{ends}; {each_other(x, weight)}"
+
+
 def grouped_rule(op: torch._ops.OpOverload) -> Rule:
     """The rule of an op ``(rows, matrices, ends, …)``."""
-    return Rule(op, _grouped, _local, _flops, "s k, e k n, _ -> s n")
+    return Rule(op, _grouped, _local, _flops, "s k, e k n, _ -> s n", facts=Facts(_saves))
 
 
 RULES: tuple[Rule, ...] = (grouped_rule(aten._grouped_mm.default),)

@@ -7,6 +7,7 @@ part it holds, so that a look-up gives summands and an adding write stays in pla
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.program import Call
-from autoshard.passes.rules.base import Rule, Site
+from autoshard.passes.rules.base import Facts, Rule, Site
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -249,13 +250,22 @@ def _isin(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return Factors((names, (None,) * len(test)), (names,), sizes_of(shape)).strategies(node, graph)
 
 
+INDICES = Facts(saves="indices")
+INDEX = Facts(saves="index", rounding="exact")
+SCATTERED = Facts(saves="index")
+NUMBERS = Facts(saves="")
+
 RULES: tuple[Rule, ...] = (
-    *(
-        Rule(op, _index, _local_index, notation="indexed dims summed")
-        for op in (aten.index.Tensor, aten._unsafe_index.Tensor)
+    Rule(
+        aten.index.Tensor,
+        _index,
+        _local_index,
+        notation="indexed dims summed",
+        facts=replace(INDICES, rounding="exact"),
     ),
+    Rule(aten._unsafe_index.Tensor, _index, _local_index, notation="indexed dims summed", facts=INDICES),
     *(
-        Rule(op, _index_put, _local_index_put, notation="indexed dims cut")
+        Rule(op, _index_put, _local_index_put, notation="indexed dims cut", facts=INDICES)
         for op in (aten.index_put.default, aten._unsafe_index_put.default)
     ),
     Rule(
@@ -263,10 +273,23 @@ RULES: tuple[Rule, ...] = (
         _index_select,
         _along_cut("sharded_index_select", "self", "dim", "index"),
         notation="dim summed",
+        facts=INDEX,
     ),
-    Rule(aten.gather.default, _gather, _along_cut("sharded_gather", "self", "dim", "index"), notation="dim summed"),
+    Rule(
+        aten.gather.default,
+        _gather,
+        _along_cut("sharded_gather", "self", "dim", "index"),
+        notation="dim summed",
+        facts=replace(INDEX, saves="self index"),
+    ),
     *(
-        Rule(op, _scatter(adds=False), _along_cut("sharded_scatter", "self", "dim", "index", value), notation="dim cut")
+        Rule(
+            op,
+            _scatter(adds=False),
+            _along_cut("sharded_scatter", "self", "dim", "index", value),
+            notation="dim cut",
+            facts=SCATTERED,
+        )
         for op, value in ((aten.scatter.src, "src"), (aten.scatter.value, "value"))
     ),
     Rule(
@@ -274,26 +297,30 @@ RULES: tuple[Rule, ...] = (
         _scatter(adds=True),
         _along_cut("sharded_scatter_add", "self", "dim", "index", "src"),
         notation="index dim summed",
+        facts=Facts(saves="src: index"),
     ),
-    Rule(aten.scatter_reduce.two, _scatter_reduce, notation="dim whole"),
+    Rule(aten.scatter_reduce.two, _scatter_reduce, notation="dim whole", facts=Facts(saves="self index src result")),
     Rule(
         aten.index_add.default,
         _index_add(adds=True),
         _along_cut("sharded_index_add", "self", "dim", "index", "source", "alpha"),
         notation="index summed",
+        facts=Facts(saves="source: index source"),
     ),
     *(
-        Rule(op, _index_add(adds=False), _along_cut(name, "self", "dim", "index", value), notation="dim cut")
-        for op, name, value in (
-            (aten.index_copy.default, "sharded_index_copy", "source"),
-            (aten.index_fill.int_Scalar, "sharded_index_fill", "value"),
-            (aten.index_fill.int_Tensor, "sharded_index_fill", "value"),
+        Rule(
+            op, _index_add(adds=False), _along_cut(name, "self", "dim", "index", value), notation="dim cut", facts=facts
+        )
+        for op, name, value, facts in (
+            (aten.index_copy.default, "sharded_index_copy", "source", Facts(saves="index; source: source")),
+            (aten.index_fill.int_Scalar, "sharded_index_fill", "value", SCATTERED),
+            (aten.index_fill.int_Tensor, "sharded_index_fill", "value", SCATTERED),
         )
     ),
-    Rule(aten.take.default, _take_along_flat, notation="source whole"),
-    Rule(aten.one_hot.default, _one_hot, notation="... -> ... _"),
-    Rule(aten.bucketize.Tensor, _bucketize, notation="boundaries whole"),
-    Rule(aten.isin.Tensor_Tensor, _isin, notation="..., (test) -> ..."),
-    rule(aten.isin.Tensor_Scalar, "... -> ..."),
-    Rule(aten.searchsorted.Tensor, _searchsorted, notation="... _, ... n -> ... n"),
+    Rule(aten.take.default, _take_along_flat, notation="source whole", facts=Facts(saves="self index")),
+    Rule(aten.one_hot.default, _one_hot, notation="... -> ... _", facts=NUMBERS),
+    Rule(aten.bucketize.Tensor, _bucketize, notation="boundaries whole", facts=NUMBERS),
+    Rule(aten.isin.Tensor_Tensor, _isin, notation="..., (test) -> ...", facts=NUMBERS),
+    rule(aten.isin.Tensor_Scalar, "... -> ...", facts=NUMBERS),
+    Rule(aten.searchsorted.Tensor, _searchsorted, notation="... _, ... n -> ... n", facts=NUMBERS),
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.rules.base import Rule
+from autoshard.passes.rules.base import Facts, Rule, stating
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -100,27 +100,46 @@ def _index_reduce(node: Node, graph: Graph) -> Factors:
 
 RULES: tuple[Rule, ...] = (
     *by_factors(
-        "linalg_solve.default linalg_solve_ex.default _linalg_solve_ex.default",
+        "_linalg_solve_ex.default",
         _solve_ex,
         None,
         "... _ _, ... _ n -> ... _ n, …",
+        facts=Facts("A result result1 result2"),
     ),
-    rule(aten.linalg_lu_factor_ex.default, "... _ _ -> ... _ _, ... _, ..."),
-    rule(aten.linalg_lu_factor.default, "... _ _ -> ... _ _, ... _"),
-    rule(aten.linalg_ldl_factor.default, "... _ _ -> ... _ _, ... _"),
-    rule(aten._lu_with_info.default, "... _ _ -> ... _ _, ... _, ..."),
+    *by_factors("linalg_solve.default linalg_solve_ex.default", _solve_ex, None, "... _ _, ... _ n -> ... _ n, …"),
+    *stating(
+        Facts(saves="result result1"),
+        (
+            rule(aten.linalg_lu_factor_ex.default, "... _ _ -> ... _ _, ... _, ..."),
+            rule(aten.linalg_lu_factor.default, "... _ _ -> ... _ _, ... _"),
+            rule(aten._lu_with_info.default, "... _ _ -> ... _ _, ... _, ..."),
+        ),
+    ),
     rule(aten.linalg_lu.default, "... _ _ -> ... _ _, ... _ _, ... _ _"),
-    rule(aten.linalg_ldl_factor_ex.default, "... _ _ -> ... _ _, ... _, ..."),
-    rule(aten.linalg_ldl_solve.default, "... _ _, ... _, ... _ n -> ... _ n"),
-    *by_factors("lu_unpack.default", _batches(2, 1, 2, 2, 2), None, "... _ _, ... _ -> ... _ _, ... _ _, ... _ _"),
+    *stating(
+        Facts(saves=""),
+        (
+            rule(aten.linalg_ldl_factor.default, "... _ _ -> ... _ _, ... _"),
+            rule(aten.linalg_ldl_factor_ex.default, "... _ _ -> ... _ _, ... _, ..."),
+            rule(aten.linalg_ldl_solve.default, "... _ _, ... _, ... _ n -> ... _ n"),
+            *by_factors(
+                "lu_unpack.default", _batches(2, 1, 2, 2, 2), None, "... _ _, ... _ -> ... _ _, ... _ _, ... _ _"
+            ),
+            rule(aten.geqrf.default, "... _ _ -> ... _ _, ... _"),
+        ),
+    ),
     *by_factors("linalg_lu_solve.default", _batches(2, 1, 2, 2), None, "... _ _, ... _, ... _ _ -> ... _ _"),
-    rule(aten.geqrf.default, "... _ _ -> ... _ _, ... _"),
     rule(aten.linalg_householder_product.default, "... _ _, ... _ -> ... _ _"),
     rule(aten.ormqr.default, "... _ _, ... _, ... _ _ -> ... _ _", linear=((2,),)),
     rule(aten.cholesky_solve.default, "... _ n, ... _ _ -> ... _ n", linear=((0,),)),
-    rule(aten.triangular_solve.default, "... _ _, ... _ _ -> ... _ _, ... _ _"),
-    rule(aten.linalg_pinv.atol_rtol_tensor, "... _ _, ..., ... -> ... _ _"),
-    rule(aten.grid_sampler_2d.default, "n c _ _, n h w _ -> n c h w", linear=((0,),)),
-    rule(aten.grid_sampler_3d.default, "n c _ _ _, n d h w _ -> n c d h w", linear=((0,),)),
+    rule(aten.triangular_solve.default, "... _ _, ... _ _ -> ... _ _, ... _ _", facts=Facts("self A result")),
+    rule(aten.linalg_pinv.atol_rtol_tensor, "... _ _, ..., ... -> ... _ _", facts=Facts("self result")),
+    *stating(
+        Facts(saves="input grid"),
+        (
+            rule(aten.grid_sampler_2d.default, "n c _ _, n h w _ -> n c h w", linear=((0,),)),
+            rule(aten.grid_sampler_3d.default, "n c _ _ _, n d h w _ -> n c d h w", linear=((0,),)),
+        ),
+    ),
     *by_factors("index_reduce.default", _index_reduce, None, "dim whole"),
 )

@@ -11,9 +11,9 @@ import torch
 
 from autoshard.layout import I, Shard
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal
-from autoshard.passes.rules.base import Rule, Site
+from autoshard.passes.rules.base import Facts, Rule, Site, Types
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -224,12 +224,39 @@ def _rows(site: Site) -> int:
     return site.in_type(0).shape[0]
 
 
-ELEMENTWISE = (
-    "mse_loss.default l1_loss.default smooth_l1_loss.default huber_loss.default kl_div.default "
-    "binary_cross_entropy.default binary_cross_entropy_with_logits.default poisson_nll_loss.default "
-    "margin_ranking_loss.default hinge_embedding_loss.default soft_margin_loss.default"
-)
-ROWWISE = "cosine_embedding_loss.default triplet_margin_loss.default multi_margin_loss.default"
+def _has_classes(node: Node, types: Types) -> bool:
+    """Whether targets are classes without smoothing, not probabilities."""
+    target = types[node.inputs[positions(node)["target"]]]
+    return not target.dtype.is_floating_point and not argument(node, "label_smoothing")
+
+
+def _log_softmax(node: Node, types: Types) -> tuple[TensorType, ...]:
+    return (replace(types[node.inputs[0]], grad=False), *_total_weight(node, types))
+
+
+def _total_weight(node: Node, types: Types) -> tuple[TensorType, ...]:
+    """What "mean" divides by."""
+    return (TensorType((), types[node.inputs[0]].dtype),)
+
+
+def _difference(node: Node, types: Types) -> tuple[TensorType, ...]:
+    left, right = (types[name] for name in node.inputs)
+    return (TensorType(broadcast_shape(left.shape, right.shape), left.dtype),)
+
+
+ELEMENTWISE: dict[str, Facts] = {
+    "mse_loss.default smooth_l1_loss.default huber_loss.default soft_margin_loss.default": Facts(saves="self target"),
+    "l1_loss.default": Facts(saves="", intermediates=_difference),
+    "kl_div.default": Facts(lambda node, types: None if argument(node, "log_target") else "target; target: self"),
+    "binary_cross_entropy.default": Facts(saves="self target weight"),
+    "binary_cross_entropy_with_logits.default": Facts(saves="self target weight pos_weight"),
+    "poisson_nll_loss.default margin_ranking_loss.default hinge_embedding_loss.default": Facts(),
+}
+ROWWISE: dict[str, Facts] = {
+    "cosine_embedding_loss.default triplet_margin_loss.default": Facts(),
+    "multi_margin_loss.default": Facts(saves="self target weight"),
+}
+SOFTMAX = Facts(saves="result")
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -238,6 +265,7 @@ RULES: tuple[Rule, ...] = (
         _local_classification("cross_entropy"),
         notation="n vocab ..., n ..., _ -> n ... (none), P (sum, mean); vocab: I",
         collectives=_cross_entropy_collectives,
+        facts=Facts(lambda node, types: "target weight" if _has_classes(node, types) else None, _log_softmax),
     ),
     *(
         Rule(
@@ -246,24 +274,27 @@ RULES: tuple[Rule, ...] = (
             _local_classification("nll_loss"),
             notation="n vocab ..., n ..., _ -> n ... (none), P (sum, mean)",
             collectives=_nll_collectives,
+            facts=Facts("self target weight", _total_weight),
         )
         for op in ops("nll_loss_nd.default nll_loss.default nll_loss2d.default")
     ),
     *(
-        Rule(op, _softmax, _local_softmax("softmax"), notation="... -> ...", collectives=_softmax_collectives)
-        for op in ops("softmax.int _softmax.default")
+        Rule(op, _softmax, _local_softmax(name), None, "... -> ...", _softmax_collectives, facts=SOFTMAX)
+        for name, names in (
+            ("softmax", "softmax.int _softmax.default"),
+            ("log_softmax", "log_softmax.int _log_softmax.default"),
+            ("safe_softmax", "_safe_softmax.default"),
+        )
+        for op in ops(names)
     ),
     *(
-        Rule(op, _softmax, _local_softmax("log_softmax"), notation="... -> ...", collectives=_softmax_collectives)
-        for op in ops("log_softmax.int _log_softmax.default")
+        Rule(op, _elementwise, _local_mean(_elements), notation="..., ... -> ... (none), P", facts=facts)
+        for names, facts in ELEMENTWISE.items()
+        for op in ops(names)
     ),
-    Rule(
-        aten._safe_softmax.default,
-        _softmax,
-        _local_softmax("safe_softmax"),
-        notation="... -> ...",
-        collectives=_softmax_collectives,
+    *(
+        Rule(op, _rowwise, _local_mean(_rows), notation="n _, n ... -> n (none), P", facts=facts)
+        for names, facts in ROWWISE.items()
+        for op in ops(names)
     ),
-    *(Rule(op, _elementwise, _local_mean(_elements), notation="..., ... -> ... (none), P") for op in ops(ELEMENTWISE)),
-    *(Rule(op, _rowwise, _local_mean(_rows), notation="n _, n ... -> n (none), P") for op in ops(ROWWISE)),
 )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from autoshard.errors import RuleError
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.rules.base import Rule
-from autoshard.passes.rules.factors import Factors, argument, input_shapes, output_shapes, positive
-from autoshard.passes.rules.named import ops
+from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.rules.base import Facts, Rule, Types, each_other
+from autoshard.passes.rules.factors import Factors, argument, input_shapes, output_shapes, positive, tensor_arguments
+from autoshard.passes.rules.named import broadcast_shape, ops
 from autoshard.passes.rules.notation import Groups, bind, parse, rule
 
 aten = torch.ops.aten
@@ -28,7 +29,8 @@ def _contraction(op: torch._ops.OpOverload, notation: str, addend: int | None = 
     def flops(node: Node, graph: Graph) -> float:
         return 2.0 * math.prod(bind(parsed, node, graph).sizes.values())
 
-    return rule(op, notation, linear=linear, addends=() if addend is None else (addend,), flops=flops)
+    found = rule(op, notation, linear=linear, addends=() if addend is None else (addend,), flops=flops)
+    return replace(found, facts=Facts(each_other(*(tensor_arguments(op)[i] for i in factors))))
 
 
 def _by_rank(node: Node, graph: Graph) -> str:
@@ -59,7 +61,8 @@ def _with_addend(op: torch._ops.OpOverload, product: str, result: str) -> Rule:
     def flops(node: Node, graph: Graph) -> float:
         return 2.0 * math.prod(factors(node, graph).sizes.values())
 
-    return Rule(op, strategies, flops=flops, notation=f"(broadcast) {result}, {product} -> {result}")
+    facts = Facts(each_other(*tensor_arguments(op)[1:]))
+    return Rule(op, strategies, flops=flops, notation=f"(broadcast) {result}, {product} -> {result}", facts=facts)
 
 
 def _equation_terms(node: Node, graph: Graph) -> tuple[list[list[str]], list[str]]:
@@ -127,37 +130,77 @@ def _tensordot_factors(node: Node, graph: Graph) -> Factors:
     return Factors(rows, (tuple(kept),), sizes, linear=PRODUCT)
 
 
-# Ops on batches of matrices, by what they make of each.
-_TO_MATRIX = ops(
-    "linalg_inv.default inverse.default matrix_exp.default linalg_cholesky.default cholesky.default "
-    "cholesky_inverse.default linalg_matrix_power.default pinverse.default"
-)
+def _copied(node: Node, types: Types) -> dict[str, TensorType]:
+    """Operands of a product of batches that are copied: one that broadcasts, and a batch behind a single matrix."""
+    given = dict(zip(("self", "other"), (types[name] for name in node.inputs), strict=True))
+    left, right = (x.shape for x in given.values())
+    if len(right) > 2 >= len(left):
+        return {"other": given["other"]}
+    batch = broadcast_shape(left[:-2], right[:-2])
+    if min(len(left), len(right)) < 3 or len(batch) < 2:
+        return {}
+    return {n: TensorType((*batch, *x.shape[-2:]), x.dtype) for n, x in given.items() if x.shape[:-2] != batch}
+
+
+def _matmul_saves(node: Node, types: Types) -> str:
+    copied = _copied(node, types)
+    pairs = (("self", "other"), ("other", "self"))
+    return "; ".join(f"{wants}: {kept}" for wants, kept in pairs if kept not in copied)
+
+
+def _matmul_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
+    wants = {"self": types[node.inputs[1]].grad, "other": types[node.inputs[0]].grad}
+    return tuple(type_ for name, type_ in _copied(node, types).items() if wants[name])
+
+
+def _einsum_saves(node: Node, types: Types) -> str:
+    """An operand may be kept as a permuted copy, which is as large."""
+    return each_other(*(f"tensors{i}" for i in range(len(node.inputs))))
+
+
+# Ops on batches of matrices, by what they make of each, and by what their backward reads.
+_TO_MATRIX = {
+    "result": "linalg_inv.default inverse.default linalg_cholesky.default cholesky.default",
+    "self": "matrix_exp.default",
+    "self result": "cholesky_inverse.default pinverse.default",
+}
 _TO_VECTOR = ops("linalg_svdvals.default linalg_eigvalsh.default linalg_eigvals.default")
 _TO_NUMBER = ops("linalg_det.default logdet.default")
+OUTER = Facts(each_other("self", "vec2"))
+FIRST = Facts(saves="result")
+BOTH = Facts(saves="result result1")
+BATCHES = Facts(each_other("self", "mat2"), rounding="product")
 
 RULES: tuple[Rule, ...] = (
     _contraction(aten.linear.default, "... k, n k, n -> ... n", addend=2),
     _contraction(aten.mm.default, "m k, k n -> m n"),
-    _contraction(aten.bmm.default, "b m k, b k n -> b m n"),
+    replace(_contraction(aten.bmm.default, "b m k, b k n -> b m n"), facts=BATCHES),
     _contraction(aten.mv.default, "m k, k -> m"),
     _contraction(aten.dot.default, "k, k -> "),
     _contraction(aten.vdot.default, "k, k -> "),
-    rule(aten.outer.default, "m, n -> m n", linear=PRODUCT),
-    rule(aten.ger.default, "m, n -> m n", linear=PRODUCT),
+    rule(aten.outer.default, "m, n -> m n", linear=PRODUCT, facts=OUTER),
+    rule(aten.ger.default, "m, n -> m n", linear=PRODUCT, facts=OUTER),
     _contraction(aten.bilinear.default, "... i, ... j, n i j, n -> ... n", addend=3),
-    rule(aten.cdist.default, "... m _, ... n _ -> ... m n"),
-    *(rule(op, "... _ _ -> ... _ _") for op in _TO_MATRIX),
+    rule(aten.cdist.default, "... m _, ... n _ -> ... m n", facts=Facts("x1 x2 result")),
+    *(rule(op, "... _ _ -> ... _ _", facts=Facts(kept)) for kept, names in _TO_MATRIX.items() for op in ops(names)),
+    rule(aten.linalg_matrix_power.default, "... _ _ -> ... _ _"),
     *(rule(op, "... _ _ -> ... _") for op in _TO_VECTOR),
     *(rule(op, "... _ _ -> ...") for op in _TO_NUMBER),
     rule(aten.linalg_slogdet.default, "... _ _ -> ..., ..."),
-    *(rule(op, "... _ _ -> ... _ _, ...") for op in ops("linalg_cholesky_ex.default linalg_inv_ex.default")),
-    *(rule(op, "... _ _ -> ... _, ... _ _") for op in ops("linalg_eigh.default linalg_eig.default")),
-    rule(aten.linalg_qr.default, "... _ _ -> ... _ _, ... _ _"),
-    rule(aten.linalg_svd.default, "... _ _ -> ... _ _, ... _, ... _ _"),
-    rule(aten.linalg_solve_triangular.default, "... _ _, ... _ n -> ... _ n", linear=((1,),)),
-    rule(aten.linalg_vecdot.default, "... _, ... _ -> ...", linear=PRODUCT),
-    rule(aten.addr.default, "m n, m, n -> m n", linear=((0, 1), (0, 2))),
-    rule(aten.trace.default, "_ _ -> ", linear=((0,),)),
+    rule(aten.linalg_cholesky_ex.default, "... _ _ -> ... _ _, ...", facts=FIRST),
+    rule(aten.linalg_inv_ex.default, "... _ _ -> ... _ _, ...", facts=FIRST),
+    *(rule(op, "... _ _ -> ... _, ... _ _", facts=BOTH) for op in ops("linalg_eigh.default linalg_eig.default")),
+    rule(aten.linalg_qr.default, "... _ _ -> ... _ _, ... _ _", facts=BOTH),
+    rule(aten.linalg_svd.default, "... _ _ -> ... _ _, ... _, ... _ _", facts=Facts("result result1 result2")),
+    rule(
+        aten.linalg_solve_triangular.default,
+        "... _ _, ... _ n -> ... _ n",
+        linear=((1,),),
+        facts=Facts("self result"),
+    ),
+    rule(aten.linalg_vecdot.default, "... _, ... _ -> ...", linear=PRODUCT, facts=Facts(each_other("x", "y"))),
+    rule(aten.addr.default, "m n, m, n -> m n", linear=((0, 1), (0, 2)), facts=Facts(each_other("vec1", "vec2"))),
+    rule(aten.trace.default, "_ _ -> ", linear=((0,),), facts=Facts(saves="")),
     _with_addend(aten.addmm.default, "m k, k n", "m n"),
     _with_addend(aten.addmv.default, "m k, k", "m"),
     _with_addend(aten.baddbmm.default, "b m k, b k n", "b m n"),
@@ -167,17 +210,20 @@ RULES: tuple[Rule, ...] = (
         lambda node, graph: _matmul_factors(node, graph).strategies(node, graph),
         flops=lambda node, graph: 2.0 * math.prod(_matmul_factors(node, graph).sizes.values()),
         notation="... m k, ... k n -> ... m n",
+        facts=Facts(_matmul_saves, _matmul_intermediates, rounding="product"),
     ),
     Rule(
         aten.einsum.default,
         lambda node, graph: _einsum_factors(node, graph).strategies(node, graph),
         flops=_einsum_flops,
         notation="(its equation)",
+        facts=Facts(_einsum_saves, rounding="product"),
     ),
     Rule(
         aten.tensordot.default,
         lambda node, graph: _tensordot_factors(node, graph).strategies(node, graph),
         flops=lambda node, graph: 2.0 * math.prod(_tensordot_factors(node, graph).sizes.values()),
         notation="(its dims)",
+        facts=Facts(each_other("self", "other")),
     ),
 )

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from autoshard.layout import R
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal, Local
-from autoshard.passes.rules.base import Rule, Site
+from autoshard.passes.rules.base import Facts, Rule, Site, Types, stating
 from autoshard.passes.rules.factors import Dims, Factors, argument, numbered, shape_of, sizes_of
-from autoshard.passes.rules.named import axes_of, inputs, local_shape, ops, reductions, spell, unchanged, wide_bytes
+from autoshard.passes.rules.named import (
+    axes_of,
+    inputs,
+    local_shape,
+    ops,
+    positions,
+    reductions,
+    spell,
+    unchanged,
+    wide_bytes,
+)
 
 aten = torch.ops.aten
 
@@ -174,22 +184,72 @@ def _instance_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return Factors(inputs(node, {"input": dims, **named}), (dims,), sizes, filled=filled).strategies(node, graph)
 
 
+_RMS = "... d, d -> ... d"
 _LAYER = "... d, d, d -> ... d"
 _GROUP = "n (groups _) ..., (groups _), (groups _) -> n (groups _) ..."
 _BATCH = "n c ..., c, c, c, c -> n c ..., c, c, c, c"
 
+
+def _moments(shape: Sequence[int], node: Node, types: Types) -> tuple[TensorType, ...]:
+    """Mean and reciprocal deviation, of ``shape``, where they are no results that are read."""
+    dtype = torch.promote_types(types[node.inputs[0]].dtype, torch.float32)
+    return tuple(TensorType(tuple(shape), dtype) for slot in (1, 2) if slot not in node.output_slots)
+
+
+def _rows(node: Node, types: Types) -> tuple[int, ...]:
+    """The input's shape with ones in place of what is normalised."""
+    shape, count = types[node.inputs[0]].shape, len(argument(node, "normalized_shape"))
+    return (*shape[: len(shape) - count], *(1,) * count)
+
+
+def _rms_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
+    """The reciprocal root for the gradient of the input, the normalised input for that of the weight."""
+    x, *weight = (types[name] for name in node.inputs)
+    kept = _moments(_rows(node, types), node, types)[:1] if 1 not in node.output_slots and x.grad else ()
+    return (*kept, *(TensorType(x.shape, x.dtype) for w in weight if w.grad))
+
+
+def _instance_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
+    """Moments, and copies of weight and running statistics, for each sample and channel."""
+    x, copies = types[node.inputs[0]], len({"weight", "running_mean", "running_var"} & set(positions(node)))
+    return (TensorType((x.shape[0] * x.shape[1],), x.dtype),) * (copies + 2 * bool(argument(node, "use_input_stats")))
+
+
+LAYER_NORM = Facts("input weight bias result1 result2", lambda n, types: _moments(_rows(n, types), n, types))
+RMS_NORM = Facts("input: input weight result1", _rms_intermediates)
+GROUP_NORM = Facts(
+    "input weight", lambda n, types: _moments((types[n.inputs[0]].shape[0], argument(n, "num_groups")), n, types)
+)
+BATCH_NORM = Facts(
+    "input weight running_mean running_var result1 result2",
+    lambda n, types: _moments((types[n.inputs[0]].shape[1],), n, types) if _trains(n) else (),
+)
+INSTANCE_NORM = Facts("input", _instance_intermediates)
+
 RULES: tuple[Rule, ...] = (
-    Rule(aten.layer_norm.default, _last_dims(True), _local_layer_norm, None, _LAYER, _last_dims_collectives),
-    Rule(aten.native_layer_norm.default, _last_dims(False), notation="... _, _, _ -> ... _, ... _, ... _"),
-    Rule(aten.rms_norm.default, _last_dims(True), _local_rms_norm, None, "... d, d -> ... d", _last_dims_collectives),
-    Rule(aten._fused_rms_norm.default, _last_dims(False), notation="... _, _ -> ... _, ... _"),
-    Rule(aten.group_norm.default, _group_norm, _local_group_norm, None, _GROUP, _group_norm_collectives),
+    *stating(
+        LAYER_NORM,
+        (
+            Rule(aten.layer_norm.default, _last_dims(True), _local_layer_norm, None, _LAYER, _last_dims_collectives),
+            Rule(aten.native_layer_norm.default, _last_dims(False), notation="... _, _, _ -> ... _, ... _, ... _"),
+        ),
+    ),
+    *stating(
+        RMS_NORM,
+        (
+            Rule(aten.rms_norm.default, _last_dims(True), _local_rms_norm, None, _RMS, _last_dims_collectives),
+            Rule(aten._fused_rms_norm.default, _last_dims(False), notation="... _, _ -> ... _, ... _"),
+        ),
+    ),
+    Rule(
+        aten.group_norm.default, _group_norm, _local_group_norm, None, _GROUP, _group_norm_collectives, facts=GROUP_NORM
+    ),
     *(
-        Rule(op, _batch_norm, _local_batch_norm, None, _BATCH, _batch_norm_collectives)
+        Rule(op, _batch_norm, _local_batch_norm, None, _BATCH, _batch_norm_collectives, facts=BATCH_NORM)
         for op in ops(
             "_native_batch_norm_legit_functional.default _native_batch_norm_legit.no_stats "
             "_native_batch_norm_legit_no_training.default"
         )
     ),
-    Rule(aten.instance_norm.default, _instance_norm, notation="n c _, c, c, c, c -> n c _"),
+    Rule(aten.instance_norm.default, _instance_norm, notation="n c _, c, c, c, c -> n c _", facts=INSTANCE_NORM),
 )

@@ -20,7 +20,7 @@ import torch
 from autoshard.errors import RuleError
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.rules.base import LocalFormOf, Rule
+from autoshard.passes.rules.base import UNKNOWN, Facts, LocalFormOf, Rule
 from autoshard.passes.rules.factors import Dims, Factors, input_shapes, operands, output_shapes, tensor_arguments
 
 ELLIPSIS, WHOLE = "...", "_"
@@ -102,12 +102,14 @@ def rule(
     addends: Iterable[int] = (),
     local: LocalFormOf | None = None,
     flops: Callable[[Node, Graph], float] | None = None,
+    facts: Facts = UNKNOWN,
 ) -> Rule:
     """A :class:`Rule` from notation.
 
     ``linear``: groups of operands (numbers, in schema order) in which the op is jointly linear: ``((0,), (1,))``
     for a product, ``((0, 1),)`` for a sum; or a function of the node that returns them. ``addends``: operands
-    added to the result, such as a bias. Raises :class:`RuleError` where op and notation do not fit.
+    added to the result, such as a bias. ``facts``: what else is known of the op.
+    Raises :class:`RuleError` where op and notation do not fit.
     """
     try:
         parsed = parse(notation)
@@ -130,7 +132,7 @@ def rule(
         groups = linear(node, graph) if callable(linear) else linear
         return bind(parsed, node, graph, groups, frozenset(addends)).strategies(node, graph)
 
-    return Rule(op, strategies, local, flops, notation)
+    return Rule(op, strategies, local, flops, notation, facts=facts)
 
 
 def bind(

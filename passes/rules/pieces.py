@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal
 from autoshard.passes.ir.sizes import reaches
-from autoshard.passes.rules.base import Rule, Site
+from autoshard.passes.rules.base import Facts, Rule, Site, Types
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -304,53 +305,78 @@ def _pixels(node: Node, graph: Graph) -> Factors:
 
 # A transform of no rows is an error, so no rank may hold an empty chunk.
 _FFT = """
-    fft_fft.default fft_ifft.default fft_rfft.default fft_irfft.default fft_hfft.default fft_ihfft.default
-    fft_fftn.default fft_ifftn.default fft_rfftn.default fft_irfftn.default fft_fftshift.default fft_ifftshift.default
+    fft_fft.default fft_ifft.default fft_irfft.default fft_hfft.default
+    fft_fftn.default fft_ifftn.default fft_irfftn.default fft_fftshift.default fft_ifftshift.default
 """
-_FFT2 = "fft_fft2.default fft_ifft2.default fft_rfft2.default fft_irfft2.default"
+_FFT2 = "fft_fft2.default fft_ifft2.default fft_irfft2.default"
+_REAL_FFT = "fft_rfft.default fft_ihfft.default fft_rfftn.default"
 
+
+def _norms(node: Node, types: Types) -> tuple[TensorType, ...]:
+    return () if 1 in node.output_slots else (replace(types[node.inputs[1]], grad=False),)
+
+
+NOTHING = Facts(saves="")
+EXACT = Facts(saves="", rounding="exact")
+VIEW = Facts(saves="", view=True)
+OPERAND = Facts(saves="self")
+INDICES = Facts(saves="indices")
+PADDED = Facts(saves=lambda node, types: "" if _is_constant(node) else "self")
+WEIGHT_NORM = Facts(lambda node, types: None if argument(node, "dim") == -1 else "v g result1", _norms)
 
 RULES: tuple[Rule, ...] = (
-    *by_factors("slice.Tensor", _shifted, _local_shifted, "... d ... -> ... d ...", _shift_collectives),
-    *by_factors("narrow.default narrow_copy.default", _in_place(_dim), None, "dim whole"),
-    *by_factors("flip.default roll.default", _in_place(_dims), None, "dims whole"),
-    *by_factors("tril.default triu.default", _in_place(_last_two), None, "last two dims whole"),
-    *by_factors("diff.default", _in_place(_dim), None, "dim whole"),
-    *by_factors("glu.default", _in_place(_dim, linear=False), None, "dim whole"),
-    *by_factors("constant_pad_nd.default pad.default", _shifted, _local_shifted, "... -> ...", _shift_collectives),
-    *by_factors("cat.default concat.default concatenate.default", _cat, None, "dim whole"),
-    *by_factors("hstack.default column_stack.default", _stacks(1), None, "dim 1 whole"),
-    *by_factors("vstack.default", _stacks(0), None, "dim 0 whole"),
-    *by_factors("dstack.default", _stacks(2), None, "dim 2 whole"),
-    *by_factors("rot90.default", _rotated, None, "dims whole"),
-    *by_factors("stack.default", _stack, None, "new dim whole"),
+    *by_factors("slice.Tensor", _shifted, _local_shifted, "... d ... -> ... d ...", _shift_collectives, facts=NOTHING),
+    *by_factors("narrow.default narrow_copy.default", _in_place(_dim), None, "dim whole", facts=NOTHING),
+    *by_factors("flip.default roll.default", _in_place(_dims), None, "dims whole", facts=NOTHING),
+    *by_factors("tril.default triu.default", _in_place(_last_two), None, "last two dims whole", facts=NOTHING),
+    *by_factors("diff.default", _in_place(_dim), None, "dim whole", facts=NOTHING),
+    *by_factors("glu.default", _in_place(_dim, linear=False), None, "dim whole", facts=OPERAND),
+    *by_factors(
+        "constant_pad_nd.default pad.default", _shifted, _local_shifted, "... -> ...", _shift_collectives, facts=PADDED
+    ),
+    *by_factors("cat.default concatenate.default", _cat, None, "dim whole", facts=EXACT),
+    *by_factors("concat.default", _cat, None, "dim whole", facts=NOTHING),
+    *by_factors("hstack.default column_stack.default", _stacks(1), None, "dim 1 whole", facts=NOTHING),
+    *by_factors("vstack.default", _stacks(0), None, "dim 0 whole", facts=NOTHING),
+    *by_factors("dstack.default", _stacks(2), None, "dim 2 whole", facts=NOTHING),
+    *by_factors("rot90.default", _rotated, None, "dims whole", facts=NOTHING),
+    *by_factors("stack.default", _stack, None, "new dim whole", facts=EXACT),
     *by_factors(
         "split.Tensor split.sizes split_with_sizes.default split_with_sizes_copy.default chunk.default",
         _in_place(_dim),
         None,
         "dim whole",
+        facts=NOTHING,
     ),
-    *by_factors("tensor_split.sections tensor_split.indices", _in_place(_dim), None, "dim whole"),
-    *by_factors("unsafe_chunk.default unsafe_split.Tensor unsafe_split_with_sizes.default", _in_place(_dim), None, "…"),
-    *by_factors("select.int", _select, _local_select, "dim summed"),
-    *by_factors("unbind.int unbind_copy.int", _unbind, None, "dim whole"),
-    Rule(FAN_OUT, _copies, notation="... -> ..., ..."),
-    *by_factors("select_scatter.default", _select_scatter, None, "dim whole"),
-    *by_factors("slice_scatter.default", _in_place(_changed), None, "sliced dim whole"),
-    *by_factors("fliplr.default", _in_place(lambda node, shape: (1,)), None, "dim 1 whole"),
-    *by_factors("flipud.default", _in_place(lambda node, shape: (0,)), None, "dim 0 whole"),
-    *by_factors("_weight_norm.default _weight_norm_interface.default", _weight_norm, None, "dim"),
-    *by_factors("meshgrid.default meshgrid.indexing", _meshgrid, None, "a, b -> a b, a b"),
-    *by_factors("broadcast_tensors.default", _broadcast_tensors, None, "..., ... -> ..., ..."),
-    *by_factors("pixel_shuffle.default", _pixels, None, "... (c r r) h w -> ... c (h r) (w r)"),
-    *by_factors("pixel_unshuffle.default", _pixels, None, "... c (h r) (w r) -> ... (c r r) h w"),
-    *by_factors("im2col.default col2im.default", _columns, None, "n c _ _ -> n (c k) _, or back"),
-    *by_factors("max_unpool2d.default", _unpooled(2), None, "n c _, n c _ -> n c _"),
-    *by_factors("max_unpool3d.default", _unpooled(3), None, "n c _, n c _ -> n c _"),
-    *by_factors(_FFT, _in_place(_dim, filled=True), None, "dim whole"),
-    *by_factors(_FFT2, _in_place(_dim, filled=True), None, "dims whole"),
-    *by_factors("diagonal.default diagonal_copy.default", _diagonal, None, "both dims whole"),
-    *by_factors("diagonal_scatter.default", _diagonal_scatter, None, "both dims whole"),
-    *by_factors("renorm.default", _renorm, None, "dim"),
-    *by_factors("unfold.default unfold_copy.default", _unfold, None, "dim whole"),
+    *by_factors("tensor_split.sections tensor_split.indices", _in_place(_dim), None, "dim whole", facts=NOTHING),
+    *by_factors(
+        "unsafe_chunk.default unsafe_split.Tensor unsafe_split_with_sizes.default",
+        _in_place(_dim),
+        None,
+        "…",
+        facts=VIEW,
+    ),
+    *by_factors("select.int", _select, _local_select, "dim summed", facts=NOTHING),
+    *by_factors("unbind.int unbind_copy.int", _unbind, None, "dim whole", facts=NOTHING),
+    Rule(FAN_OUT, _copies, notation="... -> ..., ...", facts=EXACT),
+    *by_factors("select_scatter.default", _select_scatter, None, "dim whole", facts=NOTHING),
+    *by_factors("slice_scatter.default", _in_place(_changed), None, "sliced dim whole", facts=NOTHING),
+    *by_factors("fliplr.default", _in_place(lambda node, shape: (1,)), None, "dim 1 whole", facts=NOTHING),
+    *by_factors("flipud.default", _in_place(lambda node, shape: (0,)), None, "dim 0 whole", facts=NOTHING),
+    *by_factors("_weight_norm.default _weight_norm_interface.default", _weight_norm, None, "dim", facts=WEIGHT_NORM),
+    *by_factors("meshgrid.default meshgrid.indexing", _meshgrid, None, "a, b -> a b, a b", facts=VIEW),
+    *by_factors("broadcast_tensors.default", _broadcast_tensors, None, "..., ... -> ..., ...", facts=VIEW),
+    *by_factors("pixel_shuffle.default", _pixels, None, "... (c r r) h w -> ... c (h r) (w r)", facts=NOTHING),
+    *by_factors("pixel_unshuffle.default", _pixels, None, "... c (h r) (w r) -> ... (c r r) h w", facts=NOTHING),
+    *by_factors("im2col.default col2im.default", _columns, None, "n c _ _ -> n (c k) _, or back", facts=NOTHING),
+    *by_factors("max_unpool2d.default", _unpooled(2), None, "n c _, n c _ -> n c _", facts=INDICES),
+    *by_factors("max_unpool3d.default", _unpooled(3), None, "n c _, n c _ -> n c _", facts=INDICES),
+    *by_factors(_FFT, _in_place(_dim, filled=True), None, "dim whole", facts=NOTHING),
+    *by_factors(_FFT2, _in_place(_dim, filled=True), None, "dims whole", facts=NOTHING),
+    *by_factors(_REAL_FFT, _in_place(_dim, filled=True), None, "dim whole", facts=OPERAND),
+    *by_factors("fft_rfft2.default", _in_place(_dim, filled=True), None, "dims whole", facts=OPERAND),
+    *by_factors("diagonal.default diagonal_copy.default", _diagonal, None, "both dims whole", facts=NOTHING),
+    *by_factors("diagonal_scatter.default", _diagonal_scatter, None, "both dims whole", facts=NOTHING),
+    *by_factors("renorm.default", _renorm, None, "dim", facts=OPERAND),
+    *by_factors("unfold.default unfold_copy.default", _unfold, None, "dim whole", facts=NOTHING),
 )

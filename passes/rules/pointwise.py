@@ -3,43 +3,116 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.rules.base import Rule
+from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.rules.base import Facts, Rounding, Rule, Types
 from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, numbered, sizes_of, tensor_arguments
 from autoshard.passes.rules.notation import Groups, rule
 
 aten = torch.ops.aten
 
-UNARY = """
-    abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp
-    exp2 expm1 fix floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf
-    isreal leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish mvlgamma nan_to_num polygamma
-    rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
-    special_entr special_erfcx special_expit special_i0e special_i1 special_i1e special_log_ndtr special_ndtr
-    special_ndtri sqrt square tan tanh threshold trunc
-    special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_modified_bessel_i0
-    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_spherical_bessel_j0
-    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_polygamma
-    clamp clamp_min clamp_max clip pow float_power zero
-""".split()
+UNARY = {
+    "": """
+        bitwise_not ceil deg2rad fix floor frac isfinite isinf isnan isneginf isposinf isreal logical_not rad2deg round
+        sign signbit special_ndtr trunc zero
+        special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+        special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
+        special_spherical_bessel_j0 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    """,
+    "self": """
+        abs acos acosh angle asin asinh atan atanh celu cos cosh digamma elu erf erfc erfinv gelu hardshrink
+        hardsigmoid hardswish hardtanh i0 leaky_relu lgamma log log10 log1p log2 logit mish mvlgamma nan_to_num
+        log_sigmoid polygamma relu6 selu silu sin sinc sinh softplus softshrink special_entr special_polygamma square threshold
+    """,
+    "result": """
+        exp exp2 expm1 reciprocal relu rsqrt sigmoid special_expit special_ndtri sqrt tan tanh
+    """,
+    "self result": """
+        sgn special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
+    """,
+}
+"""elementwise functions, by what autograd keeps of them"""
 
-BINARY = """
-    rsub subtract multiply divide true_divide floor_divide fmod remainder maximum minimum fmax fmin atan2 arctan2 hypot
-    logaddexp logaddexp2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift __and__ __or__
-    __xor__ __lshift__ __rshift__ logical_and logical_or logical_xor eq ne lt le gt ge greater greater_equal less
-    less_equal not_equal nextafter copysign heaviside ldexp xlogy special_xlog1py special_zeta igamma igammac isclose
-    gcd lcm polar special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
-    special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
-    special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
-    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
-    special_shifted_chebyshev_polynomial_w
-""".split()
+BINARY = {
+    "": """
+        rsub subtract floor_divide heaviside bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
+        __and__ __or__ __xor__ __lshift__ __rshift__ logical_and logical_or logical_xor eq ne lt le gt ge greater
+        greater_equal less less_equal not_equal isclose gcd lcm
+        special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+        special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
+        special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
+        special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
+        special_shifted_chebyshev_polynomial_w
+    """,
+    "self other": """
+        maximum minimum fmax fmin atan2 arctan2 logaddexp logaddexp2 xlogy special_xlog1py
+    """,
+    "self min max": "clamp clamp_min clamp_max clip",
+    "self: other; other: self": "multiply",
+    "self: other; other: self other": "divide true_divide",
+    "other: self other": "fmod remainder special_zeta igamma igammac",
+    "self: self other": "nextafter",
+    "result; self: self; other: other": "hypot",
+    "result; self: self": "copysign",
+    "result; self: other": "ldexp",
+    "result": "polar",
+    "self exponent result": "pow float_power",
+}
 
-TERNARY = ["addcmul", "addcdiv", "lerp", "where", "masked_fill"]
+TERNARY = {
+    "tensor1: tensor2; tensor2: tensor1": "addcmul",
+    "tensor2; tensor2: tensor1": "addcdiv",
+    "weight; weight: self end": "lerp",
+    "condition": "where",
+    "mask": "masked_fill",
+}
+
+OTHER = {
+    "self: other; other: self": "mul",
+    "self: other; other: self other": "div",
+    "real: real; imag: imag": "complex",
+    "self result1": "log_sigmoid_forward",
+    "self weight": "prelu",
+    "result1": "frexp",
+    "self other": "max min",
+}
+
+NAMED = {n: saves for table in (UNARY, BINARY, TERNARY) for saves, names in table.items() for n in names.split()}
+SAVES = {
+    **NAMED,
+    **{n: saves for saves, names in OTHER.items() for n in names.split()},
+    "pow.Tensor_Scalar": "self",
+    "float_power.Tensor_Scalar": "self",
+    "remainder.Scalar_Tensor": "",
+}
+"""by the op's name; sums and copies, which are not here, keep nothing"""
+
+EXACT = frozenset("_to_copy to type_as clone contiguous add sub mul div neg abs sqrt rsqrt where masked_fill".split())
+"""rounded correctly, or not at all. Kernels of exp, sin or sigmoid round otherwise in a vector than at its end"""
+_POWERS = (1, 2, 3)
+"""exponents that are products, and in the derivative too"""
+
+
+def _power(node: Node) -> Rounding:
+    return "exact" if len(node.inputs) == 1 and node.args[-1] in _POWERS else ""
+
+
+def _like_operand(node: Node, types: Types) -> tuple[TensorType, ...]:
+    return (replace(types[node.inputs[0]], grad=False),)
+
+
+def facts(op: torch._ops.OpOverload) -> Facts:
+    """The facts of an elementwise op."""
+    name = op._opname
+    saves = SAVES.get(str(op).removeprefix("aten."), SAVES.get(name, ""))
+    rounding: Any = _power if name == "pow" else "exact" if name in EXACT else ""
+    inside = _like_operand if name in ("log_sigmoid", "special_ndtr") else None
+    return Facts(saves, inside, view=False if name in ("contiguous", "to") else None, rounding=rounding)
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:
@@ -58,7 +131,7 @@ def _takes_tensors(op: torch._ops.OpOverload) -> bool:
 def elementwise(op: torch._ops.OpOverload, linear: Groups | Callable[[Node, Graph], Groups] = ()) -> Rule:
     """The rule of an op that broadcasts its operands and works element by element."""
     operands = ", ".join(["..."] * len(tensor_arguments(op)))
-    return rule(op, f"{operands} -> {', '.join(['...'] * len(op._schema.returns))}", linear=linear)
+    return rule(op, f"{operands} -> {', '.join(['...'] * len(op._schema.returns))}", linear=linear, facts=facts(op))
 
 
 def _quotient(node: Node, graph: Graph) -> Groups:
@@ -135,12 +208,15 @@ def _prelu(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 
 
 RULES: tuple[Rule, ...] = (
-    *(Rule(op, _cast_like, notation="..., (dtype of) -> ...") for op in (aten.type_as.default, aten.to.other)),
+    *(
+        Rule(op, _cast_like, notation="..., (dtype of) -> ...", facts=facts(op))
+        for op in (aten.type_as.default, aten.to.other)
+    ),
     *(elementwise(op, linear) for op, linear in LINEAR.items()),
-    *(elementwise(op) for n in UNARY + BINARY + TERNARY for op in _overloads(n) if op not in LINEAR),
+    *(elementwise(op) for n in NAMED for op in _overloads(n) if op not in LINEAR),
     *(elementwise(op) for op in _OTHER),
-    Rule(aten.prelu.default, _prelu, notation="b c ..., c -> b c ..."),
-    rule(aten.view_as_real.default, "... -> ... _", linear=FIRST),
-    rule(aten.view_as_complex.default, "... _ -> ...", linear=FIRST),
-    rule(aten.frexp.Tensor, "... -> ..., ..."),
+    Rule(aten.prelu.default, _prelu, notation="b c ..., c -> b c ...", facts=facts(aten.prelu.default)),
+    rule(aten.view_as_real.default, "... -> ... _", linear=FIRST, facts=facts(aten.view_as_real.default)),
+    rule(aten.view_as_complex.default, "... _ -> ...", linear=FIRST, facts=facts(aten.view_as_complex.default)),
+    rule(aten.frexp.Tensor, "... -> ..., ...", facts=facts(aten.frexp.Tensor)),
 )

@@ -12,7 +12,7 @@ import torch
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, Local
-from autoshard.passes.rules.base import CollectivesOf, LocalFormOf, Rule, Site
+from autoshard.passes.rules.base import CollectivesOf, Facts, LocalFormOf, Rule, Site, Types, indices
 from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, output_shapes
 from autoshard.passes.rules.named import ops, spell, unchanged
 from autoshard.passes.rules.windows import Sliding, cropped, cut, halo_collectives, haloed
@@ -202,10 +202,12 @@ NEAREST = (
     "upsample_nearest2d.default upsample_nearest3d.default _upsample_nearest_exact1d.vec "
     "_upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec"
 )
-WHOLE = (
+SMOOTH = (
     "upsample_linear1d.vec upsample_bilinear2d.vec upsample_trilinear3d.vec upsample_bicubic2d.vec "
     "upsample_linear1d.default upsample_bilinear2d.default upsample_trilinear3d.default upsample_bicubic2d.default "
-    "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec "
+    "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"
+)
+PADDED = (
     "reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default "
     "replication_pad1d.default replication_pad2d.default replication_pad3d.default"
 )
@@ -215,18 +217,33 @@ def _rules(
     names: str,
     slidings: SlidingsOf,
     linear: bool,
+    facts: Facts,
     local: LocalFormOf | None = None,
     collectives: CollectivesOf | None = None,
 ) -> tuple[Rule, ...]:
     notation = "n c _ -> n c _" if slidings is _none else "n c ... -> n c ..."
-    return tuple(Rule(op, _along(slidings, linear), local, None, notation, collectives) for op in ops(names))
+    return tuple(
+        Rule(op, _along(slidings, linear), local, None, notation, collectives, facts=facts) for op in ops(names)
+    )
 
+
+def _saves(node: Node, types: Types) -> str:
+    """Of a mean over all positions nothing."""
+    named = node.op not in (aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
+    return "" if named and all(n == 1 for n in argument(node, "output_size")) else "self"
+
+
+MAXIMA = Facts("self result1", indices)
+AVERAGES = Facts(saves="self")
+MEANS = Facts(saves=_saves)
+COPIES = Facts(saves="")
 
 RULES: tuple[Rule, ...] = (
-    *_rules(MAX_POOLS, _windows, False, _local_max, _window_collectives),
-    *_rules(AVERAGE_POOLS, _windows, True, _local_average, _window_collectives),
-    *_rules(ADAPTIVE_MAX, _divisions, False, _local_adaptive, _division_collectives),
-    *_rules(ADAPTIVE_AVERAGE, _divisions, True, _local_adaptive, _division_collectives),
-    *_rules(NEAREST, _repeats, True, _local_repeated, _repeat_collectives),
-    *_rules(WHOLE, _none, True),
+    *_rules(MAX_POOLS, _windows, False, MAXIMA, _local_max, _window_collectives),
+    *_rules(AVERAGE_POOLS, _windows, True, AVERAGES, _local_average, _window_collectives),
+    *_rules(ADAPTIVE_MAX, _divisions, False, MAXIMA, _local_adaptive, _division_collectives),
+    *_rules(ADAPTIVE_AVERAGE, _divisions, True, MEANS, _local_adaptive, _division_collectives),
+    *_rules(NEAREST, _repeats, True, COPIES, _local_repeated, _repeat_collectives),
+    *_rules(SMOOTH, _none, True, COPIES),
+    *_rules(PADDED, _none, True, AVERAGES),
 )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autoshard.layout import P, R, Shard
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call
-from autoshard.passes.rules.base import Rule, Site
+from autoshard.passes.rules.base import Facts, Rule, Site, Types
 from autoshard.passes.rules.factors import Factors, argument, input_shapes, numbered, output_shapes, sizes_of, whole
 from autoshard.passes.rules.named import ops, spell, unchanged
 
@@ -122,11 +124,46 @@ OF_VALUES = (
     "poisson.default binomial.default"
 )
 
+
+def _drops(given: Mapping[str, Any]) -> bool:
+    """Whether dropout draws: nothing or all is dropped without."""
+    return bool(given["train"]) and given["p"] not in (0, 1)
+
+
+def _noise(node: Node, types: Types) -> tuple[TensorType, ...]:
+    """What dropout multiplies with."""
+    return (replace(types[node.inputs[0]], grad=False),) if argument(node, "train") and argument(node, "p") else ()
+
+
+def _mask(node: Node, types: Types) -> tuple[TensorType, ...]:
+    return () if 1 in node.output_slots else (replace(types[node.inputs[0]], dtype=torch.bool, grad=False),)
+
+
+DRAWN = Facts(saves="")
+
 RULES: tuple[Rule, ...] = (
-    Rule(aten.dropout.default, _dropout, _local_dropout, notation="... -> ..."),
-    Rule(aten.native_dropout.default, _native_dropout, _local_native_dropout, notation="... -> ..., ..."),
-    *(Rule(op, _like, _local_like, notation="... -> ...") for op in ops(LIKE)),
-    *(Rule(op, _sized, _local_draw, notation="-> any dim") for op in ops(SIZED)),
-    *(Rule(op, _of_values, _local_draw, notation="whole") for op in ops(OF_VALUES)),
-    Rule(aten.rrelu_with_noise_functional.default, _rrelu, _local_rrelu, notation="whole"),
+    Rule(
+        aten.dropout.default,
+        _dropout,
+        _local_dropout,
+        notation="... -> ...",
+        facts=Facts("", _noise, draws=_drops),
+    ),
+    Rule(
+        aten.native_dropout.default,
+        _native_dropout,
+        _local_native_dropout,
+        notation="... -> ..., ...",
+        facts=Facts("result1", _mask, draws=lambda given: given["train"] is not False),
+    ),
+    *(Rule(op, _like, _local_like, notation="... -> ...", facts=DRAWN) for op in ops(LIKE)),
+    *(Rule(op, _sized, _local_draw, notation="-> any dim", facts=DRAWN) for op in ops(SIZED)),
+    *(Rule(op, _of_values, _local_draw, notation="whole", facts=DRAWN) for op in ops(OF_VALUES)),
+    Rule(
+        aten.rrelu_with_noise_functional.default,
+        _rrelu,
+        _local_rrelu,
+        notation="whole",
+        facts=Facts("self noise", draws=lambda given: bool(given["training"])),
+    ),
 )

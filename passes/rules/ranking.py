@@ -12,7 +12,7 @@ from autoshard.layout import I
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal
-from autoshard.passes.rules.base import Rule, Site
+from autoshard.passes.rules.base import Facts, Rule, Site, indices
 from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, numbered, positive, sizes_of
 from autoshard.passes.rules.named import gathered, local_shape, ops, spell, unchanged
 
@@ -109,22 +109,28 @@ def _collectives(site: Site) -> tuple[Internal, ...]:
 
 _NOTE = "... -> ..., dim whole"
 
+EXACT = Facts("result1", indices, rounding="exact")
+PICKED = Facts("result1", indices)
+PLACES = Facts(saves="")
+
 RULES: tuple[Rule, ...] = (
-    Rule(aten.topk.default, _along(True), _local_topk, None, _NOTE, _collectives, sized=False),
+    Rule(aten.topk.default, _along(True), _local_topk, None, _NOTE, _collectives, sized=False, facts=EXACT),
     *(
-        Rule(op, _along(True), _local_extreme(name), None, _NOTE, _collectives, sized=False)
-        for name, op in (
-            ("max_dim", aten.max.dim),
-            ("min_dim", aten.min.dim),
-            ("argmax", aten.argmax.default),
-            ("argmin", aten.argmin.default),
+        Rule(op, _along(True), _local_extreme(name), None, _NOTE, _collectives, sized=False, facts=facts)
+        for name, op, facts in (
+            ("max_dim", aten.max.dim, PICKED),
+            ("min_dim", aten.min.dim, PICKED),
+            ("argmax", aten.argmax.default, PLACES),
+            ("argmin", aten.argmin.default, PLACES),
         )
     ),
     *(
-        Rule(op, _along(False), notation="dim whole")
-        for op in ops(
-            "sort.default sort.stable argsort.default argsort.stable kthvalue.default mode.default "
-            "median.dim nanmedian.dim"
+        Rule(op, _along(False), notation="dim whole", facts=facts)
+        for names, facts in (
+            ("sort.default sort.stable", EXACT),
+            ("kthvalue.default mode.default median.dim nanmedian.dim", PICKED),
+            ("argsort.default argsort.stable", PLACES),
         )
+        for op in ops(names)
     ),
 )

@@ -13,7 +13,7 @@ from autoshard.layout import I, P, Partial, Placement
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal
-from autoshard.passes.rules.base import CollectivesOf, LocalFormOf, Rule, Site, StrategiesOf
+from autoshard.passes.rules.base import UNKNOWN, CollectivesOf, Facts, LocalFormOf, Rule, Site, StrategiesOf, each_other
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -252,19 +252,20 @@ class _Form:
     strategies: StrategiesOf
     local: LocalFormOf
     collectives: CollectivesOf
+    saves: str = "self result"
 
 
 _FORMS = (
     _Form("amax.default max.default", _extreme("max"), _local_extreme("amax"), _free_extreme_collectives),
     _Form("amin.default min.default", _extreme("min"), _local_extreme("amin"), _free_extreme_collectives),
-    _Form("aminmax.default", _filled, _local("aminmax"), _both_extremes_collectives),
-    _Form("any.default any.dim any.dims", _combined, _local("any"), _gathers("results")),
-    _Form("all.default all.dim all.dims", _combined, _local("all"), _gathers("results")),
+    _Form("aminmax.default", _filled, _local("aminmax"), _both_extremes_collectives, "self result result1"),
+    _Form("any.default any.dim any.dims", _combined, _local("any"), _gathers("results"), ""),
+    _Form("all.default all.dim all.dims", _combined, _local("all"), _gathers("results"), ""),
     _Form("prod.default prod.dim_int", _combined, _local("prod", _cast), _gathers("products")),
     _Form("logsumexp.default", _combined, _local("logsumexp", _cast), _logsumexp_collectives),
     *(
-        _Form(f"{n}.default {n}.dim {n}.correction", _moments, _local(n, _with_count), _moments_collectives)
-        for n in ("var", "std", "var_mean", "std_mean")
+        _Form(f"{n}.default {n}.dim {n}.correction", _moments, _local(n, _with_count), _moments_collectives, saves)
+        for n, saves in (("var", "self"), ("std", "self result"), ("var_mean", "self"), ("std_mean", "self result"))
     ),
     _Form(
         "linalg_vector_norm.default norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype "
@@ -276,31 +277,42 @@ _FORMS = (
 )
 
 
-def _table(names: str, strategies: StrategiesOf, note: str) -> list[Rule]:
+def _table(names: str, strategies: StrategiesOf, note: str, facts: Facts) -> list[Rule]:
     """Rules of all functional overloads ``packet.overload`` in ``names``."""
     rules = []
     for name in names.split():
         packet, overload = name.split(".")
-        rules.append(Rule(getattr(getattr(aten, packet), overload), strategies, _LOCAL.get(name), notation=note))
+        rules.append(
+            Rule(getattr(getattr(aten, packet), overload), strategies, _LOCAL.get(name), notation=note, facts=facts)
+        )
     return rules
 
 
 _LOCAL: Mapping[str, LocalFormOf] = {"mean.default": _mean_local, "mean.dim": _mean_local}
 
+SUM = Facts(saves="", rounding="sum")
+BOTH = Facts(saves="self result")
+
 RULES: tuple[Rule, ...] = (
-    *_table("sum.default sum.dim_IntList mean.default mean.dim", _sum, "reduced dims dropped, summed"),
-    *_table("nansum.default", _nansum, "reduced dims dropped"),
-    *_table("count_nonzero.dim_IntList count_nonzero.default", _nansum, "reduced dims dropped"),
+    *_table("sum.default sum.dim_IntList mean.default mean.dim", _sum, "reduced dims dropped, summed", SUM),
+    *_table("nansum.default", _nansum, "reduced dims dropped", Facts(saves="self")),
+    *_table("count_nonzero.dim_IntList count_nonzero.default", _nansum, "reduced dims dropped", Facts(saves="")),
     *(
-        Rule(op, form.strategies, form.local, None, "reduced dims dropped, combined", form.collectives, sized=False)
+        Rule(
+            op,
+            form.strategies,
+            form.local,
+            None,
+            "reduced dims dropped, combined",
+            form.collectives,
+            sized=False,
+            facts=Facts(form.saves),
+        )
         for form in _FORMS
         for op in ops(form.names)
     ),
-    *_table(
-        "median.default nanmedian.default nanmean.default linalg_norm.default quantile.scalar nanquantile.scalar",
-        _whole,
-        "reduced dims whole",
-    ),
-    *_table("cosine_similarity.default", _paired, "dim whole"),
-    *_table("linalg_cross.default", _paired, "dim whole"),
+    *_table("median.default nanmedian.default linalg_norm.default", _whole, "reduced dims whole", BOTH),
+    *_table("nanmean.default quantile.scalar nanquantile.scalar", _whole, "reduced dims whole", UNKNOWN),
+    *_table("cosine_similarity.default", _paired, "dim whole", UNKNOWN),
+    *_table("linalg_cross.default", _paired, "dim whole", Facts(each_other("self", "other"))),
 )

@@ -11,7 +11,7 @@ import torch
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal
-from autoshard.passes.rules.base import Rule, Site
+from autoshard.passes.rules.base import Facts, Rule, Site, indices
 from autoshard.passes.rules.factors import Factors, argument, numbered, positive, sizes_of
 from autoshard.passes.rules.named import gathered, local_shape, spell, unchanged, wide_bytes
 
@@ -68,7 +68,17 @@ def _collectives(positions: bool) -> Callable[[Site], tuple[Internal, ...]]:
 
 def _rule(op: torch._ops.OpOverload, linear: bool = False, positions: bool = False) -> Rule:
     name = op._schema.name.removeprefix("aten::")
-    return Rule(op, _scan(linear), _local(name, positions), None, "... -> ...", _collectives(positions), sized=False)
+    saves = "" if linear else "self result1" if positions else "self result"
+    return Rule(
+        op,
+        _scan(linear),
+        _local(name, positions),
+        None,
+        "... -> ...",
+        _collectives(positions),
+        sized=False,
+        facts=Facts(saves, indices if positions else None),
+    )
 
 
 RULES: tuple[Rule, ...] = (

@@ -11,7 +11,7 @@ from autoshard.layout import Layout
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.sizes import gcd
-from autoshard.passes.rules.base import LocalFormOf, Rule, Site
+from autoshard.passes.rules.base import Facts, LocalFormOf, Rule, Site, stating
 from autoshard.passes.rules.factors import (
     Factors,
     FactorsOf,
@@ -203,43 +203,54 @@ def _repeat_interleave_local(site: Site) -> Call:
 VIEW = "leading factors of equal products"
 _RESHAPES: dict[str, Any] = {
     "view.default": aten.view.default,
-    "_unsafe_view.default": aten._unsafe_view.default,
     "reshape.default": aten.reshape.default,
     "view_as.default": aten.view.default,
     "reshape_as.default": aten.reshape.default,
     "view_copy.default": aten.view_copy.default,
 }
 
+NOTHING = Facts(saves="")
+VIEWED = Facts(saves="", view=True)
+
 RULES: tuple[Rule, ...] = (
-    *(r for name, op in _RESHAPES.items() for r in by_factors(name, _view, _sized(op), VIEW)),
-    *by_factors("flatten.using_ints ravel.default unsqueeze.default unsqueeze_copy.default", _view, None, VIEW),
-    *by_factors("view.dtype", _view_dtype, None, "elements"),
-    *by_factors("unflatten.int", _view, _unflatten, VIEW),
-    *by_factors(
-        "squeeze.default squeeze.dim squeeze.dims squeeze_copy.default squeeze_copy.dim squeeze_copy.dims",
-        _view,
-        _squeeze,
-        VIEW,
+    *by_factors("_unsafe_view.default", _view, _sized(aten._unsafe_view.default), VIEW, facts=VIEWED),
+    *stating(
+        NOTHING,
+        (
+            *(r for name, op in _RESHAPES.items() for r in by_factors(name, _view, _sized(op), VIEW)),
+            *by_factors("flatten.using_ints ravel.default unsqueeze.default unsqueeze_copy.default", _view, None, VIEW),
+            *by_factors("view.dtype", _view_dtype, None, "elements"),
+            *by_factors("unflatten.int", _view, _unflatten, VIEW),
+            *by_factors(
+                "squeeze.default squeeze.dim squeeze.dims squeeze_copy.default squeeze_copy.dim squeeze_copy.dims",
+                _view,
+                _squeeze,
+                VIEW,
+            ),
+            *by_factors(
+                "expand.default expand_copy.default expand_as.default broadcast_to.default",
+                _expand,
+                _expand_local,
+                "new dims are factors",
+            ),
+            *by_factors("repeat.default tile.default", _repeat, _repeat_local, "dims repeated once"),
+            *by_factors("repeat_interleave.self_int", _repeat_interleave, _repeat_interleave_local, "dims, evenly"),
+            *by_factors(
+                "transpose.int transpose_copy.int swapdims.default",
+                _permuted(_swap("dim0", "dim1")),
+                None,
+                "a permutation",
+            ),
+            *by_factors("swapaxes.default", _permuted(_swap("axis0", "axis1")), None, "a permutation"),
+            *by_factors("t.default t_copy.default numpy_T.default", _permuted(_reverse(None)), None, "a permutation"),
+            *by_factors("mT.default", _permuted(_reverse(2)), None, "a permutation"),
+            *by_factors(
+                "permute.default permute_copy.default",
+                _permuted(lambda n, r: [positive(d, r) for d in argument(n, "dims")]),
+                None,
+                "…",
+            ),
+            *by_factors("movedim.int movedim.intlist", _permuted(_move), None, "a permutation"),
+        ),
     ),
-    *by_factors(
-        "expand.default expand_copy.default expand_as.default broadcast_to.default",
-        _expand,
-        _expand_local,
-        "new dims are factors",
-    ),
-    *by_factors("repeat.default tile.default", _repeat, _repeat_local, "dims repeated once"),
-    *by_factors("repeat_interleave.self_int", _repeat_interleave, _repeat_interleave_local, "dims, evenly"),
-    *by_factors(
-        "transpose.int transpose_copy.int swapdims.default", _permuted(_swap("dim0", "dim1")), None, "a permutation"
-    ),
-    *by_factors("swapaxes.default", _permuted(_swap("axis0", "axis1")), None, "a permutation"),
-    *by_factors("t.default t_copy.default numpy_T.default", _permuted(_reverse(None)), None, "a permutation"),
-    *by_factors("mT.default", _permuted(_reverse(2)), None, "a permutation"),
-    *by_factors(
-        "permute.default permute_copy.default",
-        _permuted(lambda n, r: [positive(d, r) for d in argument(n, "dims")]),
-        None,
-        "…",
-    ),
-    *by_factors("movedim.int movedim.intlist", _permuted(_move), None, "a permutation"),
 )

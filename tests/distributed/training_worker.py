@@ -5,6 +5,7 @@ Started by test_training_gloo.py with the arguments: rank, ranks, rendezvous fil
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import functools
@@ -13,7 +14,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,23 @@ def outputs_next_to_a_loss_keep_their_layout() -> None:
     assert_close({"logits": found.logits.full_tensor()}, {"logits": expected.logits}, "output")
 
 
+@contextlib.contextmanager
+def broadcasts() -> Iterator[list[Any]]:
+    """The tensors that are broadcast inside."""
+    right, sent = dist.broadcast, list[Any]()
+    dist.broadcast = lambda x, *args, **kwargs: (sent.append(x), right(x, *args, **kwargs))[1]
+    try:
+        yield sent
+    finally:
+        dist.broadcast = right
+
+
 def inference_returns_full_tensors() -> None:
     model, args, _ = case("llama")
     sharded = autoshard.compile(copy.deepcopy(model), mesh(), args, training=False)
-    with torch.no_grad():
+    with torch.no_grad(), broadcasts() as sent:
         found = sharded(*args).logits
+        assert not sent, "attention without dropout draws nothing, so there is nothing to agree on"
         assert type(found) is torch.Tensor
         assert_close({"logits": found}, {"logits": model(*args).logits}, "output")
 
@@ -345,7 +358,9 @@ def one_program_for_all_lengths() -> None:
         torch.manual_seed(step)
         expected = model(*args, **kwargs)
         seed(step)
-        found = sharded(*args, **kwargs)
+        with broadcasts() as sent:
+            found = sharded(*args, **kwargs)
+        assert len(sent) == 1, "dropout: the generators agree once in a forward"
         expected.loss.backward()
         found.loss.backward()
         outputs = {"loss": found.loss, "logits": found.logits.full_tensor()}

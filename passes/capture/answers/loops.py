@@ -267,7 +267,7 @@ def check_draws(program: torch.export.ExportedProgram) -> None:
     """Refuse draws of fixed size in a loop of unknown length: where the body is not run, eager draws nothing."""
     for node in program.graph.nodes:
         shape = getattr(node.meta.get("val"), "shape", ())
-        if node.meta.get(LOOP) and is_random(node.target) and all(isinstance(n, int) for n in shape):
+        if node.meta.get(LOOP) and is_random(node) and all(isinstance(n, int) for n in shape):
             raise CaptureError(
                 "random numbers are drawn in a loop over a tensor of unknown length. Draw them before it."
             )

@@ -122,7 +122,7 @@ def live_nodes(graph: fx.Graph) -> list[fx.Node]:
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         op = node.target
-        if node.op == "output" or (has_effect(op) and op not in DROPPED) or any(user in found for user in node.users):
+        if node.op == "output" or (has_effect(node) and op not in DROPPED) or any(user in found for user in node.users):
             found.add(node)
     return [node for node in graph.nodes if node in found]
 
@@ -132,7 +132,7 @@ def remove_dead(graph: Graph) -> Graph:
     needed = {o.name for o in graph.outputs if isinstance(o, Ref)} | set(graph.mutations.values())
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if needed.intersection(node.outputs) or has_effect(node.op):
+        if needed.intersection(node.outputs) or has_effect(node):
             kept.append(node)
             needed.update(node.inputs)
     kept.reverse()

@@ -331,21 +331,19 @@ class _Translation:
     ) -> None:  # fmt: skip
         for output, slot, value in used:
             self.define(output, node, value, grads[slot])
-        self.nodes.append(
-            Node(
-                name=name,
-                op=op,
-                args=args,
-                kwargs=kwargs,
-                outputs=tuple(output for output, _, _ in used),
-                output_slots=tuple(slot for _, slot, _ in used),
-                fqn=fqn(node),
-                module_types=module_types(node),
-                frames=frames(node),
-                origin=origin(node),
-                order=operand_order(node) if is_random(op) else (),
-            )
+        made = Node(
+            name=name,
+            op=op,
+            args=args,
+            kwargs=kwargs,
+            outputs=tuple(output for output, _, _ in used),
+            output_slots=tuple(slot for _, slot, _ in used),
+            fqn=fqn(node),
+            module_types=module_types(node),
+            frames=frames(node),
+            origin=origin(node),
         )
+        self.nodes.append(replace(made, order=operand_order(node)) if is_random(made) else made)
 
     def results(self, node: fx.Node, value: Any) -> list[tuple[str, int, Any]]:
         """(value name, position in the op's result, fake value) of the results that are used."""
