@@ -232,14 +232,14 @@ def sharded(model: nn.Module, x: torch.Tensor) -> Any:
 
 def test_the_first_difference_is_looked_for_in_the_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = mlp(), torch.randn(256, 8).double()
-    module = sharded(model, x)
-    program = module.specialise((x,), {}).compiled.program
+    made = sharded(model, x)
+    program = made.specialise((x,), {}).compiled.program
     calls = [s.call.fn for s in program.statements]
     assert {"gather_parameters", "enter_parameters"} <= set(calls)
-    assert all(f"runtime.{fn}(" in module.source for fn in calls if isinstance(fn, str))
-    assert first_divergence(model, module, (x,), {}, 1e-9) is None
+    assert all(f"runtime.{fn}(" in made.source for fn in calls if isinstance(fn, str))
+    assert first_divergence(model, made, (x,), {}, 1e-9) is None
     gather = runtime.gather_parameters
     monkeypatch.setattr(runtime, "gather_parameters", lambda *a, **k: tuple(2 * t for t in gather(*a, **k)))
-    found = first_divergence(model, module, (x,), {}, 1e-9)
+    found = first_divergence(model, made, (x,), {}, 1e-9)
     assert found is not None
     assert found.startswith("aten.linear.default in 0 at")
