@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from harness import assert_equal_training, double, ideal
+from harness import assert_equal_training, captured_once, double, ideal
 from sample_makers import f
 from torch import nn
 
@@ -35,10 +36,22 @@ RECURRENT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.fixture(scope="module")
+def captures() -> Iterator[None]:
+    with captured_once():
+        yield
+
+
+@functools.cache
+def recurrent(name: str) -> nn.Module:
+    return First(RECURRENT[name]())
+
+
+@pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}], ids=str)
+@pytest.mark.parametrize("name", RECURRENT)
 def test_dropout_between_recurrent_layers(name: str, axes: dict[str, int]) -> None:
-    assert_equal_training(First(RECURRENT[name]()), axes, (f(3, 4, 4),))
+    assert_equal_training(recurrent(name), axes, (f(3, 4, 4),))
 
 
 def test_of_one_sequence_without_a_batch() -> None:
