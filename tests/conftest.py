@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 import torch._dynamo
+from harness import Captures, captured_once
 from torch.utils import _pytree as pytree
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -57,6 +58,13 @@ def _deterministic() -> Iterator[None]:
 def float64() -> None:
     """Models and tensors made in the test are float64; the autouse fixture puts the dtype back."""
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture(scope="module")
+def captures() -> Iterator[Captures]:
+    """The tests of a module that compile one model, the same object, for several meshes capture it once."""
+    with captured_once() as found:
+        yield found
 
 
 @pytest.fixture

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from harness import MESHES, assert_equal_training, captured_once
+from harness import MESHES, assert_equal_training
 
 import autoshard.models
 from autoshard.errors import AutoshardError
+
+pytestmark = pytest.mark.usefixtures("captures")
 
 REFERENCE = ("mlp", "gpt", "llama", "moe", "dlrm", "vit")
 Case = tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]
 """a model, its arguments and keyword arguments"""
 SLOW_MESHES = {"dp2tp2sp2"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _captured_once() -> Iterator[None]:
-    with captured_once():
-        yield
 
 
 def cases(names: tuple[str, ...]) -> list[object]:

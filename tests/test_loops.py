@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import MESHES, assert_equal_training, captured_once, ideal
+from harness import MESHES, assert_equal_training, ideal
 from torch import Tensor, nn
 
 import autoshard
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.answers import loops
+
+pytestmark = pytest.mark.usefixtures("captures")
 
 WIDTH, TOKENS, EXPERTS = 8, 12, 4
 
@@ -120,12 +122,6 @@ class Listed(Routed):
 
 
 MODELS = (Tensors, Unguarded, Numbers, Names, Listed)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _captured_once() -> Iterator[None]:
-    with captured_once():
-        yield
 
 
 @functools.cache

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from harness import assert_equal_training, captured_once, double, ideal
+from harness import assert_equal_training, double, ideal
 from sample_makers import f
 from torch import nn
 
@@ -34,12 +34,6 @@ RECURRENT: dict[str, Callable[[], nn.Module]] = {
     "rnn": lambda: nn.RNN(4, 5, 2, dropout=0.3, nonlinearity="relu", bidirectional=True),
     "one layer": lambda: nn.GRU(4, 5),
 }
-
-
-@pytest.fixture(scope="module")
-def captures() -> Iterator[None]:
-    with captured_once():
-        yield
 
 
 @functools.cache
@@ -74,14 +68,19 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@functools.cache
+def normed(name: str, train: bool) -> nn.Module:
+    make, (*_, width) = NORMS[name]
+    # no bias in front and no plain squares behind: their gradients through a norm are noise, which AdamW magnifies
+    return nn.Sequential(nn.Linear(width, width, bias=False), make(), nn.Softplus()).train(train)
+
+
+@pytest.mark.usefixtures("captures")
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}, {"a": 2, "b": 2}], ids=str)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}, {"a": 2, "b": 2}], ids=str)
 def test_running_statistics(name: str, axes: dict[str, int], train: bool) -> None:
-    make, shape = NORMS[name]
-    # no bias in front and no plain squares behind: their gradients through a norm are noise, which AdamW magnifies
-    model = nn.Sequential(nn.Linear(shape[-1], shape[-1], bias=False), make(), nn.Softplus())
-    assert_equal_training(model.train(train), axes, (f(*shape),))
+    assert_equal_training(normed(name, train), axes, (f(*NORMS[name][1]),))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
