@@ -48,11 +48,16 @@ IN_BOTH = {
 """what runs in the larger world, too, without --run-slow"""
 
 
+SLOW = {"train_hf_llama"}
+"""what only --run-slow runs: train_llama and train_hf_t5 cover the architecture and transformers' outputs"""
+
+
 def cases() -> list[object]:
+    def marks(ranks: int, check: str) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.slow] if check in SLOW or (ranks > 2 and check not in IN_BOTH) else []
+
     return [
-        pytest.param(
-            ranks, check, marks=[pytest.mark.slow] if ranks > 2 and check not in IN_BOTH else [], id=f"{ranks}-{check}"
-        )
+        pytest.param(ranks, check, marks=marks(ranks, check), id=f"{ranks}-{check}")
         for ranks in (2, 4)
         for check in (*TRAINING, *CONTRACT)
     ]
