@@ -1,11 +1,8 @@
-"""A headless Chromium for the tests that look at pages; installed with apt-get where it is missing and may be."""
+"""A headless Chromium for the tests that look at pages; ``.ci/run`` installs it."""
 
 from __future__ import annotations
 
-import functools
-import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,37 +18,14 @@ FLAGS = (
 ).split()
 
 
-@functools.cache
 def programs() -> tuple[str, str]:
-    """(chromium, chromedriver); skips the test with the reason where they cannot be had."""
-    found = _find()
-    if found is None:
-        reason = _install()
-        found = _find()
-        if found is None:
-            pytest.skip(f"no headless Chromium: {reason}")
-    return found
-
-
-def _find() -> tuple[str, str] | None:
+    """(chromium, chromedriver); skips the test where they are not installed."""
     names = ("chromium", "chromium-browser", "google-chrome")
     browser = next(filter(None, map(shutil.which, names)), None)
     driver = shutil.which("chromedriver")
-    return (browser, driver) if browser and driver else None
-
-
-def _install() -> str:
-    """Install Debian's packages; returns why it did not work."""
-    if shutil.which("apt-get") is None or os.geteuid() != 0:
-        return "chromium and chromedriver are not installed, and only root can apt-get install them"
-    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    try:
-        subprocess.run(["apt-get", "update", "-qq"], env=env, capture_output=True, timeout=120)
-        command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium", "chromium-driver"]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-    except subprocess.TimeoutExpired:
-        return "apt-get install chromium chromium-driver took too long"
-    return f"apt-get install chromium chromium-driver failed: {done.stderr.strip()[-300:]}"
+    if not browser or not driver:
+        pytest.skip("no headless Chromium: install chromium and chromedriver (Debian: chromium, chromium-driver)")
+    return browser, driver
 
 
 @contextmanager

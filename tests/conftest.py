@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+import torch._dynamo
+from harness import Captures, captured_once
 from torch.utils import _pytree as pytree
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,6 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Tests run side by side in several processes; more threads each would only get in one another's way.
     torch.set_num_threads(1)
+    # What torch's import has left is never freed: the collector, and captures that look for caches of functions among
+    # its objects, need not walk over it thousands of times. (torch._dynamo is imported by the first export.)
+    gc.collect()
+    gc.freeze()
     # A run of the suite says the same twice; slow runs look for examples that nobody has seen.
     hypothesis.settings.register_profile("same", derandomize=not config.getoption("--run-slow"), deadline=None)
     hypothesis.settings.load_profile("same")
@@ -51,6 +58,13 @@ def _deterministic() -> Iterator[None]:
 def float64() -> None:
     """Models and tensors made in the test are float64; the autouse fixture puts the dtype back."""
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture(scope="module")
+def captures() -> Iterator[Captures]:
+    """The tests of a module that compile one model, the same object, for several meshes capture it once."""
+    with captured_once() as found:
+        yield found
 
 
 @pytest.fixture

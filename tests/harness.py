@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from torch import nn
 
 import autoshard
 from autoshard.check.coverage import SPLIT_ALL
+from autoshard.module import base
+from autoshard.passes.capture.export import capture
+from autoshard.passes.ir.graph import Graph
 
 MESHES = {
     "tp2": {"tp": 2},
@@ -30,6 +35,34 @@ Signature = tuple[str, tuple[str, ...], str, float]
 def ideal(axes: dict[str, int]) -> autoshard.Mesh:
     """A mesh on which everything that can be split is split."""
     return autoshard.Mesh(axes, SPLIT_ALL)
+
+
+class Captures:
+    """``capture`` that remembers its results, and the models, so that their ids stay theirs.
+
+    ``of``: what tells one model from another.
+    """
+
+    def __init__(self, of: Callable[[nn.Module], object] = id) -> None:
+        self.of = of
+        self.known: dict[Any, tuple[nn.Module, Graph]] = {}
+
+    def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        known = [(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+        key = (self.of(model), str(known), str(spec), str(options))
+        if key not in self.known:
+            self.known[key] = model, capture(model, args, kwargs, **options)
+        return self.known[key][1]
+
+
+@contextlib.contextmanager
+def captured_once() -> Iterator[Captures]:
+    """While inside, a model that is compiled for several meshes is captured once: no mesh matters to a capture."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = Captures()
+        patch.setattr(base, "capture", found)
+        yield found
 
 
 def double(tree: Any) -> Any:

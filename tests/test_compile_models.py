@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from harness import MESHES, assert_equal_training
@@ -9,7 +12,11 @@ from harness import MESHES, assert_equal_training
 import autoshard.models
 from autoshard.errors import AutoshardError
 
+pytestmark = pytest.mark.usefixtures("captures")
+
 REFERENCE = ("mlp", "gpt", "llama", "moe", "dlrm", "vit")
+Case = tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]
+"""a model, its arguments and keyword arguments"""
 SLOW_MESHES = {"dp2tp2sp2"}
 
 
@@ -22,14 +29,21 @@ def cases(names: tuple[str, ...]) -> list[object]:
     ]
 
 
+@functools.cache
+def reference(name: str) -> Case:
+    """The same objects for all meshes; nothing trains the model itself."""
+    torch.manual_seed(0)
+    found = autoshard.models.get(name)
+    args, kwargs = found.inputs(batch=4)
+    return found.model(), tuple(args), dict(kwargs)
+
+
 @pytest.mark.parametrize(("name", "mesh"), cases(REFERENCE))
 def test_reference_models(name: str, mesh: str) -> None:
-    torch.manual_seed(0)
-    reference = autoshard.models.get(name)
-    args, kwargs = reference.inputs(batch=4)
+    model, args, kwargs = reference(name)
     # Sizes divide these meshes for the transformers.
     share = 1.05 if name in ("gpt", "llama", "mlp") else None
-    assert_equal_training(reference.model(), MESHES[mesh], tuple(args), dict(kwargs), share=share)
+    assert_equal_training(model, MESHES[mesh], args, kwargs, share=share)
 
 
 def hugging_face(name: str, vocabulary: int) -> torch.nn.Module:
@@ -68,16 +82,23 @@ def tokens(batch: int, vocabulary: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+@functools.cache
+def transformer(name: str, batch: int, vocabulary: int) -> Case:
+    return hugging_face(name, vocabulary), (), tokens(batch, vocabulary)
+
+
 @pytest.mark.parametrize(("name", "mesh"), cases(("llama", "gpt2", "bert", "t5")))
 def test_transformers(name: str, mesh: str) -> None:
-    assert_equal_training(hugging_face(name, 128), MESHES[mesh], (), tokens(4, 128), share=1.05)
+    model, args, kwargs = transformer(name, 4, 128)
+    assert_equal_training(model, MESHES[mesh], args, kwargs, share=1.05)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
 @pytest.mark.parametrize("mesh", ["tp4", "dp2tp2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
 def test_uneven_sizes(name: str, mesh: str) -> None:
     """Vocabulary 131, batch 3, two key-value heads on four ranks."""
-    report = assert_equal_training(hugging_face(name, 131), MESHES[mesh], (), tokens(3, 131))
+    model, args, kwargs = transformer(name, 3, 131)
+    report = assert_equal_training(model, MESHES[mesh], args, kwargs)
     assert report.plan.cost.flops_per_rank < 0.6 * report.plan.cost.flops
 
 

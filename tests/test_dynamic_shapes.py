@@ -7,7 +7,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,12 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from harness import ideal
+from harness import Captures, captured_once, ideal
 from torch import Tensor, nn
 
 import autoshard
 from autoshard import HintError, Shard, models
-from autoshard.module import base as module
 from autoshard.module.executable import load_source
-from autoshard.passes.capture.export import capture
 
 MESHES: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "tp3": {"tp": 3}}
 EXAMPLE = (4, 16)
@@ -67,20 +65,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Inputs]]] =
 
 
 @pytest.fixture
-def captured_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Several meshes share one capture of a model, which takes most of the time; the list has an entry per capture."""
-    known: dict[Any, Any] = {}
-    count: list[int] = []
-
-    def once(model: nn.Module, args: Any, kwargs: Any, **options: Any) -> Any:
-        key = [tuple(x.shape) for x in pytree.tree_leaves((args, kwargs))]
-        if str(key) not in known:
-            known[str(key)] = capture(model, args, kwargs, **options)
-            count.append(1)
-        return known[str(key)]
-
-    monkeypatch.setattr(module, "capture", once)
-    return count
+def captures() -> Iterator[Captures]:
+    with captured_once() as found:
+        yield found
 
 
 def train(model: nn.Module, inputs: Inputs, seed: int = 5) -> dict[str, Tensor]:
@@ -111,7 +98,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: An
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_program_serves_all_sizes(name: str, captured_once: list[int]) -> None:
+def test_one_program_serves_all_sizes(name: str, captures: Captures) -> None:
     make, inputs = CASES[name]
     model = make().double().eval()
     for mesh, axes in MESHES.items():
@@ -123,7 +110,7 @@ def test_one_program_serves_all_sizes(name: str, captured_once: list[int]) -> No
             given = inputs(batch, seq)
             assert_equal(train(sharded, given), train(model, given), (mesh, batch, seq))
         assert len(sharded.programs) == 1, mesh
-    assert len(captured_once) == 1
+    assert len(captures.known) == 1
 
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -207,7 +194,7 @@ CUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-def test_every_op_on_a_cut_symbolic_dim(captured_once: list[int]) -> None:
+def test_every_op_on_a_cut_symbolic_dim(captures: Captures) -> None:
     """The linear's result lies cut along batch or length, unevenly for most sizes; each op starts from there."""
     model = Many(*OPS.values()).double()
     for axes, cut in CUTS:
@@ -220,7 +207,7 @@ def test_every_op_on_a_cut_symbolic_dim(captured_once: list[int]) -> None:
             given[0][0].grad = None
             assert_equal(train(sharded, given), expected, (axes, cut, batch, seq))
         assert len(sharded.programs) == 1, sharded.programs[0].compiled.symbols
-    assert len(captured_once) == 1
+    assert len(captures.known) == 1
 
 
 # --- the source ---

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,27 +209,3 @@ def test_malformed_meshes() -> None:
     assert text({"tp": 0}) == "mesh axis 'tp' has size 0; a size is an int of at least 1"
     assert text({"t p": 2}) == "mesh axis name 't p' is not an identifier such as 'dp' or 'tp'"
     assert text({"tp": 2}, hardware="h1000").startswith("unknown hardware 'h1000'. Known: a100, h100, ")
-
-
-SCRIPT = """
-import torch, torch.distributed as dist, autoshard
-dist.init_process_group("gloo")
-try:
-    autoshard.compile(torch.nn.Linear(8, 8), {"dp": 2, "tp": 2}, (torch.ones(4, 8),))
-except autoshard.MeshError as error:
-    print(f"rank {dist.get_rank()}: {error}", flush=True)
-dist.destroy_process_group()
-"""
-
-
-def test_mesh_larger_than_the_ranks(tmp_path: Path) -> None:
-    """Two gloo processes, a mesh of four ranks."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    text = (
-        "the mesh (dp=2, tp=2) has 4 ranks, but torch.distributed runs 2. Start 4 processes "
-        "(torchrun --nproc-per-node 4) or use a mesh of 2."
-    )
-    assert sorted(done.stdout.strip().splitlines()) == [f"rank 0: {text}", f"rank 1: {text}"]

@@ -75,7 +75,7 @@ def check(numbers: Sequence[int], shape: tuple[int, ...], axes: dict[str, int], 
     return sharded
 
 
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(programs)
 def test_random_programs(case: tuple[list[int], tuple[int, ...], dict[str, int], int]) -> None:
     check(*case)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_equal_training
+from harness import assert_equal_training, captured_once
 from torch import nn
 
 import autoshard
@@ -140,12 +140,14 @@ class Between(nn.Module):
 ISLANDS = (Rotary, Columns, Readers, Chunks, Pairs, Casts, Traced)
 
 
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("island", ISLANDS, ids=lambda island: island.__name__)
-def test_kinds_of_islands_agree_to_the_last_bit(island: type[nn.Module], axes: dict[str, int]) -> None:
+def test_kinds_of_islands_agree_to_the_last_bit(island: type[nn.Module]) -> None:
     torch.manual_seed(3)
-    report = assert_equal_training(Between(island()), axes, (torch.randn(6, 11, 32),), steps=1)
-    assert report.plan.cost.flops_per_rank < 0.7 * report.plan.cost.flops
+    model, x = Between(island()), torch.randn(6, 11, 32)
+    with captured_once():
+        for axes in ({"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}):
+            report = assert_equal_training(model, axes, (x,), steps=1)
+            assert report.plan.cost.flops_per_rank < 0.7 * report.plan.cost.flops
 
 
 def _other_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -36,10 +37,16 @@ RECURRENT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@functools.cache
+def recurrent(name: str) -> nn.Module:
+    return First(RECURRENT[name]())
+
+
+@pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}], ids=str)
+@pytest.mark.parametrize("name", RECURRENT)
 def test_dropout_between_recurrent_layers(name: str, axes: dict[str, int]) -> None:
-    assert_equal_training(First(RECURRENT[name]()), axes, (f(3, 4, 4),))
+    assert_equal_training(recurrent(name), axes, (f(3, 4, 4),))
 
 
 def test_of_one_sequence_without_a_batch() -> None:
@@ -61,14 +68,19 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@functools.cache
+def normed(name: str, train: bool) -> nn.Module:
+    make, (*_, width) = NORMS[name]
+    # no bias in front and no plain squares behind: their gradients through a norm are noise, which AdamW magnifies
+    return nn.Sequential(nn.Linear(width, width, bias=False), make(), nn.Softplus()).train(train)
+
+
+@pytest.mark.usefixtures("captures")
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}, {"a": 2, "b": 2}], ids=str)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}, {"a": 2, "b": 2}], ids=str)
 def test_running_statistics(name: str, axes: dict[str, int], train: bool) -> None:
-    make, shape = NORMS[name]
-    # no bias in front and no plain squares behind: their gradients through a norm are noise, which AdamW magnifies
-    model = nn.Sequential(nn.Linear(shape[-1], shape[-1], bias=False), make(), nn.Softplus())
-    assert_equal_training(model.train(train), axes, (f(*shape),))
+    assert_equal_training(normed(name, train), axes, (f(*NORMS[name][1]),))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

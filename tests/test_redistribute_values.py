@@ -212,7 +212,7 @@ def test_steps_give_the_exact_shards_and_gradients(case: Case) -> None:
         assert holds(case.src.gradient(), grads, gradient)
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(cases(meshes=[(2, 1, 2, 1, 2, 2)]))
 def test_any_number_of_axes(case: Case) -> None:
     test_steps_give_the_exact_shards_and_gradients.hypothesis.inner_test(case)  # type: ignore[attr-defined]

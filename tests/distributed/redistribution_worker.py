@@ -1,6 +1,6 @@
 """One rank of a gloo world that carries out redistributions of every kind; rank 0 writes what went over the wire.
 
-Started by test_redistribution_gloo.py with the arguments: rank, ranks, rendezvous file, result file.
+Started by test_redistribution_gloo.py, see world.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 import socket
 import stat
 import struct
-import sys
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import world
 
 from autoshard import runtime
 from autoshard.layout import I, Layout, P, Placement, R, Shard
@@ -130,8 +130,7 @@ def idle() -> float:
     return (found[-1] - found[0]) / 5
 
 
-def main() -> None:
-    rank, ranks, rendezvous, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+def in_world(rank: int, ranks: int, rendezvous: str, result: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     mine = {"idle": idle(), "cases": {name: run(case) for name, case in CASES.items()}}
@@ -144,7 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    # Results are written. torch's threads sometimes abort the interpreter's own way out ("terminate called …").
-    sys.stdout.flush()
-    os._exit(0)
+    world.main(in_world)

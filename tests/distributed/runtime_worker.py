@@ -1,13 +1,11 @@
 """One rank of a gloo world that runs every check below; rank 0 writes the outcome of each as JSON.
 
-Started by test_runtime_gloo.py with the arguments: rank, ranks, rendezvous file, result file.
+Started by test_runtime_gloo.py, see world.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import runtime_cases as rc
 import torch
 import torch.distributed as dist
+import world
 from torch.nn import functional as F
 
 from autoshard import runtime
@@ -360,8 +359,7 @@ def check_the_log_is_that_of_the_in_process_mesh() -> None:
 CHECKS = {name.removeprefix("check_"): fn for name, fn in list(globals().items()) if name.startswith("check_")}
 
 
-def main() -> None:
-    rank, ranks, rendezvous, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+def run(rank: int, ranks: int, rendezvous: str, result: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     outcomes: dict[str, str] = {}
@@ -381,7 +379,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    # Results are written. torch's threads sometimes abort the interpreter's own way out ("terminate called …").
-    sys.stdout.flush()
-    os._exit(0)
+    world.main(run)

@@ -7,14 +7,13 @@ gloo's message headers do not count.
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import world
 
 HERE = Path(__file__).parent
 RANKS = 4
@@ -31,26 +30,7 @@ needs_counts = pytest.mark.skipif(not COUNTED, reason="this kernel does not coun
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     """What every rank measured."""
     folder = tmp_path_factory.mktemp("gloo")
-    paths = [str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "redistribution_worker.py")]
-    workers = [
-        subprocess.Popen(
-            [*command, str(r), str(RANKS), str(folder / "rendezvous"), str(folder / "result.json")],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(RANKS)
-    ]
-    try:
-        logs = [worker.communicate(timeout=120)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert not any(worker.returncode for worker in workers), "\n".join(logs)
-    result: list[Outcome] = json.loads((folder / "result.json").read_text())
+    result: list[Outcome] = json.loads(world.start("redistribution_worker.py", RANKS, folder, timeout=240))
     return result
 
 

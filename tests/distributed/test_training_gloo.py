@@ -6,7 +6,6 @@ One world per size runs all checks of training_worker.py, so that torch is impor
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import world
 from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
@@ -48,19 +48,19 @@ IN_BOTH = {
 """what runs in the larger world, too, without --run-slow"""
 
 
+SLOW = {"train_hf_llama"}
+"""what only --run-slow runs: train_llama and train_hf_t5 cover the architecture and transformers' outputs"""
+
+
 def cases() -> list[object]:
+    def marks(ranks: int, check: str) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.slow] if check in SLOW or (ranks > 2 and check not in IN_BOTH) else []
+
     return [
-        pytest.param(
-            ranks, check, marks=[pytest.mark.slow] if ranks > 2 and check not in IN_BOTH else [], id=f"{ranks}-{check}"
-        )
+        pytest.param(ranks, check, marks=marks(ranks, check), id=f"{ranks}-{check}")
         for ranks in (2, 4)
         for check in (*TRAINING, *CONTRACT)
     ]
-
-
-def environment() -> dict[str, str]:
-    paths = [str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -72,33 +72,11 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     def look_up(ranks: int, check: str) -> str:
         if ranks not in known:
             checks = [p["check"] for p in chosen if p["ranks"] == ranks]
-            known[ranks] = run_world(ranks, checks, tmp_path_factory.mktemp("gloo"))
+            folder = tmp_path_factory.mktemp("gloo")
+            known[ranks] = json.loads(world.start("training_worker.py", ranks, folder, ",".join(checks), timeout=270))
         return known[ranks][check]
 
     return look_up
-
-
-def run_world(ranks: int, checks: list[str], folder: Path) -> dict[str, str]:
-    files = [str(folder / "rendezvous"), str(folder / "result.json"), ",".join(checks)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "training_worker.py"), str(r), str(ranks), *files],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(ranks)
-    ]
-    try:
-        logs = [worker.communicate(timeout=270)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert not any(worker.returncode for worker in workers), "\n".join(logs)
-    assert not any("Warning" in log for log in logs), "\n".join(logs)
-    outcomes: dict[str, str] = json.loads((folder / "result.json").read_text())
-    return outcomes
 
 
 @pytest.mark.parametrize(("ranks", "check"), cases())
@@ -110,7 +88,7 @@ def test_training(outcome: Callable[[int, str], str], ranks: int, check: str) ->
 def run(*command: str) -> str:
     """Standard output of a Python command."""
     done = subprocess.run(
-        [sys.executable, *command], env=environment(), capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, *command], env=world.environment(), capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

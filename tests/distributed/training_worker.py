@@ -1,6 +1,6 @@
 """One rank of a gloo world that trains models sharded and unsharded; rank 0 writes the outcome of each check as JSON.
 
-Started by test_training_gloo.py with the arguments: rank, ranks, rendezvous file, result file, checks.
+Started by test_training_gloo.py with the names of the checks, see world.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import datetime
 import functools
 import json
 import math
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from harness import double
+import world
+from harness import Captures, double
 from profiles import assert_as_predicted, names_of
 from test_compile_models import hugging_face, tokens
 from torch import nn
@@ -31,10 +32,11 @@ from torch.distributed.tensor import DTensor
 import autoshard
 import autoshard.models
 from autoshard.errors import MeshError, RuntimeMismatchError
+from autoshard.module import base
 from autoshard.runtime import process_group
 
 TOLERANCE = 1e-9
-FOLDER = Path(sys.argv[3]).parent
+FOLDER = Path(sys.argv[2]).parent
 MESHES: dict[int, dict[str, int]] = {2: {"tp": 2}, 4: {"dp": 2, "tp": 2}}
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -317,10 +319,10 @@ def wrong_mesh_size() -> None:
     model, args, kwargs = case("mlp")
     ranks = dist.get_world_size()
     text = (
-        f"the mesh (tp=3) has 3 ranks, but torch.distributed runs {ranks}. "
-        f"Start 3 processes (torchrun --nproc-per-node 3) or use a mesh of {ranks}."
+        f"the mesh (dp=3, tp=2) has 6 ranks, but torch.distributed runs {ranks}. "
+        f"Start 6 processes (torchrun --nproc-per-node 6) or use a mesh of {ranks}."
     )
-    assert_all_raise(MeshError, text, lambda: autoshard.compile(model, {"tp": 3}, args, kwargs))
+    assert_all_raise(MeshError, text, lambda: autoshard.compile(model, {"dp": 3, "tp": 2}, args, kwargs))
 
 
 def device_mesh() -> None:
@@ -370,14 +372,14 @@ def one_program_for_all_lengths() -> None:
     assert len(sharded.programs) == 1
 
 
-def main() -> None:
-    rank, ranks, rendezvous, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+def run(rank: int, ranks: int, rendezvous: str, result: str) -> None:
     torch.set_num_threads(1)
     # A rank that fails alone leaves the others waiting; they must not wait for the half hour that is the default.
     wait = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=wait)
+    base.capture = Captures(of=type)  # type: ignore[assignment]  # every class of model here has one configuration
     outcomes: dict[str, str] = {}
-    for name in sys.argv[5].split(","):
+    for name in sys.argv[4].split(","):
         try:
             globals()[name]()
             mine = ""
@@ -392,7 +394,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    # Results are written. torch's threads sometimes abort the interpreter's own way out ("terminate called …").
-    sys.stdout.flush()
-    os._exit(0)
+    world.main(run)
