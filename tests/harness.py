@@ -14,8 +14,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import autoshard
+from autoshard import compiler
 from autoshard.check.coverage import SPLIT_ALL
-from autoshard.module import base
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
 
@@ -61,7 +61,7 @@ def captured_once() -> Iterator[Captures]:
     """While inside, a model that is compiled for several meshes is captured once: no mesh matters to a capture."""
     with pytest.MonkeyPatch.context() as patch:
         found = Captures()
-        patch.setattr(base, "capture", found)
+        patch.setattr(compiler, "capture", found)
         yield found
 
 
