@@ -44,16 +44,14 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     training: bool | None = None,
-    mode: bool | None = None,
     dynamic: Dynamic = False,
 ) -> Graph:
     """The functional graph of one call ``model(*args, **kwargs)``.
 
     Shapes are static but for the lengths of inputs that ``dynamic`` names (True: all) and the model does not fix.
 
-    ``training``: whether gradients are wanted (default: ``model.training``). ``mode``: the train or eval mode to
-    capture in (default: as the model's modules are set). Without gradients every type has ``grad=False``.
-    The model is left as it was. Parameters on the meta device need no memory, and examples may lie there too.
+    ``training``: whether gradients are wanted (default: ``model.training``). Without them every type has
+    ``grad=False``. Modules are captured in the train or eval mode that they are in. The model is left as it was. Parameters on the meta device need no memory, and examples may lie there too.
     Raises :class:`CaptureError` where the graph would not compute what the model computes.
     """
     example = (tuple(args), dict(kwargs or {}))
@@ -64,8 +62,6 @@ def capture(
     if dynamic:
         opened(_tensors(model, example), dynamic)  # a wrong request is refused before tracing
     with _untouched(model), _quiet(), torch.enable_grad():
-        if mode is not None and mode != model.training:
-            model.train(mode)
         program, eager_grads, inputs = _export(model, example, training, dynamic)
         graph = translate(program, model, example, training, inputs)
     if training and eager_grads is not None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from harness import double
 from profiles import assert_as_predicted, names_of
+from state_cases import CASES
 from test_compile_models import hugging_face, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -291,12 +292,21 @@ def different_inputs_are_refused() -> None:
     assert_all_raise(RuntimeMismatchError, values, lambda: sharded(*shifted, **kwargs))
     shorter = tuple(x[: 4 - 2 * (dist.get_rank() == 1)] for x in args)
     labels = {n: x[: 4 - 2 * (dist.get_rank() == 1)] for n, x in kwargs.items()}
-    shapes = "the ranks disagree on the shapes and dtypes of the inputs, or the training mode"
+    shapes = "the ranks disagree on the shapes and dtypes of the inputs"
     assert_all_raise(RuntimeMismatchError, shapes, lambda: sharded(*shorter, **labels))
+    state = (
+        "the ranks disagree on the state of the call: whether gradients are recorded, modules in train or eval mode, "
+        "requires_grad and dtypes of parameters, autocast, or torch's defaults"
+    )
     if dist.get_rank() == 1:
         sharded.eval()
-    assert_all_raise(RuntimeMismatchError, shapes, lambda: sharded(*args, **kwargs))
+    assert_all_raise(RuntimeMismatchError, state, lambda: sharded(*args, **kwargs))
     sharded.train()
+    next(iter(sharded.parameters())).requires_grad_(dist.get_rank() == 1)
+    assert_all_raise(RuntimeMismatchError, state, lambda: sharded(*args, **kwargs))
+    sharded.requires_grad_(True)
+    with torch.set_grad_enabled(dist.get_rank() == 1):
+        assert_all_raise(RuntimeMismatchError, state, lambda: sharded(*args, **kwargs))
     sharded(*args, **kwargs)
 
 
@@ -364,7 +374,7 @@ def main() -> None:
     outcomes: dict[str, str] = {}
     for name in sys.argv[5].split(","):
         try:
-            globals()[name]()
+            CASES[name](mesh()) if name in CASES else globals()[name]()
             mine = ""
         except (Exception, pytest.fail.Exception):
             mine = traceback.format_exc()
