@@ -246,8 +246,24 @@ class _Locals(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return tuple(
-            None if g is None else DTensor(g, spec, requires_grad=False)
+        given = [(g, spec) for g, spec in zip(gradients, ctx.specs, strict=True) if g is not None]
+        made = iter(_Globals.apply([spec for _, spec in given], *(g for g, _ in given)))  # type: ignore[no-untyped-call]
+        return tuple(None if g is None else next(made) for g in gradients)
+
+
+class _Globals(torch.autograd.Function):
+    """Local gradients → DTensors, as a node of the graph: where it is recorded (create_graph), it has a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, specs: list[Any], *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.specs = specs
+        ctx.set_materialize_grads(False)
+        return tuple(DTensor(g.detach(), s, requires_grad=False) for g, s in zip(gradients, specs, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *(
+            None if g is None else g.redistribute(spec.mesh, spec.placements).to_local()
             for g, spec in zip(gradients, ctx.specs, strict=True)
         )
 
