@@ -317,7 +317,9 @@ class Smooth(nn.Module):
 def gradients_of_gradients(mesh: autoshard.Mesh) -> None:
     """A penalty on the gradients of inputs and of parameters, in train and in eval mode."""
     x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    for hints in ({}, {"a": "colwise", "b": "rowwise"}, {"x": autoshard.Shard(0)}):
+    rows = {"x": autoshard.Shard(0)}  # parameters enter together; and cut ones are gathered together, and once more
+    cut = {"*.weight": autoshard.Shard(0), **rows}
+    for hints in ({}, {"a": "colwise", "b": "rowwise"}, rows, cut):
         model, sharded = pair(mesh, Smooth, x, hints=hints)
         for train in (True, False):
             for module in (model, sharded):
