@@ -28,6 +28,7 @@ from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_fo
 from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.refusals.checks import check_example, check_model
 from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
+from autoshard.passes.capture.substitutes.autocast import with_kept_casts
 from autoshard.passes.capture.translate.decompose import decompose
 from autoshard.passes.capture.translate.nodes import translate
 from autoshard.passes.capture.translate.regions import detach_no_grad
@@ -63,7 +64,7 @@ def capture(
         opened(_tensors(model, example), dynamic)  # a wrong request is refused before tracing
     with _untouched(model), _quiet(), torch.enable_grad():
         program, eager_grads, inputs = _export(model, example, training, dynamic)
-        graph = translate(program, model, example, training, inputs)
+        graph = with_kept_casts(translate(program, model, example, training, inputs))
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)
     return graph

@@ -27,7 +27,7 @@ from autoshard.passes.capture.answers.known import Known
 from autoshard.passes.capture.answers.loops import LOOP, Learnt, Loops
 from autoshard.passes.capture.caches import caches_stay_clean
 from autoshard.passes.capture.refusals import draws
-from autoshard.passes.capture.substitutes import scripted
+from autoshard.passes.capture.substitutes import autocast, scripted
 from autoshard.passes.capture.substitutes.custom_functions import as_op, inline, is_derivative
 from autoshard.passes.capture.substitutes.mistraced import MISTRACED, PATCHES
 from autoshard.passes.capture.substitutes.packed import PackedSequences
@@ -143,7 +143,7 @@ def watching(training: bool, learnt: Learnt, steered: bool = False) -> Iterator[
             stack.enter_context(_patched(hooks, "__enter__", _refuse_saved_tensors(watch)))
         stack.enter_context(_patched(torch.fx.Graph, "create_node", _mark(torch.fx.Graph.create_node, watch)))
         stack.enter_context(_patched(nn.Module, "_apply", _apply_per_call))
-        for patch in (*PATCHES, *draws.patches(watch.refuse)):
+        for patch in (autocast.PATCH, *PATCHES, *draws.patches(watch.refuse)):
             stack.enter_context(_patched(*patch))
         stack.enter_context(_patched(torch.jit.ScriptFunction, "__call__", scripted.call))
         stack.enter_context(_patched(torch.SymBool, "__bool__", _truth(torch.SymBool.__bool__, watch)))
