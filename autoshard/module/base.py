@@ -271,6 +271,8 @@ class ShardedModule(Fixed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on the mesh."""
 
+        if torch.get_default_device().type == "meta":
+            raise CaptureError("the default device is meta, which has no data: call the module outside of torch.device('meta')")
         recorded = self._recorded(pytree.tree_leaves((args, kwargs)))
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:

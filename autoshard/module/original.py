@@ -29,6 +29,8 @@ class Original:
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}
         """original name → the dict and the key under which the parts hold the tensor"""
         self.parameters: list[str] = []
+        self.ties: dict[str, str] = {}
+        """further names of a tensor → its first"""
 
     def renewed(self) -> bool:
         """Take in modules that the user gave his model before it was adopted; whether there are any."""
@@ -80,13 +82,25 @@ class Original:
     def held(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer under each of its names: those in the parts, or the user's own before adoption."""
         if self.adopted:
-            return {name: self.tensor(name) for name in self.slots}
+            found = {name: self.tensor(name) for name in self.slots}
+            for name, tied in self.ties.items():
+                if found[name] is not found[tied]:
+                    raise CaptureError(
+                        f"{tied!r} and {name!r} were one tensor when the module was compiled, and are no longer. "
+                        "Untie them in the model, and compile it again."
+                    )
+            return found
         model = self.model
         buffers = dict(model.named_buffers(remove_duplicate=False))
         return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
 
     def adopt(self) -> None:
         """Keep only a skeleton of the model for later captures; the parts hold its tensors."""
+        first: dict[int, str] = {}
+        for name in self.slots:
+            tied = first.setdefault(id(self.tensor(name)), name)
+            if tied != name:
+                self.ties[name] = tied
         self.model, self.adopted = skeleton(self.model), True
 
     # --- captures ---
@@ -112,14 +126,8 @@ class Original:
     def _follow(self, check: Callable[[str, torch.Tensor], None]) -> None:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         named = {**parameters, **dict(self.model.named_buffers(remove_duplicate=False))}
-        first: dict[int, str] = {}
         for name, own in named.items():
-            now, tied = self.tensor(name), first.setdefault(id(own), name)
-            if now is not self.tensor(tied):
-                raise CaptureError(
-                    f"{tied!r} and {name!r} were one tensor when the module was compiled, and are no longer. "
-                    "Untie them in the model, and compile it again."
-                )
+            now = self.tensor(name)
             if name in parameters and now.shape != own.shape:
                 raise CaptureError(
                     f"parameter {name!r} has shape {list(now.shape)}; the module was compiled with {list(own.shape)}. "

@@ -60,8 +60,8 @@ class Fixed(nn.Module):
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in self._known or hasattr(self._original, name):
-            _refuse(f"attribute {name!r} of a {self._original.__name__} is deleted")
+        if name in self._known or name in self._parameters or name in self._buffers or hasattr(self._original, name):
+            _refuse(f"{name!r} of a {self._original.__name__} is deleted")
         super().__delattr__(name)
 
 
