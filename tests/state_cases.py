@@ -102,7 +102,10 @@ def same_state(sharded: Any, model: nn.Module, rtol: float = 1e-9) -> None:
 
 def steps(model: nn.Module, sharded: Any, *batches: Any, seed: int = 0) -> None:
     """A step of SGD with momentum on every batch: loss, gradients, weights and buffers agree."""
-    pairs = (model, torch.optim.SGD(model.parameters(), 0.1, 0.9)), (sharded, torch.optim.SGD(sharded.parameters(), 0.1, 0.9))
+    pairs = (
+        (model, torch.optim.SGD(model.parameters(), 0.1, 0.9)),
+        (sharded, torch.optim.SGD(sharded.parameters(), 0.1, 0.9)),
+    )
     for batch in batches:
         losses = []
         for module, optimizer in pairs:
@@ -133,7 +136,7 @@ def refused(text: str, error: type[Exception] = CaptureError) -> Iterator[None]:
 
 def only_the_head(module: Any) -> None:
     for name, p in module.named_parameters():
-        p.requires_grad_(name.startswith("head.bias") or name.startswith("bn"))
+        p.requires_grad_(name.startswith(("head.bias", "bn")))
 
 
 @case
@@ -377,12 +380,12 @@ def a_buffer_written_before_the_backward(mesh: autoshard.Mesh) -> None:
     full(model(x)[0]).backward()
     loss = full(sharded(x)[0])
     sharded.scale.mul_(3)
-    try:
+    if isinstance(next(sharded.parameters()), DTensor):
+        with refused("modified by an inplace operation", RuntimeError):
+            loss.backward()
+    else:
         loss.backward()
-    except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)
-        return
-    same_gradients(sharded, model)
+        same_gradients(sharded, model)
 
 
 @case
@@ -482,9 +485,7 @@ def autocast_around_the_call(mesh: autoshard.Mesh) -> None:
         for rows, dtype in ((4, torch.bfloat16), (4, None), (4, torch.float16), (4, torch.bfloat16)):
             x = mixed_inputs(rows)
             truth = truths.setdefault(rows, mixed_run(exact, x.double(), None))
-            for ours, theirs, true in zip(
-                mixed_run(sharded, x, dtype), mixed_run(model, x, dtype), truth, strict=True
-            ):
+            for ours, theirs, true in zip(mixed_run(sharded, x, dtype), mixed_run(model, x, dtype), truth, strict=True):
                 assert ours.dtype == theirs.dtype
                 worst = max(1.5 * error(theirs, true), 2e-6 if dtype is None else 2e-3)
                 assert error(ours, true) <= worst, (dtype, error(ours, true), error(theirs, true))
@@ -567,7 +568,9 @@ def parameters_replaced_by_assignment(mesh: autoshard.Mesh) -> None:
     new = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     both(model, sharded, lambda m: setattr(m.head, "weight", nn.Parameter(new.clone())))
     if isinstance(next(p for n, p in sharded.named_parameters() if n == "emb.weight"), DTensor):
-        with refused("parameter 'head.weight' was replaced by one in layout of a plain tensor; it is kept as a DTensor in"):
+        with refused(
+            "parameter 'head.weight' was replaced by one in layout of a plain tensor; it is kept as a DTensor in"
+        ):
             sharded(ids())
         return
     steps(model, sharded, ids())
@@ -578,7 +581,9 @@ def parameters_replaced_by_assignment(mesh: autoshard.Mesh) -> None:
 
 @case
 def tied_and_untied_after_compile(mesh: autoshard.Mesh) -> None:
-    model, sharded = pair(mesh, lambda: Net(tied=False), ids(), hints={"emb.weight": "replicate", "head.weight": "replicate"})
+    model, sharded = pair(
+        mesh, lambda: Net(tied=False), ids(), hints={"emb.weight": "replicate", "head.weight": "replicate"}
+    )
     both(model, sharded, lambda m: setattr(m.head, "weight", m.emb.weight))
     for module in (model, sharded):
         full(module(ids())[0]).backward()

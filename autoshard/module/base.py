@@ -75,7 +75,15 @@ class ShardedModule(Fixed):
 
     def _show(self) -> None:
         """Have the modules and tensors of the root part, and its mode."""
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_original", "_known", "training"):
+        for name in (
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_non_persistent_buffers_set",
+            "_original",
+            "_known",
+            "training",
+        ):
             self.__dict__[name] = self._of.root.__dict__[name]
 
     def train(self, mode: bool = True) -> Self:
@@ -272,7 +280,9 @@ class ShardedModule(Fixed):
         """The model's forward on the mesh."""
 
         if torch.get_default_device().type == "meta":
-            raise CaptureError("the default device is meta, which has no data: call the module outside of torch.device('meta')")
+            raise CaptureError(
+                "the default device is meta, which has no data: call the module outside of torch.device('meta')"
+            )
         recorded = self._recorded(pytree.tree_leaves((args, kwargs)))
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:

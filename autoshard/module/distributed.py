@@ -116,9 +116,13 @@ class DistributedModule(ShardedModule):
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         layout = self._layout_of.get(name)
         if tensor.device.type != self._device.type:
-            raise CaptureError(f"{name!r} was moved to {tensor.device}; the mesh is on {self._device.type}. Move it back.")
+            raise CaptureError(
+                f"{name!r} was moved to {tensor.device}; the mesh is on {self._device.type}. Move it back."
+            )
         if layout is None and isinstance(tensor, DTensor):
-            raise CaptureError(f"buffer {name!r} was replaced by a DTensor. Every rank holds buffers whole: use full_tensor().")
+            raise CaptureError(
+                f"buffer {name!r} was replaced by a DTensor. Every rank holds buffers whole: use full_tensor()."
+            )
         placements = tensor.placements if isinstance(tensor, DTensor) else None
         if layout is not None and placements != tuple(layout.to_torch()):
             raise CaptureError(

@@ -66,7 +66,9 @@ class Executable:
     def as_typed(self, leaves: Sequence[Any]) -> list[Any]:
         """The outputs without the gradients that no value of the graph has: what goes together shares one autograd node."""
         outputs = zip(self.graph.outputs, leaves, strict=True)
-        free = (isinstance(o, Ref) and not self.graph.types[o.name].grad and isinstance(x, torch.Tensor) for o, x in outputs)
+        free = (
+            isinstance(o, Ref) and not self.graph.types[o.name].grad and isinstance(x, torch.Tensor) for o, x in outputs
+        )
         return [x.detach() if detached and x.requires_grad else x for x, detached in zip(leaves, free, strict=True)]
 
     def lengths(self, inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[int]], tuple[int, ...]]:

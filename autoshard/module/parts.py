@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import new_class
 from typing import Any, NoReturn
 
 import torch
@@ -76,7 +77,9 @@ class Part(Fixed):
         )
 
     def _hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(f"a hook is put on a {self._original.__name__} inside the sharded module, where programs would not call it")
+        _refuse(
+            f"a hook is put on a {self._original.__name__} inside the sharded module, where programs would not call it"
+        )
 
     register_forward_hook = register_forward_pre_hook = _hook
     register_backward_hook = register_full_backward_hook = register_full_backward_pre_hook = _hook
@@ -122,10 +125,12 @@ def _part(module: nn.Module, classes: dict[type, type[Part]]) -> Part:
     kind = type(module)
     if kind not in classes:
         try:
-            classes[kind] = type(kind)(kind.__name__, (Part, kind), {"__module__": kind.__module__})
+            classes[kind] = new_class(
+                kind.__name__, (Part, kind), {}, lambda names: names.update(__module__=kind.__module__)
+            )
         except Exception:  # a class that is not to be derived from
             classes[kind] = Part
-    part: Part = object.__new__(classes[kind])
+    part = object.__new__(classes[kind])
     empty = nn.Module()
     empty.training = module.training
     plain = {name: value for name, value in vars(module).items() if name not in _INTERNAL and _is_plain(value)}

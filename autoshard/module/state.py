@@ -46,9 +46,7 @@ def digest(state: State) -> int:
     return crc32(repr(state).encode())
 
 
-def state_of(
-    recorded: bool, modes: tuple[bool, ...], trained: tuple[bool, ...], tensors: tuple[Any, ...]
-) -> State:
+def state_of(recorded: bool, modes: tuple[bool, ...], trained: tuple[bool, ...], tensors: tuple[Any, ...]) -> State:
     """The state of this moment, with torch's own."""
     return State(recorded, modes, trained if recorded else (), tensors, autocast_state(), defaults())
 
@@ -70,8 +68,10 @@ def check_call(tensors: Sequence[torch.Tensor]) -> None:
             "a sharded module is called with dual tensors: its programs have no forward-mode derivative. "
             "Use backward(), or torch.autograd.grad."
         )
-    if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
-        raise CaptureError("a sharded module cannot be traced by torch.jit. sharded.save(directory) writes its program.")
+    if torch._C._get_tracing_state() is not None:
+        raise CaptureError(
+            "a sharded module cannot be traced by torch.jit. sharded.save(directory) writes its program."
+        )
     for hooks in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
         for hook in hooks.values():
             if not getattr(hook, "__module__", "").startswith("torch."):

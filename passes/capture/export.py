@@ -52,7 +52,8 @@ def capture(
     Shapes are static but for the lengths of inputs that ``dynamic`` names (True: all) and the model does not fix.
 
     ``training``: whether gradients are wanted (default: ``model.training``). Without them every type has
-    ``grad=False``. Modules are captured in the train or eval mode that they are in. The model is left as it was. Parameters on the meta device need no memory, and examples may lie there too.
+    ``grad=False``. Modules are captured in the train or eval mode that they are in.
+    The model is left as it was. Parameters on the meta device need no memory, and examples may lie there too.
     Raises :class:`CaptureError` where the graph would not compute what the model computes.
     """
     example = (tuple(args), dict(kwargs or {}))

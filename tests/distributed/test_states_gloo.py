@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -13,12 +14,10 @@ from test_training_gloo import run_world
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """What a case came to in a world of two ranks that runs all chosen ones: "" or the first failing rank's traceback."""
     chosen = [i.callspec.params["name"] for i in request.session.items if i.function is test_as_the_unsharded_model]
-    known: dict[str, str] = {}
+    world = functools.cache(lambda: run_world(2, chosen, tmp_path_factory.mktemp("states"), seconds=900))
 
     def look_up(name: str) -> str:
-        if not known:
-            known.update(run_world(2, chosen, tmp_path_factory.mktemp("states")))
-        return known[name]
+        return world()[name]
 
     return look_up
 

@@ -78,7 +78,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return look_up
 
 
-def run_world(ranks: int, checks: list[str], folder: Path) -> dict[str, str]:
+def run_world(ranks: int, checks: list[str], folder: Path, seconds: float = 270) -> dict[str, str]:
     files = [str(folder / "rendezvous"), str(folder / "result.json"), ",".join(checks)]
     workers = [
         subprocess.Popen(
@@ -91,7 +91,7 @@ def run_world(ranks: int, checks: list[str], folder: Path) -> dict[str, str]:
         for r in range(ranks)
     ]
     try:
-        logs = [worker.communicate(timeout=270)[0] for worker in workers]
+        logs = [worker.communicate(timeout=seconds)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

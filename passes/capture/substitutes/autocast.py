@@ -52,7 +52,9 @@ def handled(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
     if state and op in NARROW and any(x.dtype == torch.float for x in tree_leaves(args) if torch.is_tensor(x)):
         narrow = state[0][1]
         with mode:
-            return op(*tree_map_only(torch.Tensor, lambda x: x.to(narrow) if x.dtype == torch.float else x, args), **kwargs)
+            return op(
+                *tree_map_only(torch.Tensor, lambda x: x.to(narrow) if x.dtype == torch.float else x, args), **kwargs
+            )
     if state and op in COMPOSED:
         with mode:
             return op.decompose(*args, **kwargs)
