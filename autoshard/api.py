@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,6 +16,7 @@ from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
+from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.plans.plan import Plan
 from autoshard.stages import set_up_logs
@@ -46,10 +48,12 @@ def compile(  # noqa: A001  the public name
         plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``.
         hints: ``{fnmatch pattern: Shard(d) | "colwise" | "rowwise" | "replicate" | {axis: placement}}``.
         memory_budget: bytes per rank for parameters, gradients and optimizer state; default: 80 % of the hardware's memory.
-        training: whether gradients are wanted; default: ``model.training``. Dropout and batch norm follow the modules'
-            own modes. A program without a backward still gives gradients, on demand, at the price of a second run.
-        gather_outputs: whether outputs come back as full tensors; default: in inference yes, in training they keep
-            their layout (a DTensor under torch.distributed). Scalars are always plain tensors.
+        training: whether the example inputs are compiled for with a backward; default: ``model.training``. A later call
+            has a backward exactly where eager records gradients: with grad mode on and a parameter or input that
+            requires one. ``False``: no call ever records gradients. Dropout and batch norm follow the modules' own
+            modes. A call in another state (modes, requires_grad, autocast) compiles another program, once.
+        gather_outputs: whether outputs come back as full tensors; default: where gradients are recorded they keep
+            their layout (a DTensor under torch.distributed), else yes. Scalars are always plain tensors.
         strict: raise for an op without a sharding rule instead of running it on full tensors.
         dynamic: compile one program for all lengths of the inputs' dims that the model leaves open (True), or of those
             named: ``{"input_ids": {0: "batch", 1: "seq"}}``. Dims of one name are equal; ``"4*batch"`` promises a
@@ -101,4 +105,6 @@ def plan(
         )
     wishes = Wishes(hints=hints, memory_budget=memory_budget)
     example = tuple(example_args), dict(example_kwargs or {})
-    return compiled(model, Mesh.of(mesh), *example, wishes, training=training, dynamic=dynamic).plan
+    wanted = model.training if training is None else training
+    recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
+    return compiled(model, Mesh.of(mesh), *example, wishes, training=recorded, dynamic=dynamic).plan

@@ -31,6 +31,7 @@ from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of
 from autoshard.plans.plan import Plan
 from autoshard.progress import stage
+from autoshard.runtime.autocast import without_autocast
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,17 @@ def compiled(
     wishes: Wishes,
     *,
     training: bool | None = None,
-    mode: bool | None = None,
     dynamic: Dynamic = False,
     title: str = "",
 ) -> Compiled:
-    """``model`` compiled for arguments like these. ``training``, ``mode``, ``dynamic``: see :func:`capture`.
+    """``model`` compiled for arguments like these. ``training``, ``dynamic``: see :func:`capture`.
 
     Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left as it was.
     """
     with stage("capture"):
-        graph = capture(model, args, kwargs, training=training, mode=mode, dynamic=dynamic)
-    return build(graph, mesh, wishes, title=title or type(model).__name__)
+        graph = capture(model, args, kwargs, training=training, dynamic=dynamic)
+    with without_autocast():  # its casts are in the graph
+        return build(graph, mesh, wishes, title=title or type(model).__name__)
 
 
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:

@@ -18,6 +18,7 @@ from autoshard import compiler
 from autoshard.check.coverage import SPLIT_ALL
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
+from autoshard.runtime.autocast import autocast_state
 
 MESHES = {
     "tp2": {"tp": 2},
@@ -50,7 +51,9 @@ class Captures:
     def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         known = [(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
-        key = (self.of(model), str(known), str(spec), str(options))
+        held = [(tuple(x.shape), x.dtype, x.requires_grad) for x in (*model.parameters(), *model.buffers())]
+        state = [m.training for m in model.modules()], held, autocast_state()
+        key = (self.of(model), str(known), str(spec), str(options), str(state))
         if key not in self.known:
             self.known[key] = model, capture(model, args, kwargs, **options)
         return self.known[key][1]

@@ -47,13 +47,13 @@ def test_batch_norm_net_writes_its_statistics_back_and_the_model_does_not_move()
     assert "forward" not in vars(model)
 
 
-def test_asked_mode_differs_from_the_models() -> None:
+def test_modes_are_the_modules_own() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).eval()
     model[1].train()
-    graph = capture(model, (X,), training=True, mode=True)
+    graph = capture(model, (X,), training=True)
     assert aten.dropout.default in ops(graph)
     assert graph.training
-    assert len(graph.mutations) == 3
+    assert not graph.mutations
     assert [m.training for m in model.modules()] == [False, False, True, False]
     inference = capture(model, (X,))
     assert not any(t.grad for t in inference.types.values())

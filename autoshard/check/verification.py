@@ -17,7 +17,8 @@ from autoshard.check.closeness import scale
 from autoshard.check.divergence import first_divergence
 from autoshard.errors import RuntimeMismatchError
 from autoshard.mesh import MeshLike
-from autoshard.module.base import ShardedModule, computed
+from autoshard.module.base import ShardedModule
+from autoshard.module.original import computed
 from autoshard.plans.plan import Plan
 
 LEARNING_RATE = 1e-3

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,12 +20,15 @@ from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.executable import Executable, described, load_source, signature_of
-from autoshard.module.on_demand import Before, OnDemand
+from autoshard.module.original import Original
+from autoshard.module.parts import Fixed
 from autoshard.module.saving import save
+from autoshard.module.state import State, check_call, requires_grad, state_of
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Collective
+from autoshard.runtime.autocast import without_autocast
 from autoshard.runtime.exactly import is_of_other_values
 
 log = logging.getLogger("autoshard")
@@ -41,7 +44,7 @@ class Settings:
     dynamic: Dynamic = False
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(Fixed):
     """A model compiled for a mesh; made by :func:`autoshard.compile`.
 
     Takes the model's own arguments (global tensors, the same on every rank) and returns its own output type.
@@ -50,23 +53,44 @@ class ShardedModule(nn.Module):
 
     mesh: Mesh
     _settings: Settings
-    _model: nn.Module
+    _of: Original
     _title: str
     _executables: dict[Any, Executable]
     _latest: Executable | None
     _parameter_layouts: dict[str, Layout] | None
+    _layout_of: dict[str, Layout]
+    """by each name of a parameter"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__()
         set_ = object.__setattr__
         set_(self, "mesh", mesh)
         set_(self, "_settings", settings)
-        set_(self, "_model", model)
+        set_(self, "_of", Original(model))
         set_(self, "_title", type(model).__name__)
         set_(self, "_executables", {})
         set_(self, "_latest", None)
         set_(self, "_parameter_layouts", None)
-        self.training = model.training
+        self._show()
+
+    def _show(self) -> None:
+        """Have the modules and tensors of the root part, and its mode."""
+        for name in (
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_non_persistent_buffers_set",
+            "_original",
+            "_known",
+            "training",
+        ):
+            self.__dict__[name] = self._of.root.__dict__[name]
+
+    def train(self, mode: bool = True) -> Self:
+        """As :meth:`torch.nn.Module.train`, or as the model's own class has it."""
+        self._of.root.train(mode)
+        self.training = self._of.root.training
+        return self
 
     # --- what was decided ---
 
@@ -106,30 +130,63 @@ class ShardedModule(nn.Module):
 
     # --- compiling ---
 
-    def specialise(self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0) -> Executable:
-        """Compile for the shapes, dtypes and non-tensor values of these arguments, unless a program serves them.
+    def specialise(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
+    ) -> Executable:
+        """Compile for these arguments and the present :class:`State`, unless a program serves them.
 
-        ``number``: of the programs for these that were tried and are for other integers in tensors.
+        ``number``: of the programs for these that were tried and are for other integers in tensors. ``recorded``:
+        whether gradients are recorded (default: as the ``training`` of :func:`autoshard.compile` says).
         """
-        found = self._specialised(args, kwargs, self._trains, number)
+        found = self._specialised(args, kwargs, number, recorded)
         object.__setattr__(self, "_latest", found)
         return found
 
-    @property
-    def _trains(self) -> bool:
-        """Whether programs are compiled with a backward."""
-        return self.training if self._settings.training is None else self._settings.training
+    def _recorded(self, leaves: Sequence[Any]) -> bool:
+        """Whether a call with these arguments records gradients; only then its program has a backward."""
+        wanted = torch.is_grad_enabled() and self._settings.training is not False
+        return wanted and requires_grad(leaves, self._of.held().values())
+
+    def _state(self, leaves: Sequence[Any], recorded: bool | None) -> State:
+        original = self._of
+        original.root.training = self.training
+        held = original.held()
+        if recorded is None:
+            wanted = self.training if self._settings.training is None else self._settings.training
+            recorded = wanted and requires_grad(leaves, held.values())
+        check_call([x for x in (*leaves, *held.values()) if isinstance(x, torch.Tensor)])
+        if not original.adopted:  # its weights may be elsewhere, or nowhere
+            return state_of(recorded, original.modes, (), ())
+        trained = tuple(held[name].requires_grad for name in original.parameters)
+        return state_of(recorded, original.modes, trained, tuple(self._form(t) for t in held.values()))
+
+    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """What programs depend on of a parameter or buffer."""
+        return tuple(tensor.shape), tensor.dtype, tensor.device.type
 
     def _specialised(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, number: int = 0
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int, recorded: bool | None
     ) -> Executable:
+        if self._of.renewed():
+            self._show()
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        key = (tuple(signature_of(leaf) for leaf in leaves), spec, training, self.training, number)
+        state = self._state(leaves, recorded)
+        key = self._key(leaves, spec, state, number)
         if key not in self._executables:
-            structure = (tuple(signature_of(leaf, exactly=False) for leaf in leaves), *key[1:-1])
+            structure = self._key(leaves, spec, state, exactly=False)
             found = self._serving(structure, leaves)
-            self._executables[key] = found or self._build(args, kwargs, training, structure)
+            if found is None:
+                with torch.inference_mode(False):  # what is made here outlives the call
+                    found = self._build(args, kwargs, state.recorded, structure)
+                adopted = self._state(leaves, state.recorded)
+                key = self._key(leaves, spec, adopted, number)
+                if found.structure is not None:
+                    found.structure = self._key(leaves, spec, adopted, exactly=False)
+            self._executables[key] = found
         return self._executables[key]
+
+    def _key(self, leaves: Sequence[Any], spec: Any, state: State, number: int = 0, exactly: bool = True) -> Any:
+        return (*(signature_of(leaf, state.recorded, exactly) for leaf in leaves), spec, state, number)
 
     @property
     def programs(self) -> list[Executable]:
@@ -145,48 +202,47 @@ class ShardedModule(nn.Module):
             logging.getLogger("autoshard.programs").info("a program does not serve this call: %s", why)
         return None
 
-    def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, structure: Any) -> Executable:
+    def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool, structure: Any) -> Executable:
         """Compile with symbolic lengths where asked to; if that is refused, for the shapes of these arguments."""
         if self._settings.dynamic:
             try:
-                return self._built(args, kwargs, training, structure)
+                return self._built(args, kwargs, recorded, structure)
             except (CaptureError, PlanError, RuleError) as error:
                 log.warning("no program with symbolic lengths, compiling for these shapes alone: %s", error)
-        return self._built(args, kwargs, training, None)
+        return self._built(args, kwargs, recorded, None)
 
-    def _built(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, structure: Any) -> Executable:
+    def _built(self, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool, structure: Any) -> Executable:
         settings = self._settings
         dynamic = settings.dynamic if structure is not None else False
         first = self._parameter_layouts is None
         wishes = settings.wishes if first else replace(settings.wishes, plan=None, parameters=self._parameter_layouts)
-        found = compiled(
-            self._model,
-            self.mesh,
-            args,
-            kwargs,
-            wishes,
-            training=training,
-            mode=self.training,
-            dynamic=dynamic,
-            title=self._title,
-        )
+        with self._of.as_it_is(self._check) as model:
+            found = compiled(
+                model, self.mesh, args, kwargs, wishes, training=recorded, dynamic=dynamic, title=self._title
+            )
         if first:
             parameters = {i.fqn: found.plan.layouts[i.fqn] for i in found.graph.inputs if i.kind == "parameter"}
             object.__setattr__(self, "_parameter_layouts", parameters)
-            self._adopt(self._model, found.graph, parameters)
+            with without_autocast():
+                self._adopt(self._of.model, found.graph, parameters)
         rank_module = load_source(found.source.text, found.source.modules)
         return Executable(found, rank_module, described(found.graph, args, kwargs), structure)
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
 
     def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
         taken: dict[int, torch.Tensor] = {}
         layouts = dict(layouts)
         names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
-        initial = self._initial(model, {**layouts, **{a: layouts[n] for a, n in names.items() if n in layouts}})
+        layouts |= {alias: layouts[name] for alias, name in names.items() if name in layouts}
+        object.__setattr__(self, "_layout_of", layouts)
+        initial = self._initial(model, layouts)
         for name, p in model.named_parameters(remove_duplicate=False):
             if id(p) not in taken:
-                taken[id(p)] = self._parameter(p, layouts[names.get(name, name)], initial.get(name))
-            self._register(name, taken[id(p)], parameter=True)
+                taken[id(p)] = self._parameter(p, layouts[name], initial.get(name))
+            self._of.put(name, taken[id(p)], parameter=True)
         transient = {
             f"{prefix}.{n}" if prefix else n
             for prefix, module in model.named_modules()
@@ -195,8 +251,8 @@ class ShardedModule(nn.Module):
         for name, b in model.named_buffers(remove_duplicate=False):
             if id(b) not in taken:
                 taken[id(b)] = self._buffer(b, initial.get(name))
-            self._register(name, taken[id(b)], parameter=False, persistent=name not in transient)
-        object.__setattr__(self, "_model", _skeleton(model))
+            self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
+        self._of.adopt()
 
     def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
         """Initial values (this rank's shards of parameters) of a model from ``deferred_init``; else nothing."""
@@ -214,75 +270,33 @@ class ShardedModule(nn.Module):
         """What this process keeps of a full initial value; ``layout`` is None for buffers."""
         return full
 
-    def _register(self, name: str, tensor: torch.Tensor, parameter: bool, persistent: bool = True) -> None:
-        *path, leaf = name.split(".")
-        scope: nn.Module = self
-        for part in path:
-            if part not in scope._modules:
-                scope._modules[part] = nn.Module()
-                scope._modules[part].train(self.training)  # type: ignore[union-attr]
-            scope = scope._modules[part]  # type: ignore[assignment]
-        if parameter:
-            scope._parameters[leaf] = tensor  # type: ignore[assignment]
-            return
-        scope._buffers[leaf] = tensor
-        if not persistent:
-            scope._non_persistent_buffers_set.add(leaf)
-
-    def put_buffer(self, fqn: str, tensor: torch.Tensor) -> None:
-        """Let ``tensor`` be the buffer of this original name."""
-        self._register(fqn, tensor, parameter=False)
-
     def tensor(self, fqn: str) -> Any:
         """The parameter or buffer of this original name, also where an attribute of this class has that name."""
-        *path, leaf = fqn.split(".")
-        scope: nn.Module = self
-        for part in path:
-            scope = scope._modules[part]  # type: ignore[assignment]
-        return scope._parameters[leaf] if leaf in scope._parameters else scope._buffers[leaf]
+        return self._of.tensor(fqn)
 
     # --- running ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on the mesh."""
 
+        if torch.get_default_device().type == "meta":
+            raise CaptureError(
+                "the default device is meta, which has no data: call the module outside of torch.device('meta')"
+            )
+        recorded = self._recorded(pytree.tree_leaves((args, kwargs)))
+
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
-            executable = self.specialise(args, kwargs, number)
+            executable = self.specialise(args, kwargs, number, recorded)
             own, named, written = executable.apart(args, kwargs)
-            inputs = self._flat_inputs(executable, own, named)
-            wanted = [p for p in (*self.parameters(), *inputs) if p.requires_grad]
-            if executable.graph.training or not torch.is_grad_enabled() or not wanted:
-                leaves, mutated = self._run(executable, inputs)
-            else:
-                leaves, mutated = self._run_inference(executable, own, named, wanted)
-            return leaves, mutated, written, executable.graph.out_spec
+            with without_autocast(), contextlib.nullcontext() if recorded else torch.no_grad():
+                leaves, mutated = self._run(executable, self._flat_inputs(executable, own, named))
+            return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
 
         leaves, mutated, written, out_spec = _first_that_serves(serve)
         with torch.no_grad():
             for fqn, new in mutated.items():
                 (written[fqn] if fqn in written else self.tensor(fqn)).copy_(new)
         return pytree.tree_unflatten(leaves, out_spec)
-
-    def _run_inference(
-        self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: list[torch.Tensor]
-    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """A program without a backward, called where gradients are recorded: a backward runs another one, on demand."""
-
-        inputs = self._flat_inputs(executable, args, kwargs)
-        before = Before(self, executable.graph, inputs)
-
-        def serve(number: int) -> list[Any]:
-            trained = self._specialised(args, kwargs, True, number)
-            with before.restored():
-                return self._run(trained, self._flat_inputs(trained, args, kwargs))[0]
-
-        with torch.no_grad():
-            leaves, mutated = self._run(executable, inputs)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        attached = OnDemand.apply(lambda: _first_that_serves(serve), places, [leaves[i] for i in places], *wanted)  # type: ignore[no-untyped-call]
-        for i, x in zip(places, attached, strict=True):
-            leaves[i] = x
-        return leaves, mutated
 
     def _flat_inputs(
         self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -367,21 +381,3 @@ def _first_that_serves(serve: Callable[[int], Served]) -> Served:
             log.info("a program does not serve this call: %s", error)
         torch.set_rng_state(state)  # a program that stopped may have drawn
     raise AssertionError
-
-
-def _skeleton(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with every tensor on the meta device; ties are kept, no memory is taken."""
-    memo: dict[int, Any] = {id(recording_of(model)): None}
-    for p in model.parameters():
-        memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-    for b in model.buffers():
-        memo[id(b)] = b.detach().to("meta")
-    for t in computed(model):
-        memo[id(t)] = t.detach().to("meta")
-    return copy.deepcopy(model, memo)
-
-
-def computed(model: nn.Module) -> list[torch.Tensor]:
-    """Attributes computed from parameters, such as the weights of old weight norms: ``copy.deepcopy`` refuses them."""
-    attributes = [x for module in model.modules() for x in vars(module).values()]
-    return [x for x in attributes if isinstance(x, torch.Tensor) and not x.is_leaf]

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
-from autoshard.errors import RuntimeMismatchError
+from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.executable import Executable
 from autoshard.module.simulate import shard_of
+from autoshard.module.state import digest
 from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
@@ -27,7 +28,11 @@ from autoshard.passes.redistribute import emit, redistribution
 FIRST_CALLS = 8
 """how many calls are checked for equal inputs where the check waits for a GPU"""
 
-_SHAPES = "the shapes and dtypes of the inputs, or the training mode"
+_SHAPES = "the shapes and dtypes of the inputs"
+_STATE = (
+    "the state of the call: whether gradients are recorded, modules in train or eval mode, requires_grad and dtypes of "
+    "parameters, autocast, or torch's defaults"
+)
 _VALUES = "the values of the inputs (every rank takes the same global batch)"
 
 
@@ -104,19 +109,42 @@ class DistributedModule(ShardedModule):
         else:
             tensor.copy_(full)
 
+    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        return *super()._form(tensor), tensor.placements if isinstance(tensor, DTensor) else None
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        layout = self._layout_of.get(name)
+        if tensor.device.type != self._device.type:
+            raise CaptureError(
+                f"{name!r} was moved to {tensor.device}; the mesh is on {self._device.type}. Move it back."
+            )
+        if layout is None and isinstance(tensor, DTensor):
+            raise CaptureError(
+                f"buffer {name!r} was replaced by a DTensor. Every rank holds buffers whole: use full_tensor()."
+            )
+        placements = tensor.placements if isinstance(tensor, DTensor) else None
+        if layout is not None and placements != tuple(layout.to_torch()):
+            raise CaptureError(
+                f"parameter {name!r} was replaced by one in layout {placements or 'of a plain tensor'}; it is kept as a "
+                f"DTensor in {layout}. Copy values into it, or load them with load_full_state_dict."
+            )
+
     # --- running ---
 
-    def specialise(self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0) -> Executable:
-        """See :meth:`ShardedModule.specialise`; every rank must come with the same inputs."""
+    def specialise(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
+    ) -> Executable:
+        """See :meth:`ShardedModule.specialise`; every rank must come with the same inputs, in the same state."""
         known = len(self._executables)
         if self._device.type == "cpu" or self._calls < FIRST_CALLS:  # on a GPU the check waits for the device
             leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
             self._agree(
-                (_SHAPES, _signature(leaves, self.training)),
+                (_SHAPES, _signature(leaves)),
+                (_STATE, digest(self._state(leaves, recorded))),
                 (_VALUES, _checksum(leaves)),
             )
         object.__setattr__(self, "_calls", self._calls + 1)
-        executable = super().specialise(args, kwargs, number)
+        executable = super().specialise(args, kwargs, number, recorded)
         if len(self._executables) > known:
             self._agree(("the generated program", zlib.crc32(executable.compiled.source.text.encode())))
         return executable
@@ -142,7 +170,12 @@ class DistributedModule(ShardedModule):
                 module.release_tensors()
             actual = executable.lengths(inputs)
             leaves = [
-                self._output(results[i], program.layouts[out.name], _shape(program.types[out.name], results[i], actual))
+                self._output(
+                    results[i],
+                    program.layouts[out.name],
+                    _shape(program.types[out.name], results[i], actual),
+                    executable.graph.training,
+                )
                 if isinstance(out, Ref)
                 else results[i]
                 for i, out in enumerate(program.outputs)
@@ -157,13 +190,16 @@ class DistributedModule(ShardedModule):
 
     def _tensors(self, executable: Executable) -> dict[str, torch.Tensor]:
         parameters = {i.fqn: self.tensor(i.fqn) for i in executable.graph.inputs if i.kind == "parameter"}
-        locals_: tuple[torch.Tensor, ...] = ()
-        if parameters:
-            locals_ = runtime.wait_gradients(*_Locals.apply(*parameters.values()))  # type: ignore[no-untyped-call]
-        found = dict(zip(parameters, locals_, strict=True))
+        trained = {n: p for n, p in parameters.items() if p.requires_grad}
+        found = {n: p.to_local() for n, p in parameters.items() if n not in trained}
+        if trained:
+            locals_ = runtime.wait_gradients(*_Locals.apply(*trained.values()))  # type: ignore[no-untyped-call]
+            found.update(zip(trained, locals_, strict=True))
         for value in executable.graph.inputs:
             if value.kind == "buffer":
-                found[value.fqn] = self.tensor(value.fqn)
+                buffer = self.tensor(value.fqn)  # of one that is written after the forward, the backward has a copy
+                written = executable.graph.training and value.fqn in executable.graph.mutations
+                found[value.fqn] = buffer.clone() if written else buffer
             elif value.kind == "constant":
                 found[value.fqn] = executable.graph.constants[value.name].to(self._device)
         for value in executable.graph.inputs:
@@ -177,23 +213,19 @@ class DistributedModule(ShardedModule):
         with torch.no_grad(), runtime.bind(self._comm):
             return {name: t.detach() for name, t in self._tensors(executable).items()}
 
-    def _output(self, local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> torch.Tensor:
-        """Scalars are plain; others a DTensor in their layout, or the full tensor."""
+    def _output(self, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], recorded: bool) -> torch.Tensor:
+        """Scalars are plain; others a DTensor in their layout, or the full tensor.
+
+        ``recorded``: whether the program has a backward, and outputs keep their layouts unless the user says otherwise.
+        """
+        asked = self._settings.gather_outputs
+        gathers = not recorded if asked is None else asked
         if not layout.axes_with(Shard):
-            return local if not shape or self._gathers else self._as_dtensor(local, layout, shape)
-        if not self._gathers:
-            return self._as_dtensor(local, layout, shape)
+            return local if not shape or gathers else self._dtensor(local, layout, shape)
+        if not gathers:
+            return self._dtensor(local, layout, shape)
         whole = Layout(self.mesh, [I if local.requires_grad else R] * self.mesh.ndim)
         return execute(redistribution(layout, whole, shape, self.mesh, local.dtype, local.requires_grad), local)
-
-    def _as_dtensor(self, local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._dtensor(local, layout, shape)
-
-    @property
-    def _gathers(self) -> bool:
-        asked = self._settings.gather_outputs
-        training = self.training if self._settings.training is None else self._settings.training
-        return not training if asked is None else asked
 
 
 def _shape(
@@ -214,8 +246,24 @@ class _Locals(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return tuple(
-            None if g is None else DTensor(g, spec, requires_grad=False)
+        given = [(g, spec) for g, spec in zip(gradients, ctx.specs, strict=True) if g is not None]
+        made = iter(_Globals.apply([spec for _, spec in given], *(g for g, _ in given)))  # type: ignore[no-untyped-call]
+        return tuple(None if g is None else next(made) for g in gradients)
+
+
+class _Globals(torch.autograd.Function):
+    """Local gradients → DTensors, as a node of the graph: where it is recorded (create_graph), it has a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, specs: list[Any], *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.specs = specs
+        ctx.set_materialize_grads(False)
+        return tuple(DTensor(g.detach(), s, requires_grad=False) for g, s in zip(gradients, specs, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *(
+            None if g is None else g.redistribute(spec.mesh, spec.placements).to_local()
             for g, spec in zip(gradients, ctx.specs, strict=True)
         )
 
@@ -233,9 +281,9 @@ def _device_type() -> str:
     return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
 
 
-def _signature(leaves: Sequence[Any], training: bool) -> int:
+def _signature(leaves: Sequence[Any]) -> int:
     described = [(tuple(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
-    return zlib.crc32(repr((described, training)).encode())
+    return zlib.crc32(repr(described).encode())
 
 
 def _checksum(leaves: Sequence[Any]) -> int:

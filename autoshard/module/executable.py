@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 
 from autoshard.compiler import Compiled
 from autoshard.errors import CaptureError
-from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.symbols import bind, evaluate, mismatch
 from autoshard.runtime.profiling import name_lines
 
@@ -46,7 +46,7 @@ class Executable:
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
         """The arguments with copies of the tensors that the forward writes to, and these tensors by their fqn.
 
-        The program's values, and a backward that computes them again, must not see what is written back.
+        The program's values must not see what is written back.
         """
         written = {i.name: i.fqn for i in self.graph.inputs if i.kind == "input" and i.fqn in self.graph.mutations}
         if not written:
@@ -62,6 +62,14 @@ class Executable:
                     )
         copies = [x.clone() if n in written else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
         return *pytree.tree_unflatten(copies, spec), {fqn: named[name] for name, fqn in written.items()}
+
+    def as_typed(self, leaves: Sequence[Any]) -> list[Any]:
+        """The outputs without the gradients that no value of the graph has: what goes together shares one autograd node."""
+        outputs = zip(self.graph.outputs, leaves, strict=True)
+        free = (
+            isinstance(o, Ref) and not self.graph.types[o.name].grad and isinstance(x, torch.Tensor) for o, x in outputs
+        )
+        return [x.detach() if detached and x.requires_grad else x for x, detached in zip(leaves, free, strict=True)]
 
     def lengths(self, inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[int]], tuple[int, ...]]:
         """What turns shapes of the program's values into those of a call with these ``inputs``."""
@@ -104,10 +112,13 @@ def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return found
 
 
-def signature_of(leaf: Any, exactly: bool = True) -> Any:
-    """What a program depends on of a leaf; unless ``exactly``, a tensor's lengths do not count."""
+def signature_of(leaf: Any, recorded: bool, exactly: bool = True) -> Any:
+    """What a program depends on of a leaf; unless ``exactly``, a tensor's lengths do not count.
+
+    ``recorded``: whether gradients are recorded, and thus whether the leaf requires one.
+    """
     if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape) if exactly else leaf.ndim, leaf.dtype, leaf.requires_grad)
+        return (tuple(leaf.shape) if exactly else leaf.ndim, leaf.dtype, recorded and leaf.requires_grad)
     try:
         hash(leaf)
     except TypeError:

@@ -107,4 +107,4 @@ def _real(tensor: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
     """A copy of the tensor's data; a meta tensor becomes its initial value, or zeros to be loaded."""
     if not tensor.is_meta:
         return tensor.detach().clone()
-    return torch.zeros(tensor.shape, dtype=tensor.dtype) if initial is None else initial.detach().clone()
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if initial is None else initial.detach().clone()

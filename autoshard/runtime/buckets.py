@@ -43,9 +43,14 @@ class Bucket:
         """Every tensor moved."""
         raise NotImplementedError
 
-    def dual(self, present: Sequence[int]) -> Bucket:
-        """The bucket of the gradients of the tensors with these numbers."""
+    def of(self, moves: Sequence[Move]) -> Bucket:
+        """A bucket of other moves on the same ranks."""
         raise NotImplementedError
+
+    def duals(self, present: Sequence[int]) -> list[Bucket]:
+        """What the gradients of the tensors with these numbers go through, one after the other."""
+        back = self.of([self.moves[i].backward() for i in present])
+        return [back, self.of([self.last_move] * len(present))] if self.replicas else [back]
 
     def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
         """Gradients, perhaps still under way: ``(gradients, works to wait for, works to begin later)``.
@@ -77,9 +82,9 @@ class FlatBucket(Bucket):
                 out[i] = y
         return out
 
-    def dual(self, present: Sequence[int]) -> Bucket:
-        """See :meth:`Bucket.dual`."""
-        return FlatBucket(self.comm, [self.moves[i].backward() for i in present])
+    def of(self, moves: Sequence[Move]) -> Bucket:
+        """See :meth:`Bucket.of`."""
+        return FlatBucket(self.comm, moves)
 
     def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
         """See :meth:`Bucket.backward`."""
@@ -201,9 +206,9 @@ class JointBucket(Bucket):
         """See :meth:`Bucket.forward`."""
         return [y for y in self._execute(self.moves, list(xs), phase) if y is not None]
 
-    def dual(self, present: Sequence[int]) -> Bucket:
-        """See :meth:`Bucket.dual`. The same tensors are present on every face."""
-        return JointBucket(self.world, [self.moves[i].backward() for i in present])
+    def of(self, moves: Sequence[Move]) -> Bucket:
+        """See :meth:`Bucket.of`; the same for every face."""
+        return JointBucket(self.world, moves)
 
     def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
         """See :meth:`Bucket.backward`. Nothing is under way afterwards."""

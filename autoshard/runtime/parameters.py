@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import LayoutError, RuntimeMismatchError
@@ -22,13 +21,14 @@ from autoshard.runtime.collectives import Whole
 from autoshard.runtime.communicator import Axes, current
 from autoshard.runtime.in_process import InProcessCommunicator
 from autoshard.runtime.move import Move
+from autoshard.runtime.together import moved_back
 
 
 def enter_parameters(tensors: Sequence[torch.Tensor], axes: Axes) -> Tensors:
     """I → R for the parameters of a block, as in data parallelism. Forward: nothing.
 
     Backward: the gradients are flattened into one buffer per dtype and all-reduced, asynchronously for parameters that
-    come from :func:`wait_gradients`. First derivatives only.
+    come from :func:`wait_gradients`.
     """
     comm = current()
     names = comm.active(axes)
@@ -52,7 +52,7 @@ def gather_parameters(
     ``dims``: the cut dim of each tensor; ``sizes``: its length after the gather (default: the cut is even). Backward:
     one reduce-scatter per dtype (``to="I"``: a local slice), asynchronous as in :func:`enter_parameters`.
     ``replicas``: axes that hold equal shards (I → R there, as in HSDP); the reduced shards are all-reduced over them.
-    Inside :func:`regather` the gathered tensors are not kept for the backward. First derivatives only.
+    Inside :func:`regather` the gathered tensors are not kept for the backward.
     """
     comm = current()
     names = comm.active(axes)
@@ -109,7 +109,6 @@ class _Wait(torch.autograd.Function):
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         # What autograd hands in comes from uses that no bucket carries; a parameter may have both, or several.
         out = list(gradients)
@@ -128,13 +127,15 @@ class _Move(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.owners = [(getattr(x.grad_fn, "pending", None), x.output_nr) for x in xs if x.requires_grad]
         out = tuple(bucket.forward(xs, "forward"))
+        ctx.shapes = [(y.shape, y.dtype, y.device) for y in out]
         ctx.mark_non_differentiable(*(y for x, y in zip(xs, out, strict=True) if not x.requires_grad))
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         wanted = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():  # create_graph: as nodes that have a derivative, nothing left under way
+            return None, *moved_back(ctx.bucket, gradients, wanted, ctx.shapes)
         pending = ctx.owners[0][0]
         overlap = pending is not None and all(owner is pending for owner, _ in ctx.owners)
         if overlap:

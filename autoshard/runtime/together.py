@@ -94,15 +94,25 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        present = _present(
-            ctx.bucket, [w and g is not None for w, g in zip(ctx.needs_input_grad[2:], gradients, strict=True)]
-        )
-        out: list[torch.Tensor | None] = [None] * len(gradients)
-        if present:
-            given = [_or_zeros(gradients[i], *ctx.shapes[i]) for i in present]
-            for i, moved in zip(present, _through(ctx.bucket.dual(present), given, "backward"), strict=True):
-                out[i] = moved
-        return None, None, *out
+        return None, None, *moved_back(ctx.bucket, gradients, ctx.needs_input_grad[2:], ctx.shapes)
+
+
+def moved_back(
+    bucket: Bucket,
+    gradients: Sequence[torch.Tensor | None],
+    wanted: Sequence[bool],
+    shapes: Sequence[tuple[torch.Size, torch.dtype, torch.device]],
+) -> list[torch.Tensor | None]:
+    """The gradients of what went through ``bucket``, differentiable; ``shapes``: of what came out."""
+    present = _present(bucket, [w and g is not None for w, g in zip(wanted, gradients, strict=True)])
+    out: list[torch.Tensor | None] = [None] * len(gradients)
+    if present:
+        moved: Sequence[torch.Tensor] = [_or_zeros(gradients[i], *shapes[i]) for i in present]
+        for dual in bucket.duals(present):
+            moved = _through(dual, moved, "backward")
+        for i, x in zip(present, moved, strict=True):
+            out[i] = x
+    return out
 
 
 def _present(bucket: Bucket, wanted: Sequence[bool]) -> list[int]:

@@ -31,6 +31,7 @@ from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.observer import Forward, patched, replacing
 from autoshard.passes.capture.refusals.checks import check_example, check_model
 from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
+from autoshard.passes.capture.substitutes.autocast import with_kept_casts
 from autoshard.passes.capture.translate.decompose import decompose
 from autoshard.passes.capture.translate.nodes import translate
 from autoshard.passes.capture.translate.regions import detach_no_grad
@@ -48,15 +49,14 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     training: bool | None = None,
-    mode: bool | None = None,
     dynamic: Dynamic = False,
 ) -> Graph:
     """The functional graph of one call ``model(*args, **kwargs)``.
 
     Shapes are static but for the lengths of inputs that ``dynamic`` names (True: all) and the model does not fix.
 
-    ``training``: whether gradients are wanted (default: ``model.training``). ``mode``: the train or eval mode to
-    capture in (default: as the model's modules are set). Without gradients every type has ``grad=False``.
+    ``training``: whether gradients are wanted (default: ``model.training``). Without them every type has
+    ``grad=False``. Modules are captured in the train or eval mode that they are in.
     The model is left as it was. Parameters on the meta device need no memory, and examples may lie there too.
     Raises :class:`CaptureError` where the graph would not compute what the model computes.
     """
@@ -68,10 +68,8 @@ def capture(
     if dynamic:
         opened(_tensors(model, example), dynamic)  # a wrong request is refused before tracing
     with _untouched(model), _quiet(), torch.enable_grad():
-        if mode is not None and mode != model.training:
-            model.train(mode)
         program, eager_grads, inputs = _export(model, example, training, dynamic)
-        graph = translate(program, model, example, training, inputs)
+        graph = with_kept_casts(translate(program, model, example, training, inputs))
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)
     return graph

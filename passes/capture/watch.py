@@ -25,6 +25,7 @@ from autoshard.passes.capture.exported.arguments import Example
 from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, Refusals
 from autoshard.passes.capture.refusals.draws import Draws
 from autoshard.passes.capture.refusals.gradients import Gradients
+from autoshard.passes.capture.substitutes.autocast import Autocast
 from autoshard.passes.capture.substitutes.caches import Caches
 from autoshard.passes.capture.substitutes.conversions import Conversions
 from autoshard.passes.capture.substitutes.custom_functions import CustomFunctions
@@ -55,7 +56,7 @@ def concerns(training: bool, learnt: Learnt, numbers: Numbers, example: Example 
     return (
         numbers, Draws(refusals), Caches(),
         PackedSequences(), Gradients(training, refusals), CustomFunctions(training, refusals),
-        NoGrad(), Conversions(), Scripted(), Bodies(),
+        NoGrad(), Conversions(), Scripted(), Autocast(), Bodies(),
         Known(bool(steering)), Conditions(loops), Rewritten(), *steering, loops, refusals,
     )  # fmt: skip
 

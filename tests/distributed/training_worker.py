@@ -25,14 +25,15 @@ import torch.utils._pytree as pytree
 import world
 from harness import Captures, double
 from profiles import assert_as_predicted, names_of
+from state_cases import CASES
 from test_compile_models import hugging_face, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
 import autoshard.models
+from autoshard import compiler
 from autoshard.errors import MeshError, RuntimeMismatchError
-from autoshard.module import base
 from autoshard.runtime import process_group
 
 TOLERANCE = 1e-9
@@ -306,12 +307,21 @@ def different_inputs_are_refused() -> None:
     assert_all_raise(RuntimeMismatchError, values, lambda: sharded(*shifted, **kwargs))
     shorter = tuple(x[: 4 - 2 * (dist.get_rank() == 1)] for x in args)
     labels = {n: x[: 4 - 2 * (dist.get_rank() == 1)] for n, x in kwargs.items()}
-    shapes = "the ranks disagree on the shapes and dtypes of the inputs, or the training mode"
+    shapes = "the ranks disagree on the shapes and dtypes of the inputs"
     assert_all_raise(RuntimeMismatchError, shapes, lambda: sharded(*shorter, **labels))
+    state = (
+        "the ranks disagree on the state of the call: whether gradients are recorded, modules in train or eval mode, "
+        "requires_grad and dtypes of parameters, autocast, or torch's defaults"
+    )
     if dist.get_rank() == 1:
         sharded.eval()
-    assert_all_raise(RuntimeMismatchError, shapes, lambda: sharded(*args, **kwargs))
+    assert_all_raise(RuntimeMismatchError, state, lambda: sharded(*args, **kwargs))
     sharded.train()
+    next(iter(sharded.parameters())).requires_grad_(dist.get_rank() == 1)
+    assert_all_raise(RuntimeMismatchError, state, lambda: sharded(*args, **kwargs))
+    sharded.requires_grad_(True)
+    with torch.set_grad_enabled(dist.get_rank() == 1):
+        assert_all_raise(RuntimeMismatchError, state, lambda: sharded(*args, **kwargs))
     sharded(*args, **kwargs)
 
 
@@ -377,11 +387,11 @@ def run(rank: int, ranks: int, rendezvous: str, result: str) -> None:
     # A rank that fails alone leaves the others waiting; they must not wait for the half hour that is the default.
     wait = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=wait)
-    base.capture = Captures(of=type)  # type: ignore[assignment]  # every class of model here has one configuration
+    compiler.capture = Captures(of=type)  # type: ignore[assignment]  # every class of model here has one configuration
     outcomes: dict[str, str] = {}
     for name in sys.argv[4].split(","):
         try:
-            globals()[name]()
+            CASES[name](mesh()) if name in CASES else globals()[name]()
             mine = ""
         except (Exception, pytest.fail.Exception):
             mine = traceback.format_exc()

@@ -1,0 +1,161 @@
+"""The model that a sharded module stands for: the user's own until it is adopted, then a skeleton on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import CaptureError
+from autoshard.initialise.deferred import recording_of
+from autoshard.module.parts import Part, parts_of
+
+
+class Original:
+    """``model``, and what stands for its modules and tensors in the sharded module.
+
+    Programs are captured from ``model`` with the modes of ``parts`` and, once it is a skeleton, with the types and
+    requires_grad flags of the tensors in ``slots``, so that both may change between calls.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.adopted = False
+        self.parts = parts_of(model)
+        self.slots: dict[str, tuple[dict[str, Any], str]] = {}
+        """original name → the dict and the key under which the parts hold the tensor"""
+        self.parameters: list[str] = []
+        self.ties: dict[str, str] = {}
+        """further names of a tensor → its first"""
+
+    def renewed(self) -> bool:
+        """Take in modules that the user gave his model before it was adopted; whether there are any."""
+        if self.adopted:
+            return False
+        now = {path: type(m) for path, m in self.model.named_modules(remove_duplicate=False)}
+        if now == {path: part._original for path, part in self.parts.items()}:
+            return False
+        before, self.parts = self.parts, parts_of(self.model)
+        for path in self.parts.keys() & before.keys():
+            self.parts[path].training = before[path].training
+        return True
+
+    @property
+    def root(self) -> Part:
+        """What stands for the model itself."""
+        return self.parts[""]
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """train or eval, of every module."""
+        return tuple(part.training for part in self.parts.values())
+
+    # --- tensors ---
+
+    def put(self, name: str, tensor: torch.Tensor, parameter: bool, persistent: bool = True) -> None:
+        """Hold ``tensor`` under its original name from now on."""
+        path, _, leaf = name.rpartition(".")
+        part = self.parts[path]
+        holder: dict[str, Any] = part._parameters if parameter else part._buffers
+        holder[leaf] = tensor
+        self.slots[name] = holder, leaf
+        if parameter:
+            self.parameters.append(name)
+        elif not persistent:
+            part._non_persistent_buffers_set.add(leaf)
+
+    def tensor(self, name: str) -> Any:
+        """The parameter or buffer of this original name, whatever the user has put there."""
+        holder, leaf = self.slots[name]
+        found = holder.get(leaf)
+        if found is None:
+            raise CaptureError(
+                f"{name!r} is no longer among the sharded module's tensors: it was removed, or renamed by a parametrization, "
+                "after it was compiled. Change the model, and compile it again."
+            )
+        return found
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer under each of its names: those in the parts, or the user's own before adoption."""
+        if self.adopted:
+            found = {name: self.tensor(name) for name in self.slots}
+            for name, tied in self.ties.items():
+                if found[name] is not found[tied]:
+                    raise CaptureError(
+                        f"{tied!r} and {name!r} were one tensor when the module was compiled, and are no longer. "
+                        "Untie them in the model, and compile it again."
+                    )
+            return found
+        model = self.model
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
+
+    def adopt(self) -> None:
+        """Keep only a skeleton of the model for later captures; the parts hold its tensors."""
+        first: dict[int, str] = {}
+        for name in self.slots:
+            tied = first.setdefault(id(self.tensor(name)), name)
+            if tied != name:
+                self.ties[name] = tied
+        self.model, self.adopted = skeleton(self.model), True
+
+    # --- captures ---
+
+    @contextlib.contextmanager
+    def as_it_is(self, check: Callable[[str, torch.Tensor], None]) -> Iterator[nn.Module]:
+        """The model in the modes and, once adopted, with the types and flags that the module has now.
+
+        ``check``: raises for a parameter or buffer, by name, that programs cannot take.
+        """
+        if self.adopted:
+            self._follow(check)
+        modules = dict(self.model.named_modules())
+        before = {path: module.training for path, module in modules.items()}
+        try:
+            for path, module in modules.items():
+                module.training = self.parts[path].training
+            yield self.model
+        finally:
+            for path, training in before.items():
+                modules[path].training = training
+
+    def _follow(self, check: Callable[[str, torch.Tensor], None]) -> None:
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        named = {**parameters, **dict(self.model.named_buffers(remove_duplicate=False))}
+        for name, own in named.items():
+            now = self.tensor(name)
+            if name in parameters and now.shape != own.shape:
+                raise CaptureError(
+                    f"parameter {name!r} has shape {list(now.shape)}; the module was compiled with {list(own.shape)}. "
+                    "Change the model, and compile it again."
+                )
+            check(name, now)
+        for name, own in named.items():
+            now = self.tensor(name)
+            if own.shape != now.shape:
+                own.data = torch.empty(now.shape, dtype=now.dtype, device="meta")
+            elif own.dtype != now.dtype:
+                own.data = own.data.to(now.dtype)
+            own.requires_grad_(now.requires_grad)
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` with every tensor on the meta device; ties are kept, no memory is taken."""
+    memo: dict[int, Any] = {id(recording_of(model)): None}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = b.detach().to("meta")
+    for t in computed(model):
+        memo[id(t)] = t.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def computed(model: nn.Module) -> list[torch.Tensor]:
+    """Attributes computed from parameters, such as the weights of old weight norms: ``copy.deepcopy`` refuses them."""
+    attributes = [x for module in model.modules() for x in vars(module).values()]
+    return [x for x in attributes if isinstance(x, torch.Tensor) and not x.is_leaf]

@@ -1,0 +1,144 @@
+"""The modules of the original model as users see them on a sharded one: their classes, modes, parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import new_class
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from autoshard.errors import CaptureError
+
+_INTERNAL = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+
+
+class Children(dict[str, "nn.Module | None"]):
+    """The modules inside a module, fixed: compiled programs run the ones that were there. ``new``: others may be added."""
+
+    def __init__(self, entries: Iterable[tuple[str, nn.Module | None]] = (), new: bool = False) -> None:
+        super().__init__(entries)
+        self.new = new
+
+    def __setitem__(self, name: str, module: nn.Module | None) -> None:
+        if name in self or not self.new:
+            _refuse(f"module {name!r} is put into the sharded module")
+        super().__setitem__(name, module)
+
+    def __delitem__(self, name: str) -> None:
+        _refuse(f"module {name!r} is taken out of the sharded module")
+
+    def _change(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("modules are put into or taken out of the sharded module")
+
+    pop = popitem = clear = update = setdefault = _change
+
+    def __reduce__(self) -> Any:
+        return type(self), (list(self.items()), self.new)
+
+
+class Fixed(nn.Module):
+    """A module whose plain attributes are constants of compiled programs; parameters, buffers and modes may change."""
+
+    _original: type[nn.Module]
+    _known: frozenset[str]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if name in _INTERNAL or "_known" not in own:
+            super().__setattr__(name, value)
+            return
+        tensors = next((d for d in (own["_parameters"], own["_buffers"]) if name in d), None)
+        if tensors is not None:
+            if (tensors[name] is None) != (value is None):
+                _refuse(f"{name!r} of a {self._original.__name__} is {'removed' if value is None else 'added'}")
+        elif not isinstance(value, nn.Module) and (name in self._known or hasattr(self._original, name)):
+            if same(getattr(self, name, ...), value):
+                return
+            _refuse(f"attribute {name!r} of a {self._original.__name__} is set")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._known or name in self._parameters or name in self._buffers or hasattr(self._original, name):
+            _refuse(f"{name!r} of a {self._original.__name__} is deleted")
+        super().__delattr__(name)
+
+
+class Part(Fixed):
+    """A module of the original model, of its class: it has a mode and holds tensors; only the whole runs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: programs are of the whole model."""
+        raise CaptureError(
+            f"a {self._original.__name__} inside a sharded module cannot be called alone: programs are of the whole model. "
+            "Call the sharded module, or compile this module by itself."
+        )
+
+    def _hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(
+            f"a hook is put on a {self._original.__name__} inside the sharded module, where programs would not call it"
+        )
+
+    register_forward_hook = register_forward_pre_hook = _hook
+    register_backward_hook = register_full_backward_hook = register_full_backward_pre_hook = _hook
+
+    # What classes of their own do about tensors is for modules that run.
+    _apply = nn.Module._apply
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+
+def same(old: Any, new: Any) -> bool:
+    """Whether setting ``new`` in place of ``old`` changes nothing."""
+    return old is new or (type(old) is type(new) and isinstance(new, _PLAIN) and old == new)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CaptureError(
+        f"{what}, after it was compiled: its programs compute what the model did then. Change the model, and compile it again."
+    )
+
+
+def parts_of(model: nn.Module) -> dict[str, Part]:
+    """Module path → a part for every module of ``model``, put together as they are; a module of two paths is one part.
+
+    Parts have the modes and plain attributes (numbers, strings) of the originals, and no tensors yet.
+    """
+    classes: dict[type, type[Part]] = {}
+    made: dict[int, Part] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for module in modules.values():
+        if id(module) not in made:
+            made[id(module)] = _part(module, classes)
+    for module in modules.values():
+        part = made[id(module)]
+        children = [(n, None if m is None else made[id(m)]) for n, m in module._modules.items()]
+        part.__dict__["_modules"] = Children(children, new=module is model)
+    return {path: made[id(module)] for path, module in modules.items()}
+
+
+def _part(module: nn.Module, classes: dict[type, type[Part]]) -> Part:
+    kind = type(module)
+    if kind not in classes:
+        try:
+            classes[kind] = new_class(
+                kind.__name__, (Part, kind), {}, lambda names: names.update(__module__=kind.__module__)
+            )
+        except Exception:  # a class that is not to be derived from
+            classes[kind] = Part
+    part = object.__new__(classes[kind])
+    empty = nn.Module()
+    empty.training = module.training
+    plain = {name: value for name, value in vars(module).items() if name not in _INTERNAL and _is_plain(value)}
+    part.__dict__.update({**plain, **vars(empty), "_original": kind, "_known": frozenset(vars(module)) - _INTERNAL})
+    part.__dict__["_parameters"].update({n: None for n, p in module._parameters.items() if p is None})
+    part.__dict__["_buffers"].update({n: None for n, b in module._buffers.items() if b is None})
+    return part
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))

@@ -1,0 +1,81 @@
+"""What, beside the arguments, decides what a model computes: torch's modes in a call, and the state of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
+
+from autoshard.errors import CaptureError
+from autoshard.runtime.autocast import autocast_state
+
+
+@dataclass(frozen=True)
+class State:
+    """What a program is compiled for beside the arguments. Equal states compute alike."""
+
+    recorded: bool
+    """gradients are recorded: the program has a backward"""
+    modes: tuple[bool, ...]
+    """train or eval, of every module"""
+    trained: tuple[bool, ...]
+    """requires_grad of every parameter; () where nothing is recorded"""
+    tensors: tuple[Any, ...]
+    """shape, dtype, device and placements of every parameter and buffer"""
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
+    """of the device types with autocast on: dtype, and whether casts of parameters are kept"""
+    defaults: tuple[torch.dtype, str, bool]
+    """the default dtype, the default device, and whether algorithms have to be deterministic"""
+
+
+def defaults() -> tuple[torch.dtype, str, bool]:
+    """``State.defaults`` of this moment."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return torch.get_default_dtype(), str(torch.get_default_device()), deterministic
+
+
+@lru_cache(maxsize=64)
+def digest(state: State) -> int:
+    """A number of 32 bits, the same in every process."""
+    return crc32(repr(state).encode())
+
+
+def state_of(recorded: bool, modes: tuple[bool, ...], trained: tuple[bool, ...], tensors: tuple[Any, ...]) -> State:
+    """The state of this moment, with torch's own."""
+    return State(recorded, modes, trained if recorded else (), tensors, autocast_state(), defaults())
+
+
+def requires_grad(*tensors: Iterable[Any]) -> bool:
+    """Whether any of them is a tensor that requires a gradient."""
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for group in tensors for x in group)
+
+
+def check_call(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse a call inside what a compiled program cannot follow. ``tensors``: arguments, parameters and buffers."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise CaptureError(
+            "a sharded module is called inside a torch.func transform (vmap, grad, jvp, functionalize), which its programs "
+            "cannot follow. Use torch.autograd outside of it, or transform the model before autoshard.compile."
+        )
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise CaptureError(
+            "a sharded module is called with dual tensors: its programs have no forward-mode derivative. "
+            "Use backward(), or torch.autograd.grad."
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise CaptureError(
+            "a sharded module cannot be traced by torch.jit. sharded.save(directory) writes its program."
+        )
+    for hooks in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
+        for hook in hooks.values():
+            if not getattr(hook, "__module__", "").startswith("torch."):
+                raise CaptureError(
+                    f"a global module hook is registered ({getattr(hook, '__qualname__', hook)}): a sharded module's programs "
+                    "do not call the model's modules. Remove it, or use hooks of the sharded module itself."
+                )

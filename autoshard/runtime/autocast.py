@@ -1,0 +1,29 @@
+"""torch.autocast around a call: programs are captured under it, contain its casts, and run without it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+KINDS = ("cpu", "cuda")
+"""the device types whose autocast counts"""
+
+
+def autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:
+    """(device type, dtype, whether casts of parameters are kept) of every device type with autocast on."""
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+        for kind in KINDS
+        if torch.is_autocast_enabled(kind)
+    )
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Inside, no op is cast but by the program."""
+    with contextlib.ExitStack() as stack:
+        for kind, _, _ in autocast_state():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -1,0 +1,91 @@
+"""Ops that autocast does not cast, but ops inside them: taken apart while it is on, as tracing would keep them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx.experimental import proxy_tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autoshard.errors import CaptureError
+from autoshard.passes.capture.observer import Observer, Patch
+from autoshard.passes.ir.graph import Graph, Ref, map_refs
+from autoshard.runtime.autocast import autocast_state
+
+aten = torch.ops.aten
+COMPOSED = frozenset(
+    {
+        aten.chain_matmul.default,
+        aten.corrcoef.default,
+        aten.cov.default,
+        aten.einsum.default,
+        aten.gru.input,
+        aten.gru_cell.default,
+        aten.inner.default,
+        aten.linalg_matrix_power.default,
+        aten.linalg_multi_dot.default,
+        aten.lstm_cell.default,
+        aten.matrix_power.default,
+        aten.rnn_relu.input,
+        aten.rnn_relu_cell.default,
+        aten.rnn_tanh.input,
+        aten.rnn_tanh_cell.default,
+        aten.tensordot.default,
+    }
+)
+NARROW = frozenset({aten.lstm.input})
+"""all of whose floats autocast makes narrow: its kernel for CPUs is one of autocast's own"""
+REFUSED = frozenset({aten.bilinear.default})
+"""cast in the middle of a kernel"""
+_HANDLE = proxy_tensor.maybe_handle_decomp
+
+
+def handled(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
+    """In place of ``maybe_handle_decomp``: the parts of ``op``, which autocast casts, or NotImplemented."""
+    state = autocast_state()
+    if state and op in REFUSED:
+        raise CaptureError(
+            f"{op} under torch.autocast is not supported: what it casts inside is not known. Call it inside "
+            "torch.autocast(device, enabled=False)."
+        )
+    if state and op in NARROW and any(x.dtype == torch.float for x in tree_leaves(args) if torch.is_tensor(x)):
+        narrow = state[0][1]
+        with mode:
+            return op(
+                *tree_map_only(torch.Tensor, lambda x: x.to(narrow) if x.dtype == torch.float else x, args), **kwargs
+            )
+    if state and op in COMPOSED:
+        with mode:
+            return op.decompose(*args, **kwargs)
+    return _HANDLE(mode, op, args, kwargs)
+
+
+def with_kept_casts(graph: Graph) -> Graph:
+    """One cast of a parameter for all of its uses, as autocast keeps it: gradients are added before they are widened."""
+    if not any(kept for _, _, kept in autocast_state()):
+        return graph
+    parameters = {i.name for i in graph.inputs if i.kind == "parameter" and graph.types[i.name].dtype == torch.float}
+    first: dict[tuple[str, str], str] = {}
+    instead: dict[str, str] = {}
+    nodes = []
+    for node in graph.nodes:
+        if node.op == aten._to_copy.default and node.inputs[0] in parameters and node.kwargs.keys() == {"dtype"}:
+            (name,) = node.outputs
+            instead[name] = first.setdefault((node.inputs[0], str(node.kwargs["dtype"])), name)
+            if instead[name] != name:
+                continue
+        args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda r: Ref(instead.get(r.name, r.name)))
+        nodes.append(replace(node, args=args, kwargs=kwargs))
+    outputs = map_refs(graph.outputs, lambda r: Ref(instead.get(r.name, r.name)))
+    mutations = {fqn: instead.get(name, name) for fqn, name in graph.mutations.items()}
+    return replace(graph, nodes=tuple(nodes), outputs=outputs, mutations=mutations)
+
+
+class Autocast(Observer):
+    """What autocast casts inside ops that a trace would keep whole."""
+
+    def patches(self) -> Iterable[Patch]:
+        yield proxy_tensor, "maybe_handle_decomp", handled

@@ -1,0 +1,22 @@
+"""What users change between calls, on the in-process mesh. tests/distributed runs the same under gloo."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import ideal
+from state_cases import CASES
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("axes", [{"tp": 2}], ids=str)
+def test_as_the_unsharded_model(name: str, axes: dict[str, int]) -> None:
+    CASES[name](ideal(axes))
+
+
+def test_the_table_has_a_row_for_every_case() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "what_happens_if.md").read_text(encoding="utf-8")
+    named = re.findall(r"\| `(\w+)` \|\n", text)
+    assert set(named) == set(CASES)
