@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard.errors import (
     AutoshardError,
     CaptureError,
+    CommunicationError,
     HintError,
     LayoutError,
     MeshError,
@@ -56,6 +57,7 @@ __all__ = [
     "AutoshardError",
     "CaptureError",
     "Collective",
+    "CommunicationError",
     "Cost",
     "CoverageReport",
     "Hardware",

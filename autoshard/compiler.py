@@ -74,9 +74,14 @@ def compiled(
 
     Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left as it was.
     """
-    with stage("capture"):
-        graph = capture(model, args, kwargs, training=training, mode=mode, dynamic=dynamic)
+    graph = captured(model, args, kwargs, training=training, mode=mode, dynamic=dynamic)
     return build(graph, mesh, wishes, title=title or type(model).__name__)
+
+
+def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
+    """The first stage. ``options``: see :func:`capture`."""
+    with stage("capture"):
+        return capture(model, args, kwargs, **options)
 
 
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:

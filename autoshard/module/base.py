@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.compiler import Wishes, compiled
+from autoshard.compiler import Compiled, Wishes, compiled
 from autoshard.errors import CaptureError, PlanError, RuleError, RuntimeMismatchError
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
@@ -123,13 +123,18 @@ class ShardedModule(nn.Module):
     def _specialised(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, number: int = 0
     ) -> Executable:
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        key = (tuple(signature_of(leaf) for leaf in leaves), spec, training, self.training, number)
+        key = self._key(args, kwargs, training, number)
         if key not in self._executables:
+            leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
             structure = (tuple(signature_of(leaf, exactly=False) for leaf in leaves), *key[1:-1])
             found = self._serving(structure, leaves)
             self._executables[key] = found or self._build(args, kwargs, training, structure)
         return self._executables[key]
+
+    def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, number: int = 0) -> tuple[Any, ...]:
+        """What a program is compiled for; the ranks compare it in every call."""
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        return (tuple(signature_of(leaf) for leaf in leaves), spec, training, self.training, number)
 
     @property
     def programs(self) -> list[Executable]:
@@ -159,23 +164,17 @@ class ShardedModule(nn.Module):
         dynamic = settings.dynamic if structure is not None else False
         first = self._parameter_layouts is None
         wishes = settings.wishes if first else replace(settings.wishes, plan=None, parameters=self._parameter_layouts)
-        found = compiled(
-            self._model,
-            self.mesh,
-            args,
-            kwargs,
-            wishes,
-            training=training,
-            mode=self.training,
-            dynamic=dynamic,
-            title=self._title,
-        )
+        found = self._compiled(args, kwargs, wishes, training=training, mode=self.training, dynamic=dynamic)
         if first:
             parameters = {i.fqn: found.plan.layouts[i.fqn] for i in found.graph.inputs if i.kind == "parameter"}
-            object.__setattr__(self, "_parameter_layouts", parameters)
             self._adopt(self._model, found.graph, parameters)
+            object.__setattr__(self, "_parameter_layouts", parameters)
         rank_module = load_source(found.source.text, found.source.modules)
         return Executable(found, rank_module, described(found.graph, args, kwargs), structure)
+
+    def _compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any) -> Compiled:
+        """All stages for these arguments. ``options``: see :func:`capture`."""
+        return compiled(self._model, self.mesh, args, kwargs, wishes, title=self._title, **options)
 
     def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""

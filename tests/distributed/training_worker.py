@@ -275,7 +275,7 @@ def assert_all_raise(error: type[Exception], text: str, call: Callable[[], Any])
     """``call`` raises on this and on every other rank, and the ranks can go on afterwards."""
     with pytest.raises(error) as found:
         call()
-    assert str(found.value) == text
+    assert str(found.value).startswith(text)
     count = torch.ones(())
     dist.all_reduce(count)
     assert float(count) == dist.get_world_size()
