@@ -1,7 +1,8 @@
 """What the ranks of a module agree on, on a process group of its own: gloo on the CPU, so that no device waits for it.
 
-The numbers of an agreement are gathered in the background while a call runs; its results are handed out only when all
-ranks came with the same numbers. Where ranks cannot go on together every one of them raises.
+The numbers of an agreement are gathered in the background while a call begins; before its first collective all ranks
+must have come with the same numbers, as a backend may hang or abort the process where they begin different ones. Where
+ranks cannot go on together every one of them raises.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Agreement:
         self.rank, self.ranks = (0, 1) if fake else (dist.get_rank(), dist.get_world_size())
         self._group = None if self.ranks == 1 else _group()
         self._open: tuple[Any, torch.Tensor, tuple[Claim, ...]] | None = None
-        notes.asked = self._look
+        notes.settle = self.finish
 
     # --- numbers ---
 
@@ -88,11 +89,6 @@ class Agreement:
             return None, mine.view(1, -1)
         found = torch.empty(self.ranks * len(mine), dtype=torch.int64)
         return self._begin("an agreement", all_gather_single, found, mine), found.view(self.ranks, -1)
-
-    def _look(self) -> None:
-        """While the rank waits for something else: whether there is no reason to wait."""
-        if self._open is not None and self._open[0] is not None and self._open[0].is_completed():
-            self.finish()
 
     # --- results and failures ---
 

@@ -13,6 +13,9 @@ _ROW = 4096
 _BLOCK = 1 << 20
 """words that are copied at once"""
 
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+"""an odd number without a pattern: 2^64 over the golden ratio"""
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,7 +45,8 @@ def _words(x: torch.Tensor) -> torch.Tensor:
 
 def _weighed(words: torch.Tensor) -> torch.Tensor:
     """One sum for every row."""
-    words = words ^ ((words >> 32) & 0xFFFFFFFF)  # a change of high bits alone would be lost in the weighing
+    words = words * _MIX
+    words = words ^ ((words >> 32) & 0xFFFFFFFF)  # changes of high bits alone, such as signs, would cancel
     weights = _weights(words.device)
     if words.numel() <= _ROW:
         return (words * weights[: words.numel()]).sum().reshape(1)

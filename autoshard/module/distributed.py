@@ -25,6 +25,7 @@ from autoshard.module.agreement import Agreement, asked_checks
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.checksum import checksum
 from autoshard.module.executable import Executable
+from autoshard.module.gradients import one_verdict
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.passes.ir.graph import Graph, Ref, TensorType
@@ -60,6 +61,7 @@ class DistributedModule(ShardedModule):
         set_(self, "device_mesh", device_mesh)
         set_(self, "_comm", runtime.TorchCommunicator.of(device_mesh))
         set_(self, "_device", torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+        one_verdict()
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())
@@ -153,6 +155,7 @@ class DistributedModule(ShardedModule):
         agreement = self._agreement
         agreement.finish()
         graph = agreement.everywhere(lambda: captured(self._model, args, kwargs, **options))
+        agreement.agree(("the graph captured from the model", zlib.crc32(str(graph).encode())))
         constants = dict(of_first(agreement, graph.constants, f"a constant of {self._title}"))
         graph = replace(graph, constants={**graph.constants, **constants})
         ours: list[Compiled] = []

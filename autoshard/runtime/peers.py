@@ -39,8 +39,8 @@ class Notes:
         self.broken = False
         """whether a collective was given up: those that follow would meet the wrong ones of other ranks"""
         self._failed_in: set[int] = set()
-        self.asked: Callable[[], None] = lambda: None
-        """looks for other reasons not to wait any longer; raises"""
+        self.settle: Callable[[], None] = lambda: None
+        """called before every collective: what the ranks must agree on before they begin one"""
 
     def leave(self, error: BaseException) -> None:
         """Tell the other ranks that this call fails here. The first rank's note stays."""
@@ -77,13 +77,9 @@ def wait(work: Any, notes: Notes, what: Callable[[], str]) -> None:
                 if _succeeds(work):
                     return
                 raise lost(error, notes, what()) from error
-        try:
-            notes.asked()
-            if told := notes.look():
-                raise CommunicationError(f"{what()}: {told}")
-        except Exception:
+        if told := notes.look():
             notes.broken = True
-            raise
+            raise CommunicationError(f"{what()}: {told}")
         if looks == LONG:
             log.warning("rank %d has waited %d s for %s", dist.get_rank(), LONG * PATIENCE.seconds, what())
 

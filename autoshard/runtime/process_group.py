@@ -27,7 +27,7 @@ class Underway(NamedTuple):
 
     comm: TorchCommunicator
     group: _Group
-    at: tuple[Move, str]
+    at: tuple[Move | None, str]
     """for which move, in which phase"""
     work: Any
 
@@ -85,7 +85,7 @@ class TorchCommunicator(Communicator):
             raise MeshError(f"mesh {self.mesh} has {self.world_size} ranks, but {len(self.ranks)} processes run")
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._handles: dict[tuple[int, ...], Any] = {}
-        self._at = (Move("I", "I", ()), "forward")
+        self._at: tuple[Move | None, str] = (None, "a collective")
         self.notes = Notes()
 
     @classmethod
@@ -113,12 +113,13 @@ class TorchCommunicator(Communicator):
             self._groups[axes] = _Group(handle, len(members), self.index(axes), members, order, gloo)
         return self._groups[axes]
 
-    def during(self, move: Move, phase: str) -> None:
-        """The collectives that follow are for this move."""
+    def during(self, move: Move | None, phase: str) -> None:
+        """The collectives that follow are for this move in this phase; for none: ``phase`` says for what."""
         self._at = (move, phase)
 
     def begin(self, group: _Group, collective: Callable[..., Any], *args: Any) -> Underway:
         """``collective(*args)`` of torch.distributed on ``group``, asynchronously."""
+        self.notes.settle()
         try:
             return Underway(self, group, self._at, collective(*args, group=group.handle, async_op=True))
         except RuntimeError as error:
@@ -129,6 +130,7 @@ class TorchCommunicator(Communicator):
         if group.gloo:
             self.begin(group, collective, *args).wait()
         else:
+            self.notes.settle()
             collective(*args, group=group.handle)
 
     def reduce_scatter(self, group: _Group, out: torch.Tensor, parts: torch.Tensor) -> Underway | _Added:
@@ -141,11 +143,11 @@ class TorchCommunicator(Communicator):
         received = torch.empty_like(parts)
         return _Added(self.begin(group, dist.all_to_all_single, received, parts), received, out)
 
-    def name(self, group: _Group, move: Move, phase: str) -> str:
+    def name(self, group: _Group, move: Move | None, phase: str) -> str:
         """A collective as an error names it."""
-        kind = move.verb
-        named_ = collective_name(kind, self.named(kind, move.axes), move.module, phase)
-        return f"{named_} among ranks {', '.join(map(str, group.members))}"
+        if move is not None:
+            phase = collective_name(move.verb, self.named(move.verb, move.axes), move.module, phase)
+        return f"{phase} among ranks {', '.join(map(str, group.members))}"
 
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Communicator.apply`."""
@@ -356,9 +358,10 @@ def synchronised_generators(comm: TorchCommunicator) -> Any:
     cuda = torch.cuda.is_available() and dist.get_backend(world.handle) == "nccl"
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
     own = [s.clone() for s in states]
+    comm.during(None, "broadcast of the random state")
     for state in states:
         on_wire = state.cuda() if cuda else state
-        dist.broadcast(on_wire, source, world.handle)
+        comm.run(world, dist.broadcast, on_wire, source)
         state.copy_(on_wire)
     if rank:
         torch.set_rng_state(states[0])

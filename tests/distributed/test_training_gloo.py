@@ -78,11 +78,11 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return look_up
 
 
-def run_world(ranks: int, checks: list[str], folder: Path) -> dict[str, str]:
+def run_world(ranks: int, checks: list[str], folder: Path, worker: str = "training_worker.py") -> dict[str, str]:
     files = [str(folder / "rendezvous"), str(folder / "result.json"), ",".join(checks)]
     workers = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "training_worker.py"), str(r), str(ranks), *files],
+            [sys.executable, str(HERE / worker), str(r), str(ranks), *files],
             env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
