@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard.errors import (
     AutoshardError,
     CaptureError,
+    CommunicationError,
     HintError,
     LayoutError,
     MeshError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from autoshard.check.coverage import CoverageReport, coverage
     from autoshard.check.verification import VerifyReport, verify
     from autoshard.module.base import ShardedModule
+    from autoshard.module.gradients import clip_grad_norm_
     from autoshard.passes.redistribute import Redistribution, redistribution
     from autoshard.plans.plan import Plan
     from autoshard.plans.record import Collective, Cost
@@ -37,6 +39,7 @@ _LAZY = {
     "compile": "autoshard.api",
     "plan": "autoshard.api",
     "ShardedModule": "autoshard.module.base",
+    "clip_grad_norm_": "autoshard.module.gradients",
     "verify": "autoshard.check.verification",
     "VerifyReport": "autoshard.check.verification",
     "deferred_init": "autoshard.initialise.deferred",
@@ -56,6 +59,7 @@ __all__ = [
     "AutoshardError",
     "CaptureError",
     "Collective",
+    "CommunicationError",
     "Cost",
     "CoverageReport",
     "Hardware",
@@ -76,6 +80,7 @@ __all__ = [
     "Shard",
     "ShardedModule",
     "VerifyReport",
+    "clip_grad_norm_",
     "compile",
     "coverage",
     "deferred_init",

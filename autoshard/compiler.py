@@ -77,12 +77,17 @@ def compiled(
 
     Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left as it was.
     """
+    graph = captured(model, args, kwargs, training=training, dynamic=dynamic)
+    return build(graph, mesh, wishes, title=title or type(model).__name__)
+
+
+def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
+    """The first stage. ``options``: see :func:`capture`."""
     with stage("capture"):
-        graph = capture(model, args, kwargs, training=training, dynamic=dynamic)
-    with without_autocast():  # its casts are in the graph
-        return build(graph, mesh, wishes, title=title or type(model).__name__)
+        return capture(model, args, kwargs, **options)
 
 
+@without_autocast()  # its casts are in the graph
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes = wishes or Wishes()

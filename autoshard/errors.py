@@ -33,5 +33,9 @@ class RuntimeMismatchError(AutoshardError, RuntimeError):
     """Ranks disagree on something they must agree on."""
 
 
+class CommunicationError(AutoshardError, RuntimeError):
+    """A collective cannot end: another rank failed, is gone, or does not come."""
+
+
 class InitialiseError(AutoshardError, RuntimeError):
     """A model's initialisation cannot be recorded, or not be replayed."""

@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.compiler import Wishes, compiled
+from autoshard.compiler import Compiled, Wishes, compiled
 from autoshard.errors import CaptureError, PlanError, RuleError, RuntimeMismatchError
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
@@ -186,6 +186,7 @@ class ShardedModule(Fixed):
         return self._executables[key]
 
     def _key(self, leaves: Sequence[Any], spec: Any, state: State, number: int = 0, exactly: bool = True) -> Any:
+        """What a program is compiled for; the ranks compare it in every call."""
         return (*(signature_of(leaf, state.recorded, exactly) for leaf in leaves), spec, state, number)
 
     @property
@@ -217,16 +218,20 @@ class ShardedModule(Fixed):
         first = self._parameter_layouts is None
         wishes = settings.wishes if first else replace(settings.wishes, plan=None, parameters=self._parameter_layouts)
         with self._of.as_it_is(self._check) as model:
-            found = compiled(
-                model, self.mesh, args, kwargs, wishes, training=recorded, dynamic=dynamic, title=self._title
-            )
+            found = self._compiled(model, args, kwargs, wishes, training=recorded, dynamic=dynamic)
         if first:
             parameters = {i.fqn: found.plan.layouts[i.fqn] for i in found.graph.inputs if i.kind == "parameter"}
-            object.__setattr__(self, "_parameter_layouts", parameters)
             with without_autocast():
                 self._adopt(self._of.model, found.graph, parameters)
+            object.__setattr__(self, "_parameter_layouts", parameters)
         rank_module = load_source(found.source.text, found.source.modules)
         return Executable(found, rank_module, described(found.graph, args, kwargs), structure)
+
+    def _compiled(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
+    ) -> Compiled:
+        """All stages for these arguments. ``options``: see :func:`capture`."""
+        return compiled(model, self.mesh, args, kwargs, wishes, title=self._title, **options)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,19 +16,25 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
-from autoshard.errors import CaptureError, RuntimeMismatchError
+from autoshard.compiler import Compiled, Wishes, build, captured
+from autoshard.errors import CaptureError, CommunicationError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
+from autoshard.module.agreement import Agreement, asked_checks
 from autoshard.module.base import Settings, ShardedModule
-from autoshard.module.executable import Executable
+from autoshard.module.checksum import checksum
+from autoshard.module.executable import Executable, signature_of
+from autoshard.module.gradients import one_verdict
+from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.module.state import digest
 from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
+from autoshard.plans.plan import Plan
 
 FIRST_CALLS = 8
-"""how many calls are checked for equal inputs where the check waits for a GPU"""
+"""how many calls are checked for equal inputs; AUTOSHARD_CHECK=inputs checks all"""
 
 _SHAPES = "the shapes and dtypes of the inputs"
 _STATE = (
@@ -34,6 +42,7 @@ _STATE = (
     "parameters, autocast, or torch's defaults"
 )
 _VALUES = "the values of the inputs (every rank takes the same global batch)"
+_FAILED = "whether an earlier call failed (their collectives are out of step: start all processes again)"
 
 
 class DistributedModule(ShardedModule):
@@ -43,7 +52,9 @@ class DistributedModule(ShardedModule):
     _comm: runtime.TorchCommunicator
     _device: torch.device
     _loaded: dict[int, Any]
-    _calls: int
+    _agreement: Agreement
+    _checks: dict[str, int]
+    _numbers: dict[Any, int]
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
         super().__init__(model, mesh, settings)
@@ -54,20 +65,25 @@ class DistributedModule(ShardedModule):
         set_(self, "device_mesh", device_mesh)
         set_(self, "_comm", runtime.TorchCommunicator.of(device_mesh))
         set_(self, "_device", torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+        one_verdict()
         set_(self, "_loaded", {})
-        set_(self, "_calls", 0)
+        set_(self, "_agreement", Agreement(self._comm.notes))
+        set_(self, "_checks", asked_checks())
+        set_(self, "_numbers", {})
         self._comm.device = self._device
 
     # --- tensors ---
 
     def _seed(self) -> int:
-        return int(self._from_first(torch.tensor(torch.initial_seed())).item())
+        return int(self._agreement.tensor_of_first(torch.tensor(torch.initial_seed())))
 
-    def _from_first(self, value: torch.Tensor) -> torch.Tensor:
-        """Rank 0's value, on every rank."""
-        value = value.to(self._device)
-        dist.broadcast(value, src=0)
-        return value
+    def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+        """See :meth:`ShardedModule._initial`. Where ranks come with other values, rank 0's are taken."""
+        tensors = dict(named_tensors(model))
+        first = of_first(self._agreement, tensors, self._title)
+        found = {n: self._kept(full, layouts.get(n)).clone() for n, full in first}
+        missing = any(x.is_meta for n, x in tensors.items() if n not in found)
+        return {**super()._initial(model, layouts), **found} if missing else found
 
     def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
         return full if layout is None else shard_of(full, layout, self._comm.rank)
@@ -131,37 +147,70 @@ class DistributedModule(ShardedModule):
 
     # --- running ---
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`ShardedModule.forward`. Where it fails on this rank alone, the others are told."""
+        try:
+            return super().forward(*args, **kwargs)
+        except Exception as error:
+            self._comm.notes.leave(error)
+            raise
+
     def specialise(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
     ) -> Executable:
-        """See :meth:`ShardedModule.specialise`; every rank must come with the same inputs, in the same state."""
-        known = len(self._executables)
-        if self._device.type == "cpu" or self._calls < FIRST_CALLS:  # on a GPU the check waits for the device
-            leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-            self._agree(
-                (_SHAPES, _signature(leaves)),
-                (_STATE, digest(self._state(leaves, recorded))),
-                (_VALUES, _checksum(leaves)),
-            )
-        object.__setattr__(self, "_calls", self._calls + 1)
-        executable = super().specialise(args, kwargs, number, recorded)
-        if len(self._executables) > known:
-            self._agree(("the generated program", zlib.crc32(executable.compiled.source.text.encode())))
-        return executable
+        """See :meth:`ShardedModule.specialise`; every rank must come with the same inputs, in the same state.
 
-    def _agree(self, *claims: tuple[str, int]) -> None:
-        """Raise on every rank if the ranks do not all have the same number for each ``(what, number)``."""
-        numbers = [n for _, n in claims]
-        mine = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64, device=self._device)
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        high, low = mine.view(2, -1).tolist()
-        for (what, _), a, b in zip(claims, high, low, strict=True):
-            if a != -b:
-                raise RuntimeMismatchError(f"the ranks disagree on {what}")
+        What the program is compiled for is compared in every call, while it runs; the values in the first calls.
+        """
+        agreement, notes = self._agreement, self._comm.notes
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        state = self._state(leaves, recorded)
+        key = self._key(leaves, spec, state, number)
+        if key not in self._numbers:
+            shapes = repr((*(signature_of(leaf, state.recorded) for leaf in leaves), spec, number))
+            self._numbers[key] = zlib.crc32(_ADDRESS.sub("", shapes).encode())
+        checked = notes.call < FIRST_CALLS or "inputs" in self._checks
+        notes.call += 1
+        values = _checksum(leaves) if checked else 0
+        failed = (_FAILED, 2 * notes.failed + notes.broken)
+        agreement.begin((_SHAPES, self._numbers[key]), (_STATE, digest(state)), (_VALUES, values), failed)
+        if checked or key not in self._executables or notes.broken:
+            agreement.finish()
+        if notes.broken:
+            raise CommunicationError("an earlier call was left between its collectives: start all processes again")
+        return super().specialise(args, kwargs, number, recorded)
+
+    def _compiled(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
+    ) -> Compiled:
+        """Rank 0 plans, the others follow its plan; an error of one rank is raised on all."""
+        agreement = self._agreement
+        agreement.finish()
+        graph = agreement.everywhere(lambda: captured(model, args, kwargs, **options))
+        agreement.agree(("the graph captured from the model", zlib.crc32(str(graph).encode())))
+        constants = dict(of_first(agreement, graph.constants, f"a constant of {self._title}"))
+        graph = replace(graph, constants={**graph.constants, **constants})
+        ours: list[Compiled] = []
+
+        def plan() -> str:
+            ours.append(build(graph, self.mesh, wishes, title=self._title))
+            return ours[0].plan.to_json()
+
+        def follow() -> Compiled:
+            return ours[0] if ours else build(graph, self.mesh, replace(wishes, plan=received), title=self._title)
+
+        received = Plan.from_json(agreement.from_first(plan))
+        found = agreement.everywhere(follow)
+        agreement.agree(("the generated program", zlib.crc32(found.source.text.encode())))
+        return found
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         program = executable.compiled.program
         module = self._rank_module(executable)
+        if every := self._checks.get("replicas"):
+            self._agreement.finish()
+            if self._comm.notes.call % every == 0:
+                check_replicas(self._agreement, self.mesh, dict(self.named_parameters()), dict(self.named_buffers()))
         with runtime.bind(self._comm), runtime.synchronised_rng(self._comm):
             module.bind_tensors(self._tensors(executable))
             try:
@@ -180,6 +229,7 @@ class DistributedModule(ShardedModule):
                 else results[i]
                 for i, out in enumerate(program.outputs)
             ]
+        self._agreement.finish()
         first = len(program.outputs)
         return leaves, {fqn: results[first + i].detach() for i, fqn in enumerate(program.mutations)}
 
@@ -281,18 +331,14 @@ def _device_type() -> str:
     return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
 
 
-def _signature(leaves: Sequence[Any]) -> int:
-    described = [(tuple(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
-    return zlib.crc32(repr(described).encode())
-
-
 def _checksum(leaves: Sequence[Any]) -> int:
-    """A number that differs where the data differ; of a large tensor the first and last 256 KiB count."""
-    number, part = 0, 1 << 18
+    """A number that differs where the data of the inputs do; DTensors are only compared by what they are."""
+    number = 0
     for x in leaves:
-        if isinstance(x, torch.Tensor) and x.numel():
-            data = x.detach().reshape(-1)
-            ends = (data,) if data.nbytes <= 2 * part else (data[: part // x.itemsize], data[-part // x.itemsize :])
-            for end in ends:
-                number = zlib.crc32(end.cpu().contiguous().view(torch.uint8).numpy().tobytes(), number)
+        if isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
+            number = zlib.crc32(int(checksum(x)).to_bytes(8, "little", signed=True), number)
     return number
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""in the ``repr`` of an argument without one of its own: other on every rank"""

@@ -37,10 +37,10 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh) -> Assignment:
                 f"the plan cuts {node.op} in {node.fqn or '(root)'} at {node.source} along "
                 f"{', '.join(plan.choices[node.name].labels)}, which these sizes do not allow"
             )
-    layouts = {n: Layout(mesh, plan.layouts[public.get(n, n)].placements) for n in graph.types}
+    layouts = {n: _on(mesh, plan.layouts[public.get(n, n)]) for n in graph.types}
     fqns = {fqn: n for n, fqn in public.items()}
-    shared = {fqns.get(n, n): Layout(mesh, layout.placements) for n, layout in plan.shared.items()}
-    outputs = tuple(None if x is None else Layout(mesh, x.placements) for x in plan.outputs)
+    shared = {fqns.get(n, n): _on(mesh, layout) for n, layout in plan.shared.items()}
+    outputs = tuple(None if x is None else _on(mesh, x) for x in plan.outputs)
     bound = plan.lower_bound if _same_costs(plan, graph, mesh) else 0.0
     given = frozenset(fqns.get(n, n) for n in plan.given)
     solution = Solution((), plan.cost.total_s, bound, False)
@@ -57,3 +57,8 @@ def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:
         return found == (type_.example.shape, dtype, type_.grad)
 
     return plan.mesh.hardware == mesh.hardware and all(is_alike(public.get(n, n), t) for n, t in graph.types.items())
+
+
+def _on(mesh: Mesh, layout: Layout) -> Layout:
+    """The layout on a mesh of the same axes; its hardware may be another."""
+    return Layout(mesh, layout.placements, layout.order)

@@ -17,7 +17,7 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.communicator import Communicator, current
 from autoshard.runtime.in_process import InProcessCommunicator, World
 from autoshard.runtime.move import LOCAL, Move
-from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, raw, reduce_scatter_single
+from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, raw
 from autoshard.runtime.profiling import named, recorded
 
 Tensors = tuple[torch.Tensor, ...]
@@ -113,6 +113,7 @@ class FlatBucket(Bucket):
             buffer = _flat(parts)
             return buffer, None, _views(buffer, [p.shape for p in parts])
         record(self.comm, moves, xs, phase)
+        self.comm.during(moves[0], phase)
         with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
             if verb == "all_reduce":
                 buffer = _flat(xs)
@@ -127,13 +128,14 @@ class FlatBucket(Bucket):
             if before is not None:
                 before.wait()  # once only: gloo copies its result out in every wait
             record(self.comm, [self.last_move] * len(parts), parts, "backward")
+            self.comm.during(self.last_move, "backward")
             with recorded(self.comm, self.last_move, "backward", len(parts)):
                 return self._all_reduce(buffer, self.replicas)
 
         return begin
 
     def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
-        return dist.all_reduce(buffer, group=self.comm.process_group(axes).handle, async_op=True)
+        return self.comm.begin(self.comm.process_group(axes), dist.all_reduce, buffer)
 
     def _gather(self, moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
         group = self.comm.process_group(moves[0].axes)
@@ -142,7 +144,7 @@ class FlatBucket(Bucket):
         mine = xs[0].new_empty(row)
         torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
         out = xs[0].new_empty(group.size * row)
-        all_gather_single(raw(out), raw(mine), group.handle)
+        self.comm.run(group, all_gather_single, raw(out), raw(mine))
         by_index = list(torch.split(out, row)) if row else [out] * group.size
         if group.order is not None:
             by_index = [by_index[group.order.index(k)] for k in range(group.size)]
@@ -161,7 +163,7 @@ class FlatBucket(Bucket):
         out = buffer.new_empty(sum(receives))
         scale = 1 if raw(out) is out else out.element_size()
         theirs, ours = ([n * scale for n in counts] for counts in (receives, sends))
-        dist.all_to_all_single(raw(out), raw(buffer), theirs, ours, group.handle)
+        self.comm.run(group, dist.all_to_all_single, raw(out), raw(buffer), theirs, ours)
         by_index: list[list[torch.Tensor]] = [[] for _ in members]
         for k, part, shapes in zip(members, torch.split(out, receives), received, strict=True):
             by_index[k] = _views(part, shapes)
@@ -183,7 +185,7 @@ class FlatBucket(Bucket):
             torch.cat(pieces, out=part[:length])
             part[length:].zero_()
         out = gradients[0].new_empty(row)
-        work = reduce_scatter_single(out, buffer, group.handle, async_op=True)
+        work = self.comm.reduce_scatter(group, out, buffer)
         return out, work, _views(out, rows[group.number])
 
     def _shapes(self, moves: list[Move], shapes: Iterable[Sequence[int]], k: int) -> list[list[int]]:
@@ -251,7 +253,8 @@ def carried(
     ``what``: the caller's name, for errors; ``replicas`` and ``listed`` as in :class:`Bucket`.
     """
     comm = current()
-    moves = [named(move) for move in moves]
+    module = named(moves[0], always=isinstance(comm, TorchCommunicator)).module
+    moves = [move._replace(module=module) for move in moves]
     if isinstance(comm, TorchCommunicator):
         return through(FlatBucket(comm, moves, replicas, listed), xs)
     if not isinstance(comm, InProcessCommunicator):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from autoshard.errors import MeshError
 from autoshard.runtime.communicator import Communicator, in_order_of
 from autoshard.runtime.move import LOCAL, Move, piece, together
-from autoshard.runtime.profiling import named, recorded
+from autoshard.runtime.peers import Notes, lost, wait
+from autoshard.runtime.profiling import collective_name, named, recorded
 
 # Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,26 +22,30 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def reduce_scatter_single(out: torch.Tensor, parts: torch.Tensor, group: Any, async_op: bool = False) -> Any | None:
-    """Sum ``parts``, one shaped as ``out`` for each rank, one after another, into every rank's ``out``.
+class Underway(NamedTuple):
+    """A collective that has begun."""
 
-    With ``async_op`` something to wait for once. gloo's own sends as much as an all-reduce; the parts are exchanged and
-    added here instead, which is half of that.
-    """
-    if dist.get_backend(group) != "gloo":
-        return _reduce_scatter_single(out, parts, group=group, async_op=async_op)
-    received = torch.empty_like(parts)
-    added = _Added(dist.all_to_all_single(received, parts, group=group, async_op=True), received, out)
-    if async_op:
-        return added
-    added.wait()
-    return None
+    comm: TorchCommunicator
+    group: _Group
+    at: tuple[Move | None, str]
+    """for which move, in which phase"""
+    work: Any
+
+    def wait(self) -> None:
+        """Wait for its result, once. Raises :class:`CommunicationError` where gloo knows that it cannot come."""
+        if self.group.gloo:
+            wait(self.work, self.comm.notes, self._name)
+        else:
+            self.work.wait()
+
+    def _name(self) -> str:
+        return self.comm.name(self.group, *self.at)
 
 
 class _Added(NamedTuple):
     """A reduce-scatter under way as an all-to-all."""
 
-    work: Any
+    work: Underway
     received: torch.Tensor
     out: torch.Tensor
 
@@ -60,6 +65,7 @@ class _Group(NamedTuple):
     """global ranks, in the order of the axes"""
     order: tuple[int, ...] | None
     """number along the axes of each member in the process group's own order; None: the same"""
+    gloo: bool
 
 
 class TorchCommunicator(Communicator):
@@ -81,6 +87,8 @@ class TorchCommunicator(Communicator):
         self._handles: dict[tuple[int, ...], Any] = {}
         self.generators: _Generators | None = None
         """set inside :func:`synchronised_generators`"""
+        self._at: tuple[Move | None, str] = (None, "a collective")
+        self.notes = Notes()
 
     @classmethod
     def of(cls, mesh: Any) -> TorchCommunicator:
@@ -102,12 +110,50 @@ class TorchCommunicator(Communicator):
                     dist.group.WORLD if everyone else dist.new_group(list(ordered), use_local_synchronization=True)
                 )
             order = None if ordered == members else tuple(members.index(r) for r in ordered)
-            self._groups[axes] = _Group(self._handles[ordered], len(members), self.index(axes), members, order)
+            handle = self._handles[ordered]
+            gloo = dist.get_backend(handle) == "gloo"
+            self._groups[axes] = _Group(handle, len(members), self.index(axes), members, order, gloo)
         return self._groups[axes]
+
+    def during(self, move: Move | None, phase: str) -> None:
+        """The collectives that follow are for this move in this phase; for none: ``phase`` says for what."""
+        self._at = (move, phase)
+
+    def begin(self, group: _Group, collective: Callable[..., Any], *args: Any) -> Underway:
+        """``collective(*args)`` of torch.distributed on ``group``, asynchronously."""
+        self.notes.settle()
+        try:
+            return Underway(self, group, self._at, collective(*args, group=group.handle, async_op=True))
+        except RuntimeError as error:
+            raise lost(error, self.notes, self.name(group, *self._at)) from error
+
+    def run(self, group: _Group, collective: Callable[..., Any], *args: Any) -> None:
+        """``collective(*args)`` of torch.distributed on ``group``. Raises as :meth:`Underway.wait` does."""
+        if group.gloo:
+            self.begin(group, collective, *args).wait()
+        else:
+            self.notes.settle()
+            collective(*args, group=group.handle)
+
+    def reduce_scatter(self, group: _Group, out: torch.Tensor, parts: torch.Tensor) -> Underway | _Added:
+        """Begin to sum ``parts``, one shaped as ``out`` for each rank, one after another, into every rank's ``out``.
+
+        gloo's own sends as much as an all-reduce; the parts are exchanged and added here instead: half of that.
+        """
+        if not group.gloo:
+            return self.begin(group, _reduce_scatter_single, out, parts)
+        received = torch.empty_like(parts)
+        return _Added(self.begin(group, dist.all_to_all_single, received, parts), received, out)
+
+    def name(self, group: _Group, move: Move | None, phase: str) -> str:
+        """A collective as an error names it."""
+        if move is not None:
+            phase = collective_name(move.verb, self.named(move.verb, move.axes), move.module, phase)
+        return f"{phase} among ranks {', '.join(map(str, group.members))}"
 
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Communicator.apply`."""
-        move = named(move)
+        move = named(move, always=True)
         if x.requires_grad and torch.is_grad_enabled():
             result: torch.Tensor = _Differentiable.apply(self, move, "forward", x)  # type: ignore[no-untyped-call]
             return result
@@ -121,6 +167,7 @@ class TorchCommunicator(Communicator):
         group = self.process_group(move.axes)
         if self.log is not None:
             self.record(verb, move.axes, phase, move.ring_bytes(x, group.size))
+        self.during(move, phase)
         with recorded(self, move, phase):
             return in_order_of(x, _COLLECTIVES[verb](self, move, group, x))
 
@@ -153,9 +200,9 @@ def _all_reduce(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
         return out
     if move.op != "sum" and x.is_floating_point():
         keys = _ordered(out, move.op)
-        dist.all_reduce(keys, _REDUCE[move.op], group.handle)
+        comm.run(group, dist.all_reduce, keys, _REDUCE[move.op])
         return _flipped(keys).view(_wide(x.dtype)).to(x.dtype)
-    dist.all_reduce(out, _REDUCE[move.op], group.handle)
+    comm.run(group, dist.all_reduce, out, _REDUCE[move.op])
     return out
 
 
@@ -187,10 +234,10 @@ def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     x = x.contiguous() if even else _padded(x, move.dim, lengths[0])
     if even and move.dim == 0 and group.order is None:
         out = x.new_empty(out_shape)
-        all_gather_single(raw(out), raw(x), group.handle)
+        comm.run(group, all_gather_single, raw(out), raw(x))
         return out
     parts = x.new_empty([group.size, *x.shape])
-    all_gather_single(raw(parts), raw(x).unsqueeze(0), group.handle)
+    comm.run(group, all_gather_single, raw(parts), raw(x).unsqueeze(0))
     pieces = _by_index(parts.unbind(0), group)
     return torch.cat([p.narrow(move.dim, 0, n) for p, n in zip(pieces, lengths, strict=True)], move.dim)
 
@@ -206,7 +253,7 @@ def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch
         pieces = [_padded(x.narrow(move.dim, *c), move.dim, longest) for c in chunks]
         parts = torch.cat(pieces if group.order is None else [pieces[k] for k in group.order])
     out = x.new_empty(_with(x.shape, move.dim, longest))
-    reduce_scatter_single(out, parts, group.handle)
+    comm.reduce_scatter(group, out, parts).wait()
     return out.narrow(move.dim, 0, mine).contiguous()
 
 
@@ -216,7 +263,7 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     pieces = [x.narrow(move.to_dim, *sent[k]).reshape(-1) for k in members]
     shape = _with(x.shape, move.to_dim, sent[group.number][1])
     shapes = [_with(shape, move.dim, gathered[k][1]) for k in members]
-    out = _exchanged(pieces, [_numel(s) for s in shapes], group)
+    out = _exchanged(comm, pieces, [_numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
     return torch.cat(_by_index(parts, group), move.dim)
 
@@ -226,16 +273,18 @@ def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -
     members = range(group.size) if group.order is None else group.order
     sent = [piece(move, group.number, k, x).reshape(-1) for k in members]
     shapes = [_with(x.shape, move.dim, move.exchange.piece(k, group.number)[1]) for k in members]
-    out = _exchanged(sent, [_numel(s) for s in shapes], group)
+    out = _exchanged(comm, sent, [_numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
     return together(move, group.number, _by_index(parts, group))
 
 
-def _exchanged(sent: list[torch.Tensor], counts: list[int], group: _Group) -> tuple[torch.Tensor, ...]:
+def _exchanged(
+    comm: TorchCommunicator, sent: list[torch.Tensor], counts: list[int], group: _Group
+) -> tuple[torch.Tensor, ...]:
     """Flat tensors to every member, and from every member one of ``counts`` elements, in the process group's order."""
     buffer = torch.cat(sent)
     out = buffer.new_empty(sum(counts))
-    dist.all_to_all_single(raw(out), raw(buffer), counts, [s.numel() for s in sent], group.handle)
+    comm.run(group, dist.all_to_all_single, raw(out), raw(buffer), counts, [s.numel() for s in sent])
     return torch.split(out, counts)
 
 
@@ -243,9 +292,14 @@ def _permute(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor
     after = comm.process_group(move.order)
     receiver, sender = after.members[group.number], group.members[after.number]
     shape = x.shape if move.dim < 0 else _with(x.shape, move.dim, comm.chunks(move.size, move.axes)[after.number][1])
+    x, out = x.contiguous(), x.new_empty(shape)
+    if group.gloo:  # whose waits for a single message end a connection when they time out
+        members = sorted(group.members)
+        sent = [x.reshape(-1)[: x.numel() if m == receiver else 0] for m in members]
+        parts = _exchanged(comm, sent, [out.numel() if m == sender else 0 for m in members], group)
+        return parts[members.index(sender)].view(shape)
     if sender == group.members[group.number]:
         return x.clone()
-    x, out = x.contiguous(), x.new_empty(shape)
     ops = []
     if x.numel():
         ops.append(dist.P2POp(dist.isend, raw(x), receiver, group.handle))
@@ -316,12 +370,11 @@ class _Generators:
         world = comm.process_group(comm.active(tuple(comm.mesh)))
         cuda = torch.cuda.is_available() and dist.get_backend(world.handle) == "nccl"
         self.own = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
-        states = []
-        for state in self.own:
-            on_wire = state.cuda() if cuda else state.clone()
-            dist.broadcast(on_wire, comm.ranks[0], world.handle)
-            states.append(on_wire.cpu())
-        self._set(states)
+        comm.during(None, "broadcast of the random state")
+        states = [state.cuda() if cuda else state.clone() for state in self.own]
+        for on_wire in states:
+            comm.run(world, dist.broadcast, on_wire, comm.ranks[0])
+        self._set([x.cpu() for x in states])
 
     def restore(self) -> None:
         """Rank 0 keeps its advanced states, the others get their own back."""

@@ -1,7 +1,8 @@
 """Collectives in profiles of a run, named as in the predicted timeline: ``all_gather@tp blocks.0.attention.q forward``.
 
-The compiler leaves a table of the lines of generated code that communicate. While a profiler runs, a collective looks
-for the line it is called from; its backward bears the same module's name. At other times nothing is looked up.
+The compiler leaves a table of the lines of generated code that communicate. While a profiler runs, and always under
+torch.distributed, where errors bear these names too, a collective looks for the line it is called from; its backward
+bears the same module's name.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def collective_name(kind: str, axes: Sequence[str], module: str, phase: str) -> 
     return f"{kind}@{','.join(axes)} {module or '(root)'} {phase}"
 
 
-def named(move: Move) -> Move:
-    """``move`` with the module whose line of generated code is being run, if a profiler runs."""
-    return move._replace(module=_running_module()) if profiler._is_profiler_enabled else move
+def named(move: Move, always: bool = False) -> Move:
+    """``move`` with the module whose line of generated code is being run, if a profiler runs or ``always``."""
+    return move._replace(module=_running_module()) if always or profiler._is_profiler_enabled else move
 
 
 def recorded(comm: Communicator, move: Move, phase: str, members: int = 1) -> contextlib.AbstractContextManager[Any]:

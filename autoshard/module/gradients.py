@@ -1,0 +1,76 @@
+"""Gradients of a sharded module: their norm, and one verdict of all ranks on whether they are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import RuntimeMismatchError
+from autoshard.module.base import ShardedModule
+from autoshard.runtime.process_group import all_gather_single
+
+
+def clip_grad_norm_(
+    sharded: ShardedModule, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale the gradients in place so that their norm is at most ``max_norm``; returns the norm before, a plain scalar.
+
+    The norm is that of the unsharded model, the same on every rank, and takes one collective of one number;
+    :func:`torch.nn.utils.clip_grad_norm_`, which gives the same, takes one for each layout. Raises RuntimeError for a
+    norm that is not finite where ``error_if_nonfinite``.
+    """
+    gradients: list[Any] = [p.grad for p in sharded.parameters() if p.grad is not None]
+    partial = [g for g in gradients if isinstance(g, DTensor) and any(p.is_partial() for p in g.placements)]
+    if partial:
+        raise RuntimeMismatchError(
+            f"{len(partial)} gradients are not summed over the ranks yet: the last backward pass was inside no_sync()"
+        )
+    if not gradients or not isinstance(gradients[0], DTensor):
+        return torch.nn.utils.clip_grad_norm_(sharded.parameters(), max_norm, norm_type, error_if_nonfinite)
+    norm = _norm(gradients, float(norm_type))
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(norm)}, and nothing was clipped")
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for g in gradients:
+        g.to_local().mul_(scale)
+    return norm
+
+
+def _norm(gradients: Sequence[Any], order: float) -> torch.Tensor:
+    """The norm of DTensors taken together. Of ranks that hold the same part the first counts."""
+    mesh = gradients[0].device_mesh
+    mine = []
+    for g in gradients:
+        first = all(p.is_shard() or n == 0 for p, n in zip(g.placements, mesh.get_coordinate(), strict=True))
+        if first and g.to_local().numel():
+            mine.append(g.to_local())
+    device, dtype = gradients[0].to_local().device, gradients[0].dtype
+    norms = torch.stack([n.to(device, dtype) for n in torch._foreach_norm(mine, order)]) if mine else None
+    total = torch.zeros((), device=device, dtype=dtype) if norms is None else torch.linalg.vector_norm(norms, order)
+    everyone = total.new_empty(dist.get_world_size())
+    all_gather_single(everyone, total.reshape(1))  # no all-reduce: gloo's maximum loses a NaN
+    norm: torch.Tensor = torch.linalg.vector_norm(everyone, order)
+    return norm
+
+
+def one_verdict() -> None:
+    """Let :class:`torch.amp.GradScaler` come to the same verdict on every rank, whatever the order of the parameters.
+
+    DTensor's own handler asks the ranks among which the *first* gradient is cut. Where that one is whole and another
+    is not, ranks decide each for themselves, and take other scales and steps.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = _check_and_unscale
+
+
+def _check_and_unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    gradients, found, inverse = args
+    op([g.to_local() for g in gradients], found, inverse, **kwargs)
+    mesh = gradients[0].device_mesh
+    for i in range(mesh.ndim):
+        if any(not g.placements[i].is_replicate() for g in gradients):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(i))

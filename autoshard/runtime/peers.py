@@ -1,0 +1,106 @@
+"""What a rank learns of the others while it waits for them: that one failed and why, or that one is gone.
+
+A rank that fails alone leaves a note in the store of torch.distributed. A rank that waits for a collective looks there
+once a second, so that it raises soon and says why instead of waiting for the timeout of its process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from autoshard.errors import CommunicationError
+
+log = logging.getLogger("autoshard")
+
+PATIENCE = datetime.timedelta(seconds=1)
+"""how long a rank waits before it looks whether another one failed, and between looks"""
+
+LONG = 30
+"""looks after which a rank says that it still waits"""
+
+_numbers = itertools.count()
+
+
+class Notes:
+    """The failures of one module's calls, by call. Every rank makes as many of these, in the same order."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.call = 0
+        self.failed = 0
+        """how many calls failed on this rank"""
+        self.broken = False
+        """whether a collective was given up: those that follow would meet the wrong ones of other ranks"""
+        self._failed_in: set[int] = set()
+        self.settle: Callable[[], None] = lambda: None
+        """called before every collective: what the ranks must agree on before they begin one"""
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the other ranks that this call fails here. The first rank's note stays."""
+        self.failed += 1
+        self._failed_in.add(self.call)
+        with contextlib.suppress(Exception):  # the store may be gone with its rank
+            text = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+            _store().compare_set(self._key(self.call), "", text)
+
+    def look(self) -> str:
+        """What another rank that failed in this call, or alone in the one before, left; "" where none did."""
+        with contextlib.suppress(Exception):
+            for call in {self.call, self.call - 1} - self._failed_in:
+                if _store().check([self._key(call)]):
+                    return str(_store().get(self._key(call)).decode())
+        return ""
+
+    def _key(self, call: int) -> str:
+        return f"autoshard/{self.number}/{call}"
+
+
+def wait(work: Any, notes: Notes, what: Callable[[], str]) -> None:
+    """Wait for a collective of gloo. Raises :class:`CommunicationError` where it cannot end.
+
+    ``what``: its name, for messages.
+    """
+    for looks in itertools.count(1):
+        try:
+            work.wait(PATIENCE)
+            return
+        except RuntimeError as error:
+            late = not work.is_completed()
+            if not late:
+                if _succeeds(work):
+                    return
+                raise lost(error, notes, what()) from error
+        if told := notes.look():
+            notes.broken = True
+            raise CommunicationError(f"{what()}: {told}")
+        if looks == LONG:
+            log.warning("rank %d has waited %d s for %s", dist.get_rank(), LONG * PATIENCE.seconds, what())
+
+
+def lost(error: Exception, notes: Notes, what: str) -> CommunicationError:
+    """The error of a collective that the backend gave up."""
+    notes.broken = True
+    told = notes.look()
+    if not told:
+        told = f"another rank is gone (ended, killed, or out of reach), or did not come in time: {error}"
+    return CommunicationError(f"{what}: {told}")
+
+
+def _succeeds(work: Any) -> bool:
+    """Whether a collective that ended just after the wait for it has its result."""
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,100 @@
+"""Milliseconds per call of a tiny model: one device, and two gloo ranks in the first calls and afterwards.
+
+    python benchmarks/overhead.py
+
+Two processes with a thread each. The first calls compare the values of the inputs, later ones only what they were
+compiled for; ``AUTOSHARD_CHECK=inputs`` makes every call a first one. The last column leaves the sharded module's
+collectives out: every rank keeps its own summands, so that what is left is our own work. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import autoshard
+from autoshard.models import Llama, LlamaConfig
+
+RANKS = 2
+WARM_UP = 12
+
+
+def median_ms(call: Callable[[], object], calls: int) -> float:
+    """The median over ``calls``, after a warm-up that is longer than the calls that are checked by default."""
+    times = []
+    for i in range(WARM_UP + calls):
+        begin = time.perf_counter()
+        call()
+        if i >= WARM_UP:
+            times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def sharded(model: nn.Module, axis: str, checks: str, batch: tuple[torch.Tensor, ...]) -> nn.Module:
+    """Everything that can be cut is cut."""
+    os.environ["AUTOSHARD_CHECK"] = checks
+    mesh = autoshard.Mesh({axis: RANKS}, hardware="ideal_network")
+    return autoshard.compile(model, mesh, batch[:1], {"labels": batch[1]})
+
+
+def work(calls: int) -> None:
+    """One rank; rank 0 prints."""
+    torch.manual_seed(0)
+    text = torch.randint(0, 128, (4, 65))
+    batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    model = Llama(LlamaConfig.tiny())
+    modules = {
+        "one device": model,
+        "two ranks, every call checked": sharded(model, "tp", "inputs", batch),
+        "two ranks, after the first calls": sharded(model, "tp", "", batch),
+    }
+    table = Table("forward, ms per call", "training", "no_grad")
+    for name, module in modules.items():
+        row = []
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode():
+                row.append(f"{median_ms(lambda m=module: m(batch[0], labels=batch[1]), calls):.2f}")
+            dist.barrier()
+        table.add_row(name, *row)
+    if dist.get_rank() == 0:
+        executed: list[object] = []
+        modules["two ranks, after the first calls"]._comm.log = executed
+        modules["two ranks, after the first calls"](batch[0], labels=batch[1])
+        Console().print(table, f"{len(executed)} collectives in a forward", sep="\n")
+    else:
+        modules["two ranks, after the first calls"](batch[0], labels=batch[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--rendezvous")
+    options = parser.parse_args()
+    if options.rank is None:
+        with tempfile.TemporaryDirectory() as folder:
+            own = [sys.executable, __file__, "--calls", str(options.calls), "--rendezvous", str(Path(folder) / "r")]
+            ranks = [subprocess.Popen([*own, "--rank", str(r)]) for r in range(RANKS)]
+            sys.exit(max(rank.wait() for rank in ranks))
+    torch.set_num_threads(1)
+    address = f"file://{options.rendezvous}"
+    dist.init_process_group("gloo", init_method=address, rank=options.rank, world_size=RANKS)
+    work(options.calls)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

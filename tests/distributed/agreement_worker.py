@@ -1,0 +1,401 @@
+"""One rank of a gloo world whose ranks come with other weights, inputs, plans or gradients; see training_worker.py."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from training_worker import assert_all_raise, assert_close, case, main, mesh
+
+import autoshard
+from autoshard.errors import CaptureError, PlanError, RuntimeMismatchError
+from autoshard.module import distributed
+
+RANK = int(sys.argv[1])
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+class Net(nn.Module):
+    """Parameters that are cut and whole, a buffer that is written, one that is not, and a constant."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(6, 8, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(8, dtype=torch.float64)
+        self.last = nn.Linear(8, 4, dtype=torch.float64)
+        self.register_buffer("scale", torch.rand(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.last(self.norm(self.first(x)).tanh()) * self.scale).square().mean()
+
+
+HINTS: dict[str, Any] = {"first.weight": autoshard.Shard(0), "last.weight": "replicate", "x": autoshard.Shard(0)}
+
+
+def compiled(model: nn.Module, *args: Any, **options: Any) -> Any:
+    axis = next(iter(mesh().axes))
+    return autoshard.compile(model, autoshard.Mesh({axis: 2}, hardware="ideal_network"), args, **options)
+
+
+@contextmanager
+def checks(text: str) -> Iterator[None]:
+    """Modules made inside are checked so."""
+    with mock.patch.dict(os.environ, {"AUTOSHARD_CHECK": text}):
+        yield
+
+
+@contextmanager
+def warnings_of_ours() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("autoshard")
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+
+
+def assert_step_alike(sharded: Any, reference: nn.Module, x: torch.Tensor = X) -> None:
+    """Loss, gradients, and weights after a step of SGD."""
+    for model in (sharded, reference):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss = model(x)
+        loss.backward()
+        if model is sharded:
+            assert_close(sharded.full_gradients(), expected(reference, x), "gradient of")
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(sharded.full_state_dict(), reference.state_dict(), "weight")
+
+
+def expected(reference: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients of the unsharded model, which is left as it was."""
+    other = copy.deepcopy(reference)
+    other(x).backward()
+    return {n: p.grad for n, p in other.named_parameters() if p.grad is not None}
+
+
+# --- weights ---
+
+
+def other_weights() -> None:
+    """Every rank with another seed: rank 0's weights and buffers are taken, and it says so."""
+    with warnings_of_ours() as said:
+        sharded = compiled(Net(seed=RANK), X)
+    assert len(said) == (RANK == 0), said
+    if RANK == 0:
+        assert "of 10 tensors of Net" in said[0], said
+        assert "first.weight (rank 1 differs)" in said[0], said
+    assert_close(sharded.full_state_dict(), Net(seed=0).state_dict(), "weight")
+    assert_step_alike(sharded, Net(seed=0))
+
+
+def one_other_number() -> None:
+    """One number in the middle of one weight."""
+    model = Net()
+    with torch.no_grad():
+        model.first.weight[4, 3] += RANK
+    with warnings_of_ours() as said:
+        sharded = compiled(model, X)
+    if RANK == 0:
+        assert said == [
+            "the ranks come with different values of 1 of 10 tensors of Net; rank 0's are taken: first.weight (rank 1 differs)"
+        ]
+    assert_step_alike(sharded, Net())
+
+
+def weights_on_rank_0_only() -> None:
+    """The other ranks come with a model on the meta device, which is no reason for a warning."""
+    with warnings_of_ours() as said:
+        sharded = compiled(Net() if RANK == 0 else Net().to("meta"), X)
+    assert not said, said
+    assert_step_alike(sharded, Net())
+
+
+def weights_on_rank_1_only() -> None:
+    text = "rank 0 has Net on the meta device, and others have data for it (first.weight, first.bias"
+    assert_all_raise(RuntimeMismatchError, text, lambda: compiled(Net() if RANK else Net().to("meta"), X))
+
+
+def meta_everywhere() -> None:
+    with warnings_of_ours():
+        sharded = compiled(Net().to("meta"), X)
+    sharded.load_full_state_dict(Net().state_dict())
+    assert_step_alike(sharded, Net())
+
+
+class WithConstant(nn.Module):
+    """A tensor that is neither parameter nor buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8, 6, dtype=torch.float64))
+        self.table = torch.rand(8, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.w * self.table).sum()
+
+
+def other_constants() -> None:
+    with warnings_of_ours() as said:
+        sharded = compiled(WithConstant(RANK), X)
+    assert len(said) == (RANK == 0), said
+    assert_step_alike(sharded, WithConstant(0))
+
+
+def other_shapes_of_weights() -> None:
+    class Unused(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Parameter(torch.zeros(2 + RANK))
+
+    text = "the ranks disagree on the graph captured from the model: rank 1 differs from rank 0"
+    assert_all_raise(RuntimeMismatchError, text, lambda: compiled(Unused(), X))
+
+
+def drifted_replicas() -> None:
+    """A replica that changes on one rank is found by the check, by name and rank, on every rank; else it is not."""
+    with checks("replicas"):
+        sharded = compiled(Net(), X, hints=HINTS)
+    unchecked = compiled(Net(), X, hints=HINTS)
+    for module in (sharded, unchecked):
+        assert module.plan.layouts["first.weight"].axes_with(autoshard.Shard)
+        module(X)
+        with torch.no_grad():
+            module.tensor("last.weight").to_local()[1, 1] += RANK
+            module.tensor("scale")[2] -= RANK
+    text = (
+        "replicas have drifted apart: last.weight (rank 1 differs from rank 0), scale (rank 1 differs from rank 0). "
+        "Something changed them on some ranks only"
+    )
+    assert_all_raise(RuntimeMismatchError, text, lambda: sharded(X))
+    unchecked(X)
+    with torch.no_grad():
+        sharded.tensor("last.weight").to_local()[1, 1] -= RANK
+        sharded.tensor("scale").copy_(Net().scale)
+    sharded(X)
+
+
+def unknown_check() -> None:
+    with checks("weights"):
+        assert_all_raise(
+            PlanError,
+            "AUTOSHARD_CHECK=weights: known are inputs, replicas, and with a number, replicas=100",
+            lambda: compiled(Net(), X),
+        )
+
+
+# --- inputs and calls ---
+
+
+class Sum(nn.Module):
+    """Of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w * (x.abs() if x.is_complex() else x).float().sum()
+
+
+VALUES = "the ranks disagree on the values of the inputs (every rank takes the same global batch)"
+SHAPES = "the ranks disagree on the shapes and dtypes of the inputs, or the training mode: rank 1 differs from rank 0"
+
+
+def one_other_input() -> None:
+    """In the middle of 2 million numbers; of every kind of dtype, and where the memory is not in order."""
+    sharded = compiled(Sum())
+    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.float64):
+        x = torch.ones(1001, 2003, dtype=dtype)
+        if RANK:
+            x[500, 1000] = 0
+        for given in (x, x.t(), x[1:, 1:]):
+            assert_all_raise(RuntimeMismatchError, VALUES, lambda s=sharded, x=given: s(x))
+        sharded = compiled(Sum())  # its calls count anew
+
+
+def inputs_are_compared_in_the_first_calls_or_always() -> None:
+    """Later calls do not look at the values, unless asked to."""
+    sharded = compiled(Net(), X)
+    with checks("inputs"):
+        checked = compiled(Net(), X)
+    other = X.clone()
+    other[3, 2] += RANK
+    for _ in range(distributed.FIRST_CALLS):
+        sharded(X)
+        checked(X)
+    sharded(other)
+    assert_all_raise(RuntimeMismatchError, VALUES, lambda: checked(other))
+
+
+def other_calls_after_the_first() -> None:
+    """A rank that comes with other shapes, new to the module or known to it, is noticed in every call, on every rank.
+
+    Nothing is wrong with the module afterwards where the shapes were new to a rank, as no collective was begun.
+    """
+    for known in (False, True):
+        sharded = compiled(Net(), X)
+        for _ in range(distributed.FIRST_CALLS):
+            sharded(X)
+        if known:
+            sharded(X[:4])
+        assert_all_raise(RuntimeMismatchError, SHAPES, lambda s=sharded: s(X[:4] if RANK else X))
+        sharded.eval()
+        sharded(X)
+        assert_all_raise(RuntimeMismatchError, SHAPES, lambda s=sharded: s.train(RANK == 0)(X))
+
+
+# --- plans ---
+
+
+def rank_0_plans() -> None:
+    """The other ranks do not search: they follow rank 0's plan."""
+    from autoshard import compiler
+
+    search = compiler.propagate
+    searched = []
+
+    def counted(*args: Any) -> Any:
+        searched.append(args)
+        return search(*args)
+
+    with mock.patch.object(compiler, "propagate", counted):
+        model, args, kwargs = case("llama")
+        sharded = autoshard.compile(model, mesh(), args, kwargs)
+        sharded.eval()(*args, **kwargs)
+    assert len(searched) == (2 if RANK == 0 else 0)
+    texts: list[Any] = [None, None]
+    dist.all_gather_object(texts, sharded.source)
+    assert texts[0] == texts[1]
+
+
+def errors_are_raised_everywhere() -> None:
+    """Of rank 0 while it plans, of one rank alone in capture, and of one that cannot follow; a class that is not ours."""
+    from autoshard import compiler
+
+    def failing(error: Exception) -> Callable[..., Any]:
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise error
+
+        return fail
+
+    for name, rank, error in (
+        ("propagate", 0, PlanError("no plan at all")),
+        ("propagate", 0, IndexError("out of range")),
+        ("capture", 1, CaptureError("cannot be captured")),
+        ("assignment_of", 1, PlanError("another model")),
+    ):
+        with mock.patch.object(compiler, name, failing(error)) if rank == RANK else checks(""):
+            assert_all_raise(type(error), str(error), lambda: compiled(Net(), X))
+    assert_step_alike(compiled(Net(), X), Net())
+
+
+def other_models() -> None:
+    """A rank whose graph is another cannot follow the plan."""
+
+    class Other(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2 if RANK == 0 else torch.ones(()).exp())
+
+    text = "the ranks disagree on the graph captured from the model: rank 1 differs from rank 0"
+    assert_all_raise(RuntimeMismatchError, text, lambda: compiled(Other(), X))
+
+
+# --- gradients ---
+
+
+def mixed() -> tuple[Any, nn.Module]:
+    """A module with weights that are cut, along other dims, and whole; and the unsharded one."""
+    sharded = compiled(Net(), X, hints=HINTS | {"last.weight": autoshard.Shard(1)})
+    kinds = {str(p.placements) for p in sharded.parameters()}
+    assert len(kinds) >= 2, kinds
+    return sharded, Net()
+
+
+def clipping_in_any_order() -> None:
+    sharded, reference = mixed()
+    sharded(X).backward()
+    full = expected(reference, X)
+    parameters = dict(sharded.named_parameters())
+    before = {n: p.grad.clone() for n, p in parameters.items()}
+    for order in itertools.islice(itertools.permutations(parameters), 0, None, 29):
+        for kind in (2.0, 1.0, float("inf")):
+            for n, p in parameters.items():
+                p.grad = before[n].clone()
+            plain = {n: nn.Parameter(torch.zeros_like(g)) for n, g in full.items()}
+            for n, p in plain.items():
+                p.grad = full[n].clone()
+            wanted = nn.utils.clip_grad_norm_(plain.values(), 1e-2, kind)
+            found = nn.utils.clip_grad_norm_([parameters[n] for n in order], 1e-2, kind)
+            assert_close({"norm": found.full_tensor()}, {"norm": wanted}, f"{order}")
+            assert_close(sharded.full_gradients(), {n: p.grad for n, p in plain.items()}, "clipped gradient of")
+            for n, p in parameters.items():
+                p.grad = before[n].clone()
+            ours = autoshard.clip_grad_norm_(sharded, 1e-2, kind)
+            assert type(ours) is torch.Tensor
+            assert_close({"norm": ours}, {"norm": wanted}, "our norm")
+            assert_close(sharded.full_gradients(), {n: p.grad for n, p in plain.items()}, "clipped gradient of")
+    parameters["first.weight"].grad.to_local()[0, 0] = float("nan") if RANK else 1.0
+    assert autoshard.clip_grad_norm_(sharded, 1.0, float("inf")).isnan()
+    with pytest.raises(RuntimeError, match="nothing was clipped"):
+        autoshard.clip_grad_norm_(sharded, 1.0, error_if_nonfinite=True)
+
+
+def scaler_agrees() -> None:
+    """An infinity in one rank's shard: all ranks skip the step and take the same scale, whatever comes first."""
+    sharded, _ = mixed()
+    parameters = dict(sharded.named_parameters())
+    cut = [n for n, p in parameters.items() if any(x.is_shard() for x in p.placements)]
+    for order in itertools.islice(itertools.permutations(parameters), 0, None, 37):
+        for spoilt in (*cut, ""):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+            optimizer = torch.optim.SGD([parameters[n] for n in order], lr=0.1)
+            optimizer.zero_grad()
+            scaler.scale(sharded(X)).backward()
+            before = sharded.full_state_dict()
+            if spoilt and RANK:
+                parameters[spoilt].grad.to_local().view(-1)[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == (512.0 if spoilt else 2048.0), (order, spoilt, scaler.get_scale())
+            same = all(torch.equal(x, before[n]) for n, x in sharded.full_state_dict().items())
+            assert same == bool(spoilt)
+
+
+def scaled_steps() -> None:
+    """Steps with a scaler, unscaling and clipping between, are those of one device."""
+    sharded, reference = mixed()
+    for model in (sharded, reference):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)
+        for _ in range(3):
+            scaler.scale(model(X)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert_close(sharded.full_state_dict(), reference.state_dict(), "weight")
+    assert all(isinstance(p, DTensor) for p in sharded.parameters())
+
+
+if __name__ == "__main__":
+    main(globals())

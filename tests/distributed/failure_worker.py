@@ -1,0 +1,91 @@
+"""One of two gloo ranks, of which rank 1 fails. Arguments: rank, rendezvous, how. Prints what rank 0 sees and when.
+
+Started by test_failures_gloo.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autoshard
+from autoshard.runtime import process_group
+
+STEPS = 12
+X = torch.ones(8, 6)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def fail(*args: object) -> None:
+    raise MemoryError("no memory left")
+
+
+def main() -> None:
+    rank, rendezvous, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    hints = {"blocks.*.up.weight": autoshard.Shard(0), "blocks.*.down.weight": autoshard.Shard(1)}
+    mesh = autoshard.Mesh({"tp": 2}, hardware="ideal_network")
+    sharded = autoshard.compile(Net(), mesh, (X,), hints=hints)
+    collectives: dict[str, Any] = process_group._COLLECTIVES
+    right = dict(collectives)
+    begin = 0.0
+    try:
+        for step in range(STEPS):
+            time.sleep(1)
+            begin = time.monotonic()
+            if rank == 1 and step == STEPS - 1:
+                if how == "raise":  # where its next collective would begin
+                    collectives.update(dict.fromkeys(right, fail))
+                elif how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif how == "stop":
+                    break
+                elif how == "kill in backward":
+                    loss = sharded(X)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            loss = sharded(X)
+            if how == "kill in backward" and step == STEPS - 1:
+                time.sleep(0.5)
+            loss.backward()
+    except Exception as error:
+        print(f"{time.monotonic() - begin:.2f} s: {type(error).__name__}: {error}", flush=True)
+        if how == "raise":
+            # Who goes on after that is told so, and nothing hangs.
+            collectives.update(right)
+            try:
+                sharded(X)
+            except Exception as again:
+                print(f"then: {type(again).__name__}: {again}", flush=True)
+            time.sleep(1)
+    os._exit(0)  # as a script that ends, without torch's own way out
+
+
+if __name__ == "__main__":
+    main()

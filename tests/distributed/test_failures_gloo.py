@@ -1,0 +1,64 @@
+"""What a rank sees, and how soon, when another one raises inside its forward, is killed, or stops early."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_training_gloo import HERE, environment
+
+SOON = 5.0
+"""seconds within which every rank must know; a rank that waits looks once a second"""
+
+
+def seen(folder: Path, how: str) -> list[str]:
+    """What both ranks print."""
+    command = [sys.executable, str(HERE / "failure_worker.py")]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(r), str(folder / "rendezvous"), how], env=environment(), stdout=subprocess.PIPE, text=True
+        )
+        for r in range(2)
+    ]
+    try:
+        return [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def seconds_and_text(said: str) -> tuple[float, str]:
+    found = re.match(r"(\d+\.\d+) s: (.*)", said)
+    assert found, said
+    return float(found[1]), found[2]
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_rank_that_is_gone(tmp_path: Path, how: str) -> None:
+    seconds, text = seconds_and_text(seen(tmp_path, how)[0])
+    assert seconds < SOON
+    assert text.startswith("CommunicationError: the agreement on the shapes and dtypes of the inputs"), text
+    assert "(call 13): another rank is gone (ended, killed, or out of reach)" in text
+
+
+def test_a_rank_that_is_killed_in_its_backward(tmp_path: Path) -> None:
+    """The collective is named by kind, axes, module, phase and ranks."""
+    seconds, text = seconds_and_text(seen(tmp_path, "kill in backward")[0])
+    assert seconds < SOON
+    named = r"CommunicationError: \w+@tp blocks\.\d\S* backward among ranks 0, 1: another rank is gone"
+    assert re.match(named, text), text
+
+
+def test_a_rank_that_raises_in_its_forward(tmp_path: Path) -> None:
+    """It lives on, and has its own error; the other one waits in a collective and is told why."""
+    other, failed = seen(tmp_path, "raise")
+    assert seconds_and_text(failed)[1] == "MemoryError: no memory left"
+    seconds, text = seconds_and_text(other)
+    assert seconds < SOON
+    named = r"CommunicationError: \w+@tp blocks\.\d\S* forward among ranks 0, 1: rank 1 failed: MemoryError: no"
+    assert re.match(named, text), text
+    for said in (other, failed):
+        assert re.search(r"then: \w+Error: the ranks disagree on whether an earlier call failed", said), said
