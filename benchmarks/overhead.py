@@ -1,10 +1,10 @@
-"""Milliseconds per call of a tiny model: one device, and two gloo ranks in the first calls and afterwards.
+"""Milliseconds per forward of a tiny model: one device, and two gloo ranks in the first calls and afterwards.
 
     python benchmarks/overhead.py
 
 Two processes with a thread each. The first calls compare the values of the inputs, later ones only what they were
-compiled for; ``AUTOSHARD_CHECK=inputs`` makes every call a first one. The last column leaves the sharded module's
-collectives out: every rank keeps its own summands, so that what is left is our own work. Medians.
+compiled for; ``AUTOSHARD_CHECK=inputs`` makes every call a first one, ``replicas`` compares weights and buffers too. The
+contestants take turns, so that other work on the machine meets all of them alike. Processor: median of rank 0.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ import autoshard
 from autoshard.models import Llama, LlamaConfig
 
 RANKS = 2
-WARM_UP = 12
+WARM_UP = 3
+"""turns: more calls than are checked by default"""
+TURN = 5
+"""calls, of which the first does not count"""
 
 
-def median_ms(call: Callable[[], object], calls: int) -> float:
-    """The median over ``calls``, after a warm-up that is longer than the calls that are checked by default."""
+def timed(call: Callable[[], object], calls: int) -> list[tuple[float, float]]:
+    """Milliseconds of wall and of processor time of every call."""
     times = []
-    for i in range(WARM_UP + calls):
-        begin = time.perf_counter()
+    for _ in range(calls):
+        begin = time.perf_counter(), time.process_time()
         call()
-        if i >= WARM_UP:
-            times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
+        times.append((1e3 * (time.perf_counter() - begin[0]), 1e3 * (time.process_time() - begin[1])))
+    return times
 
 
 def sharded(model: nn.Module, axis: str, checks: str, batch: tuple[torch.Tensor, ...]) -> nn.Module:
@@ -60,20 +62,24 @@ def work(calls: int) -> None:
         "one device": model,
         "two ranks, every call checked": sharded(model, "tp", "inputs", batch),
         "two ranks, after the first calls": sharded(model, "tp", "", batch),
+        "two ranks, replicas checked too": sharded(model, "tp", "inputs,replicas", batch),
     }
-    table = Table("forward, ms per call", "training", "no_grad")
-    for name, module in modules.items():
-        row = []
-        for mode in (torch.enable_grad, torch.no_grad):
-            with mode():
-                row.append(f"{median_ms(lambda m=module: m(batch[0], labels=batch[1]), calls):.2f}")
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in modules}
+    for turn in range(-WARM_UP, calls // TURN):
+        for name, module in modules.items():
             dist.barrier()
-        table.add_row(name, *row)
+            found = timed(lambda m=module: m(batch[0], labels=batch[1]), TURN)
+            times[name] += found[1:] if turn >= 0 else []
+    table = Table("ms per forward, in training", "median", "lower quartile", "processor")
+    for name, found in times.items():
+        wall = [w for w, _ in found]
+        row = statistics.median(wall), statistics.quantiles(wall)[0], statistics.median(cpu for _, cpu in found)
+        table.add_row(name, *(f"{t:.2f}" for t in row))
     if dist.get_rank() == 0:
         executed: list[object] = []
         modules["two ranks, after the first calls"]._comm.log = executed
         modules["two ranks, after the first calls"](batch[0], labels=batch[1])
-        Console().print(table, f"{len(executed)} collectives in a forward", sep="\n")
+        Console(width=110).print(table, f"{len(executed)} collectives in a forward", sep="\n")
     else:
         modules["two ranks, after the first calls"](batch[0], labels=batch[1])
 

@@ -263,6 +263,14 @@ def other_calls_after_the_first() -> None:
         assert_all_raise(RuntimeMismatchError, SHAPES, lambda s=sharded: s.train(RANK == 0)(X))
 
 
+def alike_failures_leave_nothing() -> None:
+    """An error that every rank has, in a call: the next one is as if it had not been."""
+    sharded = compiled(Net(), X)
+    for _ in range(2):
+        assert_all_raise(RuntimeError, "", lambda: sharded(X[:, :5]))
+    assert_step_alike(sharded, Net())
+
+
 # --- plans ---
 
 
