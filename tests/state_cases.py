@@ -388,6 +388,32 @@ def a_buffer_written_before_the_backward(mesh: autoshard.Mesh) -> None:
         same_gradients(sharded, model)
 
 
+class Moves(nn.Module):
+    """Writes into its input, and returns what that was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 9)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        before, y = x.clone(), self.lin(x.clone())
+        x -= x.mean(0)
+        return (y * self.lin(x)).square().mean(), before
+
+
+@case
+def an_input_written_in_the_forward(mesh: autoshard.Mesh) -> None:
+    x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model, sharded = pair(mesh, Moves, x.clone())
+    given = [x.clone(), x.clone()]
+    for module, mine in zip((model, sharded), given, strict=True):
+        loss, before = module(mine)
+        assert torch.equal(full(before), x)
+        full(loss).backward()
+    close(given[1], given[0])
+    same_gradients(sharded, model)
+
+
 @case
 def checkpointed(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, lambda: Net(p=0.2), ids())
