@@ -17,7 +17,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Layout, Replicate, Shard
-from autoshard.compiler import Compiled, build
+from autoshard.compiler import Compiled, Wishes, build
 from autoshard.hardware import PRESETS
 from autoshard.layout import I, P, Placement, R
 from autoshard.passes.capture.export import capture
@@ -108,7 +108,7 @@ def hints_for(graph: Graph, axes: tuple[str, ...], r: random.Random) -> Iterator
 def compiled(
     graph: Graph, mesh: autoshard.Mesh, hints: dict[str, Any] | None = None, plan: Plan | None = None
 ) -> Compiled:
-    return build(graph, mesh, hints=hints, plan=plan)
+    return build(graph, mesh, Wishes(hints=hints, plan=plan))
 
 
 def check_sums(found: Compiled) -> None:
