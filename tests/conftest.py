@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-import torch._dynamo
-from harness import Captures, captured_once
+from harness import Captures, captured_once, freeze_imports
 from torch.utils import _pytree as pytree
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -25,10 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Tests run side by side in several processes; more threads each would only get in one another's way.
     torch.set_num_threads(1)
-    # What torch's import has left is never freed: the collector, and captures that look for caches of functions among
-    # its objects, need not walk over it thousands of times. (torch._dynamo is imported by the first export.)
-    gc.collect()
-    gc.freeze()
+    freeze_imports()
     # A run of the suite says the same twice; slow runs look for examples that nobody has seen.
     hypothesis.settings.register_profile("same", derandomize=not config.getoption("--run-slow"), deadline=None)
     hypothesis.settings.load_profile("same")

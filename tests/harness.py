@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first export would import it
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import autoshard
 from autoshard import compiler
@@ -36,6 +40,20 @@ Signature = tuple[str, tuple[str, ...], str, float]
 def ideal(axes: dict[str, int]) -> autoshard.Mesh:
     """A mesh on which everything that can be split is split."""
     return autoshard.Mesh(axes, SPLIT_ALL)
+
+
+def freeze_imports() -> None:
+    """Keep what torch's import has left, and never frees, from being walked over thousands of times.
+
+    The collector does that, and every capture, which looks for caches of functions among the collector's objects.
+    It looks there for functions, too; of torch's own it needs one, which is made anew to stay visible.
+    """
+    gc.collect()
+    gc.freeze()
+    f = _BatchNorm.forward
+    _BatchNorm.forward = FunctionType(  # type: ignore[method-assign]
+        f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__
+    )
 
 
 class Captures:

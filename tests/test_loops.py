@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable
@@ -167,7 +168,7 @@ def test_what_is_not_taken_back_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the body's constant part counts for experts that are not hit."""
     monkeypatch.setattr(loops._Loop, "before", lambda self, call: None)
     with pytest.raises(AssertionError, match="DIVERGES"):
-        assert_equal_training(model_of(Names), {"tp": 2}, (batch(3, 5.0),), steps=1)
+        assert_equal_training(copy.deepcopy(model_of(Names)), {"tp": 2}, (batch(3, 5.0),), steps=1)
 
 
 def counted(x: Tensor, hit: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard import errors
-from autoshard.errors import AutoshardError, PlanError, RuntimeMismatchError
+from autoshard.errors import AutoshardError, CommunicationError, PlanError, RuntimeMismatchError
 from autoshard.module.checksum import checksum
 from autoshard.runtime.peers import Notes, lost, wait
 from autoshard.runtime.process_group import all_gather_single, raw
@@ -32,6 +32,8 @@ _WIDTH = 5
 
 _POSITIVE = (1 << 62) - 1
 
+AFTERWARDS = "an earlier call was left between its collectives: start all processes again"
+
 CHECKS = ("inputs", "replicas")
 """names for AUTOSHARD_CHECK"""
 
@@ -44,6 +46,8 @@ class Agreement:
         fake = dist.get_backend() == "fake"
         self.rank, self.ranks = (0, 1) if fake else (dist.get_rank(), dist.get_world_size())
         self._group = None if self.ranks == 1 else _group()
+        self._lost = False
+        """whether an agreement was given up: the next ones would meet the wrong ones of other ranks"""
         self._open: tuple[Any, torch.Tensor, tuple[Claim, ...]] | None = None
         notes.settle = self.finish
 
@@ -67,7 +71,10 @@ class Agreement:
             raise RuntimeMismatchError(f"the ranks do not make the same calls: {listed(differing(rows, 0))} at another")
         for i, (what, _) in enumerate(claims, 1):
             if others := differing(rows, i):
-                raise RuntimeMismatchError(f"the ranks disagree on {what}: {listed(others)} from rank 0")
+                why = self.notes.look()
+                raise RuntimeMismatchError(
+                    f"the ranks disagree on {what}: {listed(others)} from rank 0" + (f"; {why}" if why else "")
+                )
 
     def agree(self, *claims: Claim) -> None:
         """:meth:`begin` and :meth:`finish`."""
@@ -145,14 +152,21 @@ class Agreement:
     # --- the group ---
 
     def _begin(self, what: str, collective: Callable[..., Any], *args: Any) -> Any:
+        if self._lost:
+            raise CommunicationError(AFTERWARDS)
         try:
             return collective(*args, group=self._group, async_op=True)
         except RuntimeError as error:
             raise lost(error, self.notes, what) from error
 
     def _wait(self, work: Any, what: str) -> None:
-        if work is not None:
+        if work is None:
+            return
+        try:
             wait(work, self.notes, lambda: f"{what} (call {self.notes.call})")
+        except CommunicationError:
+            self._lost = True
+            raise
 
 
 def differing(rows: Sequence[Sequence[int]], i: int) -> list[int]:

@@ -20,14 +20,14 @@ from autoshard.compiler import Compiled, Wishes, build, captured
 from autoshard.errors import CaptureError, CommunicationError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.module.agreement import Agreement, asked_checks
+from autoshard.module.agreement import AFTERWARDS, Agreement, asked_checks
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.checksum import checksum
 from autoshard.module.executable import Executable, signature_of
 from autoshard.module.gradients import one_verdict
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
-from autoshard.module.state import digest
+from autoshard.module.state import State, digest
 from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
@@ -149,11 +149,9 @@ class DistributedModule(ShardedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`ShardedModule.forward`. Where it fails on this rank alone, the others are told."""
-        try:
+        self._comm.notes.call += 1
+        with self._comm.notes.told():
             return super().forward(*args, **kwargs)
-        except Exception as error:
-            self._comm.notes.leave(error)
-            raise
 
     def specialise(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
@@ -162,23 +160,26 @@ class DistributedModule(ShardedModule):
 
         What the program is compiled for is compared in every call, while it runs; the values in the first calls.
         """
+        with self._comm.notes.told():
+            leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+            state = self._state(leaves, recorded)
+            self._compare(leaves, spec, state, number)
+            return super().specialise(args, kwargs, number, recorded)
+
+    def _compare(self, leaves: Sequence[Any], spec: Any, state: State, number: int) -> None:
         agreement, notes = self._agreement, self._comm.notes
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        state = self._state(leaves, recorded)
         key = self._key(leaves, spec, state, number)
         if key not in self._numbers:
             shapes = repr((*(signature_of(leaf, state.recorded) for leaf in leaves), spec, number))
             self._numbers[key] = zlib.crc32(_ADDRESS.sub("", shapes).encode())
-        checked = notes.call < FIRST_CALLS or "inputs" in self._checks
-        notes.call += 1
+        checked = notes.call <= FIRST_CALLS or "inputs" in self._checks
         values = _checksum(leaves) if checked else 0
         failed = (_FAILED, 2 * notes.failed + notes.broken)
         agreement.begin((_SHAPES, self._numbers[key]), (_STATE, digest(state)), (_VALUES, values), failed)
         if checked or key not in self._executables or notes.broken:
             agreement.finish()
         if notes.broken:
-            raise CommunicationError("an earlier call was left between its collectives: start all processes again")
-        return super().specialise(args, kwargs, number, recorded)
+            raise CommunicationError(AFTERWARDS)
 
     def _compiled(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any

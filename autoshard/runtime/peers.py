@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -34,6 +34,7 @@ class Notes:
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.call = 0
+        """calls that began; 0: it is being compiled"""
         self.failed = 0
         """how many calls failed on this rank"""
         self.broken = False
@@ -44,11 +45,22 @@ class Notes:
 
     def leave(self, error: BaseException) -> None:
         """Tell the other ranks that this call fails here. The first rank's note stays."""
+        if self.call in self._failed_in:
+            return
         self.failed += 1
         self._failed_in.add(self.call)
         with contextlib.suppress(Exception):  # the store may be gone with its rank
             text = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
             _store().compare_set(self._key(self.call), "", text)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """What fails inside is told to the others."""
+        try:
+            yield
+        except Exception as error:
+            self.leave(error)
+            raise
 
     def look(self) -> str:
         """What another rank that failed in this call, or alone in the one before, left; "" where none did."""

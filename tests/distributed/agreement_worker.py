@@ -6,7 +6,6 @@ import copy
 import itertools
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,15 +14,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import world
 from torch import nn
 from torch.distributed.tensor import DTensor
-from training_worker import assert_all_raise, assert_close, case, main, mesh
+from training_worker import assert_all_raise, assert_close, case, mesh, run
 
 import autoshard
 from autoshard.errors import CaptureError, PlanError, RuntimeMismatchError
 from autoshard.module import distributed
 
-RANK = int(sys.argv[1])
+RANK = 0
+"""this process's, set by :func:`here`"""
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
@@ -217,7 +218,8 @@ class Sum(nn.Module):
 
 
 VALUES = "the ranks disagree on the values of the inputs (every rank takes the same global batch)"
-SHAPES = "the ranks disagree on the shapes and dtypes of the inputs, or the training mode: rank 1 differs from rank 0"
+SHAPES = "the ranks disagree on the shapes and dtypes of the inputs: rank 1 differs from rank 0"
+STATE = "the ranks disagree on the state of the call: whether gradients are recorded, modules in train or eval mode"
 
 
 def one_other_input() -> None:
@@ -260,7 +262,7 @@ def other_calls_after_the_first() -> None:
         assert_all_raise(RuntimeMismatchError, SHAPES, lambda s=sharded: s(X[:4] if RANK else X))
         sharded.eval()
         sharded(X)
-        assert_all_raise(RuntimeMismatchError, SHAPES, lambda s=sharded: s.train(RANK == 0)(X))
+        assert_all_raise(RuntimeMismatchError, STATE, lambda s=sharded: s.train(RANK == 0)(X))
 
 
 def alike_failures_leave_nothing() -> None:
@@ -405,5 +407,12 @@ def scaled_steps() -> None:
     assert all(isinstance(p, DTensor) for p in sharded.parameters())
 
 
+def here(rank: int, ranks: int, rendezvous: str, result: str) -> None:
+    """The checks on this rank."""
+    global RANK
+    RANK = rank
+    run(globals(), rank, ranks, rendezvous, result)
+
+
 if __name__ == "__main__":
-    main(globals())
+    world.main(here)

@@ -63,6 +63,8 @@ def main() -> None:
             if rank == 1 and step == STEPS - 1:
                 if how == "raise":  # where its next collective would begin
                     collectives.update(dict.fromkeys(right, fail))
+                elif how == "refuse":
+                    sharded(X, {1, 2})
                 elif how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 elif how == "stop":
@@ -76,9 +78,10 @@ def main() -> None:
             loss.backward()
     except Exception as error:
         print(f"{time.monotonic() - begin:.2f} s: {type(error).__name__}: {error}", flush=True)
-        if how == "raise":
+        if how in ("raise", "refuse"):
             # Who goes on after that is told so, and nothing hangs.
             collectives.update(right)
+            time.sleep(3 * rank)
             try:
                 sharded(X)
             except Exception as again:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_training_gloo import HERE, environment
+from world import HERE, environment
 
 SOON = 5.0
 """seconds within which every rank must know; a rank that waits looks once a second"""
@@ -41,7 +41,19 @@ def test_a_rank_that_is_gone(tmp_path: Path, how: str) -> None:
     seconds, text = seconds_and_text(seen(tmp_path, how)[0])
     assert seconds < SOON
     assert text.startswith("CommunicationError: the agreement on the shapes and dtypes of the inputs"), text
-    assert "(call 13): another rank is gone (ended, killed, or out of reach)" in text
+    assert "(call 12): another rank is gone (ended, killed, or out of reach)" in text
+
+
+def test_a_rank_that_raises_before_it_meets_the_others(tmp_path: Path) -> None:
+    """Its arguments are refused on it alone; the other one waits for the agreement and is told why."""
+    other, failed = seen(tmp_path, "refuse")
+    refused = "CaptureError: argument of type set is neither"
+    assert refused in failed
+    seconds, text = seconds_and_text(other)
+    assert seconds < SOON
+    assert re.match(rf"CommunicationError: the agreement on .* \(call 12\): rank 1 failed: {refused}", text), text
+    for said in (other, failed):
+        assert re.search(r"then: \w+Error: .*an earlier call (failed|was left between its collectives)", said), said
 
 
 def test_a_rank_that_is_killed_in_its_backward(tmp_path: Path) -> None:

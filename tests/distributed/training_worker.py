@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 import world

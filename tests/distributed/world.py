@@ -5,7 +5,6 @@ The test calls :func:`start`, the script :func:`main`.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -13,6 +12,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+from harness import freeze_imports
 
 HERE = Path(__file__).parent
 
@@ -50,8 +51,7 @@ def start(script: str, ranks: int, folder: Path, *arguments: str, timeout: float
 def main(run: Callable[[int, int, str, str], None]) -> None:
     """Call ``run(rank, ranks, rendezvous file, result file)`` in a process per rank; exit with 1 where one failed."""
     ranks, rendezvous, result = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    gc.collect()
-    gc.freeze()  # pages with what torch's import has left stay shared
+    freeze_imports()
     ids = [_fork(run, rank, ranks, rendezvous, result) for rank in range(ranks)]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ids]
     sys.exit(any(statuses))
