@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -123,3 +125,10 @@ return instance_norm
 running_mean ← add
 running_var ← add_1"""
     )
+
+
+def test_a_frozen_collector_hides_nothing() -> None:
+    """``gc.freeze()`` takes torch's functions out of the collector's sight; scripts call it before they fork workers."""
+    gc.collect()
+    gc.freeze()  # and so it stays: see freeze_imports
+    assert_equal_training(copy.deepcopy(normed("cumulative batch norm", True)), {"x": 2}, (f(6, 4),))

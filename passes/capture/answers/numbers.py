@@ -11,7 +11,7 @@ import dis
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -65,8 +65,8 @@ STAND_INS: dict[str, _Type] = {"int": _Int, "float": _Float}
 class Numbers(Observer):
     """The functions in which a trace needed the value of a tensor as an ``int`` or a ``float``."""
 
-    met: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
-    """code → its globals"""
+    met: dict[CodeType, tuple[dict[str, Any], list[FunctionType]]] = field(default_factory=dict)
+    """code → its globals, and the functions that run it"""
 
     def learn(self, error: BaseException | None) -> bool:
         """Whether another trace may get past ``error``: the function it comes from is now known."""
@@ -74,7 +74,7 @@ class Numbers(Observer):
         while error is not None:
             frames = [f for f, _ in of_traceback(error.__traceback__) if _may_read(f.f_code.co_filename)]
             if frames and is_data_dependent(error) and not STAND_INS.keys().isdisjoint(frames[-1].f_code.co_names):
-                self.met[frames[-1].f_code] = frames[-1].f_globals
+                self.met[frames[-1].f_code] = frames[-1].f_globals, _functions(frames[-1])
             error = error.__context__
         return len(self.met) > known
 
@@ -82,7 +82,7 @@ class Numbers(Observer):
     def around(self) -> Iterator[None]:
         """While inside, ``int`` and ``float`` of the functions that were met read tensors."""
         with contextlib.ExitStack() as stack:
-            for code, names in self.met.items():
+            for code, (names, functions) in self.met.items():
                 if _has_method_of_that_name(code):  # such as x.float(): a code object has one table for both
                     for name, stand_in in STAND_INS.items():
                         if name not in names:
@@ -90,7 +90,7 @@ class Numbers(Observer):
                             stack.callback(names.pop, name, None)
                     continue
                 renamed = tuple(_PREFIX + n if n in STAND_INS else n for n in code.co_names)
-                for function in _functions(code):
+                for function in functions:
                     function.__code__ = code.replace(co_names=renamed)
                     stack.callback(setattr, function, "__code__", code)
                 for name, stand_in in STAND_INS.items():
@@ -109,5 +109,9 @@ def _has_method_of_that_name(code: CodeType) -> bool:
     return any(i.opname in reads and i.argval in STAND_INS for i in dis.get_instructions(code))
 
 
-def _functions(code: CodeType) -> list[FunctionType]:
-    return [f for f in gc.get_referrers(code) if isinstance(f, FunctionType) and f.__code__ is code]
+def _functions(frame: FrameType) -> list[FunctionType]:
+    """The functions that run the frame's code. ``gc.freeze()`` hides objects from the collector: a method is looked up."""
+    code, owner = frame.f_code, frame.f_locals.get("self")
+    looked_up = [vars(cls).get(code.co_name) for cls in type(owner).__mro__] + [frame.f_globals.get(code.co_name)]
+    found = {id(f): f for f in (*gc.get_referrers(code), *looked_up) if isinstance(f, FunctionType)}
+    return [f for f in found.values() if f.__code__ is code]
