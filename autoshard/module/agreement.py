@@ -38,6 +38,11 @@ CHECKS = ("inputs", "replicas")
 """names for AUTOSHARD_CHECK"""
 
 
+def _cpu(numbers: object) -> torch.Tensor:
+    """On the CPU whatever the default device is."""
+    return torch.tensor(numbers, device="cpu")
+
+
 class Agreement:
     """The agreements of one module. Every rank makes it, and asks it the same, in the same order."""
 
@@ -58,7 +63,7 @@ class Agreement:
         self.finish()
         kind = zlib.crc32(repr([what for what, _ in claims]).encode())
         numbers = [kind, *(n & _POSITIVE for _, n in claims)]
-        self._open = (*self._numbers(torch.tensor(numbers + [0] * (_WIDTH - len(numbers)))), claims)
+        self._open = (*self._numbers(_cpu(numbers + [0] * (_WIDTH - len(numbers)))), claims)
 
     def finish(self) -> None:
         """Raise :class:`RuntimeMismatchError` on every rank if the ranks do not all have the same numbers."""
@@ -86,7 +91,7 @@ class Agreement:
         numbers = [-1 if x.is_meta else int(checksum(x)) & _POSITIVE for x in tensors]
         if not numbers:
             return [[] for _ in range(self.ranks)]
-        work, found = self._numbers(torch.tensor(numbers))
+        work, found = self._numbers(_cpu(numbers))
         self._wait(work, "the comparison of tensors")
         rows: list[list[int]] = found.tolist()
         return rows
@@ -94,7 +99,7 @@ class Agreement:
     def _numbers(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:
         if self.ranks == 1:
             return None, mine.view(1, -1)
-        found = torch.empty(self.ranks * len(mine), dtype=torch.int64)
+        found = torch.empty(self.ranks * len(mine), dtype=torch.int64, device="cpu")
         return self._begin("an agreement", all_gather_single, found, mine), found.view(self.ranks, -1)
 
     # --- results and failures ---
@@ -122,7 +127,11 @@ class Agreement:
 
     def tensor_of_first(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's ``x`` on the CPU; the others come with one of its shape and dtype, on whatever device."""
-        full = x.detach().cpu().contiguous().clone() if self.rank == 0 else torch.empty(x.shape, dtype=x.dtype)
+        full = (
+            x.detach().cpu().contiguous().clone()
+            if self.rank == 0
+            else torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        )
         if full.numel() and self.ranks > 1:
             on_wire = torch.view_as_real(full) if full.is_complex() else raw(full)
             self._wait(self._begin("a tensor of rank 0", dist.broadcast, on_wire, 0), "a tensor of rank 0")
@@ -133,20 +142,20 @@ class Agreement:
         if self.ranks == 1:
             return [mine]
         data = mine.encode()
-        work, found = self._numbers(torch.tensor([len(data)]))
+        work, found = self._numbers(_cpu([len(data)]))
         self._wait(work, "what the ranks report")
         longest = int(found.max())
         if not longest:
             return [""] * self.ranks
-        out = torch.empty(self.ranks * longest, dtype=torch.uint8)
+        out = torch.empty(self.ranks * longest, dtype=torch.uint8, device="cpu")
         own = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
         self._wait(self._begin("reports", all_gather_single, out, own), "what the ranks report")
         return [bytes(row.tolist()).decode().rstrip() for row in out.view(self.ranks, -1)]
 
     def _text_of_first(self, mine: str) -> str:
-        data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8) if mine else torch.empty(0)
-        length = self.tensor_of_first(torch.tensor(len(data)))
-        data = self.tensor_of_first(data if mine else torch.empty(int(length), dtype=torch.uint8))
+        data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8) if mine else torch.empty(0, device="cpu")
+        length = self.tensor_of_first(_cpu(len(data)))
+        data = self.tensor_of_first(data if mine else torch.empty(int(length), dtype=torch.uint8, device="cpu"))
         return data.numpy().tobytes().decode()
 
     # --- the group ---

@@ -75,7 +75,7 @@ class DistributedModule(ShardedModule):
     # --- tensors ---
 
     def _seed(self) -> int:
-        return int(self._agreement.tensor_of_first(torch.tensor(torch.initial_seed())))
+        return int(self._agreement.tensor_of_first(torch.tensor(torch.initial_seed(), device="cpu")))
 
     def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
         """See :meth:`ShardedModule._initial`. Where ranks come with other values, rank 0's are taken."""

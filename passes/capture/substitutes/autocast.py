@@ -81,7 +81,8 @@ def with_kept_casts(graph: Graph) -> Graph:
         nodes.append(replace(node, args=args, kwargs=kwargs))
     outputs = map_refs(graph.outputs, lambda r: Ref(instead.get(r.name, r.name)))
     mutations = {fqn: instead.get(name, name) for fqn, name in graph.mutations.items()}
-    return replace(graph, nodes=tuple(nodes), outputs=outputs, mutations=mutations)
+    types = {name: t for name, t in graph.types.items() if instead.get(name, name) == name}
+    return replace(graph, nodes=tuple(nodes), types=types, outputs=outputs, mutations=mutations)
 
 
 class Autocast(Observer):
