@@ -162,14 +162,16 @@ class Unclear(nn.Module):
 
 def given(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Names by variable and by module; no variable has a name that it did not bear when the model ran."""
-    held: dict[str, dict[tuple[int, int], torch.Tensor]] = defaultdict(dict)
+    held: dict[str, dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
 
     def look(frame: FrameType, event: str, arg: Any) -> Any:
         if not frames.is_users(frame.f_code.co_filename) or frames.is_installed(frame.f_code.co_filename):
             return None
         for name, value in frame.f_locals.items():
             if isinstance(value, torch.Tensor):
-                held[name].setdefault((id(value), value._version), value.detach().clone())
+                held[name].setdefault(
+                    (id(value), value._version), (value.detach().clone(), value)
+                )  # alive: ids are kept
         return look
 
     sys.settrace(look)
@@ -187,7 +189,7 @@ def given(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, str], dic
     found = user_names(graph)
     for value, name in found.items():
         made, borne = values[value], held[name].values()
-        assert any(made.shape == t.shape and torch.allclose(made, t) for t in borne), (value, name)
+        assert any(made.shape == t.shape and torch.allclose(made, t) for t, _ in borne), (value, name)
     return found, module_names(graph)
 
 
