@@ -19,12 +19,15 @@ from autoshard.errors import CaptureError, PlanError, RuleError, RuntimeMismatch
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
+from autoshard.module.entrance import beside, check_data
 from autoshard.module.executable import Executable, described, load_source, signature_of
 from autoshard.module.original import Original
 from autoshard.module.parts import Fixed
 from autoshard.module.saving import save
 from autoshard.module.state import State, check_call, requires_grad, state_of
+from autoshard.module.turns import Turns
 from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Collective
@@ -55,6 +58,7 @@ class ShardedModule(Fixed):
     _settings: Settings
     _of: Original
     _title: str
+    _turns: Turns
     _executables: dict[Any, Executable]
     _latest: Executable | None
     _parameter_layouts: dict[str, Layout] | None
@@ -68,6 +72,7 @@ class ShardedModule(Fixed):
         set_(self, "_settings", settings)
         set_(self, "_of", Original(model))
         set_(self, "_title", type(model).__name__)
+        set_(self, "_turns", Turns())
         set_(self, "_executables", {})
         set_(self, "_latest", None)
         set_(self, "_parameter_layouts", None)
@@ -138,9 +143,11 @@ class ShardedModule(Fixed):
         ``number``: of the programs for these that were tried and are for other integers in tensors. ``recorded``:
         whether gradients are recorded (default: as the ``training`` of :func:`autoshard.compile` says).
         """
-        found = self._specialised(args, kwargs, number, recorded)
-        object.__setattr__(self, "_latest", found)
-        return found
+        with self._turns:
+            check_example(self._of.model, (tuple(args), dict(kwargs)))
+            found = self._specialised(args, kwargs, number, recorded)
+            object.__setattr__(self, "_latest", found)
+            return found
 
     def _recorded(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with these arguments records gradients; only then its program has a backward."""
@@ -176,8 +183,11 @@ class ShardedModule(Fixed):
             structure = self._key(leaves, spec, state, exactly=False)
             found = self._serving(structure, leaves)
             if found is None:
-                with torch.inference_mode(False):  # what is made here outlives the call
-                    found = self._build(args, kwargs, state.recorded, structure)
+                try:
+                    with torch.inference_mode(False):  # what is made here outlives the call
+                        found = self._build(args, kwargs, state.recorded, structure)
+                except CaptureError as error:
+                    raise beside(error, self.programs, leaves) from error
                 adopted = self._state(leaves, state.recorded)
                 key = self._key(leaves, spec, adopted, number)
                 if found.structure is not None:
@@ -284,10 +294,11 @@ class ShardedModule(Fixed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on the mesh."""
 
-        if torch.get_default_device().type == "meta":
-            raise CaptureError(
-                "the default device is meta, which has no data: call the module outside of torch.device('meta')"
-            )
+        with self._turns:
+            return self._called(args, kwargs)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_data(self._of.model, args, kwargs, self._device_type())
         recorded = self._recorded(pytree.tree_leaves((args, kwargs)))
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
@@ -302,6 +313,10 @@ class ShardedModule(Fixed):
             for fqn, new in mutated.items():
                 (written[fqn] if fqn in written else self.tensor(fqn)).copy_(new)
         return pytree.tree_unflatten(leaves, out_spec)
+
+    def _device_type(self) -> str | None:
+        """Where inputs have to come; None where they are moved."""
+        return next((t.device.type for t in self._of.held().values()), None) if self._of.adopted else None
 
     def _flat_inputs(
         self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]

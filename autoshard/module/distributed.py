@@ -28,6 +28,8 @@ from autoshard.module.gradients import one_verdict
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.module.state import State, digest
+from autoshard.module.turns import Turns
+from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
@@ -65,6 +67,7 @@ class DistributedModule(ShardedModule):
         set_(self, "device_mesh", device_mesh)
         set_(self, "_comm", runtime.TorchCommunicator.of(device_mesh))
         set_(self, "_device", torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+        set_(self, "_turns", Turns(waits=False))
         one_verdict()
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
@@ -73,6 +76,9 @@ class DistributedModule(ShardedModule):
         self._comm.device = self._device
 
     # --- tensors ---
+
+    def _device_type(self) -> str | None:
+        return None
 
     def _seed(self) -> int:
         return int(self._agreement.tensor_of_first(torch.tensor(torch.initial_seed(), device="cpu")))
@@ -149,8 +155,8 @@ class DistributedModule(ShardedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`ShardedModule.forward`. Where it fails on this rank alone, the others are told."""
-        self._comm.notes.call += 1
-        with self._comm.notes.told():
+        with self._comm.notes.told(), self._turns:
+            self._comm.notes.call += 1
             return super().forward(*args, **kwargs)
 
     def specialise(
@@ -160,7 +166,8 @@ class DistributedModule(ShardedModule):
 
         What the program is compiled for is compared in every call, while it runs; the values in the first calls.
         """
-        with self._comm.notes.told():
+        with self._comm.notes.told(), self._turns:
+            check_example(self._of.model, (tuple(args), dict(kwargs)))
             leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
             state = self._state(leaves, recorded)
             self._compare(leaves, spec, state, number)

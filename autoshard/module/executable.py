@@ -107,9 +107,18 @@ def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
         entry: dict[str, Any] = {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
         if not (x.dtype.is_floating_point or x.dtype.is_complex):
             known = x.numel() and not x.is_meta
-            entry |= {"low": int(x.min()) if known else 0, "high": int(x.max()) if known else 1}
+            low, high = _range(x) if known else (0, 1)
+            entry |= {"low": low, "high": high}
         found[name] = entry
     return found
+
+
+def _range(x: torch.Tensor) -> tuple[int, int]:
+    """The least and the largest element of an integer tensor; wide unsigned types have no such kernel in torch."""
+    if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        numbers = x.detach().cpu().numpy()
+        return int(numbers.min()), int(numbers.max())
+    return int(x.min()), int(x.max())
 
 
 def signature_of(leaf: Any, recorded: bool, exactly: bool = True) -> Any:

@@ -5,7 +5,7 @@ Imports torch and nothing of the compiler.
 
 from torch import reshape
 
-from autoshard.runtime import ctc, exactly, functions  # noqa: F401  their ops
+from autoshard.runtime import ctc, exactly, functions, grouped  # noqa: F401  their ops
 from autoshard.runtime.collectives import (
     all_gather,
     all_reduce,

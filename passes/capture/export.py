@@ -29,7 +29,7 @@ from autoshard.passes.capture.exported.arguments import Example, argument_paths,
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
 from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.observer import Forward, patched, replacing
-from autoshard.passes.capture.refusals.checks import check_example, check_model
+from autoshard.passes.capture.refusals.checks import check_dtypes, check_example, check_model
 from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
 from autoshard.passes.capture.substitutes.autocast import with_kept_casts
 from autoshard.passes.capture.translate.decompose import decompose
@@ -63,13 +63,14 @@ def capture(
     example = (tuple(args), dict(kwargs or {}))
     training = model.training if training is None else training
     check_model(model, training)
-    check_example(example)
+    check_example(model, example)
     register_types(example)
     if dynamic:
         opened(_tensors(model, example), dynamic)  # a wrong request is refused before tracing
     with _untouched(model), _quiet(), torch.enable_grad():
         program, eager_grads, inputs = _export(model, example, training, dynamic)
         graph = with_kept_casts(translate(program, model, example, training, inputs))
+    check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)
     return graph

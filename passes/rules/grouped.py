@@ -10,6 +10,7 @@ from autoshard.passes.ir.program import Call, Local, Offset
 from autoshard.passes.rules.base import Facts, Rule, Site, Types, each_other
 from autoshard.passes.rules.factors import Factors, input_shapes, tensor_arguments, whole
 from autoshard.passes.rules.named import spell
+from autoshard.runtime.grouped import grouped_mm
 
 aten = torch.ops.aten
 
@@ -65,7 +66,7 @@ def grouped_rule(op: torch._ops.OpOverload) -> Rule:
     return Rule(op, _grouped, _local, _flops, "s k, e k n, _ -> s n", facts=Facts(_saves))
 
 
-RULES: tuple[Rule, ...] = (grouped_rule(aten._grouped_mm.default),)
+RULES: tuple[Rule, ...] = (grouped_rule(aten._grouped_mm.default), grouped_rule(grouped_mm._opoverload))
 
 BY_NAME = {"transformers.grouped_mm_fallback.default": grouped_rule}
 """rules of ops that exist once another library is imported"""

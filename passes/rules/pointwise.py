@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 UNARY = {
     "": """
-        bitwise_not ceil deg2rad fix floor frac isfinite isinf isnan isneginf isposinf isreal logical_not rad2deg round
+        bitwise_not ceil deg2rad fill fix floor frac isfinite isinf isnan isneginf isposinf isreal logical_not rad2deg round
         sign signbit special_ndtr trunc zero
         special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
         special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1

@@ -45,7 +45,7 @@ def _same_shape(node: Node, graph: Graph) -> Factors:
 
 def _dropout(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """Linear: summands may be masked alike. The mask of native_dropout is not linear."""
-    summands = (Strategy("P(0)", (P,), (P,)),) if node.output_slots in ((0,), ()) else ()
+    summands = (Strategy("P(0)", (P,), (P,)),) if node.output_slots == (0,) else ()
     return (*_same_shape(node, graph).strategies(node, graph), *summands)
 
 

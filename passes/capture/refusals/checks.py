@@ -11,9 +11,18 @@ from torch import fx, nn
 from torch.export.graph_signature import OutputKind
 
 from autoshard.errors import CaptureError
+from autoshard.passes.capture.exported.arguments import Example, argument_paths
 from autoshard.passes.capture.exported.provenance import where
 from autoshard.passes.capture.exported.symbolic import is_symbolic
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
+from autoshard.passes.ir.graph import Graph
+
+
+_ONE_DTYPE = frozenset(
+    "linear matmul mm bmm addmm addmv mv dot baddbmm addbmm bilinear convolution conv1d conv2d conv3d conv_transpose1d "
+    "conv_transpose2d conv_transpose3d".split()
+)
+"""products whose kernels take operands of one dtype"""
 
 
 def check_model(model: nn.Module, training: bool) -> None:
@@ -38,13 +47,28 @@ def check_model(model: nn.Module, training: bool) -> None:
             _check_tensor(kind, name, tensor, training)
 
 
-def check_example(example: Any) -> None:
+def check_example(model: nn.Module, example: Example) -> None:
     """Refuse inputs that are no plain dense tensors."""
-    for leaf in pytree.tree_leaves(example):
-        if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
+    for i, leaf in enumerate(pytree.tree_leaves(example)):
+        if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized):
+            kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else f"of layout {leaf.layout}"
             raise CaptureError(
-                f"an input of shape {list(leaf.shape)} is a tensor of layout {leaf.layout}; autoshard shards plain dense "
-                "tensors. Convert it first (to_dense())."
+                f"input {argument_paths(model, example)[i]!r} is a tensor that is {kind}; autoshard shards plain dense "
+                "tensors. Convert it first (to_dense(), to_padded_tensor(), dequantize())."
+            )
+
+
+def check_dtypes(graph: Graph) -> None:
+    """Refuse products of operands of several dtypes: their traces do not, and their kernels stop in the middle of a run."""
+    for node in graph.nodes:
+        if node.op._opname not in _ONE_DTYPE:
+            continue
+        dtypes = dict.fromkeys(graph.types[name].dtype for name in node.inputs)
+        if len(dtypes) > 1 and any(d.is_floating_point for d in dtypes):
+            given = [f"{i.fqn!r} {graph.types[i.name].dtype}" for i in graph.inputs if i.kind == "input"]
+            raise CaptureError(
+                f"{node.fqn or 'the model'} ({node.source}): {node.op} takes operands of one dtype and gets "
+                f"{' and '.join(map(str, dtypes))}; the inputs are {', '.join(given)}. Convert one of them."
             )
 
 

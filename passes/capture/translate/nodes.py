@@ -27,6 +27,7 @@ from autoshard.passes.capture.exported.symbolic import constant, is_length, is_s
 from autoshard.passes.capture.refusals.checks import check_filled, check_result, not_an_op, written
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
 from autoshard.passes.capture.translate.canonical import (
+    OVERWRITING,
     STRIDED,
     Gradients,
     canonical,
@@ -321,7 +322,8 @@ class _Translation:
         value = node.meta.get("val")
         results = list(value) if isinstance(value, tuple | list) else [value]
         used = self.results(node, value)
-        op, args, kwargs = canonical(op, args, kwargs, [slot for _, slot, _ in used])
+        written = op in OVERWRITING and self.types[args[0].name].grad  # its gradient is there, and zero
+        op, args, kwargs = (op, args, kwargs) if written else canonical(op, args, kwargs, [s for _, s, _ in used])
         grads = self.gradients.flags(op, args, kwargs, self.types, results)
         self.add(node, node.name, op, args, kwargs, used, grads)
 
@@ -353,7 +355,7 @@ class _Translation:
             return [(node.name, 0, value)]
         gets = [g for g in node.users if g.target is operator.getitem and g.users]
         slot_of: dict[fx.Node, Any] = {g: g.args[1] for g in gets}
-        slots: list[int] = sorted(set(slot_of.values()))
+        slots: list[int] = sorted(set(slot_of.values())) or [0]  # a draw that nobody reads is one of a first result
         names = {s: node.name if len(slots) == 1 else f"{node.name}_{s}" for s in slots}
         for get in gets:
             slot = slot_of[get]
