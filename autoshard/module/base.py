@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard.compiler import Compiled, Wishes, compiled
-from autoshard.errors import CaptureError, PlanError, RuleError, RuntimeMismatchError
+from autoshard.errors import CaptureError, PlanError, RuleError
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.entrance import beside, check_data
-from autoshard.module.executable import Executable, described, load_source, signature_of
+from autoshard.module.executable import Executable, described, first_that_serves, load_source, signature_of
 from autoshard.module.original import Original
 from autoshard.module.parts import Fixed
 from autoshard.module.saving import save
@@ -32,7 +32,6 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Collective
 from autoshard.runtime.autocast import without_autocast
-from autoshard.runtime.exactly import is_of_other_values
 
 log = logging.getLogger("autoshard")
 
@@ -308,7 +307,7 @@ class ShardedModule(Fixed):
                 leaves, mutated = self._run(executable, self._flat_inputs(executable, own, named))
             return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
 
-        leaves, mutated, written, out_spec = _first_that_serves(serve)
+        leaves, mutated, written, out_spec = first_that_serves(serve)
         with torch.no_grad():
             for fqn, new in mutated.items():
                 (written[fqn] if fqn in written else self.tensor(fqn)).copy_(new)
@@ -377,27 +376,3 @@ class ShardedModule(Fixed):
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         tensor.copy_(full)
-
-
-_PROGRAMS = 16
-"""programs for one signature, of inputs whose integers decide otherwise; more would hide that every call compiles one"""
-
-Served = TypeVar("Served")
-
-
-def _first_that_serves(serve: Callable[[int], Served]) -> Served:
-    """``serve(number)`` of the first number whose program is for the integers in the inputs."""
-    state = torch.get_rng_state()
-    for number in range(_PROGRAMS):
-        try:
-            return serve(number)
-        except RuntimeError as error:
-            if not is_of_other_values(error):
-                raise
-            if number == _PROGRAMS - 1:
-                raise RuntimeMismatchError(
-                    f"{error}. {_PROGRAMS} programs for inputs of these shapes serve others. Pad to fixed lengths, or mask."
-                ) from error
-            log.info("a program does not serve this call: %s", error)
-        torch.set_rng_state(state)  # a program that stopped may have drawn
-    raise AssertionError

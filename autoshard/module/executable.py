@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 
 from autoshard.compiler import Compiled
-from autoshard.errors import CaptureError
+from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.symbols import bind, evaluate, mismatch
+from autoshard.runtime.exactly import is_of_other_values
 from autoshard.runtime.profiling import name_lines
+
+log = logging.getLogger("autoshard")
 
 
 @dataclass
@@ -136,3 +140,27 @@ def signature_of(leaf: Any, recorded: bool, exactly: bool = True) -> Any:
             "pass tensors in tuples, lists or dicts"
         ) from None
     return (type(leaf), leaf)
+
+
+_PROGRAMS = 16
+"""programs for one signature, of inputs whose integers decide otherwise; more would hide that every call compiles one"""
+
+Served = TypeVar("Served")
+
+
+def first_that_serves(serve: Callable[[int], Served]) -> Served:
+    """``serve(number)`` of the first number whose program is for the integers in the inputs."""
+    state = torch.get_rng_state()
+    for number in range(_PROGRAMS):
+        try:
+            return serve(number)
+        except RuntimeError as error:
+            if not is_of_other_values(error):
+                raise
+            if number == _PROGRAMS - 1:
+                raise RuntimeMismatchError(
+                    f"{error}. {_PROGRAMS} programs for inputs of these shapes serve others. Pad to fixed lengths, or mask."
+                ) from error
+            log.info("a program does not serve this call: %s", error)
+        torch.set_rng_state(state)  # a program that stopped may have drawn
+    raise AssertionError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     of_x = grouped_mm(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return of_x, None, None
-    return of_x, torch.stack([x[a:b].mT @ grad[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]), None
+    return of_x, torch.stack([x[a:b].mT @ grad[a:b] for a, b in itertools.pairwise(bounds)]), None
 
 
 grouped_mm.register_autograd(_backward, setup_context=_save)

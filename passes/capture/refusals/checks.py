@@ -17,7 +17,6 @@ from autoshard.passes.capture.exported.symbolic import is_symbolic
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
 from autoshard.passes.ir.graph import Graph
 
-
 _ONE_DTYPE = frozenset(
     "linear matmul mm bmm addmm addmv mv dot baddbmm addbmm bilinear convolution conv1d conv2d conv3d conv_transpose1d "
     "conv_transpose2d conv_transpose3d".split()
@@ -75,6 +74,8 @@ def check_dtypes(graph: Graph) -> None:
 def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) -> None:
     if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise CaptureError(f"{kind} {name!r} has no shape yet: run the model once before compiling it")
+    if kind == "buffer" and tensor.layout != torch.strided:
+        return  # what is not read does no harm: openai-whisper has one
     wrapped = hasattr(type(tensor), "__tensor_flatten__")  # DTensor and other subclasses made of plain tensors
     if wrapped or tensor.layout != torch.strided:
         raise CaptureError(
@@ -86,6 +87,17 @@ def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) ->
             f"{kind} {name!r}: it has a tensor hook, which the compiled module would not call. Remove it before "
             "compiling, and register it on the compiled module's parameter, or change .grad after backward()."
         )
+
+
+def is_left_out(name: str, buffer: fx.Node) -> bool:
+    """Whether a buffer is sparse and nobody reads it. Refuses one that the forward reads."""
+    layout = buffer.meta["val"].layout
+    if layout != torch.strided and buffer.users:
+        raise CaptureError(
+            f"buffer {name!r} is a tensor of layout {layout}, and the forward reads it; autoshard shards plain dense "
+            "tensors. Convert it first (to_dense())."
+        )
+    return bool(layout != torch.strided)
 
 
 def check_result(node: fx.Node, value: Any) -> None:

@@ -24,7 +24,7 @@ from autoshard.passes.capture.exported.arguments import Example, argument_paths,
 from autoshard.passes.capture.exported.lengths import Lengths, Open
 from autoshard.passes.capture.exported.provenance import fqn, frames, module_types, names_by_tensor, set_apart, where
 from autoshard.passes.capture.exported.symbolic import constant, is_length, is_symbolic, number_op, type_of
-from autoshard.passes.capture.refusals.checks import check_filled, check_result, not_an_op, written
+from autoshard.passes.capture.refusals.checks import check_filled, check_result, is_left_out, not_an_op, written
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
 from autoshard.passes.capture.translate.canonical import (
     OVERWRITING,
@@ -122,8 +122,7 @@ class _Translation:
         return fan_out(remove_dead(graph))
 
     def read_inputs(self) -> tuple[str | None, ...]:
-        leaves = pytree.tree_leaves(self.example)
-        order = iter(export_order(self.program, self.example))
+        leaves, order = pytree.tree_leaves(self.example), iter(export_order(self.program, self.example))
         flat: list[str | None] = [None] * len(leaves)
         for spec in self.program.graph_signature.input_specs:
             kind, name = _KINDS.get(spec.kind), spec.arg.name
@@ -134,6 +133,8 @@ class _Translation:
                     "such as a torch.Generator or a script object. Use torch's default generator and plain tensors."
                 )
             if not isinstance(spec.arg, TensorArgument):
+                continue
+            if kind == "buffer" and is_left_out(str(spec.target), self.fx_nodes[name]):
                 continue
             if kind == "input":
                 flat[index] = name
@@ -188,6 +189,8 @@ class _Translation:
         args, kwargs = self.argument(node.args), self.argument(dict(node.kwargs))
         if any(is_symbolic(a) for a in pytree.tree_leaves((args, kwargs))):
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
+        if op is aten._to_copy.default and not isinstance(args[0], Ref):  # vmap makes tensors of numbers
+            op, args, kwargs = aten.full.default, ([], args[0]), {"dtype": value.dtype}
         if op is aten.linear.default and len(args) == 2 and len(self.types[args[1].name].shape) == 1:
             op = aten.matmul.default  # a weight of one row
         if op is aten.broadcast_tensors.default and not self.is_open(args):
