@@ -233,6 +233,7 @@ class ShardedModule(Fixed):
             with without_autocast():
                 self._adopt(self._of.model, found.graph, parameters)
             object.__setattr__(self, "_parameter_layouts", parameters)
+        self._adopt_attributes(found.graph)
         rank_module = load_source(found.source.text, found.source.modules)
         return Executable(found, rank_module, described(found.graph, args, kwargs), structure)
 
@@ -267,6 +268,17 @@ class ShardedModule(Fixed):
                 taken[id(b)] = self._buffer(b, initial.get(name))
             self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
         self._of.adopt()
+
+    def _adopt_attributes(self, graph: Graph) -> None:
+        """Take over what the forward writes of plain attributes; programs that knew them as constants serve no call more."""
+        buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
+        found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots)
+        for name, tensor in self._agreed(found).items():
+            self._of.put(name, self._buffer(tensor, None), parameter=False, persistent=False)
+
+    def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same on every rank."""
+        return tensors
 
     def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
         """Initial values (this rank's shards of parameters) of a model from ``deferred_init``; else nothing."""
@@ -310,7 +322,11 @@ class ShardedModule(Fixed):
         leaves, mutated, written, out_spec = first_that_serves(serve)
         with torch.no_grad():
             for fqn, new in mutated.items():
-                (written[fqn] if fqn in written else self.tensor(fqn)).copy_(new)
+                old = written[fqn] if fqn in written else self.tensor(fqn)
+                if fqn in written or (old.shape, old.dtype) == (new.shape, new.dtype):
+                    old.copy_(new)
+                else:  # set anew in the forward
+                    self._of.replace(fqn, new.clone())
         return pytree.tree_unflatten(leaves, out_spec)
 
     def _device_type(self) -> str | None:

@@ -91,6 +91,9 @@ class DistributedModule(ShardedModule):
         missing = any(x.is_meta for n, x in tensors.items() if n not in found)
         return {**super()._initial(model, layouts), **found} if missing else found
 
+    def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**tensors, **dict(of_first(self._agreement, tensors, self._title))} if tensors else tensors
+
     def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
         return full if layout is None else shard_of(full, layout, self._comm.rank)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from autoshard.errors import CaptureError
 from autoshard.initialise.deferred import recording_of
 from autoshard.module.parts import Part, parts_of
+from autoshard.passes.capture.exported.attributes import as_buffers, attribute
 
 
 class Original:
@@ -102,6 +103,20 @@ class Original:
             if tied != name:
                 self.ties[name] = tied
         self.model, self.adopted = skeleton(self.model), True
+
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Put another tensor in the place of a buffer, as a forward does that sets it anew."""
+        holder, leaf = self.slots[name]
+        holder[leaf] = tensor
+
+    def released(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The tensors in these plain attributes of the skeleton, in which they are buffers from now on."""
+        found = {name: attribute(self.model, name) for name in names}
+        as_buffers(self.model, found)
+        for name, tensor in found.items():
+            path, _, leaf = name.rpartition(".")
+            self.model.get_submodule(path)._buffers[leaf] = tensor.detach().to("meta")
+        return found
 
     # --- captures ---
 

@@ -151,7 +151,9 @@ def _untraced(t: torch.Tensor) -> torch.Tensor:
 class _Drawn(TorchDispatchMode):
     """``any``: whether an op drew random numbers inside."""
 
-    any = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.any = self.any or torch.Tag.nondeterministic_seeded in func.tags

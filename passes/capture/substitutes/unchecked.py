@@ -89,7 +89,8 @@ def _grouped_mm(mat_a: torch.Tensor, mat_b: torch.Tensor, *given: Any, **options
         return grouped_mm(mat_a, mat_b, ends)
     if wide and plain and ends is None and (mat_a.dim(), mat_b.dim()) == (3, 3):
         return torch.bmm(mat_a, mat_b)
-    return torch._grouped_mm(mat_a, mat_b, **options)
+    found: torch.Tensor = torch._grouped_mm(mat_a, mat_b, **options)
+    return found
 
 
 def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # noqa: A002

@@ -190,7 +190,7 @@ class _Translation:
         if any(is_symbolic(a) for a in pytree.tree_leaves((args, kwargs))):
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
         if op is aten._to_copy.default and not isinstance(args[0], Ref):  # vmap makes tensors of numbers
-            op, args, kwargs = aten.full.default, ([], args[0]), {"dtype": value.dtype}
+            op, args, kwargs = aten.full.default, ([], args[0]), {"dtype": node.meta["val"].dtype}
         if op is aten.linear.default and len(args) == 2 and len(self.types[args[1].name].shape) == 1:
             op = aten.matmul.default  # a weight of one row
         if op is aten.broadcast_tensors.default and not self.is_open(args):
