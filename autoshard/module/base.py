@@ -16,12 +16,13 @@ from torch import nn
 
 from autoshard.compiler import Compiled, Wishes, compiled
 from autoshard.errors import CaptureError, PlanError, RuleError
+from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.entrance import beside, check_data
 from autoshard.module.executable import Executable, described, first_that_serves, load_source, signature_of
-from autoshard.module.original import Original
+from autoshard.module.original import Original, absent_buffers
 from autoshard.module.parts import Fixed
 from autoshard.module.saving import save
 from autoshard.module.state import State, check_call, requires_grad, state_of
@@ -263,11 +264,12 @@ class ShardedModule(Fixed):
             for prefix, module in model.named_modules()
             for n in module._non_persistent_buffers_set
         }
+        initial |= recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
         for name, b in model.named_buffers(remove_duplicate=False):
             if id(b) not in taken:
                 taken[id(b)] = self._buffer(b, initial.get(name))
             self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
-        self._of.adopt()
+        self._of.adopt([name for name in absent if name not in initial])
 
     def _adopt_attributes(self, graph: Graph) -> None:
         """Take over what the forward writes of plain attributes; programs that knew them as constants serve no call more."""
@@ -315,6 +317,7 @@ class ShardedModule(Fixed):
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
             executable = self.specialise(args, kwargs, number, recorded)
             own, named, written = executable.apart(args, kwargs)
+            self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
             with without_autocast(), contextlib.nullcontext() if recorded else torch.no_grad():
                 leaves, mutated = self._run(executable, self._flat_inputs(executable, own, named))
             return executable.as_typed(leaves), mutated, written, executable.graph.out_spec

@@ -152,7 +152,7 @@ class _Drawn(TorchDispatchMode):
     """``any``: whether an op drew random numbers inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.any = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
