@@ -85,11 +85,14 @@ def _grouped_mm(mat_a: torch.Tensor, mat_b: torch.Tensor, *given: Any, **options
     ends = options.get("offs")
     plain = options.get("bias") is None and options.get("out_dtype") in (None, mat_a.dtype)
     wide = mat_a.dtype == mat_b.dtype and mat_a.dtype in (torch.float32, torch.float16)
-    if wide and plain and ends is not None and (mat_a.dim(), mat_b.dim()) == (2, 3):
-        return grouped_mm(mat_a, mat_b, ends)
-    if wide and plain and ends is None and (mat_a.dim(), mat_b.dim()) == (3, 3):
-        return torch.bmm(mat_a, mat_b)
-    found: torch.Tensor = torch._grouped_mm(mat_a, mat_b, **options)
+    dims = (mat_a.dim(), mat_b.dim())
+    found: torch.Tensor
+    if wide and plain and ends is not None and dims == (2, 3):
+        found = grouped_mm(mat_a, mat_b, ends)
+    elif wide and plain and ends is None and dims == (3, 3):
+        found = torch.bmm(mat_a, mat_b)
+    else:
+        found = torch._grouped_mm(mat_a, mat_b, **options)
     return found
 
 
