@@ -21,7 +21,8 @@ from autoshard import errors
 from autoshard.errors import AutoshardError, CommunicationError, PlanError, RuntimeMismatchError
 from autoshard.module.checksum import checksum
 from autoshard.runtime.peers import Notes, lost, wait
-from autoshard.runtime.process_group import all_gather_single, raw
+from autoshard.runtime.process_group import all_gather_single
+from autoshard.runtime.wire import raw
 
 T = TypeVar("T")
 Claim = tuple[str, int]

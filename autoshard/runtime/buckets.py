@@ -17,8 +17,9 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.communicator import Communicator, current
 from autoshard.runtime.in_process import InProcessCommunicator, World
 from autoshard.runtime.move import LOCAL, Move
-from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, raw
+from autoshard.runtime.process_group import TorchCommunicator, all_gather_single
 from autoshard.runtime.profiling import named, recorded
+from autoshard.runtime.wire import raw
 
 Tensors = tuple[torch.Tensor, ...]
 Gradients = list[torch.Tensor | None]

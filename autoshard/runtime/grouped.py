@@ -31,7 +31,9 @@ def _bounds(ends: torch.Tensor) -> list[int]:
 
 
 def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    x, weight, ends = inputs  # the products keep each other where they are differentiated
+    of_x, of_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if of_weight else None, weight if of_x else None, ends)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

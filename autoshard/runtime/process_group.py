@@ -14,6 +14,7 @@ from autoshard.runtime.communicator import Communicator, in_order_of
 from autoshard.runtime.move import LOCAL, Move, piece, together
 from autoshard.runtime.peers import Notes, lost, wait
 from autoshard.runtime.profiling import collective_name, named, recorded
+from autoshard.runtime.wire import raw
 
 # Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -318,23 +319,6 @@ _COLLECTIVES = {
     "permute": _permute,
     "halo": _halo,
 }
-
-
-_SENT_AS = {
-    torch.int16: torch.bfloat16,
-    torch.uint16: torch.bfloat16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
-
-
-def raw(x: torch.Tensor) -> torch.Tensor:
-    """The same bits in a dtype of the same size that backends send; tensors that they can send are unchanged."""
-    if (other := _SENT_AS.get(x.dtype)) is not None:
-        return x.view(other)
-    if x.dtype == torch.bool or (x.dtype.is_floating_point and x.element_size() == 1):
-        return x.view(torch.uint8)
-    return x
 
 
 def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
