@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import state_cases_inputs  # noqa: F401  more of them
 from harness import ideal
 from state_cases import CASES
 

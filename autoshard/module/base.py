@@ -303,6 +303,26 @@ class ShardedModule(Fixed):
                 (written[fqn] if fqn in written else self.tensor(fqn)).copy_(new)
         return pytree.tree_unflatten(leaves, out_spec)
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For gradient accumulation: forward passes inside do not sum gradients over replicas in their backward.
+
+        The next backward of a forward outside sums what has accumulated in ``.grad`` with its own, once, as with
+        DistributedDataParallel. Until then gradients are DTensors that are Partial; ``full_gradients()`` gives their
+        sums, and steps of optimizers and ``autoshard.clip_grad_norm_`` refuse them. Gradients of parameters that are
+        kept in shards (FSDP) are reduced and scattered in every backward, so that no rank holds whole ones. In one
+        process gradients are always whole, and the sums inside are not counted as collectives.
+        """
+        before = self._defer(True)
+        try:
+            yield
+        finally:
+            self._defer(before)
+
+    def _defer(self, deferred: bool) -> bool:
+        """Whether forward passes leave their gradients as summands; returns whether they did."""
+        raise NotImplementedError
+
     def _flat_inputs(
         self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[torch.Tensor]:

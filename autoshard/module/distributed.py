@@ -25,6 +25,7 @@ from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.checksum import checksum
 from autoshard.module.executable import Executable, signature_of
 from autoshard.module.gradients import one_verdict
+from autoshard.module.leaves import locals_of
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.module.state import State, digest
@@ -39,7 +40,7 @@ FIRST_CALLS = 8
 _SHAPES = "the shapes and dtypes of the inputs"
 _STATE = (
     "the state of the call: whether gradients are recorded, modules in train or eval mode, requires_grad and dtypes of "
-    "parameters, autocast, or torch's defaults"
+    "parameters, autocast, or torch's defaults; or no_sync()"
 )
 _VALUES = "the values of the inputs (every rank takes the same global batch)"
 _FAILED = "whether an earlier call failed (their collectives are out of step: start all processes again)"
@@ -147,6 +148,10 @@ class DistributedModule(ShardedModule):
 
     # --- running ---
 
+    def _defer(self, deferred: bool) -> bool:
+        before, self._comm.deferred = self._comm.deferred, deferred
+        return before
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`ShardedModule.forward`. Where it fails on this rank alone, the others are told."""
         self._comm.notes.call += 1
@@ -175,7 +180,8 @@ class DistributedModule(ShardedModule):
         checked = notes.call <= FIRST_CALLS or "inputs" in self._checks
         values = _checksum(leaves) if checked else 0
         failed = (_FAILED, 2 * notes.failed + notes.broken)
-        agreement.begin((_SHAPES, self._numbers[key]), (_STATE, digest(state)), (_VALUES, values), failed)
+        called = 2 * digest(state) + self._comm.deferred
+        agreement.begin((_SHAPES, self._numbers[key]), (_STATE, called), (_VALUES, values), failed)
         if checked or key not in self._executables or notes.broken:
             agreement.finish()
         if notes.broken:
@@ -244,8 +250,7 @@ class DistributedModule(ShardedModule):
         trained = {n: p for n, p in parameters.items() if p.requires_grad}
         found = {n: p.to_local() for n, p in parameters.items() if n not in trained}
         if trained:
-            locals_ = runtime.wait_gradients(*_Locals.apply(*trained.values()))  # type: ignore[no-untyped-call]
-            found.update(zip(trained, locals_, strict=True))
+            found.update(zip(trained, locals_of(self._comm, list(trained.values())), strict=True))
         for value in executable.graph.inputs:
             if value.kind == "buffer":
                 buffer = self.tensor(value.fqn)  # of one that is written after the forward, the backward has a copy
@@ -284,39 +289,6 @@ def _shape(
 ) -> tuple[int, ...]:
     """The global shape of an output; one whose length depends on the data is whole."""
     return tuple(local.shape) if type_.unknown else actual(type_.shape)
-
-
-class _Locals(torch.autograd.Function):
-    """DTensor parameters → their local tensors; the backward makes DTensor gradients of the same placements."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Any) -> tuple[torch.Tensor, ...]:
-        ctx.specs = [p._spec for p in parameters]
-        ctx.set_materialize_grads(False)
-        return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        given = [(g, spec) for g, spec in zip(gradients, ctx.specs, strict=True) if g is not None]
-        made = iter(_Globals.apply([spec for _, spec in given], *(g for g, _ in given)))  # type: ignore[no-untyped-call]
-        return tuple(None if g is None else next(made) for g in gradients)
-
-
-class _Globals(torch.autograd.Function):
-    """Local gradients → DTensors, as a node of the graph: where it is recorded (create_graph), it has a derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, specs: list[Any], *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.specs = specs
-        ctx.set_materialize_grads(False)
-        return tuple(DTensor(g.detach(), s, requires_grad=False) for g, s in zip(gradients, specs, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *(
-            None if g is None else g.redistribute(spec.mesh, spec.placements).to_local()
-            for g, spec in zip(gradients, ctx.specs, strict=True)
-        )
 
 
 def execute(plan: Any, local: torch.Tensor) -> torch.Tensor:

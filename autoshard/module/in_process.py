@@ -32,6 +32,12 @@ class InProcessModule(ShardedModule):
         """Append every collective that is really executed to ``log`` (None: stop)."""
         self._world.log = log
 
+    def _defer(self, deferred: bool) -> bool:
+        before = self._world.ranks[0].deferred
+        for comm in self._world.ranks:
+            comm.deferred = deferred
+        return before
+
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         return nn.Parameter(_real(p, initial), requires_grad=p.requires_grad)
 

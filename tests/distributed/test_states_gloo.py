@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+import state_cases_inputs  # noqa: F401  more of them
 import world
 from state_cases import CASES
 
