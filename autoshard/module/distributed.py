@@ -23,10 +23,11 @@ from autoshard.mesh import Mesh
 from autoshard.module.agreement import AFTERWARDS, Agreement, asked_checks
 from autoshard.module.arrivals import checksums, dtensor, from_part, layout_of, part_for, peers, stating
 from autoshard.module.base import Settings, ShardedModule
+from autoshard.module.dtensor_ops import mend
 from autoshard.module.executable import Executable, signature_of
 from autoshard.module.gradients import one_verdict
 from autoshard.module.leaves import locals_of
-from autoshard.module.outputs import as_output
+from autoshard.module.outputs import Output
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.module.state import State, digest
@@ -70,6 +71,7 @@ class DistributedModule(ShardedModule):
         set_(self, "_comm", runtime.TorchCommunicator.of(device_mesh))
         set_(self, "_device", torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
         one_verdict()
+        mend()
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())
@@ -315,9 +317,9 @@ class DistributedModule(ShardedModule):
         asked = self._settings.gather_outputs
         gathers = not recorded if asked is None else asked
         if not layout.axes_with(Shard):
-            return local if not shape or gathers else as_output(self._dtensor(local, layout, shape))
+            return local if not shape or gathers else Output.of(self._dtensor(local, layout, shape))
         if not gathers:
-            return as_output(self._dtensor(local, layout, shape))
+            return Output.of(self._dtensor(local, layout, shape))
         whole = Layout(self.mesh, [I if local.requires_grad else R] * self.mesh.ndim)
         return execute(redistribution(layout, whole, shape, self.mesh, local.dtype, local.requires_grad), local)
 

@@ -27,6 +27,13 @@ class Output(DTensor):
 
     __slots__ = ()
 
+    @staticmethod
+    def of(x: DTensor) -> DTensor:
+        """The same DTensor, of this class; other subclasses, such as parameters, stay what they are."""
+        if type(x) is DTensor:
+            x.__class__ = Output
+        return x
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -35,20 +42,13 @@ class Output(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _WHOLE and not any(_is_plain(x) for x in pytree.tree_leaves(given)):
                 try:
-                    return pytree.tree_map_only(DTensor, as_output, func(*given[0], **given[1]))
+                    return pytree.tree_map_only(DTensor, Output.of, func(*given[0], **given[1]))
                 except torch.OutOfMemoryError:
                     raise
                 except (RuntimeError, NotImplementedError) as error:
                     log.info("%s of an output in its layout: %s. It is gathered", func, error)
             own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
             return func(*own, **named)
-
-
-def as_output(x: Any) -> Any:
-    """The same DTensor, of this class; other subclasses, such as parameters, stay what they are."""
-    if type(x) is DTensor:
-        x.__class__ = Output
-    return x
 
 
 def _is_plain(x: Any) -> bool:

@@ -63,11 +63,8 @@ class Fixed(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """As torch's; where a parameter is a DTensor, every rank takes its part of a full tensor."""
-        parts = {
-            key: part_of(state_dict[key], p)
-            for name, p in self._parameters.items()
-            if isinstance(p, DTensor) and (key := prefix + name) in state_dict
-        }
+        own: dict[str, Any] = {prefix + name: p for name, p in self._parameters.items()}
+        parts = {n: part_of(state_dict[n], p) for n, p in own.items() if isinstance(p, DTensor) and n in state_dict}
         nn.Module._load_from_state_dict(self, {**state_dict, **parts}, prefix, *args)
 
     def __delattr__(self, name: str) -> None:
