@@ -9,6 +9,7 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import autoshard
 from autoshard.errors import HintError, RuntimeMismatchError
+from autoshard.hardware import Link
 
 
 @contextlib.contextmanager
@@ -54,9 +56,9 @@ class Tied(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
 
 
-def real(mesh: autoshard.Mesh) -> autoshard.Mesh:
+def real(mesh: autoshard.Mesh, hardware: autoshard.Hardware | str = "h100") -> autoshard.Mesh:
     """The mesh with communication at its price: a plan cuts what hints say, and goes on so."""
-    return autoshard.Mesh(dict(zip(mesh.axes, mesh.shape, strict=True)))
+    return autoshard.Mesh(dict(zip(mesh.axes, mesh.shape, strict=True)), hardware)
 
 
 def is_distributed(sharded: Any) -> bool:
@@ -125,6 +127,40 @@ def accumulated_without(sharded: Any, batches: list[torch.Tensor]) -> Counter[tu
     return found
 
 
+class Wide(nn.Module):
+    """So wide that shards are worth scattering."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.b(self.a(x).relu()).square().mean(),)
+
+
+@case
+def hybrid_sharding_with_no_sync(mesh: autoshard.Mesh) -> None:
+    """Gradients of shards are scattered in every backward, and summed over the replicas once, on a mesh of two axes."""
+    rows = dict.fromkeys(mesh.axes, autoshard.Shard(0))
+    hints = {"*": "replicate", "*.weight": {mesh.axes[-1]: autoshard.Shard(0)}, "x": rows, "a": rows, "b": rows}
+    batches = [torch.randn(2048, 256, generator=torch.Generator().manual_seed(n)).double() for n in range(3)]
+    usual = real(mesh).hardware
+    quick = replace(usual, node=Link(1e-9, usual.node.bandwidth))  # bytes count, and not how many messages they are in
+    model, sharded = pair(real(mesh, quick), Wide, batches[0], hints=hints)
+    with executed(sharded) as once:
+        accumulate(sharded, batches[:1])
+    sharded.zero_grad()
+    for _ in range(2):
+        both(model, sharded, lambda m: m.zero_grad())
+        with executed(sharded) as counted:
+            for module in (model, sharded):
+                accumulate(module, batches)
+        same_gradients(sharded, model)
+        assert counted["reduce_scatter", "backward"] == 3 * once["reduce_scatter", "backward"] > 0
+        assert counted["all_reduce", "backward"] == once["all_reduce", "backward"] > 0, (counted, once)
+    assert ("replicas=" in sharded.source) == (mesh.ndim > 1)
+
+
 @case
 def no_sync_after_a_summed_gradient(mesh: autoshard.Mesh) -> None:
     """Backward passes in any order, a forward and its backward on different sides, and gradients asked for in between."""
@@ -182,8 +218,10 @@ def a_step_after_no_sync(mesh: autoshard.Mesh) -> None:
 
 
 def part(mesh: autoshard.Mesh, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """What this process brings of the batch."""
-    return x.chunk(mesh.size, dim)[dist.get_rank()] if dist.is_initialized() else x
+    """What this process brings of the batch, which the first axis cuts."""
+    if not dist.is_initialized():
+        return x
+    return x.chunk(mesh.shape[0], dim)[mesh.index_along(dist.get_rank(), mesh.axes[0])]
 
 
 @case
@@ -279,6 +317,25 @@ def local_inputs_that_do_not_fit(mesh: autoshard.Mesh) -> None:
 
 
 @case
+def parts_differ_along_an_axis_that_does_not_cut(mesh: autoshard.Mesh) -> None:
+    """Ranks of one group bring the same part, or are refused, in the first calls; along the batch they may differ."""
+    if not dist.is_initialized():
+        return
+    model, x = Smooth().double(), torch.ones(4, 6, dtype=torch.float64)
+    sharded = autoshard.compile(model, mesh, (x,), hints={"x": {mesh.axes[0]: autoshard.Shard(0)}}, inputs="local")
+    sharded(x + mesh.index_along(dist.get_rank(), mesh.axes[0]))
+    if mesh.ndim > 1:
+        with refused(r"disagree on the parts of the inputs .*: rank 3 differs from rank 2", RuntimeMismatchError):
+            sharded(x + (dist.get_rank() == 3))
+
+
+class Writes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(x.mean(0))
+        return x + 1
+
+
+@case
 def dtensor_inputs(mesh: autoshard.Mesh) -> None:
     """They state their layout, whatever it is; parts may be uneven. In one process there are none."""
     if not dist.is_initialized():
@@ -301,6 +358,12 @@ def dtensor_inputs(mesh: autoshard.Mesh) -> None:
         same_gradients(sharded, model)
         close(given.grad, own.grad)
     assert len(sharded.programs) == 3, "of inputs that are cut on dim 0, on dim 1, or whole"
+    writes = autoshard.compile(Writes(), mesh)
+    for placement in (Shard(0), Shard(1)):
+        given = distribute_tensor(x.detach().clone(), writes.device_mesh, [placement], src_data_rank=None)
+        own = x.detach().clone()
+        close(writes(given), Writes()(own))
+        close(given, own)
     other = init_device_mesh("cpu", (1, mesh.size), mesh_dim_names=("a", "b"))
     with refused("is a DTensor on another mesh"):
         sharded(distribute_tensor(x.detach(), other, [Replicate(), Shard(0)], src_data_rank=None))

@@ -39,6 +39,9 @@ from autoshard.plans.plan import Plan
 FIRST_CALLS = 8
 """how many calls are checked for equal inputs; AUTOSHARD_CHECK=inputs checks all"""
 
+LARGE = 1 << 24
+"""elements of an input in parts that no rank is to hold whole for a capture: caches"""
+
 _SHAPES = "the shapes and dtypes of the inputs"
 _STATE = (
     "the state of the call: whether gradients are recorded, modules in train or eval mode, requires_grad and dtypes of "
@@ -167,12 +170,16 @@ class DistributedModule(ShardedModule):
         return tuple(layout_of(x, self.mesh) for x in pytree.tree_leaves((tuple(args), dict(kwargs))))
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See :meth:`ShardedModule._whole`. Collective where an input came in parts."""
+        """See :meth:`ShardedModule._whole`. Collective where an input came in parts; large ones are without data."""
 
-        def whole(x: Any) -> Any:
-            return self._full(x.detach()).requires_grad_(x.requires_grad) if isinstance(x, DTensor) else x
+        def whole(x: DTensor) -> torch.Tensor:
+            large = x.is_floating_point() and x.numel() > LARGE
+            full = torch.empty(x.shape, dtype=x.dtype, device="meta") if large else self._full(x.detach())
+            return full.requires_grad_(x.requires_grad)
 
-        plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(whole, (tuple(args), dict(kwargs)))
+        plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+            DTensor, whole, (tuple(args), dict(kwargs))
+        )
         return plain
 
     # --- running ---
