@@ -55,7 +55,8 @@ def compile(  # noqa: A001  the public name
             requires one. ``False``: no call ever records gradients. Dropout and batch norm follow the modules' own
             modes. A call in another state (modes, requires_grad, autocast) compiles another program, once.
         gather_outputs: whether outputs come back as full tensors; default: where gradients are recorded they keep
-            their layout (a DTensor under torch.distributed), else yes. Scalars are always plain tensors.
+            their layout (under torch.distributed a DTensor, gathered where it meets a plain tensor), else yes. Scalars
+            are always plain tensors.
         strict: raise for an op without a sharding rule instead of running it on full tensors.
         dynamic: compile one program for all lengths of the inputs' dims that the model leaves open (True), or of those
             named: ``{"input_ids": {0: "batch", 1: "seq"}}``. Dims of one name are equal; ``"4*batch"`` promises a

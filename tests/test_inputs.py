@@ -64,3 +64,9 @@ def test_where_an_input_starts_is_priced() -> None:
     assert not any(c.kind == "all_gather" for c in whole.collectives)
     assert local.cost.total_s > whole.cost.total_s
     assert torch.Size(local.shapes["ids"]) == whole.shapes["ids"]
+
+
+def test_large_parts_take_no_memory_for_a_plan() -> None:
+    """64 ranks bring 128 MiB each; the whole would be 8 GiB."""
+    plan = autoshard.plan(torch.nn.Linear(1 << 12, 4), {"dp": 64}, (torch.zeros(1 << 13, 1 << 12),), inputs="local")
+    assert plan.shapes["input"] == (1 << 19, 1 << 12)

@@ -26,6 +26,7 @@ from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.dtensor_ops import mend
 from autoshard.module.executable import Executable, signature_of
 from autoshard.module.gradients import one_verdict
+from autoshard.module.inputs import without_data
 from autoshard.module.leaves import locals_of
 from autoshard.module.outputs import Output
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
@@ -38,9 +39,6 @@ from autoshard.plans.plan import Plan
 
 FIRST_CALLS = 8
 """how many calls are checked for equal inputs; AUTOSHARD_CHECK=inputs checks all"""
-
-LARGE = 1 << 24
-"""elements of an input in parts that no rank is to hold whole for a capture: caches"""
 
 _SHAPES = "the shapes and dtypes of the inputs"
 _STATE = (
@@ -173,9 +171,8 @@ class DistributedModule(ShardedModule):
         """See :meth:`ShardedModule._whole`. Collective where an input came in parts; large ones are without data."""
 
         def whole(x: DTensor) -> torch.Tensor:
-            large = x.is_floating_point() and x.numel() > LARGE
-            full = torch.empty(x.shape, dtype=x.dtype, device="meta") if large else self._full(x.detach())
-            return full.requires_grad_(x.requires_grad)
+            large = without_data(x, x.shape)
+            return (self._full(x.detach()) if large is None else large).requires_grad_(x.requires_grad)
 
         plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
             DTensor, whole, (tuple(args), dict(kwargs))

@@ -122,7 +122,19 @@ def wholes(
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     for i, layout in enumerate(layouts):
         if layout is not None:
-            copies = whole_shape([1] * leaves[i].ndim, layout)
-            leaves[i] = leaves[i].detach().repeat(copies).requires_grad_(leaves[i].requires_grad)
-    made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
-    return made
+            part = leaves[i].detach()
+            whole = without_data(part, whole_shape(part.shape, layout))
+            made = part.repeat(whole_shape([1] * part.ndim, layout)) if whole is None else whole
+            leaves[i] = made.requires_grad_(leaves[i].requires_grad)
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
+    return found
+
+
+_LARGE = 1 << 24
+"""elements of an input in parts that nobody is to hold whole for a capture: caches"""
+
+
+def without_data(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """What a capture is given for a large input of this shape; None for a small one, or integers: it gets the data."""
+    large = like.is_floating_point() and torch.Size(shape).numel() > _LARGE
+    return torch.empty(tuple(shape), dtype=like.dtype, device="meta") if large else None
