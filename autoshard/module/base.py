@@ -22,6 +22,7 @@ from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.entrance import beside, check_data
 from autoshard.module.executable import Executable, described, first_that_serves, load_source, signature_of
+from autoshard.module.inputs import Inputs, local_layouts
 from autoshard.module.original import Original, absent_buffers
 from autoshard.module.parts import Fixed
 from autoshard.module.saving import save
@@ -45,6 +46,7 @@ class Settings:
     training: bool | None = None
     gather_outputs: bool | None = None
     dynamic: Dynamic = False
+    inputs: Inputs = "global"
 
 
 class ShardedModule(Fixed):
@@ -226,7 +228,12 @@ class ShardedModule(Fixed):
         settings = self._settings
         dynamic = settings.dynamic if structure is not None else False
         first = self._parameter_layouts is None
-        wishes = settings.wishes if first else replace(settings.wishes, plan=None, parameters=self._parameter_layouts)
+        inputs = (
+            self._input_layouts(args, kwargs) if structure is None else ()
+        )  # open lengths are read off whole inputs
+        wishes = replace(settings.wishes, inputs=inputs)
+        wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts)
+        args, kwargs = self._whole(args, kwargs)
         with self._of.as_it_is(self._check) as model:
             found = self._compiled(model, args, kwargs, wishes, training=recorded, dynamic=dynamic)
         if first:
@@ -243,6 +250,21 @@ class ShardedModule(Fixed):
     ) -> Compiled:
         """All stages for these arguments. ``options``: see :func:`capture`."""
         return compiled(model, self.mesh, args, kwargs, wishes, title=self._title, **options)
+
+    # --- inputs ---
+
+    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as programs know them: tensors of global shape, those that came in parts as DTensors."""
+        return tuple(args), dict(kwargs)
+
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
+        """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""
+        s = self._settings
+        return local_layouts(self._of.model, self.mesh, args, kwargs, s.inputs, s.wishes.hints)
+
+    def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as plain tensors, for captures."""
+        return tuple(args), dict(kwargs)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
@@ -312,6 +334,7 @@ class ShardedModule(Fixed):
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_data(self._of.model, args, kwargs, self._device_type())
+        args, kwargs = self._arrived(args, kwargs)
         recorded = self._recorded(pytree.tree_leaves((args, kwargs)))
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
@@ -319,7 +342,7 @@ class ShardedModule(Fixed):
             own, named, written = executable.apart(args, kwargs)
             self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
             with without_autocast(), contextlib.nullcontext() if recorded else torch.no_grad():
-                leaves, mutated = self._run(executable, self._flat_inputs(executable, own, named))
+                leaves, mutated = self._run(executable, executable.flat_inputs(own, named))
             return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
 
         leaves, mutated, written, out_spec = first_that_serves(serve)
@@ -327,7 +350,7 @@ class ShardedModule(Fixed):
             for fqn, new in mutated.items():
                 old = written[fqn] if fqn in written else self.tensor(fqn)
                 if fqn in written or (old.shape, old.dtype) == (new.shape, new.dtype):
-                    old.copy_(new)
+                    self._load(old, new)
                 else:  # set anew in the forward
                     self._of.replace(fqn, new.clone())
         return pytree.tree_unflatten(leaves, out_spec)
@@ -336,13 +359,24 @@ class ShardedModule(Fixed):
         """Where inputs have to come; None where they are moved."""
         return next((t.device.type for t in self._of.held().values()), None) if self._of.adopted else None
 
-    def _flat_inputs(
-        self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[torch.Tensor]:
-        """Tensors in the order the rank module takes them."""
-        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        by_name = {n: leaf for n, leaf in zip(executable.graph.flat_inputs, leaves, strict=True) if n is not None}
-        return [by_name[name] for name in executable.compiled.source.inputs]
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For gradient accumulation: forward passes inside do not sum gradients over replicas in their backward.
+
+        The next backward of a forward outside sums what has accumulated in ``.grad`` with its own, once, as with
+        DistributedDataParallel. Until then gradients are Partial DTensors: ``full_gradients()`` gives their sums, and
+        optimizers and ``autoshard.clip_grad_norm_`` refuse them. Of parameters kept in shards (FSDP) every backward
+        reduces them. In one process gradients are always whole, and sums inside are not counted as collectives.
+        """
+        before = self._defer(True)
+        try:
+            yield
+        finally:
+            self._defer(before)
+
+    def _defer(self, deferred: bool) -> bool:
+        """Whether forward passes leave their gradients as summands; returns whether they did."""
+        raise NotImplementedError
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         raise NotImplementedError

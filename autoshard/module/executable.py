@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor
 
 from autoshard.compiler import Compiled
 from autoshard.errors import CaptureError, RuntimeMismatchError
@@ -67,6 +68,12 @@ class Executable:
         copies = [x.clone() if n in written else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
         return *pytree.tree_unflatten(copies, spec), {fqn: named[name] for name, fqn in written.items()}
 
+    def flat_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Tensors in the order the rank module takes them."""
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        by_name = dict(zip(self.graph.flat_inputs, leaves, strict=True))
+        return [by_name[name] for name in self.compiled.source.inputs]
+
     def as_typed(self, leaves: Sequence[Any]) -> list[Any]:
         """The outputs without the gradients that no value of the graph has: what goes together shares one autograd node."""
         outputs = zip(self.graph.outputs, leaves, strict=True)
@@ -84,6 +91,7 @@ class Executable:
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have an element of memory in common."""
+    a, b = (x.to_local() if isinstance(x, DTensor) else x for x in (a, b))
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
         return False
     if a.dtype != b.dtype:
@@ -131,7 +139,8 @@ def signature_of(leaf: Any, recorded: bool, exactly: bool = True) -> Any:
     ``recorded``: whether gradients are recorded, and thus whether the leaf requires one.
     """
     if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape) if exactly else leaf.ndim, leaf.dtype, recorded and leaf.requires_grad)
+        shape = tuple(leaf.shape) if exactly else leaf.ndim
+        return (shape, leaf.dtype, recorded and leaf.requires_grad, *getattr(leaf, "placements", ()))
     try:
         hash(leaf)
     except TypeError:

@@ -1,4 +1,4 @@
-"""One rank of a gloo world whose ranks come with other weights, inputs, plans or gradients; see training_worker.py."""
+"""One rank of a gloo world whose ranks come with other weights, inputs, plans or gradients; see checks.py."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import world
+from checks import assert_all_raise, assert_close, case, mesh, run
 from torch import nn
 from torch.distributed.tensor import DTensor
-from training_worker import assert_all_raise, assert_close, case, mesh, run
 
 import autoshard
 from autoshard.errors import CaptureError, PlanError, RuntimeMismatchError
