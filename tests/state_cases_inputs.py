@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from state_cases import both, case, close, full, ids, pair, refused, same_gradients, same_state
+from state_harness import both, case, close, full, ids, pair, refused, same_gradients, same_state
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

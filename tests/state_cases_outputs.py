@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from state_cases import both, case, close, full, pair, refused, same_gradients, same_state
 from state_cases_inputs import is_distributed, real
+from state_harness import both, case, close, full, pair, refused, same_gradients, same_state
 from torch import nn
 from torch.distributed.tensor import DTensor
 

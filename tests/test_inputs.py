@@ -10,8 +10,8 @@ import pytest
 import torch
 from harness import ideal
 from safetensors.torch import save_file
-from state_cases import close, pair, same_gradients
 from state_cases_inputs import Tied, ids
+from state_harness import close, pair, same_gradients
 
 import autoshard
 from autoshard.module.executable import load_source
