@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.program import Call, Local, Offset
+from autoshard.passes.ir.program import Call, Local, Offset, spell
 from autoshard.passes.ir.sizes import ENDLESS, Size, is_compound
 
 WIDTH = 88
@@ -150,7 +150,7 @@ class _Printer:
         if isinstance(value, Local):
             return self.length(value)
         if isinstance(value, Offset):
-            return self.function("runtime.offset", (value.size, axes_argument(value.axes)), {})
+            return self.function("runtime.offset", (value.size, spell(value.axes)), {})
         if isinstance(value, Mapping):
             return Expression("{", [self.entry(k, v) for k, v in value.items()], "}")
         if isinstance(value, tuple | list):
@@ -171,16 +171,11 @@ class _Printer:
         ranks = math.prod(self.mesh_sizes[a] for a in value.axes)
         if value.size % ranks == 0:
             return atom(str(value.size // ranks))
-        return self.function("runtime.size", (value.size, axes_argument(value.axes)), {})
+        return self.function("runtime.size", (value.size, spell(value.axes)), {})
 
 
 class Verbatim(str):
     """Source text that is printed as it is."""
-
-
-def axes_argument(axes: tuple[str, ...]) -> Any:
-    """One axis as its name, several as a tuple."""
-    return axes[0] if len(axes) == 1 else axes
 
 
 def literal(value: Any) -> str:
