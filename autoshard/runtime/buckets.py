@@ -7,6 +7,7 @@ Tensors come and go as one list, face after face.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ Gradients = list[torch.Tensor | None]
 Begin = Callable[[], Any]
 
 
-class Bucket:
+class Bucket(ABC):
     """``moves``: one for each tensor of each face, all of one verb; ``replicas``: axes that hold the same shards.
 
     ``listed``: whether the plan lists every member, as it does for parameters; profiles then say how many there are.
@@ -39,25 +40,25 @@ class Bucket:
         """What the replicas do with the reduced shards' gradients."""
         return Move("P", "I", self.replicas, module=self.moves[0].module)
 
+    @abstractmethod
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         """Every tensor moved."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of(self, moves: Sequence[Move]) -> Bucket:
         """A bucket of other moves on the same ranks."""
-        raise NotImplementedError
 
     def duals(self, present: Sequence[int]) -> list[Bucket]:
         """What the gradients of the tensors with these numbers go through, one after the other."""
         back = self.of([self.moves[i].backward() for i in present])
         return [back, self.of([self.last_move] * len(present))] if self.replicas else [back]
 
+    @abstractmethod
     def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
         """Gradients, perhaps still under way: ``(gradients, works to wait for, works to begin later)``.
 
         A gradient that is None on every rank stays None and is not communicated.
         """
-        raise NotImplementedError
 
 
 class FlatBucket(Bucket):
