@@ -183,10 +183,7 @@ RULES: tuple[Rule, ...] = (
     rule(aten.linalg_qr.default, "... _ _ -> ... _ _, ... _ _", facts=BOTH),
     rule(aten.linalg_svd.default, "... _ _ -> ... _ _, ... _, ... _ _", facts=Facts("result result1 result2")),
     rule(
-        aten.linalg_solve_triangular.default,
-        "... _ _, ... _ n -> ... _ n",
-        linear=((1,),),
-        facts=Facts("self result"),
+        aten.linalg_solve_triangular.default, "... _ _, ... _ n -> ... _ n", linear=((1,),), facts=Facts("self result")
     ),
     rule(aten.linalg_vecdot.default, "... _, ... _ -> ...", linear=PRODUCT, facts=Facts(each_other("x", "y"))),
     rule(aten.addr.default, "m n, m, n -> m n", linear=((0, 1), (0, 2)), facts=Facts(each_other("vec1", "vec2"))),

@@ -11,15 +11,7 @@ import torch
 
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Local, spell
-from autoshard.passes.rules.base import (
-    Facts,
-    Rule,
-    Site,
-    SpaceOf,
-    Types,
-    indices,
-    rules,
-)
+from autoshard.passes.rules.base import Facts, Rule, Site, SpaceOf, Types, indices, rules
 from autoshard.passes.rules.factors import Dims, Factors
 from autoshard.passes.rules.windows import Sliding, SlidingsOf, cropped, cut, haloed, halos
 from autoshard.runtime.window import Window

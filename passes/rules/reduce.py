@@ -12,16 +12,7 @@ import torch
 from autoshard.layout import I, P, Partial, Placement
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
-from autoshard.passes.rules.base import (
-    CollectivesOf,
-    Facts,
-    LocalFormOf,
-    Rule,
-    Site,
-    SpaceOf,
-    each_other,
-    rules,
-)
+from autoshard.passes.rules.base import CollectivesOf, Facts, LocalFormOf, Rule, Site, SpaceOf, each_other, rules
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
