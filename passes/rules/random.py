@@ -40,7 +40,7 @@ def _dropout(node: Node, graph: Graph) -> Factors:
     """Linear: summands may be masked alike. The mask of native_dropout is not linear."""
     (shape,) = graph.shapes(node.inputs)
     dims = numbered(shape)
-    linear = ((0,),) if node.op is aten.dropout.default else ()
+    linear = ((0,),) if node.output_slots == (0,) else ()
     return Factors((dims,), (dims,) * len(node.outputs), sizes_of(shape), linear=linear)
 
 
