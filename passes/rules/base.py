@@ -132,7 +132,8 @@ class Facts:
     """backward FLOPs per forward FLOP; None: one more product per operand that wants a gradient, two at most"""
 
 
-UNKNOWN = Facts()
+UNKNOWN, NOTHING = Facts(), Facts(saves="")
+"""of any op; of one that keeps nothing"""
 
 
 @dataclass(frozen=True)

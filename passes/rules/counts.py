@@ -6,10 +6,8 @@ import torch
 
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
-from autoshard.passes.rules.base import Facts, Rule, Site, rules
+from autoshard.passes.rules.base import NOTHING, Rule, Site, rules
 from autoshard.passes.rules.factors import Factors, numbered, sizes_of
-
-aten = torch.ops.aten
 
 
 def _histc(node: Node, graph: Graph) -> Factors:
@@ -38,11 +36,9 @@ def _bincount_collectives(site: Site) -> tuple[Internal, ...]:
     return site.reductions(site.inputs[0].axes_of(0), torch.int64.itemsize, ("largest value",), ())
 
 
-COUNTS = Facts(saves="")
-
 RULES: tuple[Rule, ...] = (
-    *rules("histc.default", _histc, None, "counts summed", facts=COUNTS),
+    *rules("histc.default", _histc, None, "counts summed", facts=NOTHING),
     *rules(
-        "bincount.default", _bincount, _local_bincount, "n, n -> _", _bincount_collectives, sized=False, facts=COUNTS
+        "bincount.default", _bincount, _local_bincount, "n, n -> _", _bincount_collectives, sized=False, facts=NOTHING
     ),
 )

@@ -6,7 +6,7 @@ from autoshard.layout import I, P, Placement, R, Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, spell
-from autoshard.passes.rules.base import Facts, Rule, Site, rules
+from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, rules
 from autoshard.passes.rules.factors import Factors, broadcast, numbered, sizes_of
 
 
@@ -64,13 +64,12 @@ _POSITIONAL = (
 _LIKE = "zeros_like.default ones_like.default full_like.default"
 
 ZEROS = Facts(saves="", rounding="exact")
-NUMBERS = Facts(saves="")
 
 RULES: tuple[Rule, ...] = (
-    *rules(_SIZED, factory_strategies, _of_local_size, "-> any dim", facts=NUMBERS),
-    *rules(_NEW, new_strategies, _of_local_size, "-> any dim", facts=NUMBERS),
-    *rules(_POSITIONAL, factory_strategies, _cut, "-> any dim", facts=NUMBERS),
+    *rules(_SIZED, factory_strategies, _of_local_size, "-> any dim", facts=NOTHING),
+    *rules(_NEW, new_strategies, _of_local_size, "-> any dim", facts=NOTHING),
+    *rules(_POSITIONAL, factory_strategies, _cut, "-> any dim", facts=NOTHING),
     *rules(_LIKE, like_strategies, notation="... -> ...", facts=ZEROS),
-    *rules("empty_like.default", like_strategies, notation="... -> ...", facts=NUMBERS),
-    *rules("scalar_tensor.default", factory_strategies, notation="->", facts=NUMBERS),
+    *rules("empty_like.default", like_strategies, notation="... -> ...", facts=NOTHING),
+    *rules("scalar_tensor.default", factory_strategies, notation="->", facts=NOTHING),
 )

@@ -15,7 +15,7 @@ import torch
 
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.program import Call, spell
-from autoshard.passes.rules.base import Facts, LocalFormOf, Rule, Site, rules
+from autoshard.passes.rules.base import NOTHING, Facts, LocalFormOf, Rule, Site, rules
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -245,7 +245,6 @@ def _isin(node: Node, graph: Graph) -> Factors:
 INDICES = Facts(saves="indices")
 INDEX = Facts(saves="index", rounding="exact")
 SCATTERED = Facts(saves="index")
-NUMBERS = Facts(saves="")
 _WRITES, _REPLACES = partial(_scatter, adds=False), partial(_index_add, adds=False)
 
 RULES: tuple[Rule, ...] = (
@@ -290,9 +289,9 @@ RULES: tuple[Rule, ...] = (
         facts=SCATTERED,
     ),
     *rules("take.default", _take_along_flat, None, "source whole", facts=Facts(saves="self index")),
-    *rules("one_hot.default", _one_hot, None, "... -> ... _", facts=NUMBERS),
-    *rules("bucketize.Tensor", _bucketize, None, "boundaries whole", facts=NUMBERS),
-    *rules("isin.Tensor_Tensor", _isin, None, "..., (test) -> ...", facts=NUMBERS),
-    rule(aten.isin.Tensor_Scalar, "... -> ...", facts=NUMBERS),
-    *rules("searchsorted.Tensor", _searchsorted, None, "... _, ... n -> ... n", facts=NUMBERS),
+    *rules("one_hot.default", _one_hot, None, "... -> ... _", facts=NOTHING),
+    *rules("bucketize.Tensor", _bucketize, None, "boundaries whole", facts=NOTHING),
+    *rules("isin.Tensor_Tensor", _isin, None, "..., (test) -> ...", facts=NOTHING),
+    rule(aten.isin.Tensor_Scalar, "... -> ...", facts=NOTHING),
+    *rules("searchsorted.Tensor", _searchsorted, None, "... _, ... n -> ... n", facts=NOTHING),
 )

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from autoshard.layout import I, Shard
-from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import Facts, Rule, Site, Types, rules
@@ -48,10 +47,9 @@ def _samples(node: Node, graph: Graph) -> Factors:
     return Factors(inputs(node, dims), (result,), sizes)
 
 
-def _cross_entropy(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _cross_entropy(node: Node, graph: Graph) -> Factors:
     """Samples: none → S, sum and mean → P. Classes: the result comes out whole (I) on every rank."""
-    found = _samples(node, graph).strategies(node, graph)
-    return tuple(replace(s, outputs=(I,)) if s.label == "vocab" else s for s in found)
+    return replace(_samples(node, graph), reduced={"vocab": I})
 
 
 def _cross_entropy_collectives(site: Site) -> tuple[Internal, ...]:

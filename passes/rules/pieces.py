@@ -11,7 +11,7 @@ import torch
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, spell
 from autoshard.passes.ir.sizes import reaches
-from autoshard.passes.rules.base import Facts, Rule, Site, Types, rules
+from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, Types, rules
 from autoshard.passes.rules.factors import Dims, Factors, broadcast, dims_argument, numbered, positive, sizes_of
 from autoshard.passes.rules.windows import Sliding, cut, haloed, halos
 from autoshard.runtime.fan_out import FAN_OUT
@@ -273,7 +273,6 @@ def _norms(node: Node, types: Types) -> tuple[TensorType, ...]:
     return () if 1 in node.output_slots else (replace(types[node.inputs[1]], grad=False),)
 
 
-NOTHING = Facts(saves="")
 EXACT = Facts(saves="", rounding="exact")
 VIEW = Facts(saves="", view=True)
 OPERAND = Facts(saves="self")

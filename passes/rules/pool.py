@@ -11,7 +11,7 @@ import torch
 
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Local, spell
-from autoshard.passes.rules.base import Facts, Rule, Site, SpaceOf, Types, indices, rules
+from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, SpaceOf, Types, indices, rules
 from autoshard.passes.rules.factors import Dims, Factors
 from autoshard.passes.rules.windows import Sliding, SlidingsOf, cropped, cut, haloed, halos
 from autoshard.runtime.window import Window
@@ -206,7 +206,6 @@ def _saves(node: Node, types: Types) -> str:
 MAXIMA = Facts("self result1", indices)
 AVERAGES = Facts(saves="self")
 MEANS = Facts(saves=_saves)
-COPIES = Facts(saves="")
 
 _SLIDING, _WHOLE = "n c ... -> n c ...", "n c _ -> n c _"
 
@@ -215,7 +214,7 @@ RULES: tuple[Rule, ...] = (
     *rules(AVERAGE_POOLS, _along(_windows, True), _local_average, _SLIDING, halos(_windows), facts=AVERAGES),
     *rules(ADAPTIVE_MAX, _along(_divisions, False), _local_adaptive, _SLIDING, halos(_divisions), facts=MAXIMA),
     *rules(ADAPTIVE_AVERAGE, _along(_divisions, True), _local_adaptive, _SLIDING, halos(_divisions), facts=MEANS),
-    *rules(NEAREST, _along(_repeats, True), _local_repeated, _SLIDING, halos(_repeats), facts=COPIES),
-    *rules(SMOOTH, _along(_none, True), None, _WHOLE, facts=COPIES),
+    *rules(NEAREST, _along(_repeats, True), _local_repeated, _SLIDING, halos(_repeats), facts=NOTHING),
+    *rules(SMOOTH, _along(_none, True), None, _WHOLE, facts=NOTHING),
     *rules(PADDED, _along(_none, True), None, _WHOLE, facts=AVERAGES),
 )

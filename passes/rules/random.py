@@ -11,7 +11,7 @@ import torch
 from autoshard.layout import Shard
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, spell
-from autoshard.passes.rules.base import Facts, Rule, Site, Types, rules
+from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, Types, rules
 from autoshard.passes.rules.factors import Factors, Space, numbered, sizes_of, undivided
 from autoshard.passes.rules.factory import factory_strategies, like_strategies
 
@@ -115,8 +115,6 @@ def _mask(node: Node, types: Types) -> tuple[TensorType, ...]:
     return () if 1 in node.output_slots else (replace(types[node.inputs[0]], dtype=torch.bool, grad=False),)
 
 
-DRAWN = Facts(saves="")
-
 RULES: tuple[Rule, ...] = (
     *rules("dropout.default", _dropout, _local_dropout, "... -> ...", facts=Facts("", _noise, draws=_drops)),
     *rules(
@@ -126,9 +124,9 @@ RULES: tuple[Rule, ...] = (
         "... -> ..., ...",
         facts=Facts("result1", _mask, draws=lambda given: given["train"] is not False),
     ),
-    *rules(LIKE, like_strategies, _local_like, "... -> ...", facts=DRAWN),
-    *rules(SIZED, factory_strategies, _local_draw, "-> any dim", facts=DRAWN),
-    *rules(OF_VALUES, undivided, _local_draw, "whole", facts=DRAWN),
+    *rules(LIKE, like_strategies, _local_like, "... -> ...", facts=NOTHING),
+    *rules(SIZED, factory_strategies, _local_draw, "-> any dim", facts=NOTHING),
+    *rules(OF_VALUES, undivided, _local_draw, "whole", facts=NOTHING),
     *rules(
         "rrelu_with_noise_functional.default",
         _rrelu,

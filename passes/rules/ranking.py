@@ -12,7 +12,7 @@ import torch
 from autoshard.layout import I
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
-from autoshard.passes.rules.base import Facts, Rule, Site, SpaceOf, indices, rules
+from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, SpaceOf, indices, rules
 from autoshard.passes.rules.factors import Dims, Factors, Space, numbered, positive, sizes_of
 
 aten = torch.ops.aten
@@ -103,7 +103,6 @@ _NOTE = "... -> ..., dim whole"
 
 EXACT = Facts("result1", indices, rounding="exact")
 PICKED = Facts("result1", indices)
-PLACES = Facts(saves="")
 
 _BEST: Callable[..., list[Rule]] = partial(rules, notation=_NOTE, collectives=_collectives, sized=False)
 
@@ -111,9 +110,9 @@ RULES: tuple[Rule, ...] = (
     *_BEST("topk.default", _along(True), _local_topk, facts=EXACT),
     *_BEST("max.dim", _along(True), _local_extreme("max_dim"), facts=PICKED),
     *_BEST("min.dim", _along(True), _local_extreme("min_dim"), facts=PICKED),
-    *_BEST("argmax.default", _along(True), _local_extreme("argmax"), facts=PLACES),
-    *_BEST("argmin.default", _along(True), _local_extreme("argmin"), facts=PLACES),
+    *_BEST("argmax.default", _along(True), _local_extreme("argmax"), facts=NOTHING),
+    *_BEST("argmin.default", _along(True), _local_extreme("argmin"), facts=NOTHING),
     *rules("sort.default sort.stable", _along(False), notation="dim whole", facts=EXACT),
     *rules("kthvalue.default mode.default median.dim nanmedian.dim", _along(False), notation="dim whole", facts=PICKED),
-    *rules("argsort.default argsort.stable", _along(False), notation="dim whole", facts=PLACES),
+    *rules("argsort.default argsort.stable", _along(False), notation="dim whole", facts=NOTHING),
 )

@@ -13,8 +13,6 @@ from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import Facts, Rule, Site, SpaceOf, indices, rules
 from autoshard.passes.rules.factors import alike, wide_bytes
 
-aten = torch.ops.aten
-
 
 def _local(function: str, positions: bool) -> Callable[[Site], Call]:
     """The op itself where the scanned dim is whole. ``positions``: whether the function also gives indices."""

@@ -10,7 +10,7 @@ import torch
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.sizes import gcd
-from autoshard.passes.rules.base import Facts, LocalFormOf, Rule, Site, rules, stating
+from autoshard.passes.rules.base import NOTHING, Facts, LocalFormOf, Rule, Site, rules, stating
 from autoshard.passes.rules.factors import Factors, broadcast, dims_argument, numbered, positive, sizes_of
 
 aten = torch.ops.aten
@@ -188,7 +188,6 @@ _RESHAPES: dict[str, Any] = {
     "view_copy.default": aten.view_copy.default,
 }
 
-NOTHING = Facts(saves="")
 VIEWED = Facts(saves="", view=True)
 
 RULES: tuple[Rule, ...] = (
