@@ -104,14 +104,14 @@ _NOTE = "... -> ..., dim whole"
 EXACT = Facts("result1", indices, rounding="exact")
 PICKED = Facts("result1", indices)
 
-_BEST: Callable[..., list[Rule]] = partial(rules, notation=_NOTE, collectives=_collectives, sized=False)
+_best: Callable[..., list[Rule]] = partial(rules, notation=_NOTE, collectives=_collectives, sized=False)
 
 RULES: tuple[Rule, ...] = (
-    *_BEST("topk.default", _along(True), _local_topk, facts=EXACT),
-    *_BEST("max.dim", _along(True), _local_extreme("max_dim"), facts=PICKED),
-    *_BEST("min.dim", _along(True), _local_extreme("min_dim"), facts=PICKED),
-    *_BEST("argmax.default", _along(True), _local_extreme("argmax"), facts=NOTHING),
-    *_BEST("argmin.default", _along(True), _local_extreme("argmin"), facts=NOTHING),
+    *_best("topk.default", _along(True), _local_topk, facts=EXACT),
+    *_best("max.dim", _along(True), _local_extreme("max_dim"), facts=PICKED),
+    *_best("min.dim", _along(True), _local_extreme("min_dim"), facts=PICKED),
+    *_best("argmax.default", _along(True), _local_extreme("argmax"), facts=NOTHING),
+    *_best("argmin.default", _along(True), _local_extreme("argmin"), facts=NOTHING),
     *rules("sort.default sort.stable", _along(False), notation="dim whole", facts=EXACT),
     *rules("kthvalue.default mode.default median.dim nanmedian.dim", _along(False), notation="dim whole", facts=PICKED),
     *rules("argsort.default argsort.stable", _along(False), notation="dim whole", facts=NOTHING),
