@@ -7,6 +7,7 @@ Tensors come and go as one list, face after face.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.communicator import Communicator, current
 from autoshard.runtime.in_process import InProcessCommunicator, World
 from autoshard.runtime.move import LOCAL, Move
-from autoshard.runtime.process_group import TorchCommunicator, all_gather_single
+from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, numel
 from autoshard.runtime.profiling import named, recorded
 from autoshard.runtime.wire import raw
 
@@ -26,7 +27,7 @@ Gradients = Sequence[torch.Tensor | None]
 Begin = Callable[[], Any]
 
 
-class Bucket:
+class Bucket(ABC):
     """``moves``: one for each tensor of each face, all of one verb; ``replicas``: axes that hold the same shards.
 
     ``listed``: whether the plan lists every member, as it does for parameters; profiles then say how many there are.
@@ -53,19 +54,20 @@ class Bucket:
         """What the replicas do with the reduced shards' gradients."""
         return Move("P", "I", self.replicas, module=self.moves[0].module)
 
+    @abstractmethod
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         """Every tensor moved."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of(self, moves: Sequence[Move]) -> Bucket:
         """A bucket of other moves on the same ranks."""
-        raise NotImplementedError
 
     def duals(self, present: Sequence[int]) -> list[Bucket]:
         """What the gradients of the tensors with these numbers go through, one after the other."""
         back = self.of([self.moves[i].backward() for i in present])
         return [back, self.of([self.last_move] * len(present))] if self.replicas else [back]
 
+    @abstractmethod
     def backward(
         self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
     ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
@@ -74,7 +76,6 @@ class Bucket:
         A gradient that is None on every rank stays None and is not communicated. ``keeps``: without the sum over
         :attr:`awaited`; ``earlier``: what was kept of earlier backward passes, None where nothing was, to go into it.
         """
-        raise NotImplementedError
 
 
 class FlatBucket(Bucket):
@@ -87,7 +88,6 @@ class FlatBucket(Bucket):
         self.comm = comm
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
-        """See :meth:`Bucket.forward`."""
         out: list[Any] = list(xs)
         if self.moves[0].verb in LOCAL:
             return [self.comm.local(m, x.view_as(x)) for m, x in zip(self.moves, xs, strict=True)]
@@ -100,7 +100,6 @@ class FlatBucket(Bucket):
         return out
 
     def of(self, moves: Sequence[Move]) -> Bucket:
-        """See :meth:`Bucket.of`."""
         return FlatBucket(self.comm, moves)
 
     def backward(
@@ -169,7 +168,7 @@ class FlatBucket(Bucket):
     def _gather(self, moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
         group = self.comm.process_group(moves[0].axes)
         rows = [self._shapes(moves, [x.shape for x in xs], k) for k in range(group.size)]
-        row = sum(_numel(s) for s in rows[0])
+        row = sum(numel(s) for s in rows[0])
         mine = xs[0].new_empty(row)
         torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
         out = xs[0].new_empty(group.size * row)
@@ -187,7 +186,8 @@ class FlatBucket(Bucket):
         sent = [[x.narrow(m.to_dim, *c[k]) for m, x, c in zip(moves, xs, cuts, strict=True)] for k in members]
         mine = [x.narrow(m.to_dim, *c[group.number]).shape for m, x, c in zip(moves, xs, cuts, strict=True)]
         received = [self._shapes(moves, mine, k) for k in members]
-        sends, receives = ([sum(map(_numel, shapes)) for shapes in rows] for rows in (_shapes_of(sent), received))
+        sends = [sum(piece.numel() for piece in pieces) for pieces in sent]
+        receives = [sum(map(numel, shapes)) for shapes in received]
         buffer = _flat([piece for pieces in sent for piece in pieces])
         out = buffer.new_empty(sum(receives))
         scale = 1 if raw(out) is out else out.element_size()
@@ -203,7 +203,7 @@ class FlatBucket(Bucket):
     ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
         group = self.comm.process_group(moves[0].axes)
         rows = [self._shapes(moves, [g.shape for g in gradients], k) for k in range(group.size)]
-        row = sum(_numel(s) for s in rows[0])
+        row = sum(numel(s) for s in rows[0])
         buffer = gradients[0].new_empty(group.size * row)
         for position in range(group.size):
             k = position if group.order is None else group.order[position]
@@ -234,7 +234,6 @@ class JointBucket(Bucket):
         self.count = len(self.moves) // world.size
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
-        """See :meth:`Bucket.forward`."""
         return [y for y in self._execute(self.moves, list(xs), phase) if y is not None]
 
     def of(self, moves: Sequence[Move]) -> Bucket:
@@ -331,15 +330,7 @@ def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.
     """Consecutive views of ``buffer``."""
     out, at = [], 0
     for shape in shapes:
-        n = _numel(shape)
+        n = numel(shape)
         out.append(buffer[at : at + n].view(shape))
         at += n
     return out
-
-
-def _shapes_of(rows: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Size]]:
-    return [[x.shape for x in row] for row in rows]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()

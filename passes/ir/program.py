@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -103,6 +103,11 @@ class Offset:
 
     size: int
     axes: tuple[str, ...]
+
+
+def spell(axes: Sequence[str]) -> str | tuple[str, ...]:
+    """Mesh axes as generated code names them: one alone, several as a tuple."""
+    return axes[0] if len(axes) == 1 else tuple(axes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-import autoshard.models
 from autoshard import compiler
 from autoshard.errors import MeshError, RuntimeMismatchError
 from autoshard.runtime import process_group
