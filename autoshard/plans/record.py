@@ -11,6 +11,7 @@ from autoshard.errors import PlanError
 from autoshard.hardware import Hardware, Link
 from autoshard.layout import Invariant, Layout, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.memory import Memory
 
 Kind = TypeVar("Kind", bound="Record")
 
@@ -60,6 +61,7 @@ class Cost:
     comm_s: float
     total_s: float
     memory_bytes: float
+    """the peak of :attr:`Record.memory`"""
     flops: float
     """of the whole model, forward and backward"""
     flops_per_rank: float
@@ -120,6 +122,10 @@ class Record:
     """name → dtype, such as float32"""
     differentiable: tuple[str, ...] = ()
     """names of the values that carry a gradient"""
+    memory: Memory = field(default_factory=Memory)
+    """what the busiest rank holds, and when it holds most"""
+    optimizer: str = "adamw"
+    """whose state is counted"""
 
     def to_json(self) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
@@ -144,6 +150,8 @@ class Record:
                 "modules": dict(self.modules),
                 "dtypes": dict(self.dtypes),
                 "differentiable": list(self.differentiable),
+                "memory": asdict(self.memory),
+                "optimizer": self.optimizer,
             },
             indent=1,
         )
@@ -176,6 +184,8 @@ class Record:
                 modules=data.get("modules", {}),
                 dtypes=data.get("dtypes", {}),
                 differentiable=tuple(data.get("differentiable", ())),
+                memory=_memory_from(data.get("memory", {})),
+                optimizer=data.get("optimizer", "adamw"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error
@@ -199,6 +209,10 @@ def _choice_from(data: Mapping[str, Any]) -> Choice:
     lists = {k: tuple(data.get(k, ())) for k in ("labels", "inputs", "outputs", "uses")}
     alternatives = tuple((tuple(labels), seconds) for labels, seconds in data.get("alternatives", ()))
     return Choice(**{**data, **lists, "alternatives": alternatives})
+
+
+def _memory_from(data: Mapping[str, Any]) -> Memory:
+    return Memory(**{**data, "curve": tuple((op, phase, size) for op, phase, size in data.get("curve", ()))})
 
 
 def placement_from(text: str) -> Placement:

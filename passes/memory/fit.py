@@ -1,0 +1,86 @@
+"""The cheapest program whose peak is within the memory budget: search, simulate, and search again with what was learnt.
+
+The search knows parameters, what optimizers keep of them, and activations that are kept, as sums over its choices. The
+rest (temporaries, gathered parameters, gradients on their way) it learns from the simulation of the plan it found: the
+limit of its sums is the budget less that rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from autoshard.errors import PlanError
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Assignment
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.memory import Memory
+from autoshard.passes.ir.program import Program
+from autoshard.passes.lower.blocks import hoisted
+from autoshard.passes.lower.bucket import bucket
+from autoshard.passes.lower.lowering import lower
+from autoshard.passes.lower.together import together
+from autoshard.passes.memory.simulate import simulate
+from autoshard.passes.propagate.hints import Constraint
+from autoshard.passes.propagate.network import Planner
+
+log = logging.getLogger("autoshard.plan")
+
+SHARE = 0.9
+"""of the hardware's memory: the budget where none is given"""
+ROUNDS = 6
+"""searches under a limit, at most"""
+
+
+def lowered(assignment: Assignment) -> Program:
+    """The program of an assignment: redistributions as statements, those together that can go together."""
+    return bucket(hoisted(together(lower(assignment.graph, assignment))))
+
+
+def fitting(
+    graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint], memory_budget: float | None, optimizer: str
+) -> tuple[Program, Memory]:
+    """The cheapest program found whose peak is within ``memory_budget`` bytes per rank, and its memory.
+
+    ``memory_budget``: default 90 % of the hardware's memory. Raises :class:`PlanError` where none is found: with the
+    least peak that was, what it consists of, and what helps; :class:`HintError` from constraints.
+    """
+    budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
+    planner = Planner(graph, mesh, constraints, optimizer)
+    best = tried = _tried(planner.cheapest(), optimizer)
+    if best[1].peak <= budget:
+        return best
+    limit = budget
+    for _ in range(ROUNDS):
+        rest = tried[1].peak - planner.held(tried[0].assignment)
+        limit = min(limit, budget - rest)
+        log.info("peak %.4g B over a budget of %.4g B: what is chosen may hold %.4g B", tried[1].peak, budget, limit)
+        try:
+            tried = _tried(planner.within(limit), optimizer)
+        except PlanError:
+            break
+        best = min(best, tried, key=lambda found: found[1].peak)
+        if tried[1].peak <= budget:
+            return tried
+    least = min(best, _tried(planner.least(), optimizer), key=lambda found: found[1].peak)
+    if least[1].peak <= budget:
+        return least
+    raise PlanError(_does_not_fit(least[1], budget, mesh))
+
+
+def _tried(assignment: Assignment, optimizer: str) -> tuple[Program, Memory]:
+    program = lowered(assignment)
+    return program, simulate(program, optimizer)
+
+
+def _does_not_fit(memory: Memory, budget: float, mesh: Mesh) -> str:
+    largest = max(memory.at_peak, key=lambda part: memory.at_peak[part])
+    helps = {
+        "activations": "recompute, a smaller batch per rank, micro-batches, or more ranks on an axis that cuts the batch or "
+        "the sequence",
+        "temporaries": "a smaller batch per rank, or more ranks on an axis that cuts the largest operation",
+    }.get(largest, "more ranks on an axis that may cut parameters, or an optimizer that keeps less")
+    return (
+        f"no plan within {budget / 1e9:.4g} GB per rank was found on {mesh}: the least peak found is "
+        f"{memory.peak / 1e9:.4g} GB, at {memory.moment} ({memory.dominant()}). What helps: {helps}."
+    )
