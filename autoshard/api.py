@@ -66,7 +66,12 @@ def compile(  # noqa: A001  the public name
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
-    settings = Settings(Wishes(hints, memory_budget, optimizer, strict, plan), training, gather_outputs, dynamic)
+    settings = Settings(
+        Wishes(hints=hints, memory_budget=memory_budget, optimizer=optimizer, strict=strict, plan=plan),
+        training,
+        gather_outputs,
+        dynamic,
+    )
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})

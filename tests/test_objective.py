@@ -25,7 +25,8 @@ from autoshard.passes.ir.assignment import Assignment, canonical
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alternatives import alternatives
-from autoshard.passes.propagate.edges import EdgeTables, conversion_seconds, readings
+from autoshard.passes.propagate.edges import EdgeTables, Link, conversion_seconds, readings
+from autoshard.passes.propagate.keep import Side
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.op_space import axis_strategies, op_space
 from autoshard.passes.redistribute import redistribution
@@ -318,11 +319,10 @@ def test_what_an_alternative_costs_is_the_difference_of_totals(
 @pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
 def test_the_searchs_tables_hold_the_prices_that_alternatives_ask_for(mesh: dict[str, int]) -> None:
     graph, on = small(mesh, 1 << 12)
-    tables = EdgeTables(graph, on)
     layouts = list(itertools.product((R, I, P, Shard(0), Shard(1)), repeat=on.ndim))
     for value in (i.name for i in graph.inputs):
-        tables.collect(value, layouts)
-        searched = tables.table(value, layouts, layouts, None)
+        link = Link("definition", Side(layouts), "reader", Side(layouts), value)
+        searched, _ = EdgeTables(graph, on, [link], held=False).of(link)
         type_, parameter = graph.types[value], value in graph.parameters
         for (i, a), (j, b) in itertools.product(enumerate(layouts), repeat=2):
             assert searched[i, j] == conversion_seconds(type_, on, [a], [b], parameter)[0, 0]
@@ -345,7 +345,7 @@ def test_a_value_that_one_operation_reads_three_times_is_paid_once_per_layout() 
     assert len(set(node.inputs)) == 1
     space = op_space(node, graph, autoshard.Mesh({"tp": 2}, "h100"))
     paid = [
-        placed if mask is None else list(itertools.compress(placed, mask)) for _, placed, mask in readings(node, space)
+        placed if mask is None else list(itertools.compress(placed, mask)) for *_, placed, mask in readings(node, space)
     ]
     layouts = sum(len(set(choice)) for choice in zip(*space.inputs, strict=True))
     assert sum(map(len, paid)) == layouts < 3 * len(space.choices)

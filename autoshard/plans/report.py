@@ -278,13 +278,13 @@ def memory_parts(plan: Record) -> dict[str, float]:
 
 def _memory(plan: Record) -> Table:
     limit = plan.mesh.hardware.memory_bytes
-    table = _table(f"Memory per rank at the peak ({plan.memory.moment})", "what", ">bytes", ">share")
+    table = _table("Memory per rank at the peak", "what", ">bytes", ">share")
     parts = memory_parts(plan)
     total = sum(parts.values())
     for what, size in parts.items():
         _add(table, what, show_bytes(size), f"{size / total:.0%}" if total else "")
     room = f"{total / limit:.0%} of {show_bytes(limit)}" if limit < 1e15 else ""
-    _add(table, "together", show_bytes(total), room)
+    _add(table, f"together, at {plan.memory.moment}", show_bytes(total), room)
     return table
 
 

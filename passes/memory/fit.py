@@ -22,14 +22,16 @@ from autoshard.passes.lower.lowering import lower
 from autoshard.passes.lower.together import together
 from autoshard.passes.memory.simulate import simulate
 from autoshard.passes.propagate.hints import Constraint
-from autoshard.passes.propagate.network import Planner
+from autoshard.passes.propagate.planner import Planner
 
 log = logging.getLogger("autoshard.plan")
 
 SHARE = 0.9
 """of the hardware's memory: the budget where none is given"""
-ROUNDS = 6
+ROUNDS = 5
 """searches under a limit, at most"""
+CLOSE = 0.01
+"""limits that differ by less, as a part of the budget, are one"""
 
 
 def lowered(assignment: Assignment) -> Program:
@@ -47,25 +49,33 @@ def fitting(
     """
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
     planner = Planner(graph, mesh, constraints, optimizer)
-    best = tried = _tried(planner.cheapest(), optimizer)
-    if best[1].peak <= budget:
-        return best
-    limit = budget
-    for _ in range(ROUNDS):
-        rest = tried[1].peak - planner.held(tried[0].assignment)
-        limit = min(limit, budget - rest)
-        log.info("peak %.4g B over a budget of %.4g B: what is chosen may hold %.4g B", tried[1].peak, budget, limit)
+    program, memory = closest = _tried(planner.cheapest(), optimizer)
+    if memory.peak <= budget:
+        return closest
+    best: tuple[Program, Memory] | None = None
+    rest = memory.at_peak["temporaries"] + memory.at_peak["buffers"]
+    limits: list[float] = []
+    while len(limits) < ROUNDS and all(abs(budget - rest - x) > CLOSE * budget for x in limits):
+        limits.append(budget - rest)
+        log.info("peak %.4g B, budget %.4g B: what is chosen may hold %.4g B", memory.peak, budget, limits[-1])
         try:
-            tried = _tried(planner.within(limit), optimizer)
+            assignment, held = planner.within(limits[-1])
         except PlanError:
-            break
-        best = min(best, tried, key=lambda found: found[1].peak)
-        if tried[1].peak <= budget:
-            return tried
-    least = min(best, _tried(planner.least(), optimizer), key=lambda found: found[1].peak)
-    if least[1].peak <= budget:
-        return least
-    raise PlanError(_does_not_fit(least[1], budget, mesh))
+            if best is not None:
+                break
+            assignment, held = planner.least()
+        program, memory = _tried(assignment, optimizer)
+        rest = memory.peak - held
+        closest = min(closest, (program, memory), key=lambda found: found[1].peak)
+        if memory.peak <= budget and (best is None or _seconds(program) < _seconds(best[0])):
+            best = program, memory
+    if best is None:
+        raise PlanError(_does_not_fit(closest[1], budget, mesh))
+    return best
+
+
+def _seconds(program: Program) -> float:
+    return program.assignment.solution.cost
 
 
 def _tried(assignment: Assignment, optimizer: str) -> tuple[Program, Memory]:

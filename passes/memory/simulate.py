@@ -11,15 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.memory import Memory, optimizer_bytes
 from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.blocks import segments
 from autoshard.passes.lower.bucket import regathered
-from autoshard.passes.rules.rehearsal import Form, Made, Outcome, Rehearsal
 from autoshard.passes.rules.facts import saved
+from autoshard.passes.rules.rehearsal import Form, Made, Outcome, Rehearsal
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
 
@@ -87,7 +85,7 @@ class _Simulation:
         self.gradient: dict[str, int] = {}
         """local name → the storage of its gradient"""
         self.again = regathered(program) if self.graph.training else set()
-        self.constant: Counter[str] = Counter()
+        self.constant = dict.fromkeys(("parameters", "optimizer", "buffers"), 0.0)
         self.gradients = self.activations = 0.0
         self.best = Memory()
         self.curve: dict[tuple[str, str], float] = {}
@@ -310,4 +308,5 @@ def _moment(s: Statement | None, phase: str) -> str:
     if s is None:
         return "the optimizer's step" if phase == "step" else phase
     where = s.node.fqn if s.node is not None else ""
-    return f"{phase} of {s.call.fn} in {where or '(root)'}"
+    name = str(s.call.fn).removeprefix("aten.").removesuffix(".default")
+    return f"the {phase} of {name} in {where or '(root)'}"

@@ -50,7 +50,7 @@ class _Alternatives:
         key = (id(space), current, tuple(sources[n] for n in node.inputs), targets, owned)
         if key not in self.found:
             seconds = space.seconds.copy()
-            for name, placed, mask in readings(node, space):
+            for _, name, placed, mask in readings(node, space):
                 seconds += paid(self._seconds(name, [sources[name]], placed)[0], mask)
             for name, asked, placed in zip(node.outputs, targets, space.outputs, strict=True):
                 if asked:

@@ -101,3 +101,23 @@ def node_seconds(
     return hardware.compute_seconds(forward * share, moved, dtype) + hardware.compute_seconds(
         (flops - forward) * share, 2 * moved, dtype
     )
+
+
+def forward_seconds(
+    node: Node,
+    graph: Graph,
+    mesh: Mesh,
+    choice: Sequence[Strategy],
+    flops: float,
+    placements: Sequence[tuple[Placement, ...]],
+) -> float:
+    """The forward's part of :func:`node_seconds`, whose arguments it takes."""
+    if is_view(node.op):
+        return 0.0
+    names = (*node.inputs, *node.outputs)
+    if not names:
+        return 0.0
+    sizes = zip(names, placements, strict=True)
+    moved = sum(local_numel(graph.types[n], p, mesh) * graph.types[n].dtype.itemsize for n, p in sizes)
+    forward = flops / (1.0 + backward_factor(node, graph)) * divided(choice, mesh)
+    return mesh.hardware.compute_seconds(forward, moved, graph.types[names[-1]].dtype)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +11,8 @@ from autoshard.layout import Invariant, Layout, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements
 from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.keep import Conversions, Side, edge_tables
 from autoshard.passes.propagate.op_space import OpSpace
 from autoshard.passes.redistribute import cost_matrix
 
@@ -27,8 +28,7 @@ def conversion_seconds(
     seconds = cost_matrix(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown)
     if not (parameter and type_.grad):
         return seconds
-    gathered = np.array([[_gathers(x, y) for y in b] for x in a]).reshape(seconds.shape)
-    return seconds + np.where(gathered, forward_seconds(type_, a, b), 0.0)
+    return seconds + np.where(_gathers(a, b), forward_seconds(type_, a, b), 0.0)
 
 
 def forward_seconds(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
@@ -37,24 +37,26 @@ def forward_seconds(type_: TensorType, sources: Sequence[Layout], targets: Seque
     return cost_matrix(a, b, type_.shape, type_.dtype, False, type_.unknown)
 
 
-def _gathers(source: Layout, target: Layout) -> bool:
-    """Whether an axis that cuts the source leaves the target whole."""
-    pairs = zip(source.placements, target.placements, strict=True)
-    return any(isinstance(a, Shard) and isinstance(b, Replicate | Invariant) for a, b in pairs)
+def _gathers(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+    """Whether an axis that cuts the source (row) leaves the target (column) whole."""
+    cut = np.array([[isinstance(p, Shard) for p in x.placements] for x in sources])
+    whole = np.array([[isinstance(p, Replicate | Invariant) for p in x.placements] for x in targets])
+    found: np.ndarray = (cut[:, None, :] & whole[None, :, :]).any(axis=2)
+    return found
 
 
-Reading = tuple[str, Sequence[Placements], np.ndarray | None]
-"""a value, how it is read under each choice, and where that is to be paid (None: everywhere)"""
+Reading = tuple[int, str, Sequence[Placements], np.ndarray | None]
+"""the operand's place, the value, how it is read under each choice, and where that is to be paid (None: everywhere)"""
 
 
 def readings(node: Node, space: OpSpace) -> Iterator[Reading]:
     """Every operand of ``node``; a value read several times pays once per layout."""
     earlier: dict[str, list[Sequence[Placements]]] = {}
-    for name, placed in zip(node.inputs, space.inputs, strict=True):
+    for position, (name, placed) in enumerate(zip(node.inputs, space.inputs, strict=True)):
         before = earlier.setdefault(name, [])
         new = np.array([all(p != other[i] for other in before) for i, p in enumerate(placed)])
         if new.any():
-            yield name, placed, None if new.all() else new
+            yield position, name, placed, None if new.all() else new
         before.append(placed)
 
 
@@ -63,36 +65,81 @@ def paid(table: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
     return table if mask is None else np.where(mask, table, 0.0)
 
 
-@dataclass
+class Link(NamedTuple):
+    """An edge of the network: from the definition of a value, or its shared layout, to a reader."""
+
+    source: str
+    """variable"""
+    given: Side
+    reader: str
+    """variable"""
+    asked: Side
+    value: str
+    mask: np.ndarray | None = None
+    """the reader's choices under which it is to be paid; None: all"""
+
+
 class EdgeTables:
-    """:func:`conversion_seconds` for many edges: one matrix per tensor type, cut per edge; equal edges share a table."""
+    """The tables of many links: one matrix per tensor type, cut per link; equal links share a table.
 
-    graph: Graph
-    mesh: Mesh
-    known: dict[TensorType, dict[Placements, int]] = field(default_factory=dict)
-    matrices: dict[tuple[TensorType, bool], np.ndarray] = field(default_factory=dict)
-    codes: dict[tuple[TensorType, int], tuple[np.ndarray, Sequence[Placements]]] = field(default_factory=dict)
-    tables: dict[Any, np.ndarray] = field(default_factory=dict)
+    ``held``: whether bytes are asked for beside seconds.
+    """
 
-    def collect(self, value: str, placed: Sequence[Placements]) -> None:
-        """Note that ``value`` may lie so, before the first :meth:`table` is asked for."""
+    def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool) -> None:
+        self.graph, self.mesh, self.held = graph, mesh, held
+        self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
+        self.known: dict[TensorType, dict[Placements, int]] = {}
+        self.alive: list[Sequence[Placements]] = []
+        self.matrices: dict[tuple[TensorType, bool], Conversions] = {}
+        self.tables: dict[Any, tuple[np.ndarray, np.ndarray | None]] = {}
+        for link in links:
+            self._collect(link.value, link.given.placed)
+            self._collect(link.value, link.asked.placed)
+
+    def _collect(self, value: str, placed: Sequence[Placements]) -> None:
         type_ = self.graph.types[value]
         if (type_, id(placed)) in self.codes:
             return
         known = self.known.setdefault(type_, {})
-        codes = np.array([known.setdefault(p, len(known)) for p in placed], dtype=np.int64)
-        self.codes[type_, id(placed)] = (codes, placed)
+        self.codes[type_, id(placed)] = np.array([known.setdefault(p, len(known)) for p in placed], dtype=np.int64)
+        self.alive.append(placed)
 
-    def table(
-        self, value: str, a: Sequence[Placements], b: Sequence[Placements], mask: np.ndarray | None
-    ) -> np.ndarray:
-        """Seconds from each of ``a`` (row) to each of ``b`` (column)."""
-        type_, parameter = self.graph.types[value], value in self.graph.parameters
-        key = (type_, id(a), id(b), parameter, None if mask is None else mask.tobytes())
+    def of(self, link: Link) -> tuple[np.ndarray, np.ndarray | None]:
+        """(seconds, bytes) of a link [states of the source, states of the reader]; bytes are None where all are 0."""
+        type_, parameter = self.graph.types[link.value], link.value in self.graph.parameters
+        mask = None if link.mask is None else link.mask.tobytes()
+        key = (type_, parameter, link.given.key, link.asked.key, mask)
         if key not in self.tables:
-            if (type_, parameter) not in self.matrices:
-                known = tuple(self.known[type_])
-                self.matrices[type_, parameter] = conversion_seconds(type_, self.mesh, known, known, parameter)
-            cut = np.ix_(self.codes[type_, id(a)][0], self.codes[type_, id(b)][0])
-            self.tables[key] = paid(self.matrices[type_, parameter][cut], mask)
+            whole = self._matrix(type_, parameter)
+            rows, columns = (self.codes[type_, id(side.placed)] for side in (link.given, link.asked))
+            cut = np.ix_(rows, columns)
+            if not self.held:
+                self.tables[key] = paid(whole.seconds[cut], link.mask), None
+            else:
+                found = Conversions(
+                    whole.seconds[cut], whole.forward[cut], whole.copies[cut], whole.shares[cut], whole.own[rows]
+                )
+                mask_ = None if link.mask is None else np.tile(link.mask, len(link.asked.tags))
+                seconds, held = (paid(table, mask_) for table in edge_tables(link.given, link.asked, found))
+                self.tables[key] = seconds, held if held.any() else None
         return self.tables[key]
+
+    def _matrix(self, type_: TensorType, parameter: bool) -> Conversions:
+        if (type_, parameter) not in self.matrices:
+            known = tuple(self.known[type_])
+            seconds = conversion_seconds(type_, self.mesh, known, known, parameter)
+            if not self.held:
+                empty = np.zeros((0, 0))
+                self.matrices[type_, parameter] = Conversions(seconds, empty, empty, empty, empty)
+                return self.matrices[type_, parameter]
+            layouts = [Layout(self.mesh, p) for p in known]
+            own = np.array([costs.local_numel(type_, p, self.mesh) * type_.dtype.itemsize for p in known], dtype=float)
+            codes: dict[Placements, int] = {}
+            plain = np.array([codes.setdefault(x.without_gradient().placements, len(codes)) for x in layouts])
+            shares = plain[:, None] == plain[None, :]
+            copies = np.where(shares, 0.0, own[None, :])
+            forward = forward_seconds(type_, layouts, layouts)
+            if parameter:  # gathered again in the backward, which conversion_seconds counts
+                copies = np.where(_gathers(layouts, layouts), 0.0, copies)
+            self.matrices[type_, parameter] = Conversions(seconds, forward, copies, shares, own)
+        return self.matrices[type_, parameter]

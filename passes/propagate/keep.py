@@ -17,10 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements, Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
@@ -118,11 +118,6 @@ class KeepTables:
         return Form(shape, tuple(strides), type_.dtype, type_.grad)
 
 
-def bytes_of(type_: TensorType, placed: Sequence[Placements], mesh: Mesh) -> np.ndarray:
-    """Bytes on the busiest rank of a value in each of these layouts."""
-    return np.array([costs.local_numel(type_, p, mesh) * type_.dtype.itemsize for p in placed], dtype=float)
-
-
 @dataclass(frozen=True, eq=False)
 class Side:
     """One end of an edge: how a value lies under each choice, and what each tag means for it."""
@@ -139,52 +134,56 @@ class Side:
     """whether the definition is there all the time: an input of the graph"""
 
     @property
-    def states(self) -> int:
-        return len(self.tags) * len(self.placed)
+    def key(self) -> tuple[Any, ...]:
+        """Equal for sides whose tables are equal, as long as both live."""
+        arrays = (None if a is None else a.tobytes() for a in (self.saves, self.holds))
+        return (id(self.placed), self.tags, self.passive, *arrays, self.fixed)
 
 
-def edge_tables(
-    source: Side, reader: Side, seconds: np.ndarray, forward: np.ndarray, sizes: tuple[np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds, bytes) [source states, reader states]; a state's number is its tag's place times choices plus its choice.
+@dataclass(frozen=True, eq=False)
+class Conversions:
+    """From each layout of a definition (row) to each of a reader (column)."""
 
-    ``seconds``: the conversions per step; ``forward``: those of the forward, which are paid once more where they are
-    made again; ``sizes``: bytes of the value in each of the two sides' layouts.
-    """
-    same = np.array([[a == b for b in reader.placed] for a in source.placed])
-    rows_s, rows_b = [], []
+    seconds: np.ndarray
+    """per step"""
+    forward: np.ndarray
+    """of the forward alone: once more where it is made again"""
+    copies: np.ndarray
+    """bytes of the copy that it makes; 0 where it shares the memory, or where nothing keeps the copy"""
+    shares: np.ndarray
+    """whether both are one memory"""
+    own: np.ndarray
+    """bytes of the value in each layout of the definition [rows]"""
+
+
+def edge_tables(source: Side, reader: Side, found: Conversions) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds, bytes) [source states, reader states]; a state's number is its tag's place times choices plus its choice."""
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
     for tag in source.tags:
-        blocks = [_block(source, tag, reader, other, seconds, forward, sizes, same) for other in reader.tags]
-        rows_s.append(np.concatenate([s for s, _ in blocks], axis=1))
-        rows_b.append(np.concatenate([b for _, b in blocks], axis=1))
-    return np.concatenate(rows_s), np.concatenate(rows_b)
+        blocks = [_block(source, tag, reader, other, found) for other in reader.tags]
+        rows.append((np.hstack([s for s, _ in blocks]), np.hstack([b for _, b in blocks])))
+    return np.vstack([s for s, _ in rows]), np.vstack([b for _, b in rows])
 
 
-def _block(
-    source: Side,
-    source_tag: int,
-    reader: Side,
-    tag: int,
-    seconds: np.ndarray,
-    forward: np.ndarray,
-    sizes: tuple[np.ndarray, np.ndarray],
-    same: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+def _block(source: Side, source_tag: int, reader: Side, tag: int, found: Conversions) -> tuple[np.ndarray, np.ndarray]:
     count = len(reader.placed)
     if reader.passive:
         needs, again = np.full(count, tag != ABSENT), tag == AGAIN
     else:
         saves = reader.saves if reader.saves is not None else np.zeros(count, dtype=bool)
         needs, again = saves | (tag == 2), tag >= 1
-    present = needs & (same | again)
-    paid = seconds + np.where(~same & needs, forward, 0.0) if again else seconds
-    held = np.where(~same & needs, sizes[1], 0.0) if not again else np.zeros(same.shape)
+    seconds, held = found.seconds, np.zeros(found.seconds.shape)
+    if again:
+        seconds = seconds + np.where(needs & ~found.shares, found.forward, 0.0)
+    else:
+        held = np.where(needs, found.copies, 0.0)
     if source.fixed or (not source.passive and source_tag == 2):
-        return paid, held
+        return seconds, held
+    present = needs & (found.shares | again)
     if source.passive:
-        return (np.where(present, np.inf, paid), held) if source_tag == ABSENT else (paid, held)
-    own = sizes[0] if source.holds is None else np.where(source.holds, 0.0, sizes[0])
-    return paid, held + np.where(present, own[:, None], 0.0)
+        return (np.where(present, np.inf, seconds), held) if source_tag == ABSENT else (seconds, held)
+    own = found.own if source.holds is None else np.where(source.holds, 0.0, found.own)
+    return seconds, held + np.where(present, own[:, None], 0.0)
 
 
 def is_passive(node: Node) -> bool:

@@ -29,6 +29,8 @@ class OpSpace:
 
     choices: tuple[tuple[Strategy, ...], ...]
     seconds: np.ndarray
+    forward: np.ndarray
+    """the forward's part of ``seconds``"""
     inputs: tuple[tuple[Placements, ...], ...]
     """per operand, per choice"""
     outputs: tuple[tuple[Placements, ...], ...]
@@ -51,7 +53,7 @@ def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
     grads_in = [graph.types[name].grad for name in node.inputs]
     grads_out = [graph.types[name].grad for name in node.outputs]
     flops = costs.node_flops(node, graph, rule_for(node.op))
-    best: dict[Any, tuple[float, tuple[Strategy, ...]]] = {}
+    best: dict[Any, tuple[float, float, tuple[Strategy, ...]]] = {}
     for choice in itertools.product(*(_fitting(per_axis, ranks) for ranks in mesh.shape)):
         if not fits(choice, mesh):
             continue
@@ -61,12 +63,15 @@ def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
         if inside and is_single_in_double(node, graph):
             continue
         seconds = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs))
+        forward = costs.forward_seconds(node, graph, mesh, choice, flops, (*ins, *outs))
         seconds += sum(costs.internal_cost(c, mesh)[1] for c in inside)
+        forward += sum(costs.internal_cost(c, mesh)[1] for c in inside if c.phase == "forward")
         if (ins, outs) not in best or seconds < best[ins, outs][0]:
-            best[ins, outs] = (seconds, choice)
+            best[ins, outs] = (seconds, forward, choice)
     return OpSpace(
-        choices=tuple(choice for _, choice in best.values()),
-        seconds=np.array([seconds for seconds, _ in best.values()]),
+        choices=tuple(choice for *_, choice in best.values()),
+        seconds=np.array([seconds for seconds, *_ in best.values()]),
+        forward=np.array([forward for _, forward, _ in best.values()]),
         inputs=tuple(tuple(ins[i] for ins, _ in best) for i in range(len(grads_in))),
         outputs=tuple(tuple(outs[i] for _, outs in best) for i in range(len(grads_out))),
     )

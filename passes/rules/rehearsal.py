@@ -77,12 +77,16 @@ class Rehearsal:
     def run(self, call: Call, operands: Mapping[str, Form], training: bool) -> Outcome | None:
         """The outcome of ``call``, whose :class:`Ref` name ``operands``; None where it needs data."""
         numbers = {name: i for i, name in enumerate(operands)}
-        key = (repr(map_tree(call, lambda x: numbers[x.name] if isinstance(x, Ref) else x)), *operands.values(), training)
+        key = (
+            repr(map_tree(call, lambda x: numbers[x.name] if isinstance(x, Ref) else x)),
+            *operands.values(),
+            training,
+        )
         if key not in self.known:
             try:
                 with bind(self.comm), torch.set_grad_enabled(training):
                     self.known[key] = self._run(call, operands)
-            except Exception:  # noqa: BLE001  an op that looks at data; whoever asks has to do without
+            except Exception:
                 self.known[key] = None
         return self.known[key]
 
@@ -192,7 +196,7 @@ class _Storages(TorchDispatchMode):
     """Counts the bytes of storages that are new, other than those of ``known``, as they come and go."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ignored: dict[int, StorageWeakRef] = {}
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
