@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import highspy
 import numpy as np
 
 from autoshard.errors import PlanError
+from autoshard.passes.search.dominance import Dominance
 from autoshard.passes.search.network import Array, CostNetwork, Solution
+from autoshard.passes.search.relaxation import easy
 from autoshard.passes.search.stacked import Choice, Stacked
+from autoshard.passes.search.tables import Classes
 
 Relaxed = Callable[[CostNetwork, float], Solution]
-"""solves a network without rows, until a deadline"""
+"""solves a network without rows as far as the quick methods get, until a deadline"""
 
 # The gap that counts as none, and the part of the bound that a step must promise to be made.
 GAP = 1e-9
 LEAST_STEP = 1e-6
+# A row may be exceeded by this part of what its amounts sum to at most: the rounding of the sum.
+SLACK = 1e-13
 
 
 @dataclass(frozen=True)
@@ -36,45 +41,74 @@ class Cut:
     prices: Array
 
 
-@dataclass
 class Search:
-    """The state of one search: the best choice, the best bound and the prices that give it."""
+    """The state of one search: the best choice, the best bound and the prices that give it.
 
-    problem: Stacked
-    relaxed: Relaxed
-    deadline: float
-    bound: float = -math.inf
-    prices: Array = field(default_factory=lambda: np.zeros(0))
-    total: float = math.inf
-    choice: Choice | None = None
-    cuts: list[Cut] = field(default_factory=list)
-    solved: int = 0
+    ``problem`` may become smaller, as strategies are found to be of no use; choices are numbered as it was first.
+    """
 
-    def __post_init__(self) -> None:
-        self.slack = self.problem.slack
+    def __init__(self, problem: Stacked, relaxed: Relaxed, deadline: float) -> None:
+        self.first = problem
+        self.relaxed, self.deadline = relaxed, deadline
+        self.numbers = [np.arange(n) for n in problem.sizes]
+        self.bound, self.total = -math.inf, math.inf
+        self.choice: Choice | None = None
+        self.prices: Array = np.zeros(len(problem.limits))
+        self.slack = SLACK * problem.scale
+        self.cuts: list[Cut] = []
+        self.mixture: list[tuple[float, Cut]] = []
+        """the parts of the cuts whose mean is the best choice of all mixtures"""
+        self.solved = 0
+        self.plan(*Dominance(problem).run())
+
+    def plan(self, problem: Stacked, kept: Sequence[Classes]) -> None:
+        """Go on with some of the strategies only."""
+        self.problem = problem
+        self.numbers = [number[k] for number, k in zip(self.numbers, kept, strict=True)]
+        self.elimination = easy(problem) if problem.live is None else None
+        alive = [set(number.tolist()) for number in self.numbers]
+        self.cuts = [cut for cut in self.cuts if all(s in a for s, a in zip(cut.choice, alive, strict=True))]
+
+    def original(self, choice: Sequence[int]) -> Choice:
+        """The choice in the numbers of the first problem."""
+        return tuple(int(number[s]) for number, s in zip(self.numbers, choice, strict=True))
 
     def offer(self, choice: Choice) -> tuple[float, Array]:
         """Take a choice if it is the best; returns its cost and by how much it exceeds the limits."""
-        cost, over = self.problem.cost(choice), self.problem.used(choice) - self.problem.limits
+        cost, over = self.first.cost(choice), self.first.used(choice) - self.first.limits
         paid = over > self.slack
-        total = cost + float((over[paid] * self.problem.prices[paid]).sum())
+        total = cost + float((over[paid] * self.first.prices[paid]).sum())
         if total < self.total:
             self.choice, self.total = choice, total
         return cost, over
 
+    def cheapest(self, prices: Array, unit: float = 1.0) -> tuple[Choice, float, bool]:
+        """(the best choice found at ``prices`` and ``unit`` for the cost, a bound of its value, whether they are equal)."""
+        self.solved += 1
+        if self.elimination is not None:
+            choice, value = self.elimination.solve(prices[None], unit)
+            return self.original(choice), value, True
+        found = self.relaxed(self.problem.priced(prices, unit), self.deadline)
+        return self.original(found.choice), found.lower_bound, found.exact
+
     def relax(self, prices: Array) -> tuple[Cut, float]:
         """The cheapest choice at ``prices``, and the bound that it gives."""
-        found = self.relaxed(self.problem.priced(prices), self.deadline)
-        self.solved += 1
-        cost, over = self.offer(found.choice)
-        cut = Cut(found.choice, cost, over, prices)
-        if all(c.choice != cut.choice for c in self.cuts):
+        choice, value, _ = self.cheapest(prices)
+        cut = Cut(choice, *self.offer(choice), prices)
+        if all(c.choice != choice for c in self.cuts):
             self.cuts.append(cut)
-        return cut, found.lower_bound - float(prices @ self.problem.limits)
+        return cut, value - float(prices @ self.problem.limits)
+
+    @property
+    def gap(self) -> float:
+        """Between the best choice and the bound, as a part of the cost."""
+        if self.choice is None:
+            return math.inf
+        return max(self.total - self.bound, 0.0) / (abs(self.total) or 1.0)
 
     @property
     def closed(self) -> bool:
-        return self.choice is not None and self.total - self.bound <= GAP * abs(self.total)
+        return self.gap <= GAP
 
     @property
     def late(self) -> bool:
@@ -97,8 +131,7 @@ def maximise_bound(search: Search, iterations: int, gap: float = GAP, deadline: 
             search.bound, search.prices = value, prices
         elif np.isfinite(radius).all():
             radius = radius / 2
-        near = search.choice is not None and search.total - search.bound <= gap * abs(search.total)
-        if near or count == 0 or search.late or time.perf_counter() > deadline:
+        if search.gap <= gap or count == 0 or search.late or time.perf_counter() > deadline:
             return
         if not np.isfinite(radius).all():
             radius = _first_radius(search, cut)
@@ -138,6 +171,8 @@ def _master(search: Search, radius: Array) -> tuple[Array, float, bool]:
         highs.addRow(-highspy.kHighsInf, cut.cost / cost, count + 1, index, row)
     highs.run()
     solution = np.asarray(highs.getSolution().col_value)
+    parts = np.abs(np.asarray(highs.getSolution().row_dual))
+    search.mixture = [(float(part), cut) for part, cut in zip(parts, search.cuts, strict=True) if part > 1e-6]
     prices = np.clip(solution[:count] * unit, low, high)
     at_low = (prices <= low + 1e-9 * radius) & (low > 0)
     at_high = (prices >= high - 1e-9 * radius) & (high < most)

@@ -22,6 +22,8 @@ from autoshard.passes.search.tables import Classes, Tables
 ITERATIONS = 60
 # Sweeps of message passing before the MILP; entries and nodes of its tree beyond which it is not tried, or ends.
 SWEEPS = 30
+# A problem of up to so many entries goes to the MILP as it is.
+SMALL = 2_000
 MILP_ENTRIES = 40_000
 MILP_NODES = 20_000
 # The MILP first looks only this far above the bound, as a part of it; each failure looks four times as far.
@@ -32,7 +34,7 @@ MAX_LOOKS = 6
 def solve_within(problem: Stacked, relaxed: Relaxed, limit: float, effort: float) -> Solution:
     """The cheapest choice of ``problem``; ``relaxed`` solves a network without rows; ``limit``: seconds."""
     begin = time.perf_counter()
-    search = Search(problem, relaxed, begin + limit, prices=np.zeros(len(problem.limits)))
+    search = Search(problem, relaxed, begin + limit)
     maximise_bound(search, 1)
     if search.choice is None:
         fit(search, effort)
@@ -58,23 +60,19 @@ def fit(search: Search, effort: float) -> None:
     if problem.live is None and len(hard) == 1:
         weights = np.zeros(len(problem.limits))
         weights[hard] = 1.0
-        found = search.relaxed(problem.priced(weights, unit=0.0), search.deadline)
-        search.offer(found.choice)
+        choice, _, exact = search.cheapest(weights, unit=0.0)
+        search.offer(choice)
         if search.choice is None:
-            proven = "" if found.exact else " found"
-            raise PlanError(_unfit(problem, found.choice, hard, proven))
+            raise PlanError(_unfit(search.first, choice, hard, "" if exact else " found"))
         return
-    free = [np.concatenate([np.where(np.isinf(s[:1]), np.inf, 0.0), s[1:]]) for s in problem.stacks]
-    scale = np.maximum(np.abs(problem.limits), 1e-300)
-    prices = np.where(np.isinf(problem.prices), 1 / scale, 0.0)
-    only = Search(replace(problem, stacks=free, prices=prices), search.relaxed, search.deadline)
-    only.prices = np.zeros(len(prices))
+    prices = np.where(np.isinf(problem.prices), 1 / problem.scale, 0.0)
+    only = Search(replace(problem.costless(), prices=prices), search.relaxed, search.deadline)
     maximise_bound(only, math.ceil(ITERATIONS * effort))
     if only.total > 0 and not only.closed:
         close_gap(only, effort)
     if only.choice is None:
         raise PlanError(NO_CHOICE)
-    search.offer(only.choice)
+    search.offer(search.original(only.choice))
     if search.choice is None:
         raise PlanError(_unfit(problem, only.choice, hard, "" if only.closed else " found"))
 
@@ -87,22 +85,23 @@ def _unfit(problem: Stacked, choice: Choice, hard: np.ndarray, found: str) -> st
 
 def close_gap(search: Search, effort: float) -> int:
     """Prune by the Lagrangian bound and solve what is left as a MILP, looking further and further above the bound."""
-    looks, reach = 0, FIRST_LOOK * abs(search.bound)
+    small = sum(math.prod(search.problem.sizes[i] for i in s) for s in search.problem.factors) <= SMALL
+    looks, reach = 0, 0.0 if small else FIRST_LOOK * abs(search.bound)
     while not search.closed and not search.late:
         last = looks == MAX_LOOKS or not 0 < reach < math.inf
         target = search.total if last else min(search.total, search.bound + reach)
         looks += 1
-        completed = _look(search, target, effort)
+        completed = _look(search, target, effort, 0 if small else SWEEPS)
         if last or not completed or target == search.total:
             break
         reach *= 4
     return looks
 
 
-def _look(search: Search, target: float, effort: float) -> bool:
+def _look(search: Search, target: float, effort: float, sweeps: int) -> bool:
     """Search all choices that cost at most ``target``; returns whether this was completed (then the bound is known)."""
     try:
-        kept = _within_reach(search, target + GAP * abs(target))
+        kept = _within_reach(search, target + GAP * abs(target), sweeps)
     except PlanError:
         kept = {0: np.zeros(0, dtype=np.intp)}
     if not all(map(len, kept.values())):  # nothing costs that little
@@ -113,11 +112,11 @@ def _look(search: Search, target: float, effort: float) -> bool:
     return completed
 
 
-def _within_reach(search: Search, upper: float) -> dict[int, Classes]:
+def _within_reach(search: Search, upper: float, sweeps: int) -> dict[int, Classes]:
     """Per node the strategies that some choice of cost up to ``upper`` may contain, by message passing."""
     network = Eliminator.of(search.problem.priced(search.prices), Tables())
     dual = Dual(network, constant=-float(search.prices @ search.problem.limits))
-    for _ in range(SWEEPS):
+    for _ in range(sweeps):
         dual.sweep(upper)
     return dual.kept
 
@@ -146,5 +145,5 @@ def solve_programme(search: Search, kept: dict[int, Classes], target: float, eff
         most_entries=math.ceil(MILP_ENTRIES * effort),
     )
     if found.choice is not None:
-        search.offer(tuple(int(kept[i][found.choice[i]]) for i in range(len(problem.sizes))))
+        search.offer(search.original([int(kept[i][found.choice[i]]) for i in range(len(problem.sizes))]))
     return found.lower_bound, found.exact
