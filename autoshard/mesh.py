@@ -123,5 +123,11 @@ class Mesh:
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         return min((self.hardware.link(self.shape, self.index(a)) for a in names), key=lambda link: link.bandwidth)
 
+    def crosses(self, axes: str | Sequence[str]) -> bool:
+        """Whether a group along ``axes`` spans several nodes."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        nodes = {rank // self.hardware.devices_per_node for rank in self.group(0, names)}
+        return len(nodes) > 1
+
     def __str__(self) -> str:
         return ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))

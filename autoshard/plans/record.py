@@ -38,6 +38,8 @@ class Collective:
     seconds: float = 0.0
     op: str = ""
     """the operation it is made for, a key of :attr:`Record.choices`; "" for an output of the model"""
+    movable: bool = False
+    """whether it may run beside compute: it moves a parameter or its gradient"""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -52,12 +54,14 @@ class Collective:
 class Cost:
     """Predicted cost of one step on one rank: seconds, bytes of memory, FLOPs of matmul-like ops.
 
-    ``total_s`` = ``compute_s`` + ``comm_s`` is what the search minimises. The plan's collectives take ``comm_s`` -
-    ``local_s`` - ``merged_s``.
+    ``total_s`` = ``compute_s`` + ``exposed_s`` + ``bubble_s`` is what the search minimises. The plan's collectives take
+    ``comm_s`` - ``local_s`` - ``merged_s``; ``hidden_s`` of ``comm_s`` run beside compute.
     """
 
     compute_s: float
+    """operations, forward and backward, and the optimizer"""
     comm_s: float
+    """all communication, hidden or not"""
     total_s: float
     memory_bytes: float
     flops: float
@@ -69,6 +73,21 @@ class Cost:
     merged_s: float = 0.0
     """the part of ``comm_s`` that the program saves, because what one collective brings serves several readers or what
     goes together pays one latency; the search does not count it"""
+    exposed_s: float = 0.0
+    """the communication that compute does not hide"""
+    bubble_s: float = 0.0
+    """waiting for other stages"""
+    optimizer_s: float = 0.0
+    """the part of ``compute_s`` that updates the parameters"""
+    mfu: float = 0.0
+    """model FLOPs per rank over what the hardware could do in ``total_s``"""
+    hfu: float = 0.0
+    """the same of the FLOPs that the busiest rank runs"""
+
+    @property
+    def hidden_s(self) -> float:
+        """The communication that runs beside compute."""
+        return self.comm_s - self.exposed_s
 
 
 @dataclass(frozen=True)
@@ -82,6 +101,9 @@ class Choice:
     """per mesh axis: the factor that is cut, or I, R, P(…)"""
     flops: float = 0.0
     seconds: float = 0.0
+    """compute, forward and backward"""
+    backward_s: float = 0.0
+    """the part of ``seconds`` in the backward"""
     has_rule: bool = True
     inputs: tuple[str, ...] = ()
     """per operand: the value's name"""

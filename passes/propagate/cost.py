@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from autoshard.layout import Placement, Shard, chunk
 from autoshard.mesh import Mesh
@@ -73,6 +74,18 @@ def node_flops(node: Node, graph: Graph, rule: Rule | None) -> float:
     return float(rule.flops(node, graph.example)) * (1.0 + backward_factor(node, graph))
 
 
+class Seconds(NamedTuple):
+    """Seconds of one operation, forward and backward."""
+
+    forward: float
+    backward: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """Both."""
+        return self.forward + self.backward
+
+
 def node_seconds(
     node: Node,
     graph: Graph,
@@ -80,24 +93,41 @@ def node_seconds(
     choice: Sequence[Strategy],
     flops: float,
     placements: Sequence[tuple[Placement, ...]],
-) -> float:
-    """Forward plus backward time of ``node`` under ``choice``; ``placements``: of every operand, then every result."""
-    if is_view(node.op):
-        return 0.0
+) -> Seconds:
+    """Time of ``node`` under ``choice``; ``placements``: of every operand, then every result."""
     names = (*node.inputs, *node.outputs)
+    if is_view(node.op) or not names:
+        return Seconds(0.0)
     moved = 0.0
     for name, placed in zip(names, placements, strict=True):
         type_ = graph.types[name]
         moved += local_numel(type_, placed, mesh) * type_.dtype.itemsize
-    if not names:
-        return 0.0
     dtype = graph.types[names[-1]].dtype
     share = divided(choice, mesh)
     hardware = mesh.hardware
-    grad = any(graph.types[o].grad for o in node.outputs)
-    if not grad:
-        return hardware.compute_seconds(flops * share, moved, dtype)
     forward = flops / (1.0 + backward_factor(node, graph))
-    return hardware.compute_seconds(forward * share, moved, dtype) + hardware.compute_seconds(
-        (flops - forward) * share, 2 * moved, dtype
-    )
+    seconds = hardware.compute_seconds(forward * share, moved, dtype)
+    if not any(graph.types[o].grad for o in node.outputs):
+        return Seconds(seconds)
+    return Seconds(seconds, hardware.compute_seconds((flops - forward) * share, 2 * moved, dtype))
+
+
+def inside_seconds(found: Sequence[Internal], mesh: Mesh) -> Seconds:
+    """Time of the collectives inside an op's local form."""
+    spent = {"forward": 0.0, "backward": 0.0}
+    for c in found:
+        spent[c.phase] += internal_cost(c, mesh)[1]
+    return Seconds(**spent)
+
+
+def optimizer_seconds(type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
+    """Time of Adam's update of a parameter stored with ``placements``: it is bound by memory traffic.
+
+    Read: the value, its gradient and two float32 moments; written: the value and both moments. One fused kernel updates
+    many parameters, so a single one pays no launch.
+    """
+    if not type_.grad:
+        return 0.0
+    size = type_.dtype.itemsize
+    moved = local_numel(type_, placements, mesh) * (3 * size + 4 * max(4, size))
+    return moved / (mesh.hardware.memory_bandwidth * mesh.hardware.efficiency)

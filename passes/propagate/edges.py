@@ -13,26 +13,47 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.propagate.op_space import OpSpace
-from autoshard.passes.redistribute import cost_matrix
+from autoshard.passes.propagate.step_time import Parts, movable_values
+from autoshard.passes.redistribute import cost_matrix, link_matrices
 
 
-def conversion_seconds(
-    type_: TensorType, mesh: Mesh, sources: Sequence[Placements], targets: Sequence[Placements], parameter: bool
-) -> np.ndarray:
-    """Seconds per step to bring a value from each source (row) to each target (column): forward and backward.
+def conversion_parts(
+    type_: TensorType,
+    mesh: Mesh,
+    sources: Sequence[Placements],
+    targets: Sequence[Placements],
+    parameter: bool,
+    movable: bool,
+) -> Parts:
+    """What it takes per step to bring a value from each source (row) to each target (column): forward and backward.
 
-    A parameter that is gathered is not kept: it is gathered once more in the backward (FSDP).
+    A ``parameter`` that is gathered is not kept: it is gathered once more in the backward (FSDP). ``movable``: see
+    :func:`~autoshard.passes.propagate.step_time.movable_values`.
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
-    seconds = cost_matrix(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown)
-    if not (parameter and type_.grad):
-        return seconds
-    gathered = np.array([[_gathers(x, y) for y in b] for x in a]).reshape(seconds.shape)
-    return seconds + np.where(gathered, forward_seconds(type_, a, b), 0.0)
+    node, network = link_matrices(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown)
+    if parameter and type_.grad:
+        gathered = np.array([[_gathers(x, y) for y in b] for x in a]).reshape(node.shape)
+        again = forward_matrices(type_, a, b)
+        node, network = (x + np.where(gathered, y, 0.0) for x, y in zip((node, network), again, strict=True))
+    if not movable:
+        return Parts(blocking=node + network)
+    never = np.isinf(node + network)  # what is impossible costs all, however much compute could hide
+    return Parts(
+        np.zeros(()), np.zeros(()), np.where(never, np.inf, 0.0), *(np.where(never, 0.0, x) for x in (node, network))
+    )
+
+
+def forward_matrices(
+    type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds, inside a node and between nodes, of the conversions of the value alone, without its gradient's."""
+    a, b = ([layout.without_gradient() for layout in side] for side in (sources, targets))
+    return link_matrices(a, b, type_.shape, type_.dtype, False, type_.unknown)
 
 
 def forward_seconds(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-    """Seconds of the conversions of the value alone, without its gradient's."""
+    """:func:`forward_matrices` added up."""
     a, b = ([layout.without_gradient() for layout in side] for side in (sources, targets))
     return cost_matrix(a, b, type_.shape, type_.dtype, False, type_.unknown)
 
@@ -58,21 +79,24 @@ def readings(node: Node, space: OpSpace) -> Iterator[Reading]:
         before.append(placed)
 
 
-def paid(table: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """``table`` with 0 in the columns where ``mask`` says that nothing is to be paid."""
-    return table if mask is None else np.where(mask, table, 0.0)
+def paid(parts: Parts, mask: np.ndarray | None) -> Parts:
+    """``parts`` with 0 in the columns where ``mask`` says that nothing is to be paid."""
+    return parts if mask is None else Parts(*(np.where(mask, x, 0.0) if x.ndim else x for x in parts))
 
 
 @dataclass
 class EdgeTables:
-    """:func:`conversion_seconds` for many edges: one matrix per tensor type, cut per edge; equal edges share a table."""
+    """:func:`conversion_parts` for many edges: matrices per tensor type, cut per edge; equal edges share tables."""
 
     graph: Graph
     mesh: Mesh
     known: dict[TensorType, dict[Placements, int]] = field(default_factory=dict)
-    matrices: dict[tuple[TensorType, bool], np.ndarray] = field(default_factory=dict)
+    matrices: dict[tuple[TensorType, bool, bool], Parts] = field(default_factory=dict)
     codes: dict[tuple[TensorType, int], tuple[np.ndarray, Sequence[Placements]]] = field(default_factory=dict)
-    tables: dict[Any, np.ndarray] = field(default_factory=dict)
+    tables: dict[Any, Parts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.movable = movable_values(self.graph)
 
     def collect(self, value: str, placed: Sequence[Placements]) -> None:
         """Note that ``value`` may lie so, before the first :meth:`table` is asked for."""
@@ -83,16 +107,15 @@ class EdgeTables:
         codes = np.array([known.setdefault(p, len(known)) for p in placed], dtype=np.int64)
         self.codes[type_, id(placed)] = (codes, placed)
 
-    def table(
-        self, value: str, a: Sequence[Placements], b: Sequence[Placements], mask: np.ndarray | None
-    ) -> np.ndarray:
-        """Seconds from each of ``a`` (row) to each of ``b`` (column)."""
-        type_, parameter = self.graph.types[value], value in self.graph.parameters
-        key = (type_, id(a), id(b), parameter, None if mask is None else mask.tobytes())
+    def table(self, value: str, a: Sequence[Placements], b: Sequence[Placements], mask: np.ndarray | None) -> Parts:
+        """What it takes from each of ``a`` (row) to each of ``b`` (column)."""
+        case = (self.graph.types[value], value in self.graph.parameters, value in self.movable)
+        key = (*case, id(a), id(b), None if mask is None else mask.tobytes())
         if key not in self.tables:
-            if (type_, parameter) not in self.matrices:
+            type_ = case[0]
+            if case not in self.matrices:
                 known = tuple(self.known[type_])
-                self.matrices[type_, parameter] = conversion_seconds(type_, self.mesh, known, known, parameter)
+                self.matrices[case] = conversion_parts(type_, self.mesh, known, known, *case[1:])
             cut = np.ix_(self.codes[type_, id(a)][0], self.codes[type_, id(b)][0])
-            self.tables[key] = paid(self.matrices[type_, parameter][cut], mask)
+            self.tables[key] = paid(self.matrices[case][cut], mask)
         return self.tables[key]

@@ -2,8 +2,9 @@
 
 Variables of the network: an op's strategy (one per mesh axis, combined), an input's layout, and for every value with
 several readers its *shared* layout, which all readers convert from. So one redistribution serves all readers that want
-the same layout, and the network stays pairwise. Costs are seconds: roofline compute of an op on its local shapes,
-forward and backward, and the redistribution between the layouts at the two ends of an edge.
+the same layout, and the network stays pairwise. Costs are seconds: compute of an op on its local shapes, forward and
+backward, and the redistribution between the layouts at the two ends of an edge; conversions of parameters hide behind
+compute (:mod:`~autoshard.passes.propagate.step_time`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
 from autoshard.passes.ir.graph import Graph, Ref, TensorType
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.edges import EdgeTables, readings
+from autoshard.passes.propagate.hiding import solve_step, stepping
 from autoshard.passes.propagate.hints import Constraint
 from autoshard.passes.propagate.op_space import OpSpaces
-from autoshard.passes.search import CostNetwork, Memory, Solution, solve
+from autoshard.passes.propagate.step_time import Parts
+from autoshard.passes.search import Memory, Solution
 
 log = logging.getLogger("autoshard.plan")
 
@@ -51,13 +54,14 @@ class _Network:
     constraints: Mapping[str, Constraint]
     variables: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """variable → the placements (or choices) its states stand for; names: a value, "node:…", "shared:…", "out:i" """
-    seconds: list[np.ndarray] = field(default_factory=list)
+    seconds: list[Parts] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
     links: list[tuple[str, Sequence[Placements], str, Sequence[Placements], str, np.ndarray | None]] = field(
         default_factory=list
     )
     """(variable, its placements of the value, other variable, its placements, value, mask or None)"""
     shared_states: dict[Any, tuple[Placements, ...]] = field(default_factory=dict)
+    updates: dict[Any, Parts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.spaces = OpSpaces(self.graph, self.mesh)
@@ -67,30 +71,41 @@ class _Network:
         readers: dict[str, list[tuple[str, Sequence[Placements], np.ndarray | None]]] = {n: [] for n in graph.types}
         for node in graph.nodes:
             space = self.spaces[node]
-            self._add(f"node:{node.name}", space.choices, space.seconds)
+            self._add(f"node:{node.name}", space.choices, space.parts)
             for name, placed, mask in readings(node, space):
                 readers[name].append((f"node:{node.name}", placed, mask))
         for i, out in enumerate(graph.outputs):
             if isinstance(out, Ref):
                 states = self._output_states(out.name)
-                self._add(f"out:{i}", states, np.zeros(len(states)))
+                self._add(f"out:{i}", states)
                 readers[out.name].append((f"out:{i}", states, None))
         for fqn, name in graph.mutations.items():
             states = ((R,) * self.mesh.ndim,)
-            self._add(f"mutation:{fqn}", states, np.zeros(1))
+            self._add(f"mutation:{fqn}", states)
             readers[name].append((f"mutation:{fqn}", states, None))
         for value in graph.inputs:
             states = self._input_states(value.name, value.kind)
-            self._add(value.name, states, np.zeros(len(states)))
+            self._add(value.name, states, self._optimizer(value.name, states))
             self._connect(value.name, states, value.name, readers[value.name])
         for node in graph.nodes:
             for slot, name in enumerate(node.outputs):
                 self._connect(f"node:{node.name}", self.spaces[node].outputs[slot], name, readers[name])
 
-    def _add(self, variable: str, states: Sequence[Any], seconds: np.ndarray) -> None:
+    def _add(self, variable: str, states: Sequence[Any], seconds: Parts | None = None) -> None:
         self.index[variable] = len(self.seconds)
         self.variables[variable] = tuple(states)
-        self.seconds.append(seconds)
+        self.seconds.append(Parts() if seconds is None else seconds)
+
+    def _optimizer(self, name: str, states: tuple[Placements, ...]) -> Parts | None:
+        """The optimizer's time for a parameter, by its stored layout."""
+        type_ = self.graph.types[name]
+        if name not in self.graph.parameters or not type_.grad:
+            return None
+        key = (id(states), type_)
+        if key not in self.updates:
+            seconds = [costs.optimizer_seconds(type_, placed, self.mesh) for placed in states]
+            self.updates[key] = Parts(optimizer=np.array(seconds))
+        return self.updates[key]
 
     def _connect(
         self,
@@ -107,7 +122,7 @@ class _Network:
             if by_hint and constraint is not None:
                 states = constraint.allowed(states, self.graph.types[value], self.mesh)
             shared = f"shared:{value}"
-            self._add(shared, states, np.zeros(len(states)))
+            self._add(shared, states)
             self.links.append((variable, defined, shared, states, value, None))
             variable, defined = shared, states
         for reader, placed, mask in readers:
@@ -159,18 +174,15 @@ class _Network:
         for _, a, _, b, value, _ in self.links:
             tables.collect(value, a)
             tables.collect(value, b)
-        edges = tuple(
-            (self.index[u], self.index[v], tables.table(value, a, b, mask)) for u, a, v, b, value, mask in self.links
-        )
-        network = CostNetwork(tuple(self.seconds), edges)
-        log.info("cost network: %d variables, %d edges", len(self.seconds), len(edges))
-        if memory_budget is None:
-            return solve(network)
-        return solve(network, memory=Memory(self._memory(), memory_budget))
+        edges = [(self.index[u], self.index[v], tables.table(x, a, b, mask)) for u, a, v, b, x, mask in self.links]
+        sizes = [len(states) for states in self.variables.values()]
+        network, rows = stepping(sizes, self.seconds, edges, self.mesh.hardware.overlap)
+        log.info("cost network: %d variables, %d edges", len(sizes), len(edges))
+        return solve_step(network, rows, None if memory_budget is None else Memory(self._memory(), memory_budget))
 
     def _memory(self) -> tuple[np.ndarray, ...]:
         """Bytes per rank that each state of each variable keeps for the whole step."""
-        usage = [np.zeros(len(s)) for s in self.seconds]
+        usage = [np.zeros(len(states)) for states in self.variables.values()]
         for value in self.graph.inputs:
             if value.kind == "parameter":
                 type_ = self.graph.types[value.name]

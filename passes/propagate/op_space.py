@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from autoshard.passes.ir.assignment import Placements, Strategy, made, used
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site
 from autoshard.passes.rules.exact import exact, is_single_in_double
@@ -28,10 +30,23 @@ class OpSpace:
     """The combined strategies of one op; shared by all nodes with the same signature."""
 
     choices: tuple[tuple[Strategy, ...], ...]
-    seconds: np.ndarray
+    compute: np.ndarray
+    """float64 [2, choices]: seconds of the forward and of the backward"""
+    inside: np.ndarray
+    """float64 [2, choices]: the same of the collectives inside the local form"""
     inputs: tuple[tuple[Placements, ...], ...]
     """per operand, per choice"""
     outputs: tuple[tuple[Placements, ...], ...]
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What every choice takes."""
+        return Parts(compute=self.compute.sum(axis=0), blocking=self.inside.sum(axis=0))
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """float64 [choices]: all of it, forward and backward."""
+        return self.parts.compute + self.parts.blocking
 
 
 def signature(node: Node, graph: Graph) -> Any:
@@ -45,13 +60,23 @@ def signature(node: Node, graph: Graph) -> Any:
     return (node.op, repr(arguments), tuple(graph.types[o] for o in node.outputs))
 
 
+class _Priced(NamedTuple):
+    choice: tuple[Strategy, ...]
+    compute: costs.Seconds
+    inside: costs.Seconds
+
+    @property
+    def step(self) -> float:
+        return self.compute.step + self.inside.step
+
+
 def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
     """All combinations of per-axis strategies that the sizes allow; of equals in layout only the cheapest stays."""
     per_axis = axis_strategies(node, graph)
     grads_in = [graph.types[name].grad for name in node.inputs]
     grads_out = [graph.types[name].grad for name in node.outputs]
     flops = costs.node_flops(node, graph, rule_for(node.op))
-    best: dict[Any, tuple[float, tuple[Strategy, ...]]] = {}
+    best: dict[Any, _Priced] = {}
     for choice in itertools.product(*(_fitting(per_axis, ranks) for ranks in mesh.shape)):
         if not fits(choice, mesh):
             continue
@@ -60,13 +85,14 @@ def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
         inside = internal_collectives(node, graph, mesh, choice, (*ins, *outs))
         if inside and is_single_in_double(node, graph):
             continue
-        seconds = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs))
-        seconds += sum(costs.internal_cost(c, mesh)[1] for c in inside)
-        if (ins, outs) not in best or seconds < best[ins, outs][0]:
-            best[ins, outs] = (seconds, choice)
+        compute = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs))
+        found = _Priced(choice, compute, costs.inside_seconds(inside, mesh))
+        if (ins, outs) not in best or found.step < best[ins, outs].step:
+            best[ins, outs] = found
     return OpSpace(
-        choices=tuple(choice for _, choice in best.values()),
-        seconds=np.array([seconds for seconds, _ in best.values()]),
+        choices=tuple(found.choice for found in best.values()),
+        compute=np.array([found.compute for found in best.values()]).T,
+        inside=np.array([found.inside for found in best.values()]).T,
         inputs=tuple(tuple(ins[i] for ins, _ in best) for i in range(len(grads_in))),
         outputs=tuple(tuple(outs[i] for _, outs in best) for i in range(len(grads_out))),
     )

@@ -27,6 +27,8 @@ class Prices:
     space: Space
     piece: Ints
     """per move: elements of the smaller chunk, the unit of volume"""
+    crossing: npt.NDArray[np.bool_]
+    """per move: whether its group spans several nodes"""
 
 
 @lru_cache(maxsize=64)
@@ -59,7 +61,12 @@ def price(
     if uneven.any() or cut.any():
         forbidden = uneven.any(axis=1) | cut.any(axis=1)
         total[forbidden], seconds[forbidden] = FORBIDDEN, np.inf
-    return Prices(total, seconds, (-(-sizes // graph.cuts)).prod(axis=1), graph, piece)
+    return Prices(total, seconds, (-(-sizes // graph.cuts)).prod(axis=1), graph, piece, _crossing(mesh, graph))
+
+
+def _crossing(mesh: Mesh, graph: Space) -> npt.NDArray[np.bool_]:
+    crosses = cache(lambda group: mesh.crosses([mesh.axes[a] for a in group]))
+    return np.array([crosses(m.group) for m in graph.moves], np.bool_)
 
 
 def _uneven(shape: tuple[int, ...], graph: Space) -> npt.NDArray[np.bool_]:
