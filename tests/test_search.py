@@ -360,7 +360,7 @@ def test_equal_layers_may_have_to_differ_for_memory() -> None:
 
 def test_memory_that_cannot_be_met_says_what_is_needed() -> None:
     network = CostNetwork((np.zeros(2),) * 3, ())
-    with pytest.raises(PlanError, match=r"least that any plan holds is 6"):
+    with pytest.raises(PlanError, match=r"limit of 5: the least that any choice uses is 6"):
         solve(network, memory=Memory((np.array([2.0, 5.0]),) * 3, 5.0))
     with pytest.raises(PlanError, match="one vector per node"):
         solve(network, memory=Memory((np.zeros(2),), 5.0))
