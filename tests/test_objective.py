@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -136,10 +135,8 @@ def test_no_hint_beats_a_plan_that_is_called_optimal(seed: int) -> None:
     graph = capture(model, (x,), {}, training=r.random() < 0.8)
     free = compiled(graph, mesh)
     check_sums(free)
-    proven = str(free.plan).splitlines()[1].endswith("optimal in the cost model")
-    least = free.plan.cost.total_s if proven else free.plan.lower_bound
-    if proven:
-        assert all(more >= -1e-12 for c in free.plan.choices.values() for _, more in c.alternatives)
+    assert str(free.plan).splitlines()[1].endswith("optimal in the cost model")
+    assert all(more >= -1e-12 for c in free.plan.choices.values() for _, more in c.alternatives)
     tried = 0
     for hints in itertools.islice(hints_for(graph, mesh.axes, r), 20):
         try:
@@ -147,8 +144,8 @@ def test_no_hint_beats_a_plan_that_is_called_optimal(seed: int) -> None:
         except autoshard.HintError:
             continue
         check_sums(hinted)
-        assert hinted.plan.cost.total_s >= least * (1 - 1e-9), hints
-        assert re.search("(optimal in|above the optimum of) the cost model with the layouts given", str(hinted.plan))
+        assert hinted.plan.cost.total_s >= free.plan.cost.total_s * (1 - 1e-9), hints
+        assert "optimal in the cost model with the layouts given" in str(hinted.plan)
         tried += 1
         if tried == 4:
             break

@@ -24,11 +24,11 @@ from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
 from autoshard.passes.ir.graph import Graph, Ref, TensorType
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.edges import EdgeTables, readings
-from autoshard.passes.propagate.hiding import solve_step, stepping
+from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint
 from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.passes.propagate.step_time import Parts
-from autoshard.passes.search import Memory, Solution
+from autoshard.passes.search import Row, Solution, solve
 
 log = logging.getLogger("autoshard.plan")
 
@@ -178,7 +178,9 @@ class _Network:
         sizes = [len(states) for states in self.variables.values()]
         network, rows = stepping(sizes, self.seconds, edges, self.mesh.hardware.overlap)
         log.info("cost network: %d variables, %d edges", len(sizes), len(edges))
-        return solve_step(network, rows, None if memory_budget is None else Memory(self._memory(), memory_budget))
+        if memory_budget is not None:
+            rows += (Row(self._memory(), (None,) * len(edges), memory_budget),)
+        return solve(network, rows=rows)
 
     def _memory(self) -> tuple[np.ndarray, ...]:
         """Bytes per rank that each state of each variable keeps for the whole step."""
