@@ -27,6 +27,7 @@ from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alternatives import alternatives
 from autoshard.passes.propagate.cost import local_numel
 from autoshard.passes.propagate.edges import EdgeTables, conversion_parts, readings
+from autoshard.passes.propagate.fusion import traffic
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.op_space import axis_strategies, op_space
 from autoshard.passes.propagate.step_time import movable_values
@@ -248,21 +249,21 @@ def by_hand(graph: Graph, mesh: autoshard.Mesh, assignment: Assignment) -> float
     def read(value: str, dst: Layout) -> float:
         return moved(value, assignment.shared.get(value, assignment.layouts[value]), dst)
 
-    compute = 0.0
+    compute, touched = 0.0, traffic(graph)
     total = sum(moved(value, assignment.layouts[value], shared) for value, shared in assignment.shared.items())
     for node in graph.nodes:
         choice = assignment.choices[node.name]
         uses = [Layout(mesh, assignment.use(node, i)) for i in range(len(node.inputs))]
         placed = [x.placements for x in (*uses, *(assignment.layouts[o] for o in node.outputs))]
         flops = costs.node_flops(node, graph, rule_for(node.op))
-        compute += costs.node_seconds(node, graph, mesh, choice, flops, placed).step
+        compute += costs.node_seconds(node, graph, mesh, choice, flops, placed, touched[node.name]).step
         total += sum(read(value, dst) for value, dst in set(zip(node.inputs, uses, strict=True)))
     outputs = zip(graph.outputs, assignment.outputs, strict=True)
     total += sum(read(out.name, layout) for out, layout in outputs if isinstance(out, Ref) and layout is not None)
     # The only weight is the first: its gather and the reduction of its gradient hide behind nothing.
     shard, size = local_numel(graph.types["p_w"], assignment.layouts["p_w"].placements, mesh), 4
     written = shard * (4 + 3) * size  # read: value, gradient, two moments; written: value, two moments
-    return total + compute + written / (mesh.hardware.memory_bandwidth * mesh.hardware.efficiency)
+    return total + compute + mesh.hardware.memory_seconds(written)
 
 
 @pytest.mark.parametrize("rows", [64, 1 << 20])

@@ -143,7 +143,7 @@ def _shared(parts: Sequence[Collective], mesh: Mesh) -> list[Collective]:
         every = calls[c.kind, c.phase]
         if len(every) == 1 or not sum(every):
             return c.seconds
-        return mesh.link(c.axes).seconds(sum(every), mesh.size_of(c.axes)) * c.bytes / sum(every)
+        return mesh.link(c.axes).seconds(sum(every), c.kind) * c.bytes / sum(every)
 
     return [replace(c, seconds=share(c)) for c in parts]
 

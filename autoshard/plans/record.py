@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from autoshard.errors import PlanError
-from autoshard.hardware import Hardware, Link
+from autoshard.hardware import Hardware
 from autoshard.layout import Invariant, Layout, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
 
@@ -149,7 +149,7 @@ class Record:
             {
                 "format": 1,
                 "mesh": dict(zip(self.mesh.axes, self.mesh.shape, strict=True)),
-                "hardware": asdict(self.mesh.hardware),
+                "hardware": self.mesh.hardware.to_dict(),
                 "training": self.training,
                 "cost": asdict(self.cost),
                 "lower_bound": self.lower_bound,
@@ -175,11 +175,7 @@ class Record:
         """The plan that :meth:`to_json` wrote. Raises :class:`PlanError` for anything else."""
         try:
             data = json.loads(text)
-            hardware = data["hardware"]
-            hardware = Hardware(
-                **{**hardware, "node": Link(**hardware["node"]), "network": Link(**hardware["network"])}
-            )
-            mesh = Mesh(data["mesh"], hardware)
+            mesh = Mesh(data["mesh"], Hardware.from_dict(data["hardware"]))
             return cls(
                 mesh=mesh,
                 layouts={n: _layout_from(mesh, x) for n, x in data["layouts"].items()},

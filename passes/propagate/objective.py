@@ -13,7 +13,7 @@ from autoshard.layout import R
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.edges import conversion_parts
-from autoshard.passes.propagate.op_space import internal_collectives, signature
+from autoshard.passes.propagate.op_space import internal_collectives, signature, traffic_on
 from autoshard.passes.propagate.step_time import Parts, movable_values, summed
 from autoshard.passes.rules import rule_for
 
@@ -71,10 +71,12 @@ def objective(assignment: Assignment) -> Objective:
     """The objective of the search on ``assignment``, whether it was searched for or given."""
     graph, mesh = assignment.graph, assignment.mesh
     known: dict[object, OpSeconds] = {}
+    touched = traffic_on(graph, mesh)
     operations: dict[str, OpSeconds] = {}
     for node in graph.nodes:
         choice = assignment.choices[node.name]
-        key = (signature(node, graph), choice)
+        traffic = touched.get(node.name)
+        key = (signature(node, graph), choice, traffic)
         if key not in known:
             placed = (
                 *(assignment.use(node, i) for i in range(len(node.inputs))),
@@ -82,7 +84,7 @@ def objective(assignment: Assignment) -> Objective:
             )
             flops = costs.node_flops(node, graph, rule_for(node.op))
             inside = internal_collectives(node, graph, mesh, choice, placed)
-            compute = costs.node_seconds(node, graph, mesh, choice, flops, placed)
+            compute = costs.node_seconds(node, graph, mesh, choice, flops, placed, traffic)
             known[key] = OpSeconds(compute, costs.inside_seconds(inside, mesh))
         operations[node.name] = known[key]
     prices: dict[object, Parts] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from autoshard.passes.ir.assignment import Placements, Strategy, made, used
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.fusion import Traffic, traffic
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site
@@ -70,7 +71,7 @@ class _Priced(NamedTuple):
         return self.compute.step + self.inside.step
 
 
-def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
+def op_space(node: Node, graph: Graph, mesh: Mesh, traffic: Traffic | None = None) -> OpSpace:
     """All combinations of per-axis strategies that the sizes allow; of equals in layout only the cheapest stays."""
     per_axis = axis_strategies(node, graph)
     grads_in = [graph.types[name].grad for name in node.inputs]
@@ -85,7 +86,7 @@ def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
         inside = internal_collectives(node, graph, mesh, choice, (*ins, *outs))
         if inside and is_single_in_double(node, graph):
             continue
-        compute = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs))
+        compute = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs), traffic)
         found = _Priced(choice, compute, costs.inside_seconds(inside, mesh))
         if (ins, outs) not in best or found.step < best[ins, outs].step:
             best[ins, outs] = found
@@ -102,17 +103,23 @@ class OpSpaces:
     """The op space of every node of a graph; nodes with the same signature share one."""
 
     def __init__(self, graph: Graph, mesh: Mesh) -> None:
-        self.graph, self.mesh = graph, mesh
+        self.graph, self.mesh, self.traffic = graph, mesh, traffic_on(graph, mesh)
         self._of: dict[str, OpSpace] = {}
         self._known: dict[Any, OpSpace] = {}
 
     def __getitem__(self, node: Node) -> OpSpace:
         if node.name not in self._of:
-            key = signature(node, self.graph)
+            traffic = self.traffic.get(node.name)
+            key = signature(node, self.graph), traffic
             if key not in self._known:
-                self._known[key] = op_space(node, self.graph, self.mesh)
+                self._known[key] = op_space(node, self.graph, self.mesh, traffic)
             self._of[node.name] = self._known[key]
         return self._of[node.name]
+
+
+def traffic_on(graph: Graph, mesh: Mesh) -> Mapping[str, Traffic]:
+    """What every node reads and writes; empty where the hardware runs every operation by itself: all of it."""
+    return traffic(graph) if mesh.hardware.fuses else {}
 
 
 def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
