@@ -23,6 +23,8 @@ from autoshard.stages import set_up_logs
 
 set_up_logs()
 
+Like = str | Mapping[str, Any] | None
+
 
 def compile(  # noqa: A001  the public name
     model: nn.Module,
@@ -31,6 +33,7 @@ def compile(  # noqa: A001  the public name
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     plan: Plan | None = None,
+    like: Like = None,
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
     training: bool | None = None,
@@ -46,6 +49,9 @@ def compile(  # noqa: A001  the public name
             process, unless torch.distributed is initialised with that many ranks, or the mesh is a ``DeviceMesh``.
         example_args, example_kwargs: example inputs (global shapes). Without them the first call compiles.
         plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``.
+        like: an expert's plan instead of a search: ``"ddp" "zero1" "zero2" "fsdp" "hsdp" "megatron" "megatron-sp"
+            "replicate"``, one for all axes or one per axis (``{"dp": "fsdp", "tp": "megatron-sp"}``).
+            What it leaves open is searched.
         hints: ``{fnmatch pattern: Shard(d) | "colwise" | "rowwise" | "replicate" | {axis: placement}}``.
         memory_budget: bytes per rank for parameters, gradients and optimizer state; default: 80 % of the hardware's memory.
         training: whether the example inputs are compiled for with a backward; default: ``model.training``. A later call
@@ -63,7 +69,7 @@ def compile(  # noqa: A001  the public name
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
-    settings = Settings(Wishes(hints, memory_budget, strict, plan), training, gather_outputs, dynamic)
+    settings = Settings(Wishes(hints, memory_budget, strict, plan, like=like), training, gather_outputs, dynamic)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
@@ -90,6 +96,7 @@ def plan(
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     *,
+    like: Like = None,
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
     training: bool | None = None,
@@ -103,7 +110,7 @@ def plan(
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    wishes = Wishes(hints=hints, memory_budget=memory_budget)
+    wishes = Wishes(hints=hints, memory_budget=memory_budget, like=like)
     example = tuple(example_args), dict(example_kwargs or {})
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())

@@ -25,6 +25,7 @@ from autoshard.passes.lower.lowering import lower, narrowed
 from autoshard.passes.lower.together import together
 from autoshard.passes.propagate import propagate
 from autoshard.passes.propagate.budget import binding
+from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.describe import describe
@@ -60,6 +61,8 @@ class Wishes:
     """choices to follow instead of a search"""
     parameters: Mapping[str, Layout] | None = None
     """layouts that an earlier compilation gave the parameters"""
+    like: Any = None
+    """an expert's plan: a name, a name per mesh axis, or styles by module"""
 
 
 def compiled(
@@ -116,6 +119,8 @@ def _assignment(graph: Graph, mesh: Mesh, wishes: Wishes) -> Assignment:
     """The choices of a plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
     if wishes.plan is not None:
         return assignment_of(wishes.plan, graph, mesh)
-    constraints = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
+    given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
-        return propagate(graph, mesh, constraints, binding(wishes.memory_budget, graph, mesh))
+        expert = asked_by(wishes.like, graph, mesh)
+        budget = binding(wishes.memory_budget, graph, mesh)
+        return propagate(graph, mesh, {**expert.limits, **given}, budget, expert.asked)

@@ -67,6 +67,27 @@ class Constraint:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What an expert's plan asks of a parameter: per mesh axis the dims it is cut along; none: whole; None: free.
+
+    Where the sizes do not allow a cut, the parameter stays whole along that axis.
+    """
+
+    dims: tuple[frozenset[int] | None, ...]
+
+    def allowed(
+        self, states: Iterable[tuple[Placement, ...]], type_: TensorType, mesh: Mesh, whole: Placement | None = None
+    ) -> tuple[tuple[Placement, ...], ...]:
+        """The ``states`` that meet it: those that are cut along the most of the axes that ask for a cut."""
+        found: dict[int, list[tuple[Placement, ...]]] = {}
+        for state in states:
+            pairs = [(p, dims) for p, dims in zip(state, self.dims, strict=True) if dims is not None]
+            if all(not isinstance(p, Shard) or p.dim in dims for p, dims in pairs):
+                found.setdefault(sum(isinstance(p, Shard) for p, _ in pairs), []).append(state)
+        return tuple(found[max(found)])
+
+
 def _same(asked: Placement, given: Placement) -> bool:
     """Replicate asks for the whole value; what its gradient looks like is the compiler's business."""
     if isinstance(asked, Replicate):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,26 @@ class OpSpace:
     outputs: tuple[tuple[Placements, ...], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an expert's plan asks of one operation along one mesh axis: to be cut along one of these factors, or whole.
+
+    Where the sizes do not allow a cut, the operation runs whole.
+    """
+
+    cuts: frozenset[str]
+    """labels of strategies"""
+    optional: bool = False
+    """whether it may run whole as well"""
+
+    def allows(self, strategy: Strategy) -> bool:
+        return not strategy.divides or strategy.label in self.cuts
+
+
+AskedOf = tuple[Asked | None, ...]
+"""per mesh axis; None: the search is free"""
+
+
 def signature(node: Node, graph: Graph) -> Any:
     """Equal for nodes that have the same strategies at the same cost."""
     numbers: dict[str, int] = {}
@@ -45,16 +65,51 @@ def signature(node: Node, graph: Graph) -> Any:
     return (node.op, repr(arguments), tuple(graph.types[o] for o in node.outputs))
 
 
-def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
-    """All combinations of per-axis strategies that the sizes allow; of equals in layout only the cheapest stays."""
+def op_space(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf = ()) -> OpSpace:
+    """All combinations of per-axis strategies that the sizes allow; of equals in layout only the cheapest stays.
+
+    ``asked``: what they are restricted to.
+    """
+    best: dict[Any, tuple[float, tuple[Strategy, ...]]] = {}
+    for choices in _as_asked(_combined(node, graph, mesh, asked), asked or (None,) * mesh.ndim):
+        best = _priced(choices, node, graph, mesh)
+        if best:
+            break
+    return OpSpace(
+        choices=tuple(choice for _, choice in best.values()),
+        seconds=np.array([seconds for seconds, _ in best.values()]),
+        inputs=tuple(tuple(ins[i] for ins, _ in best) for i in range(len(node.inputs))),
+        outputs=tuple(tuple(outs[i] for _, outs in best) for i in range(len(node.outputs))),
+    )
+
+
+def _combined(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf) -> list[tuple[Strategy, ...]]:
     per_axis = axis_strategies(node, graph)
+    wanted = asked or (None,) * mesh.ndim
+    allowed = [[s for s in per_axis if a is None or a.allows(s)] for a in wanted]
+    fitting = (_fitting(strategies, ranks) for strategies, ranks in zip(allowed, mesh.shape, strict=True))
+    return [choice for choice in itertools.product(*fitting) if fits(choice, mesh)]
+
+
+def _as_asked(choices: Sequence[tuple[Strategy, ...]], asked: AskedOf) -> Iterator[list[tuple[Strategy, ...]]]:
+    """Those that cut along the most axes that ask for it; then those that cut one axis less, and so on."""
+    found: dict[int, list[tuple[Strategy, ...]]] = {}
+    for choice in choices:
+        pairs = zip(choice, asked, strict=True)
+        whole_axes = sum(a is not None and not a.optional and bool(a.cuts) and not s.divides for s, a in pairs)
+        found.setdefault(whole_axes, []).append(choice)
+    yield from (found[n] for n in sorted(found))
+
+
+def _priced(
+    choices: Sequence[tuple[Strategy, ...]], node: Node, graph: Graph, mesh: Mesh
+) -> dict[Any, tuple[float, tuple[Strategy, ...]]]:
+    """(layouts of operands, of results) → the seconds of the cheapest choice with them, and that choice."""
     grads_in = [graph.types[name].grad for name in node.inputs]
     grads_out = [graph.types[name].grad for name in node.outputs]
     flops = costs.node_flops(node, graph, rule_for(node.op))
     best: dict[Any, tuple[float, tuple[Strategy, ...]]] = {}
-    for choice in itertools.product(*(_fitting(per_axis, ranks) for ranks in mesh.shape)):
-        if not fits(choice, mesh):
-            continue
+    for choice in choices:
         ins = tuple(used(choice, i, g) for i, g in enumerate(grads_in))
         outs = tuple(made(choice, i, g) for i, g in enumerate(grads_out))
         inside = internal_collectives(node, graph, mesh, choice, (*ins, *outs))
@@ -64,27 +119,27 @@ def op_space(node: Node, graph: Graph, mesh: Mesh) -> OpSpace:
         seconds += sum(costs.internal_cost(c, mesh)[1] for c in inside)
         if (ins, outs) not in best or seconds < best[ins, outs][0]:
             best[ins, outs] = (seconds, choice)
-    return OpSpace(
-        choices=tuple(choice for _, choice in best.values()),
-        seconds=np.array([seconds for seconds, _ in best.values()]),
-        inputs=tuple(tuple(ins[i] for ins, _ in best) for i in range(len(grads_in))),
-        outputs=tuple(tuple(outs[i] for _, outs in best) for i in range(len(grads_out))),
-    )
+    return best
 
 
 class OpSpaces:
-    """The op space of every node of a graph; nodes with the same signature share one."""
+    """The op space of every node of a graph; nodes with the same signature share one.
 
-    def __init__(self, graph: Graph, mesh: Mesh) -> None:
+    ``asked``: node name → what an expert's plan restricts it to.
+    """
+
+    def __init__(self, graph: Graph, mesh: Mesh, asked: Mapping[str, AskedOf] | None = None) -> None:
         self.graph, self.mesh = graph, mesh
+        self.asked = asked or {}
         self._of: dict[str, OpSpace] = {}
         self._known: dict[Any, OpSpace] = {}
 
     def __getitem__(self, node: Node) -> OpSpace:
         if node.name not in self._of:
-            key = signature(node, self.graph)
+            asked = self.asked.get(node.name, ())
+            key = signature(node, self.graph), asked
             if key not in self._known:
-                self._known[key] = op_space(node, self.graph, self.mesh)
+                self._known[key] = op_space(node, self.graph, self.mesh, asked)
             self._of[node.name] = self._known[key]
         return self._of[node.name]
 
