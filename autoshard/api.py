@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.compiler import Wishes, compiled
-from autoshard.errors import CaptureError, MeshError
+from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.distributed import DistributedModule
@@ -50,8 +50,9 @@ def compile(  # noqa: A001  the public name
         example_args, example_kwargs: example inputs (global shapes). Without them the first call compiles.
         plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``.
         like: an expert's plan instead of a search: ``"ddp" "zero1" "zero2" "fsdp" "hsdp" "megatron" "megatron-sp"
-            "replicate"``, one for all axes or one per axis (``{"dp": "fsdp", "tp": "megatron-sp"}``).
-            What it leaves open is searched.
+            "ulysses" "replicate"``, one for all axes or one per axis (``{"dp": "fsdp", "tp": "megatron-sp"}``), or
+            styles by module as of ``parallelize_module`` and transformers (``{"layers.*.mlp.up_proj": "colwise", …}``;
+            ``"tp_plan"``: the model's own), along the axis tp, else the last. What it leaves open is searched.
         hints: ``{fnmatch pattern: Shard(d) | "colwise" | "rowwise" | "replicate" | {axis: placement}}``.
         memory_budget: bytes per rank for parameters, gradients and optimizer state; default: 80 % of the hardware's memory.
         training: whether the example inputs are compiled for with a backward; default: ``model.training``. A later call
@@ -69,11 +70,21 @@ def compile(  # noqa: A001  the public name
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
-    settings = Settings(Wishes(hints, memory_budget, strict, plan, like=like), training, gather_outputs, dynamic)
+    settings = Settings(Wishes(hints, memory_budget, strict, plan, _asked(like, model)), training, gather_outputs, dynamic)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
     return sharded
+
+
+def _asked(like: Like, model: nn.Module) -> Like:
+    """``like`` with "tp_plan" as the plan that the model brings, as those of transformers do."""
+    if like == "tp_plan":
+        found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+        if not found:
+            raise PlanError(f"like='tp_plan': {type(model).__name__} has no tp_plan. Name a plan, such as 'megatron'")
+        return dict(found)
+    return {axis: _asked(x, model) for axis, x in like.items()} if isinstance(like, Mapping) else like
 
 
 def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings) -> ShardedModule:
@@ -110,7 +121,7 @@ def plan(
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    wishes = Wishes(hints=hints, memory_budget=memory_budget, like=like)
+    wishes = Wishes(hints=hints, memory_budget=memory_budget, like=_asked(like, model))
     example = tuple(example_args), dict(example_kwargs or {})
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())

@@ -59,10 +59,10 @@ class Wishes:
     strict: bool = False
     plan: Plan | None = None
     """choices to follow instead of a search"""
-    parameters: Mapping[str, Layout] | None = None
-    """layouts that an earlier compilation gave the parameters"""
     like: Any = None
     """an expert's plan: a name, a name per mesh axis, or styles by module"""
+    parameters: Mapping[str, Layout] | None = None
+    """layouts that an earlier compilation gave the parameters"""
 
 
 def compiled(

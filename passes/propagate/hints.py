@@ -112,7 +112,7 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh) -> dict[s
     for pattern, hint in (hints or {}).items():
         _check_hint(pattern, hint, mesh)
         for name, kind, asked in _targets(pattern, hint, graph):
-            value = _module_output(graph, name) if kind == "module" else _input_named(graph, name)
+            value = module_output(graph, name) if kind == "module" else _input_named(graph, name)
             constraint = _constraint(pattern, name, asked, mesh)
             constraint.check(graph.types[value], "the output of module" if kind == "module" else kind)
             constraints[value] = constraint
@@ -154,7 +154,7 @@ def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]
                 found.append((value.fqn, value.kind, _styled(hint, value, graph)))
         if found:
             return found
-    modules = _modules(graph)
+    modules = modules_of(graph)
     matched = [m for m in modules if fnmatch.fnmatchcase(m, pattern)]
     if not matched:
         raise HintError(_unknown(pattern, graph, modules))
@@ -183,7 +183,8 @@ def _styled(hint: Any, value: Input, graph: Graph) -> Any:
     return Shard(int((hint == "rowwise") != table))
 
 
-def _modules(graph: Graph) -> list[str]:
+def modules_of(graph: Graph) -> list[str]:
+    """The paths of all modules that run."""
     return list(dict.fromkeys(path for n in graph.nodes for path, _ in n.module_types if path))
 
 
@@ -191,7 +192,7 @@ def _input_named(graph: Graph, fqn: str) -> str:
     return next(i.name for i in graph.inputs if i.fqn == fqn)
 
 
-def _module_output(graph: Graph, module: str) -> str:
+def module_output(graph: Graph, module: str) -> str:
     """The value the module returns: the last it defines that is read outside, or the last at all."""
     inside = [n for n in graph.nodes if n.fqn == module or n.fqn.startswith(module + ".")]
     names = {n.name for n in inside}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.errors import RuleError
-from autoshard.layout import Layout
+from autoshard.layout import Layout, Partial
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements, Strategy, made, used
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
@@ -45,9 +45,13 @@ class Asked:
     """labels of strategies"""
     optional: bool = False
     """whether it may run whole as well"""
+    sums: bool = True
+    """whether it may work on summands of its operands"""
 
     def allows(self, strategy: Strategy) -> bool:
-        return not strategy.divides or strategy.label in self.cuts
+        if strategy.divides:
+            return strategy.label in self.cuts
+        return self.sums or not any(isinstance(p, Partial) for p in strategy.inputs)
 
 
 AskedOf = tuple[Asked | None, ...]

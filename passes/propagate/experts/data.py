@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from autoshard.passes.propagate.experts.families import Families, Family
-from autoshard.passes.propagate.op_space import Asked
 
 
 def batch_of(families: Families) -> frozenset[Family]:
@@ -53,9 +50,3 @@ def _is_batch_too(family: Family, families: Families, inputs: list[str], batch: 
     """Whether a dim of the same length is the batch of inputs that have none yet: towers that never meet."""
     having = [v for v in inputs if family in families.of_all([v])]
     return not any(batch in families.of_all([v]) for v in having)
-
-
-def divided(families: Families, wanted: frozenset[Family]) -> Iterator[tuple[str, Asked]]:
-    """Every operation with what is asked of it: cut along ``wanted`` where its rule can, whole elsewhere."""
-    for node in families.graph.nodes:
-        yield node.name, Asked(families.labels(node, wanted), optional=not families.is_activation(node))

@@ -17,7 +17,7 @@ from autoshard.layout import Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.op_space import axis_strategies, signature
+from autoshard.passes.propagate.op_space import Asked, axis_strategies, signature
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view
 
@@ -104,12 +104,24 @@ class Families:
                 found.update(node.outputs)
         return frozenset(found)
 
+    def origins(self, weight: str) -> frozenset[str]:
+        """The parameters that a value of :attr:`weights` is made from."""
+        if weight in self.graph.parameters:
+            return frozenset({weight})
+        producer = self.graph.producers.get(weight)
+        return frozenset().union(*map(self.origins, producer.inputs)) if producer is not None else frozenset()
+
     def flops(self, node: Node) -> float:
         """Forward and backward FLOPs of ``node``."""
         return costs.node_flops(node, self.graph, rule_for(node.op))
 
     def is_activation(self, node: Node) -> bool:
         return not self.activations.isdisjoint(node.outputs)
+
+    def asked(self, node: Node, cuts: frozenset[str], optional: bool = False) -> Asked:
+        """To cut ``node`` so; masks and positions, which cost little, may be whole. Weights are never read in summands."""
+        reads_weights = not self.weights.isdisjoint(node.inputs)
+        return Asked(cuts, optional or not self.is_activation(node), sums=not reads_weights)
 
     def loose(self, node: Node, strategy: Strategy) -> bool:
         """Whether ``strategy`` leaves an operand or result whole that has a dim of the family it cuts, or communicates.

@@ -67,16 +67,10 @@ def _sent(usable: list[Family], found: tuple[Product, ...], families: Families) 
     return [sent[f] / every for f in usable]
 
 
-def tensor_parallel(families: Families, chosen: frozenset[Family]) -> Iterator[tuple[str, Asked]]:
-    """Every operation with what is asked of it: cut along a chosen family where its rule can, whole elsewhere."""
-    for node in families.graph.nodes:
-        yield node.name, Asked(families.labels(node, chosen), optional=not families.is_activation(node))
-
-
 def with_sequence(
     families: Families, chosen: frozenset[Family], found: tuple[Product, ...], batch: frozenset[Family]
 ) -> Iterator[tuple[str, Asked]]:
-    """As :func:`tensor_parallel`, with the sequence cut between the pairs (Korthikanti et al. 2022).
+    """Products cut along ``chosen``, and the sequence between the pairs (Korthikanti et al. 2022).
 
     Between the pairs is what works on the stream: what column-parallel products read, and row-parallel ones add to.
     """
@@ -84,12 +78,11 @@ def with_sequence(
     stream = {f for p in pairs for f in (p.sums, p.makes) if f is not None and f not in chosen}
     sequence = tokens(families, tuple(pairs), batch)
     for node in families.graph.nodes:
-        cuts, optional = families.labels(node, chosen), not families.is_activation(node)
+        cuts, outside = families.labels(node, chosen), False
         if not cuts:
-            along = families.labels(node, sequence)
             touched = families.of_all(v for v in (*node.inputs, *node.outputs) if v not in families.weights)
-            cuts, optional = along, optional or stream.isdisjoint(touched)
-        yield node.name, Asked(cuts, optional)
+            cuts, outside = families.labels(node, sequence), stream.isdisjoint(touched)
+        yield node.name, families.asked(node, cuts, outside)
 
 
 def tokens(families: Families, found: tuple[Product, ...], batch: frozenset[Family]) -> frozenset[Family]:
