@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -109,10 +109,17 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
     program = narrowed(program, decided)
     check_program(program)
 
-    plan = describe(program, title)
+    plan = replace(describe(program, title), like=_told(wishes))
     source = codegen(program, title)
     stages.compiled(plan, program, source.text, dump)
     return Compiled(graph, program, plan, source)
+
+
+def _told(wishes: Wishes) -> str:
+    """The expert's plan that was followed, as text."""
+    if wishes.plan is not None:
+        return wishes.plan.like
+    return "" if wishes.like is None else repr(wishes.like)
 
 
 def _assignment(graph: Graph, mesh: Mesh, wishes: Wishes) -> Assignment:

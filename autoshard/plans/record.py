@@ -120,6 +120,8 @@ class Record:
     """name → dtype, such as float32"""
     differentiable: tuple[str, ...] = ()
     """names of the values that carry a gradient"""
+    like: str = ""
+    """the expert's plan that was asked for, as text; "" for none"""
 
     def to_json(self) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
@@ -144,6 +146,7 @@ class Record:
                 "modules": dict(self.modules),
                 "dtypes": dict(self.dtypes),
                 "differentiable": list(self.differentiable),
+                "like": self.like,
             },
             indent=1,
         )
@@ -176,6 +179,7 @@ class Record:
                 modules=data.get("modules", {}),
                 dtypes=data.get("dtypes", {}),
                 differentiable=tuple(data.get("differentiable", ())),
+                like=data.get("like", ""),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error
