@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -10,8 +11,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compiler import Wishes, compiled
-from autoshard.errors import CaptureError, MeshError, PlanError
+from autoshard.compiler import Wishes, captured, compiled, like_of
+from autoshard.devices import planned_for
+from autoshard.errors import CaptureError, MeshError
+from autoshard.hardware import Hardware
+from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.distributed import DistributedModule
@@ -19,6 +23,7 @@ from autoshard.module.in_process import InProcessModule
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.plans.plan import Plan
+from autoshard.plans.record import Cost
 from autoshard.stages import set_up_logs
 
 set_up_logs()
@@ -70,21 +75,11 @@ def compile(  # noqa: A001  the public name
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
-    settings = Settings(Wishes(hints, memory_budget, strict, plan, _asked(like, model)), training, gather_outputs, dynamic)
+    settings = Settings(Wishes(hints, memory_budget, strict, plan, like), training, gather_outputs, dynamic)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
     return sharded
-
-
-def _asked(like: Like, model: nn.Module) -> Like:
-    """``like`` with "tp_plan" as the plan that the model brings, as those of transformers do."""
-    if like == "tp_plan":
-        found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-        if not found:
-            raise PlanError(f"like='tp_plan': {type(model).__name__} has no tp_plan. Name a plan, such as 'megatron'")
-        return dict(found)
-    return {axis: _asked(x, model) for axis, x in like.items()} if isinstance(like, Mapping) else like
 
 
 def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings) -> ShardedModule:
@@ -103,10 +98,12 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
 
 def plan(
     model: nn.Module,
-    mesh: MeshLike,
+    mesh: MeshLike | None = None,
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     *,
+    devices: int | None = None,
+    hardware: str | Hardware = "h100",
     like: Like = None,
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
@@ -115,14 +112,33 @@ def plan(
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
-    Arguments as of :func:`compile`; example inputs are needed. Raises as :func:`compile` does.
+    Arguments as of :func:`compile`; example inputs are needed. With ``devices=64, hardware="h100"`` and no mesh the
+    mesh is searched, too, and ``plan.candidates`` lists those that were tried. Raises as :func:`compile` does.
     """
     if not example_args and not example_kwargs:
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    wishes = Wishes(hints=hints, memory_budget=memory_budget, like=_asked(like, model))
+    wishes = Wishes(hints=hints, memory_budget=memory_budget, like=like)
     example = tuple(example_args), dict(example_kwargs or {})
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
-    return compiled(model, Mesh.of(mesh), *example, wishes, training=recorded, dynamic=dynamic).plan
+    if mesh is not None and devices is None:
+        return compiled(model, Mesh.of(mesh), *example, wishes, training=recorded, dynamic=dynamic).plan
+    if mesh is not None or devices is None:
+        raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
+    graph = captured(model, *example, training=recorded, dynamic=dynamic)
+    wishes = replace(wishes, like=like_of(model, like))
+    return planned_for(graph, devices, resolve_hardware(hardware), wishes, type(model).__name__)
+
+
+def score(
+    model: nn.Module,
+    mesh: MeshLike,
+    expert: Like,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    **asked: Any,
+) -> Cost:
+    """What an expert's plan (``like=``) would cost: ``plan(…, like=expert).cost``. ``asked``: as of :func:`plan`."""
+    return plan(model, mesh, example_args, example_kwargs, like=expert, **asked).cost

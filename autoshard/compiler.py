@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from autoshard import stages
+from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
@@ -81,7 +82,18 @@ def compiled(
     Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left as it was.
     """
     graph = captured(model, args, kwargs, training=training, dynamic=dynamic)
+    wishes = replace(wishes, like=like_of(model, wishes.like))
     return build(graph, mesh, wishes, title=title or type(model).__name__)
+
+
+def like_of(model: nn.Module, like: Any) -> Any:
+    """``like`` with "tp_plan" as the plan that the model brings, as those of transformers do."""
+    if like == "tp_plan":
+        found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+        if not found:
+            raise PlanError(f"like='tp_plan': {type(model).__name__} has no tp_plan. Name a plan, such as 'megatron'")
+        return dict(found)
+    return {key: like_of(model, x) for key, x in like.items()} if isinstance(like, Mapping) else like
 
 
 def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
@@ -94,12 +106,19 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes = wishes or Wishes()
+    dump = stages.captured(graph)
+    program, plan = planned(graph, mesh, wishes, title)
+    source = codegen(program, title)
+    stages.compiled(plan, program, source.text, dump)
+    return Compiled(graph, program, plan, source)
+
+
+def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
+    """The stages from a graph to a program and its plan."""
     check_graph(graph)
     check_random(graph)
     if wishes.strict:
         check_rules(graph)
-    dump = stages.captured(graph)
-
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
         assignment = _assignment(graph, mesh, wishes)
         program = lower(graph, assignment)
@@ -108,11 +127,7 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
         program = bucket(program)
     program = narrowed(program, decided)
     check_program(program)
-
-    plan = replace(describe(program, title), like=_told(wishes))
-    source = codegen(program, title)
-    stages.compiled(plan, program, source.text, dump)
-    return Compiled(graph, program, plan, source)
+    return program, replace(describe(program, title), like=_told(wishes))
 
 
 def _told(wishes: Wishes) -> str:

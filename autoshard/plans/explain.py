@@ -17,21 +17,24 @@ MOST = 12
 def explain(plan: Record, name: str) -> str:
     """What was decided for ``name``, why, what else could have been, and what is sent for it.
 
-    ``name``: a parameter, buffer or input; an operation or value of the graph; or an fnmatch pattern of modules.
+    ``name``: a parameter, buffer or input; an operation or value of the graph; or an fnmatch pattern of modules, or else
+    of parameters.
     Raises :class:`PlanError` with the nearest names for anything else.
     """
     if plan.kinds.get(name, "value") != "value":
         return "\n".join(_of_input(plan, name))
     if node := _making(plan, name):
         return "\n".join(_of_operation(plan, node))
-    found = sorted({m for m in plan.modules if m and fnmatch.fnmatchcase(m, name)})
-    if not found:
+    found = [m for m in sorted(plan.modules) if m and fnmatch.fnmatchcase(m, name)]
+    named = [n for n, kind in plan.kinds.items() if kind != "value" and fnmatch.fnmatchcase(n, name)]
+    if not found and not named:
         known = [n for n, kind in plan.kinds.items() if kind != "value"] + [m for m in plan.modules if m]
         near = difflib.get_close_matches(name, [*known, *plan.choices], n=3, cutoff=0.3)
         raise PlanError(
             f"{name!r} is no parameter, buffer, input, module or operation of this plan. Nearest: {', '.join(near or known[:3])}"
         )
-    return "\n".join(line for module in found for line in _of_module(plan, module))
+    lines = [_of_module(plan, module) for module in found] or [_of_input(plan, n) for n in named]
+    return "\n".join(line for part in lines for line in part)
 
 
 def _making(plan: Record, name: str) -> str | None:
