@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from autoshard import stages
+from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
@@ -25,6 +26,7 @@ from autoshard.passes.lower.lowering import lower, narrowed
 from autoshard.passes.lower.together import together
 from autoshard.passes.propagate import propagate
 from autoshard.passes.propagate.budget import binding
+from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.describe import describe
@@ -58,6 +60,8 @@ class Wishes:
     strict: bool = False
     plan: Plan | None = None
     """choices to follow instead of a search"""
+    like: Any = None
+    """an expert's plan: a name, a name per mesh axis, or styles by module"""
     parameters: Mapping[str, Layout] | None = None
     """layouts that an earlier compilation gave the parameters"""
 
@@ -78,7 +82,18 @@ def compiled(
     Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left as it was.
     """
     graph = captured(model, args, kwargs, training=training, dynamic=dynamic)
+    wishes = replace(wishes, like=like_of(model, wishes.like))
     return build(graph, mesh, wishes, title=title or type(model).__name__)
+
+
+def like_of(model: nn.Module, like: Any) -> Any:
+    """``like`` with "tp_plan" as the plan that the model brings, as those of transformers do."""
+    if like == "tp_plan":
+        found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+        if not found:
+            raise PlanError(f"like='tp_plan': {type(model).__name__} has no tp_plan. Name a plan, such as 'megatron'")
+        return dict(found)
+    return {key: like_of(model, x) for key, x in like.items()} if isinstance(like, Mapping) else like
 
 
 def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
@@ -91,12 +106,19 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes = wishes or Wishes()
+    dump = stages.captured(graph)
+    program, plan = planned(graph, mesh, wishes, title)
+    source = codegen(program, title)
+    stages.compiled(plan, program, source.text, dump)
+    return Compiled(graph, program, plan, source)
+
+
+def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
+    """The stages from a graph to a program and its plan."""
     check_graph(graph)
     check_random(graph)
     if wishes.strict:
         check_rules(graph)
-    dump = stages.captured(graph)
-
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
         assignment = _assignment(graph, mesh, wishes)
         program = lower(graph, assignment)
@@ -105,17 +127,22 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
         program = bucket(program)
     program = narrowed(program, decided)
     check_program(program)
+    return program, replace(describe(program, title), like=_told(wishes))
 
-    plan = describe(program, title)
-    source = codegen(program, title)
-    stages.compiled(plan, program, source.text, dump)
-    return Compiled(graph, program, plan, source)
+
+def _told(wishes: Wishes) -> str:
+    """The expert's plan that was followed, as text."""
+    if wishes.plan is not None:
+        return wishes.plan.like
+    return "" if wishes.like is None else repr(wishes.like)
 
 
 def _assignment(graph: Graph, mesh: Mesh, wishes: Wishes) -> Assignment:
     """The choices of a plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
     if wishes.plan is not None:
         return assignment_of(wishes.plan, graph, mesh)
-    constraints = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
+    given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
-        return propagate(graph, mesh, constraints, binding(wishes.memory_budget, graph, mesh))
+        expert = asked_by(wishes.like, graph, mesh)
+        budget = binding(wishes.memory_budget, graph, mesh)
+        return propagate(graph, mesh, {**expert.limits, **given}, budget, expert.asked)

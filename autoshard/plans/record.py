@@ -115,6 +115,15 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A mesh that was tried for a number of devices and not taken: what its best plan costs, and why it lost."""
+
+    mesh: Mesh
+    cost: Cost
+    why: str
+
+
+@dataclass(frozen=True)
 class Record:
     """All choices for a model on a mesh. ``layouts``: by parameter, buffer or input name, and by graph value."""
 
@@ -142,6 +151,10 @@ class Record:
     """name → dtype, such as float32"""
     differentiable: tuple[str, ...] = ()
     """names of the values that carry a gradient"""
+    like: str = ""
+    """the expert's plan that was asked for, as text; "" for none"""
+    candidates: tuple[Candidate, ...] = ()
+    """where a number of devices was given instead of a mesh: the runners-up, the best first"""
 
     def to_json(self) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
@@ -166,6 +179,15 @@ class Record:
                 "modules": dict(self.modules),
                 "dtypes": dict(self.dtypes),
                 "differentiable": list(self.differentiable),
+                "like": self.like,
+                "candidates": [
+                    {
+                        "mesh": dict(zip(c.mesh.axes, c.mesh.shape, strict=True)),
+                        "cost": asdict(c.cost),
+                        "why": c.why,
+                    }
+                    for c in self.candidates
+                ],
             },
             indent=1,
         )
@@ -194,6 +216,8 @@ class Record:
                 modules=data.get("modules", {}),
                 dtypes=data.get("dtypes", {}),
                 differentiable=tuple(data.get("differentiable", ())),
+                like=data.get("like", ""),
+                candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error
@@ -217,6 +241,10 @@ def _choice_from(data: Mapping[str, Any]) -> Choice:
     lists = {k: tuple(data.get(k, ())) for k in ("labels", "inputs", "outputs", "uses")}
     alternatives = tuple((tuple(labels), seconds) for labels, seconds in data.get("alternatives", ()))
     return Choice(**{**data, **lists, "alternatives": alternatives})
+
+
+def _candidate_from(data: Mapping[str, Any], hardware: Hardware) -> Candidate:
+    return Candidate(Mesh(data["mesh"], hardware), Cost(**data["cost"]), data["why"])
 
 
 def placement_from(text: str) -> Placement:

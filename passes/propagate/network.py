@@ -25,8 +25,8 @@ from autoshard.passes.ir.graph import Graph, Ref, TensorType
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.edges import EdgeTables, readings
 from autoshard.passes.propagate.hiding import stepping
-from autoshard.passes.propagate.hints import Constraint
-from autoshard.passes.propagate.op_space import OpSpaces
+from autoshard.passes.propagate.hints import Constraint, Limit
+from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import Row, Solution, solve
 
@@ -34,14 +34,19 @@ log = logging.getLogger("autoshard.plan")
 
 
 def propagate(
-    graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint], memory_budget: float | None = None
+    graph: Graph,
+    mesh: Mesh,
+    constraints: Mapping[str, Constraint | Limit],
+    memory_budget: float | None = None,
+    asked: Mapping[str, AskedOf] | None = None,
 ) -> Assignment:
     """The cheapest assignment of ``graph`` on ``mesh`` that satisfies ``constraints``.
 
-    ``memory_budget``: bytes per rank for parameters, gradients and optimizer state. Raises
+    ``memory_budget``: bytes per rank for parameters, gradients and optimizer state. ``asked``: node name → what its
+    strategies are restricted to, by an expert's plan. Raises
     :class:`~autoshard.errors.PlanError` if nothing fits, :class:`~autoshard.errors.HintError` from constraints.
     """
-    network = _Network(graph, mesh, constraints)
+    network = _Network(graph, mesh, constraints, asked)
     network.build()
     solution = network.solve(memory_budget)
     return network.assignment(solution)
@@ -51,7 +56,8 @@ def propagate(
 class _Network:
     graph: Graph
     mesh: Mesh
-    constraints: Mapping[str, Constraint]
+    constraints: Mapping[str, Constraint | Limit]
+    asked: Mapping[str, AskedOf] | None = None
     variables: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """variable → the placements (or choices) its states stand for; names: a value, "node:…", "shared:…", "out:i" """
     seconds: list[Parts] = field(default_factory=list)
@@ -64,7 +70,7 @@ class _Network:
     updates: dict[Any, Parts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.spaces = OpSpaces(self.graph, self.mesh)
+        self.spaces = OpSpaces(self.graph, self.mesh, self.asked)
 
     def build(self) -> None:
         graph = self.graph
@@ -116,7 +122,7 @@ class _Network:
     ) -> None:
         """Edges from a definition to its readers, through a shared-layout variable where there are several."""
         constraint = self.constraints.get(value)
-        by_hint = constraint is not None and value not in self.graph.parameters
+        by_hint = isinstance(constraint, Constraint) and value not in self.graph.parameters
         if len(readers) > 1 or by_hint:
             states = self._shared_states(value, defined, readers)
             if by_hint and constraint is not None:
@@ -139,7 +145,7 @@ class _Network:
             union = dict.fromkeys(defined)
             for _, placed, _ in readers:
                 union.update(dict.fromkeys(placed))
-            if value in self.constraints:
+            if isinstance(self.constraints.get(value), Constraint):
                 union.update(dict.fromkeys(_placeable(self.graph.types[value], self.mesh)))
             self.shared_states[key] = tuple(union)
         return self.shared_states[key]
@@ -161,7 +167,17 @@ class _Network:
         whole = I if type_.grad else R
         if not type_.shape:
             return self._canonical(("scalar", type_.grad), ((whole,) * self.mesh.ndim,))
-        return self._canonical(("output", type_), _placeable(type_, self.mesh, replicated=whole))
+        states = _placeable(type_, self.mesh, replicated=whole)
+        if not self.asked or name not in self.graph.producers:
+            return self._canonical(("output", type_), states)
+        made = self._made(name)
+        return tuple(s for s in states if all(not isinstance(p, Shard) or p in m for p, m in zip(s, made, strict=True)))
+
+    def _made(self, name: str) -> tuple[frozenset[Placement], ...]:
+        """Per mesh axis how the operation that makes a value may make it."""
+        node = self.graph.producers[name]
+        states = self.spaces[node].outputs[node.outputs.index(name)]
+        return tuple(frozenset(s[axis] for s in states) for axis in range(self.mesh.ndim))
 
     def _canonical(self, key: Any, states: tuple[Placements, ...]) -> tuple[Placements, ...]:
         """The same tuple object for the same key, so that equal layers give identical tables."""
