@@ -197,7 +197,8 @@ class Record:
         """The plan that :meth:`to_json` wrote. Raises :class:`PlanError` for anything else."""
         try:
             data = json.loads(text)
-            mesh = Mesh(data["mesh"], Hardware.from_dict(data["hardware"]))
+            hardware = Hardware.from_dict(data["hardware"])
+            mesh = Mesh(data["mesh"], hardware)
             return cls(
                 mesh=mesh,
                 layouts={n: _layout_from(mesh, x) for n, x in data["layouts"].items()},
