@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -10,8 +11,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compiler import Wishes, compiled
+from autoshard.compiler import Wishes, captured, compiled, like_of
+from autoshard.devices import planned_for
 from autoshard.errors import CaptureError, MeshError
+from autoshard.hardware import Hardware
+from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.distributed import DistributedModule
@@ -19,9 +23,12 @@ from autoshard.module.in_process import InProcessModule
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.plans.plan import Plan
+from autoshard.plans.record import Cost
 from autoshard.stages import set_up_logs
 
 set_up_logs()
+
+Like = str | Mapping[str, Any] | None
 
 
 def compile(  # noqa: A001  the public name
@@ -31,6 +38,7 @@ def compile(  # noqa: A001  the public name
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     plan: Plan | None = None,
+    like: Like = None,
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
     optimizer: str = "adamw",
@@ -47,6 +55,10 @@ def compile(  # noqa: A001  the public name
             process, unless torch.distributed is initialised with that many ranks, or the mesh is a ``DeviceMesh``.
         example_args, example_kwargs: example inputs (global shapes). Without them the first call compiles.
         plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``.
+        like: an expert's plan instead of a search: ``"ddp" "zero1" "zero2" "fsdp" "hsdp" "megatron" "megatron-sp"
+            "ulysses" "replicate"``, one for all axes or one per axis (``{"dp": "fsdp", "tp": "megatron-sp"}``), or
+            styles by module as of ``parallelize_module`` and transformers (``{"layers.*.mlp.up_proj": "colwise", …}``;
+            ``"tp_plan"``: the model's own), along the axis tp, else the last. What it leaves open is searched.
         hints: ``{fnmatch pattern: Shard(d) | "colwise" | "rowwise" | "replicate" | {axis: placement}}``.
         memory_budget: bytes per rank that the step may hold at its peak, everything included; default: 90 % of the
             hardware's memory. Where no plan is found that stays within it: :class:`PlanError`.
@@ -67,7 +79,7 @@ def compile(  # noqa: A001  the public name
     """
     resolved = Mesh.of(mesh)
     settings = Settings(
-        Wishes(hints=hints, memory_budget=memory_budget, optimizer=optimizer, strict=strict, plan=plan),
+        Wishes(hints=hints, memory_budget=memory_budget, optimizer=optimizer, strict=strict, plan=plan, like=like),
         training,
         gather_outputs,
         dynamic,
@@ -94,10 +106,13 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
 
 def plan(
     model: nn.Module,
-    mesh: MeshLike,
+    mesh: MeshLike | None = None,
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     *,
+    devices: int | None = None,
+    hardware: str | Hardware = "h100",
+    like: Like = None,
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
     optimizer: str = "adamw",
@@ -106,14 +121,33 @@ def plan(
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
-    Arguments as of :func:`compile`; example inputs are needed. Raises as :func:`compile` does.
+    Arguments as of :func:`compile`; example inputs are needed. With ``devices=64, hardware="h100"`` and no mesh the
+    mesh is searched, too, and ``plan.candidates`` lists those that were tried. Raises as :func:`compile` does.
     """
     if not example_args and not example_kwargs:
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    wishes = Wishes(hints=hints, memory_budget=memory_budget, optimizer=optimizer)
+    wishes = Wishes(hints=hints, memory_budget=memory_budget, optimizer=optimizer, like=like)
     example = tuple(example_args), dict(example_kwargs or {})
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
-    return compiled(model, Mesh.of(mesh), *example, wishes, training=recorded, dynamic=dynamic).plan
+    if mesh is not None and devices is None:
+        return compiled(model, Mesh.of(mesh), *example, wishes, training=recorded, dynamic=dynamic).plan
+    if mesh is not None or devices is None:
+        raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
+    graph = captured(model, *example, training=recorded, dynamic=dynamic)
+    wishes = replace(wishes, like=like_of(model, like))
+    return planned_for(graph, devices, resolve_hardware(hardware), wishes, type(model).__name__)
+
+
+def score(
+    model: nn.Module,
+    mesh: MeshLike,
+    expert: Like,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    **asked: Any,
+) -> Cost:
+    """What an expert's plan (``like=``) would cost: ``plan(…, like=expert).cost``. ``asked``: as of :func:`plan`."""
+    return plan(model, mesh, example_args, example_kwargs, like=expert, **asked).cost

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from autoshard import stages
+from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
@@ -21,7 +22,9 @@ from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.memory import fitting, lowered, simulate
+from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import fixed, resolve
+from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of
@@ -55,6 +58,8 @@ class Wishes:
     strict: bool = False
     plan: Plan | None = None
     """choices to follow instead of a search"""
+    like: Any = None
+    """an expert's plan: a name, a name per mesh axis, or styles by module"""
     parameters: Mapping[str, Layout] | None = None
     """layouts that an earlier compilation gave the parameters"""
 
@@ -75,7 +80,18 @@ def compiled(
     Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left as it was.
     """
     graph = captured(model, args, kwargs, training=training, dynamic=dynamic)
+    wishes = replace(wishes, like=like_of(model, wishes.like))
     return build(graph, mesh, wishes, title=title or type(model).__name__)
+
+
+def like_of(model: nn.Module, like: Any) -> Any:
+    """``like`` with "tp_plan" as the plan that the model brings, as those of transformers do."""
+    if like == "tp_plan":
+        found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+        if not found:
+            raise PlanError(f"like='tp_plan': {type(model).__name__} has no tp_plan. Name a plan, such as 'megatron'")
+        return dict(found)
+    return {key: like_of(model, x) for key, x in like.items()} if isinstance(like, Mapping) else like
 
 
 def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
@@ -88,21 +104,32 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes = wishes or Wishes()
+    dump = stages.captured(graph)
+    program, plan = planned(graph, mesh, wishes, title)
+    source = codegen(program, title)
+    stages.compiled(plan, program, source.text, dump)
+    return Compiled(graph, program, plan, source)
+
+
+def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
+    """The stages from a graph to a program and its plan."""
     check_graph(graph)
     check_random(graph)
     if wishes.strict:
         check_rules(graph)
-    dump = stages.captured(graph)
-
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
         program, memory = _program(graph, mesh, wishes)
     program = narrowed(program, decided)
     check_program(program)
-
     plan = describe(program, title, wishes.optimizer, memory)
-    source = codegen(program, title)
-    stages.compiled(plan, program, source.text, dump)
-    return Compiled(graph, program, plan, source)
+    return program, replace(plan, like=_told(wishes))
+
+
+def _told(wishes: Wishes) -> str:
+    """The expert's plan that was followed, as text."""
+    if wishes.plan is not None:
+        return wishes.plan.like
+    return "" if wishes.like is None else repr(wishes.like)
 
 
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]:
@@ -110,6 +137,8 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]
     if wishes.plan is not None:
         program = lowered(assignment_of(wishes.plan, graph, mesh))
         return program, simulate(program, wishes.optimizer)
-    constraints = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
+    given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
-        return fitting(graph, mesh, constraints, wishes.memory_budget, wishes.optimizer)
+        expert = asked_by(wishes.like, graph, mesh)
+        planner = Planner(graph, mesh, {**expert.limits, **given}, wishes.optimizer, expert.asked)
+        return fitting(planner, wishes.memory_budget)

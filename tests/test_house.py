@@ -17,7 +17,7 @@ FLOORS = (
     ("cli", "demo", "testing"),
     ("check",),
     ("api",),
-    ("module",),
+    ("module", "devices"),
     ("compiler",),
     ("stages",),
     ("plans", "viz", "initialise"),

@@ -143,16 +143,18 @@ def utilisation(plan: Record) -> tuple[float, float]:
 
 
 def _headline(plan: Record) -> Text:
-    cost, mfu = plan.cost, utilisation(plan)
-    share = cost.comm_s / cost.total_s if cost.total_s else 0.0
+    cost = plan.cost
+    share = cost.exposed_s / cost.total_s if cost.total_s else 0.0
     what = "training step" if plan.training else "inference"
     lines = [
         f"{plan.title or 'Plan'} on {plan.mesh.hardware.name}, mesh {plan.mesh}: {plan.mesh.size} ranks, {what}",
         f"predicted step {show_seconds(cost.total_s)} = compute {show_seconds(cost.compute_s)} + communication "
-        f"{show_seconds(cost.comm_s)} ({share:.0%}); {_proof(plan)}",
+        f"{show_seconds(cost.exposed_s)} ({share:.0%}); {_proof(plan)}",
         f"{show_flops(cost.flops)} in all, {show_flops(cost.flops_per_rank)} on the busiest rank; "
-        f"MFU {mfu[0]:.1%}, HFU {mfu[1]:.1%}",
+        f"MFU {cost.mfu:.1%}, HFU {cost.hfu:.1%}",
     ]
+    if cost.hidden_s > 1e-9 * cost.total_s:
+        lines.insert(2, f"{show_seconds(cost.hidden_s)} of communication hidden behind compute")
     if abs(cost.merged_s) > 1e-9 * cost.total_s:
         lines.insert(2, f"merged on top: {show_seconds(-cost.merged_s).replace('-', '−')}")
     return Text("\n".join(lines))

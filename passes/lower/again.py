@@ -36,7 +36,9 @@ def _is_remade(name: str, made: Statement, readers: dict[str, list[Statement]], 
     assignment = program.assignment
     if made.value in assignment.shared_again and program.layouts[name] == assignment.shared.get(made.value):
         return True
-    keeping = [s.node for s in readers.get(name, ()) if s.step is None and s.node is not None and _keeps(s, name, program)]
+    keeping = [
+        s.node for s in readers.get(name, ()) if s.step is None and s.node is not None and _keeps(s, name, program)
+    ]
     return bool(keeping) and all(assignment.again.get(node.name) for node in keeping)
 
 

@@ -11,16 +11,16 @@ import numpy as np
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.propagate.hints import Constraint
+from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.network import Built, Network
-from autoshard.passes.propagate.op_space import OpSpaces
+from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
 from autoshard.passes.search import CostNetwork, solve
 
 log = logging.getLogger("autoshard.plan")
 
 
-def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint]) -> Assignment:
+def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | Limit]) -> Assignment:
     """The cheapest assignment of ``graph`` on ``mesh`` that satisfies ``constraints``, whatever memory it takes.
 
     Raises :class:`~autoshard.errors.HintError` from constraints.
@@ -32,10 +32,16 @@ class Planner:
     """Searches of one graph on one mesh; what they have in common is made once."""
 
     def __init__(
-        self, graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint], optimizer: str = "adamw"
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        constraints: Mapping[str, Constraint | Limit],
+        optimizer: str = "adamw",
+        asked: Mapping[str, AskedOf] | None = None,
     ) -> None:
+        """``asked``: node name → what its strategies are restricted to, by an expert's plan."""
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
-        self.spaces, self.keeps = OpSpaces(graph, mesh), KeepTables(graph, mesh)
+        self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
         self.limited: tuple[Network, Built] | None = None
 
     def cheapest(self) -> Assignment:
@@ -43,7 +49,7 @@ class Planner:
         network = Network(self.graph, self.mesh, self.constraints, self.spaces, self.keeps)
         built = network.build()
         log.info("cost network: %d variables, %d edges", len(built.network.nodes), len(built.network.edges))
-        return network.assignment(solve(built.network))
+        return network.assignment(solve(built.network, rows=built.hiding))
 
     def within(self, limit: float) -> tuple[Assignment, float]:
         """The fewest seconds where what the choices hold is at most ``limit`` bytes per rank; and what they hold.
@@ -51,7 +57,7 @@ class Planner:
         Raises :class:`~autoshard.errors.PlanError` where nothing is that small.
         """
         network, built = self._limited()
-        found = solve(built.network, rows=[replace(row, limit=limit) for row in built.kept])
+        found = solve(built.network, rows=[*built.hiding, *(replace(row, limit=limit) for row in built.kept)])
         return network.assignment(found), max(row.used(built.network, found.choice) for row in built.kept)
 
     def least(self) -> tuple[Assignment, float]:

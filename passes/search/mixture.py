@@ -57,11 +57,18 @@ class _Borders:
         best = tuple(int(round(part * self.count)) for part in parts)
         self.value(best)
         step = self.count // 8
-        while step and len(self.tried) < trials and self.search.gap(self.search.bound) > enough and not self.search.late:
+        while (
+            step and len(self.tried) < trials and self.search.gap(self.search.bound) > enough and not self.search.late
+        ):
             found = best
             for k, shift in itertools.product(range(len(best)), (-step, step)):
                 moved = (*best[:k], best[k] + shift, *best[k + 1 :])
-                if list(moved) == sorted(moved) and 0 <= moved[0] and moved[-1] <= self.count and len(self.tried) < trials:
+                if (
+                    list(moved) == sorted(moved)
+                    and moved[0] >= 0
+                    and moved[-1] <= self.count
+                    and len(self.tried) < trials
+                ):
                     found = min(found, moved, key=self.value)
             if len(set(self.tried.values())) == 1:
                 break  # what differs lies in a few places, not in many layers
