@@ -8,6 +8,7 @@ limit of its sums is the budget less that rest.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
@@ -44,29 +45,36 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     """
     mesh, optimizer = planner.mesh, planner.optimizer
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
-    program, memory = closest = _tried(planner.cheapest(), optimizer)
-    if memory.peak <= budget:
+    closest = _tried(planner.cheapest(), optimizer)
+    if closest[1].peak <= budget:
         return closest
     best: tuple[Program, Memory] | None = None
+    for stage in planner.stages:
+        for program, memory in _searched(planner, stage, budget, closest[1]):
+            closest = min(closest, (program, memory), key=lambda found: found[1].peak)
+            if memory.peak <= budget and (best is None or _seconds(program) < _seconds(best[0])):
+                best = program, memory
+    if best is None:
+        raise PlanError(_does_not_fit(closest[1], budget, mesh))
+    return best
+
+
+def _searched(planner: Planner, stage: str, budget: float, memory: Memory) -> Iterator[tuple[Program, Memory]]:
+    """Plans under limits that come closer and closer to the budget less what the search does not know of."""
     rest = memory.at_peak["temporaries"] + memory.at_peak["buffers"]
     limits: list[float] = []
     while len(limits) < ROUNDS and all(abs(budget - rest - x) > CLOSE * budget for x in limits):
         limits.append(budget - rest)
-        log.info("peak %.4g B, budget %.4g B: what is chosen may hold %.4g B", memory.peak, budget, limits[-1])
+        log.info("%s: peak %.4g B, budget %.4g B: choices may hold %.4g B", stage, memory.peak, budget, limits[-1])
         try:
-            assignment, held = planner.within(limits[-1])
+            assignment, held = planner.within(limits[-1], stage)
         except PlanError:
-            if best is not None:
-                break
-            assignment, held = planner.least()
-        program, memory = _tried(assignment, optimizer)
+            if len(limits) > 1:
+                return
+            assignment, held = planner.least(stage)
+        program, memory = found = _tried(assignment, planner.optimizer)
         rest = memory.peak - held
-        closest = min(closest, (program, memory), key=lambda found: found[1].peak)
-        if memory.peak <= budget and (best is None or _seconds(program) < _seconds(best[0])):
-            best = program, memory
-    if best is None:
-        raise PlanError(_does_not_fit(closest[1], budget, mesh))
-    return best
+        yield found
 
 
 def _seconds(program: Program) -> float:

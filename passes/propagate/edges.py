@@ -37,10 +37,11 @@ def conversion_parts(
         gathered = _gathers(a, b)
         again = forward_matrices(type_, a, b)
         node, network = (x + np.where(gathered, y, 0.0) for x, y in zip((node, network), again, strict=True))
-    return _parts(node, network, movable)
+    return as_parts(node, network, movable)
 
 
-def _parts(node: np.ndarray, network: np.ndarray, movable: bool) -> Parts:
+def as_parts(node: np.ndarray, network: np.ndarray, movable: bool) -> Parts:
+    """Seconds of conversions inside a node and between nodes, as blocking or movable communication."""
     if not movable:
         return Parts(blocking=node + network)
     never = np.isinf(node + network)  # what is impossible costs all, however much compute could hide
@@ -151,7 +152,7 @@ class EdgeTables:
         tags = (len(link.given.tags), len(link.asked.tags))
         mask = None if link.mask is None else np.tile(link.mask, tags[1])
         parts = Parts(*(np.tile(x, tags) if x.ndim else x for x in parts))
-        if found.again.any():
+        if found.again.any() and link.value not in self.graph.parameters:  # a gather that the backward makes anyway
             again = self._again(link.value)[cut]
             again = Parts(*(np.where(found.again, np.tile(x, tags), 0.0) if x.ndim else x for x in again))
             parts = parts + again
@@ -165,7 +166,7 @@ class EdgeTables:
         type_, movable = self.graph.types[value], value in self.movable
         if ("again", type_, movable) not in self.matrices:
             layouts = [Layout(self.mesh, p) for p in self.known[type_]]
-            self.matrices["again", type_, movable] = _parts(*forward_matrices(type_, layouts, layouts), movable)
+            self.matrices["again", type_, movable] = as_parts(*forward_matrices(type_, layouts, layouts), movable)
         return self.matrices["again", type_, movable]
 
     def _copies(self, value: str) -> Copies:

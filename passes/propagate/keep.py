@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Placements, Strategy
+from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call
 from autoshard.passes.propagate import cost as costs
@@ -61,6 +61,12 @@ class KeepTables:
         if id(space) not in self.known:
             self.known[id(space)] = self._of(node, space)
         return self.known[id(space)]
+
+    def chosen(self, node: Node, assignment: Assignment) -> frozenset[int]:
+        """Positions of the operands that autograd keeps under the strategy that was chosen."""
+        ins = [assignment.use(node, i) for i in range(len(node.inputs))]
+        outs = [assignment.made(node, i) for i in range(len(node.outputs))]
+        return self._kept(node, assignment.choices[node.name], (*ins, *outs))[0]
 
     def _of(self, node: Node, space: OpSpace) -> Keeps:
         count = len(space.choices)
