@@ -37,6 +37,7 @@ def compile(  # noqa: A001  the public name
     gather_outputs: bool | None = None,
     strict: bool = False,
     dynamic: Dynamic = False,
+    micro_batches: int = 1,
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
 
@@ -59,11 +60,16 @@ def compile(  # noqa: A001  the public name
             named: ``{"input_ids": {0: "batch", 1: "seq"}}``. Dims of one name are equal; ``"4*batch"`` promises a
             multiple of 4, so that a dim made of several may be cut. Local sizes become expressions of these lengths.
             An example length of 0 or 1 stays fixed. A call that the program does not hold for compiles another one.
+        micro_batches: parts of the batch that a call with a backward runs one after another, forward and backward, so
+            that activations of one of them are kept at a time. Loss, gradients and dropout are exactly those of the
+            whole batch. The model returns one loss; its ``backward()`` hands the gradients over, and other outputs come
+            detached. An operation that needs the whole batch, such as batch norm in training, is refused.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
-    settings = Settings(Wishes(hints, memory_budget, strict, plan), training, gather_outputs, dynamic)
+    wishes = Wishes(hints, memory_budget, strict, plan, micro_batches=micro_batches)
+    settings = Settings(wishes, training, gather_outputs, dynamic)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
@@ -94,6 +100,7 @@ def plan(
     memory_budget: float | None = None,
     training: bool | None = None,
     dynamic: Dynamic = False,
+    micro_batches: int = 1,
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
@@ -103,7 +110,7 @@ def plan(
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    wishes = Wishes(hints=hints, memory_budget=memory_budget)
+    wishes = Wishes(hints=hints, memory_budget=memory_budget, micro_batches=micro_batches)
     example = tuple(example_args), dict(example_kwargs or {})
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())

@@ -23,6 +23,7 @@ from autoshard.passes.lower.blocks import hoisted
 from autoshard.passes.lower.bucket import bucket
 from autoshard.passes.lower.lowering import lower, narrowed
 from autoshard.passes.lower.together import together
+from autoshard.passes.microbatch import MicroBatches, micro_batched
 from autoshard.passes.propagate import propagate
 from autoshard.passes.propagate.budget import binding
 from autoshard.passes.propagate.hints import fixed, resolve
@@ -42,6 +43,8 @@ class Compiled:
     program: Program
     plan: Plan
     source: Source
+    micro_batches: MicroBatches | None = None
+    """where the step runs in several: the other stages are those of one of them"""
 
     @property
     def symbols(self) -> Symbols:
@@ -60,6 +63,8 @@ class Wishes:
     """choices to follow instead of a search"""
     parameters: Mapping[str, Layout] | None = None
     """layouts that an earlier compilation gave the parameters"""
+    micro_batches: int = 1
+    """parts of the batch that a step with a backward runs one after another"""
 
 
 def compiled(
@@ -95,6 +100,10 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
     check_random(graph)
     if wishes.strict:
         check_rules(graph)
+    micro = None
+    if wishes.micro_batches != 1 and graph.training:
+        graph, micro = micro_batched(graph, wishes.micro_batches)
+        check_graph(graph)
     dump = stages.captured(graph)
 
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
@@ -109,7 +118,7 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
     plan = describe(program, title)
     source = codegen(program, title)
     stages.compiled(plan, program, source.text, dump)
-    return Compiled(graph, program, plan, source)
+    return Compiled(graph, program, plan, source, micro)
 
 
 def _assignment(graph: Graph, mesh: Mesh, wishes: Wishes) -> Assignment:

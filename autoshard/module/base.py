@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -20,6 +21,7 @@ from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.executable import Executable, described, load_source, signature_of
+from autoshard.module.microbatches import run_micro_batches
 from autoshard.module.original import Original
 from autoshard.module.parts import Fixed
 from autoshard.module.saving import save
@@ -294,7 +296,7 @@ class ShardedModule(Fixed):
             executable = self.specialise(args, kwargs, number, recorded)
             own, named, written = executable.apart(args, kwargs)
             with without_autocast(), contextlib.nullcontext() if recorded else torch.no_grad():
-                leaves, mutated = self._run(executable, self._flat_inputs(executable, own, named))
+                leaves, mutated = self._step(executable, executable.named(own, named))
             return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
 
         leaves, mutated, written, out_spec = _first_that_serves(serve)
@@ -303,13 +305,20 @@ class ShardedModule(Fixed):
                 (written[fqn] if fqn in written else self.tensor(fqn)).copy_(new)
         return pytree.tree_unflatten(leaves, out_spec)
 
-    def _flat_inputs(
-        self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[torch.Tensor]:
-        """Tensors in the order the rank module takes them."""
-        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        by_name = {n: leaf for n, leaf in zip(executable.graph.flat_inputs, leaves, strict=True) if n is not None}
-        return [by_name[name] for name in executable.compiled.source.inputs]
+    def _step(
+        self, executable: Executable, inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """Outputs, and what is written back."""
+        names, micro = executable.compiled.source.inputs, executable.compiled.micro_batches
+        if micro is None:
+            return self._run(executable, [inputs[name] for name in names])
+        run = partial(self._run, executable)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return run_micro_batches(micro, run, self._enter, inputs, names, trained)
+
+    def _enter(self, index: int, count: int) -> None:
+        """Tell all ranks of this process which of ``count`` micro-batches runs."""
+        raise NotImplementedError
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         raise NotImplementedError
