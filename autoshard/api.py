@@ -16,6 +16,7 @@ from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
+from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.plans.plan import Plan
@@ -38,6 +39,7 @@ def compile(  # noqa: A001  the public name
     strict: bool = False,
     dynamic: Dynamic = False,
     micro_batches: int = 1,
+    inputs: Inputs = "global",
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
 
@@ -64,12 +66,19 @@ def compile(  # noqa: A001  the public name
             that activations of one of them are kept at a time. Loss, gradients and dropout are exactly those of the
             whole batch. The model returns one loss; its ``backward()`` hands the gradients over, and other outputs come
             detached. An operation that needs the whole batch, such as batch norm in training, is refused.
+        inputs: ``"global"``: every process brings the whole batch; ``"local"``: each brings its own part of it, all of
+            one size, as from a DistributedSampler, and the results are those of the parts put together (in one process
+            the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
+            batch: by the only one, by those that hints for the input name (``{"x": {"dp": Shard(0)}}``), or by those
+            with usual names (dp, data, fsdp, replica, …); along others ranks bring the same. Inputs that are DTensors
+            state their layout themselves. With ``dynamic``, inputs in parts are gathered first.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
+    check_inputs(inputs)
     wishes = Wishes(hints, memory_budget, strict, plan, micro_batches=micro_batches)
-    settings = Settings(wishes, training, gather_outputs, dynamic)
+    settings = Settings(wishes, training, gather_outputs, dynamic, inputs)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
@@ -101,17 +110,29 @@ def plan(
     training: bool | None = None,
     dynamic: Dynamic = False,
     micro_batches: int = 1,
+    inputs: Inputs = "global",
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
-    Arguments as of :func:`compile`; example inputs are needed. Raises as :func:`compile` does.
+    Arguments as of :func:`compile`; example inputs are needed. Those that are local are what one rank brings: the plan
+    is for a batch of as many parts as there are. Raises as :func:`compile` does.
     """
+    check_inputs(inputs)
     if not example_args and not example_kwargs:
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    wishes = Wishes(hints=hints, memory_budget=memory_budget, micro_batches=micro_batches)
+    resolved = Mesh.of(mesh)
     example = tuple(example_args), dict(example_kwargs or {})
+    layouts = local_layouts(model, resolved, *example, inputs, hints)
+    example = wholes(*example, layouts)
+    apart = dynamic or micro_batches != 1
+    wishes = Wishes(
+        hints=hints,
+        memory_budget=memory_budget,
+        micro_batches=micro_batches,
+        inputs=() if apart else layouts,
+    )
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
-    return compiled(model, Mesh.of(mesh), *example, wishes, training=recorded, dynamic=dynamic).plan
+    return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan

@@ -65,6 +65,8 @@ class Wishes:
     """layouts that an earlier compilation gave the parameters"""
     micro_batches: int = 1
     """parts of the batch that a step with a backward runs one after another"""
+    inputs: tuple[Layout | None, ...] = ()
+    """per leaf of the arguments the layout it comes in; None, or nothing: whole"""
 
 
 def compiled(
@@ -123,8 +125,9 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
 
 def _assignment(graph: Graph, mesh: Mesh, wishes: Wishes) -> Assignment:
     """The choices of a plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
+    given = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
     if wishes.plan is not None:
-        return assignment_of(wishes.plan, graph, mesh)
+        return assignment_of(wishes.plan, graph, mesh, given)
     constraints = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
-        return propagate(graph, mesh, constraints, binding(wishes.memory_budget, graph, mesh))
+        return propagate(graph, mesh, constraints, binding(wishes.memory_budget, graph, mesh), given)

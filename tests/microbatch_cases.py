@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from state_cases_inputs import executed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard import Shard
 from autoshard.errors import PlanError
 from autoshard.models import Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig
 
@@ -169,6 +171,23 @@ def refused(mesh: autoshard.Mesh) -> None:
         autoshard.compile(model, mesh, args, micro_batches=0)
 
 
+def one_sum_over_replicas(mesh: autoshard.Mesh) -> None:
+    """Gradients of parameters that every rank holds are summed once, whatever the number of micro-batches."""
+    axes = autoshard.Mesh({"dp": mesh.size}, hardware=mesh.hardware)
+    sums = []
+    for count in (1, 4):
+        model, args = made("regression")
+        args = tuple(x.repeat(64, 1) for x in args)  # so many rows that they are what is cut
+        sharded = autoshard.compile(
+            model, axes, args, hints={"net.*": "replicate", "x": Shard(0), "y": Shard(0)}, micro_batches=count
+        )
+        loss_of(sharded(*args)).backward()
+        with executed(sharded) as counted:
+            loss_of(sharded(*args)).backward()
+        sums.append(counted["all_reduce", "backward"])
+    assert sums[0] == sums[1] > 0, sums
+
+
 CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     **{f"{name}_in_{n}": trains(name, n) for name in ("gpt", "llama") for n in (2, 4)},
     **{f"{name}_in_4": trains(name, 4) for name in ("moe", "regression", "weighted")},
@@ -176,4 +195,5 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "draws_go_on": draws_go_on,
     "without_gradients": without_gradients,
     "refused": refused,
+    "one_sum_over_replicas": one_sum_over_replicas,
 }

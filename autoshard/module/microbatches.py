@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,49 +16,50 @@ Leaves = list[Any]
 Run = Callable[[list[torch.Tensor]], tuple[Leaves, dict[str, torch.Tensor]]]
 
 
-def run_micro_batches(
-    micro: MicroBatches,
-    run: Run,
-    enter: Callable[[int, int], None],
-    inputs: Mapping[str, torch.Tensor],
-    names: Sequence[str],
-    parameters: Sequence[torch.Tensor],
-) -> tuple[Leaves, dict[str, torch.Tensor]]:
-    """The outputs of the step, and what it writes back.
+@dataclass(frozen=True)
+class MicroBatchRun:
+    """How one micro-batch is run on all ranks of this process."""
 
-    ``run``: forward of one micro-batch, for inputs in the order of ``names``. ``enter(i, n)``: tells the ranks which of
-    how many runs. ``inputs``: of the whole batch, by name. ``parameters``: what gradients are wanted of, beside inputs
-    that require one. The loss carries these gradients: its backward scales them and hands them over. Other outputs are
-    detached, since the activations that they came from are gone.
-    """
-    wanted = {n: x.detach().requires_grad_() for n, x in inputs.items() if x.requires_grad}
-    tensors = [*parameters, *wanted.values()]
-    given = {**inputs, **wanted}
-    total: list[Any] = [None] * len(tensors)
-    made: list[Leaves] = []
-    written: dict[str, torch.Tensor] = {}
-    states = _random_states()
-    try:
-        for index in range(micro.count):
-            enter(index, micro.count)
-            _restore(states)  # every micro-batch takes its part of what the whole batch draws
-            leaves, written = run(
-                [_part(given[source], dim, index, micro.count) for source, dim in _sources(micro, names)]
-            )
-            found = torch.autograd.grad(leaves[micro.loss], tensors, allow_unused=True)
-            total = [_sum(a, b, index) for a, b in zip(total, found, strict=True)]
-            made.append([x.detach() if isinstance(x, torch.Tensor) else x for x in leaves])
-            del leaves, found
-    finally:
-        enter(0, 1)
-    outputs = [_combined(parts, how) for parts, how in zip(zip(*made, strict=True), micro.outputs, strict=True)]
-    originals = [*parameters, *(inputs[n] for n in wanted)]
-    outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], total, *originals)  # type: ignore[no-untyped-call]
-    return outputs, written
+    run: Run
+    """its forward, for inputs in the order of the program"""
+    enter: Callable[[int, int], None]
+    """tells the ranks which of how many runs"""
+    defer: Callable[[bool], bool]
+    """whether gradients stay summands, as in ``no_sync()``; returns whether they did"""
+    leaves: Callable[[], AbstractContextManager[list[tuple[torch.Tensor, torch.Tensor]]]]
+    """the parameters that are trained, each with what stands in for it, so that the user's ``.grad`` and hooks see nothing"""
 
+    def __call__(
+        self, micro: MicroBatches, inputs: Mapping[str, torch.Tensor], names: Sequence[str]
+    ) -> tuple[Leaves, dict[str, torch.Tensor]]:
+        """The outputs of the step, and what it writes back. ``inputs``: of the whole batch; ``names``: the program's.
 
-def _sources(micro: MicroBatches, names: Sequence[str]) -> list[tuple[str, int | None]]:
-    return [micro.inputs[name] for name in names]
+        The loss carries gradients: its backward scales them and hands them over. Other outputs are detached, since the
+        activations that they came from are gone.
+        """
+        given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
+        sources = [micro.inputs[name] for name in names]
+        made: list[Leaves] = []
+        written: dict[str, torch.Tensor] = {}
+        states, before = _random_states(), self.defer(True)
+        with self.leaves() as pairs:
+            wanted = [*pairs, *((x, given[n]) for n, x in inputs.items() if x.requires_grad)]
+            try:
+                for index in range(micro.count):
+                    self.enter(index, micro.count)
+                    self.defer(index < micro.count - 1)  # the last one sums what all have left over the replicas
+                    _restore(states)  # every micro-batch takes its part of what the whole batch draws
+                    parts = [_part(given[source], dim, index, micro.count) for source, dim in sources]
+                    leaves, written = self.run(parts)
+                    leaves[micro.loss].backward(inputs=[leaf for _, leaf in wanted])
+                    made.append([x.detach() if isinstance(x, torch.Tensor) else x for x in leaves])
+            finally:
+                self.enter(0, 1)
+                self.defer(before)
+        outputs = [_combined(parts, how) for parts, how in zip(zip(*made, strict=True), micro.outputs, strict=True)]
+        gradients = [leaf.grad for _, leaf in wanted]
+        outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *(x for x, _ in wanted))  # type: ignore[no-untyped-call]
+        return outputs, written
 
 
 def _part(x: torch.Tensor, dim: int | None, index: int, count: int) -> torch.Tensor:
@@ -64,15 +67,6 @@ def _part(x: torch.Tensor, dim: int | None, index: int, count: int) -> torch.Ten
         return x
     length = x.shape[dim] // count
     return x.narrow(dim, index * length, length)
-
-
-def _sum(total: Any, new: Any, index: int) -> Any:
-    if total is None or new is None:
-        return new if total is None else total
-    with torch.no_grad():
-        if index == 1:  # the first ones may share memory with others
-            return total + new
-        return total.add_(new)
 
 
 def _combined(parts: Sequence[Any], how: int | str | None) -> Any:

@@ -42,6 +42,9 @@ class Communicator:
     micro_batch: tuple[int, int] = (0, 1)
     """which of how many micro-batches runs"""
 
+    deferred: bool = False
+    """whether forward passes leave their parameters' gradients as summands, to be added up in a later backward"""
+
     def __init__(self, axes: Mapping[str, int], rank: int) -> None:
         self.mesh = dict(axes)
         self.rank = rank
