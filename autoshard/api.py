@@ -20,6 +20,7 @@ from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
+from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.propagate.recompute import Recompute
@@ -48,6 +49,8 @@ def compile(  # noqa: A001  the public name
     gather_outputs: bool | None = None,
     strict: bool = False,
     dynamic: Dynamic = False,
+    micro_batches: int = 1,
+    inputs: Inputs = "global",
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
 
@@ -78,24 +81,32 @@ def compile(  # noqa: A001  the public name
             named: ``{"input_ids": {0: "batch", 1: "seq"}}``. Dims of one name are equal; ``"4*batch"`` promises a
             multiple of 4, so that a dim made of several may be cut. Local sizes become expressions of these lengths.
             An example length of 0 or 1 stays fixed. A call that the program does not hold for compiles another one.
+        micro_batches: parts of the batch that a call with a backward runs one after another, forward and backward, so
+            that activations of one of them are kept at a time. Loss, gradients and dropout are exactly those of the
+            whole batch. The model returns one loss; its ``backward()`` hands the gradients over, and other outputs come
+            detached. An operation that needs the whole batch, such as batch norm in training, is refused.
+        inputs: ``"global"``: every process brings the whole batch; ``"local"``: each brings its own part of it, all of
+            one size, as from a DistributedSampler, and the results are those of the parts put together (in one process
+            the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
+            batch: by the only one, by those that hints for the input name (``{"x": {"dp": Shard(0)}}``), or by those
+            with usual names (dp, data, fsdp, replica, …); along others ranks bring the same. Inputs that are DTensors
+            state their layout themselves. With ``dynamic``, inputs in parts are gathered first.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
-    settings = Settings(
-        Wishes(
-            hints=hints,
-            memory_budget=memory_budget,
-            optimizer=optimizer,
-            recompute=recompute,
-            strict=strict,
-            plan=plan,
-            like=like,
-        ),
-        training,
-        gather_outputs,
-        dynamic,
+    check_inputs(inputs)
+    wishes = Wishes(
+        hints=hints,
+        memory_budget=memory_budget,
+        optimizer=optimizer,
+        recompute=recompute,
+        strict=strict,
+        plan=plan,
+        like=like,
+        micro_batches=micro_batches,
     )
+    settings = Settings(wishes, training, gather_outputs, dynamic, inputs)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
@@ -131,24 +142,41 @@ def plan(
     recompute: Recompute = "auto",
     training: bool | None = None,
     dynamic: Dynamic = False,
+    micro_batches: int = 1,
+    inputs: Inputs = "global",
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
-    Arguments as of :func:`compile`; example inputs are needed. With ``devices=64, hardware="h100"`` and no mesh the
-    mesh is searched, too, and ``plan.candidates`` lists those that were tried. Raises as :func:`compile` does.
+    Arguments as of :func:`compile`; example inputs are needed. Those that are local are what one rank brings: the plan
+    is for a batch of as many parts as there are. With ``devices=64, hardware="h100"`` and no mesh the mesh is searched,
+    too, and ``plan.candidates`` lists those that were tried. Raises as :func:`compile` does.
     """
+    check_inputs(inputs)
     if not example_args and not example_kwargs:
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    wishes = Wishes(hints=hints, memory_budget=memory_budget, optimizer=optimizer, recompute=recompute, like=like)
+    if (mesh is None) == (devices is None):
+        raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
     example = tuple(example_args), dict(example_kwargs or {})
+    resolved = None if mesh is None else Mesh.of(mesh)
+    wishes = Wishes(
+        hints=hints,
+        memory_budget=memory_budget,
+        optimizer=optimizer,
+        recompute=recompute,
+        like=like,
+        micro_batches=micro_batches,
+    )
+    if resolved is not None:
+        layouts = local_layouts(model, resolved, *example, inputs, hints)
+        example = wholes(*example, layouts)
+        wishes = replace(wishes, inputs=() if dynamic or micro_batches != 1 else layouts)
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
-    if mesh is not None and devices is None:
-        return compiled(model, Mesh.of(mesh), *example, wishes, training=recorded, dynamic=dynamic).plan
-    if mesh is not None or devices is None:
-        raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
+    if resolved is not None:
+        return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan
+    assert devices is not None
     graph = captured(model, *example, training=recorded, dynamic=dynamic)
     wishes = replace(wishes, like=like_of(model, like))
     return planned_for(graph, devices, resolve_hardware(hardware), wishes, type(model).__name__)

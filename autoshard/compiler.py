@@ -22,6 +22,7 @@ from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.memory import fitting, lowered, simulate
+from autoshard.passes.microbatch import MicroBatches, micro_batched
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.propagate.planner import Planner
@@ -42,6 +43,8 @@ class Compiled:
     program: Program
     plan: Plan
     source: Source
+    micro_batches: MicroBatches | None = None
+    """where the step runs in several: the other stages are those of one of them"""
 
     @property
     def symbols(self) -> Symbols:
@@ -64,6 +67,10 @@ class Wishes:
     """an expert's plan: a name, a name per mesh axis, or styles by module"""
     parameters: Mapping[str, Layout] | None = None
     """layouts that an earlier compilation gave the parameters"""
+    micro_batches: int = 1
+    """parts of the batch that a step with a backward runs one after another"""
+    inputs: tuple[Layout | None, ...] = ()
+    """per leaf of the arguments the layout it comes in; None, or nothing: whole"""
 
 
 def compiled(
@@ -106,11 +113,14 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes = wishes or Wishes()
+    micro = None
+    if wishes.micro_batches != 1 and graph.training:
+        graph, micro = micro_batched(graph, wishes.micro_batches)
     dump = stages.captured(graph)
     program, plan = planned(graph, mesh, wishes, title)
     source = codegen(program, title)
     stages.compiled(plan, program, source.text, dump)
-    return Compiled(graph, program, plan, source)
+    return Compiled(graph, program, plan, source, micro)
 
 
 def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
@@ -136,11 +146,13 @@ def _told(wishes: Wishes) -> str:
 
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]:
     """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
+    parts = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
     if wishes.plan is not None:
-        program = lowered(assignment_of(wishes.plan, graph, mesh))
+        program = lowered(assignment_of(wishes.plan, graph, mesh, parts))
         return program, simulate(program, wishes.optimizer)
     given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
         expert = asked_by(wishes.like, graph, mesh)
-        planner = Planner(graph, mesh, {**expert.limits, **given}, wishes.optimizer, expert.asked, wishes.recompute)
+        limits = {**expert.limits, **given}
+        planner = Planner(graph, mesh, limits, wishes.optimizer, expert.asked, wishes.recompute, parts)
         return fitting(planner, wishes.memory_budget)

@@ -23,6 +23,7 @@ FLOORS = (
     ("plans", "viz", "initialise"),
     ("passes.codegen", "passes.memory"),
     ("passes.lower",),
+    ("passes.microbatch",),
     ("passes.capture", "passes.propagate"),
     ("passes.rules", "passes.redistribute"),
     ("passes.ir",),

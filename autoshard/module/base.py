@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard.compiler import Compiled, Wishes, compiled
-from autoshard.errors import CaptureError, PlanError, RuleError, RuntimeMismatchError
+from autoshard.errors import CaptureError, PlanError, RuleError
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.module.executable import Executable, described, load_source, signature_of
+from autoshard.module.executable import Executable, described, first_that_serves, load_source, signature_of
+from autoshard.module.inputs import Inputs, local_layouts
+from autoshard.module.microbatches import MicroBatchRun
 from autoshard.module.original import Original
 from autoshard.module.parts import Fixed
 from autoshard.module.saving import save
@@ -29,7 +32,6 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Collective
 from autoshard.runtime.autocast import without_autocast
-from autoshard.runtime.exactly import is_of_other_values
 
 log = logging.getLogger("autoshard")
 
@@ -42,6 +44,7 @@ class Settings:
     training: bool | None = None
     gather_outputs: bool | None = None
     dynamic: Dynamic = False
+    inputs: Inputs = "global"
 
 
 class ShardedModule(Fixed):
@@ -216,7 +219,12 @@ class ShardedModule(Fixed):
         settings = self._settings
         dynamic = settings.dynamic if structure is not None else False
         first = self._parameter_layouts is None
-        wishes = settings.wishes if first else replace(settings.wishes, plan=None, parameters=self._parameter_layouts)
+        # Open lengths are read off whole inputs, and micro-batches are rows of the whole.
+        apart = structure is None and (not recorded or settings.wishes.micro_batches == 1)
+        inputs = self._input_layouts(args, kwargs) if apart else ()
+        wishes = replace(settings.wishes, inputs=inputs)
+        wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts)
+        args, kwargs = self._whole(args, kwargs)
         with self._of.as_it_is(self._check) as model:
             found = self._compiled(model, args, kwargs, wishes, training=recorded, dynamic=dynamic)
         if first:
@@ -232,6 +240,21 @@ class ShardedModule(Fixed):
     ) -> Compiled:
         """All stages for these arguments. ``options``: see :func:`capture`."""
         return compiled(model, self.mesh, args, kwargs, wishes, title=self._title, **options)
+
+    # --- inputs ---
+
+    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as programs know them: tensors of global shape, those that came in parts as DTensors."""
+        return tuple(args), dict(kwargs)
+
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
+        """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""
+        s = self._settings
+        return local_layouts(self._of.model, self.mesh, args, kwargs, s.inputs, s.wishes.hints)
+
+    def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as plain tensors, for captures."""
+        return tuple(args), dict(kwargs)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
@@ -288,28 +311,55 @@ class ShardedModule(Fixed):
             raise CaptureError(
                 "the default device is meta, which has no data: call the module outside of torch.device('meta')"
             )
+        args, kwargs = self._arrived(args, kwargs)
         recorded = self._recorded(pytree.tree_leaves((args, kwargs)))
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
             executable = self.specialise(args, kwargs, number, recorded)
             own, named, written = executable.apart(args, kwargs)
             with without_autocast(), contextlib.nullcontext() if recorded else torch.no_grad():
-                leaves, mutated = self._run(executable, self._flat_inputs(executable, own, named))
+                leaves, mutated = self._step(executable, executable.named(own, named))
             return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
 
-        leaves, mutated, written, out_spec = _first_that_serves(serve)
+        leaves, mutated, written, out_spec = first_that_serves(serve)
         with torch.no_grad():
             for fqn, new in mutated.items():
-                (written[fqn] if fqn in written else self.tensor(fqn)).copy_(new)
+                self._load(written[fqn] if fqn in written else self.tensor(fqn), new)
         return pytree.tree_unflatten(leaves, out_spec)
 
-    def _flat_inputs(
-        self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[torch.Tensor]:
-        """Tensors in the order the rank module takes them."""
-        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        by_name = {n: leaf for n, leaf in zip(executable.graph.flat_inputs, leaves, strict=True) if n is not None}
-        return [by_name[name] for name in executable.compiled.source.inputs]
+    def _step(
+        self, executable: Executable, inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """Outputs, and what is written back."""
+        names, micro = executable.compiled.source.inputs, executable.compiled.micro_batches
+        if micro is None:
+            return self._run(executable, [inputs[name] for name in names])
+        inputs = self._whole((), inputs)[1]
+        steps = MicroBatchRun(partial(self._run, executable), self._enter, self._defer, self._of.standing_in)
+        return steps(micro, inputs, names)
+
+    def _enter(self, index: int, count: int) -> None:
+        """Tell all ranks of this process which of ``count`` micro-batches runs."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For gradient accumulation: forward passes inside do not sum gradients over replicas in their backward.
+
+        The next backward of a forward outside sums what has accumulated in ``.grad`` with its own, once, as with
+        DistributedDataParallel. Until then gradients are Partial DTensors: ``full_gradients()`` gives their sums, and
+        optimizers and ``autoshard.clip_grad_norm_`` refuse them. Of parameters kept in shards (FSDP) every backward
+        reduces them. In one process gradients are always whole, and sums inside are not counted as collectives.
+        """
+        before = self._defer(True)
+        try:
+            yield
+        finally:
+            self._defer(before)
+
+    def _defer(self, deferred: bool) -> bool:
+        """Whether forward passes leave their gradients as summands; returns whether they did."""
+        raise NotImplementedError
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         raise NotImplementedError
@@ -362,27 +412,3 @@ class ShardedModule(Fixed):
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         tensor.copy_(full)
-
-
-_PROGRAMS = 16
-"""programs for one signature, of inputs whose integers decide otherwise; more would hide that every call compiles one"""
-
-Served = TypeVar("Served")
-
-
-def _first_that_serves(serve: Callable[[int], Served]) -> Served:
-    """``serve(number)`` of the first number whose program is for the integers in the inputs."""
-    state = torch.get_rng_state()
-    for number in range(_PROGRAMS):
-        try:
-            return serve(number)
-        except RuntimeError as error:
-            if not is_of_other_values(error):
-                raise
-            if number == _PROGRAMS - 1:
-                raise RuntimeMismatchError(
-                    f"{error}. {_PROGRAMS} programs for inputs of these shapes serve others. Pad to fixed lengths, or mask."
-                ) from error
-            log.info("a program does not serve this call: %s", error)
-        torch.set_rng_state(state)  # a program that stopped may have drawn
-    raise AssertionError

@@ -22,6 +22,7 @@ from autoshard.runtime.collectives import (
 )
 from autoshard.runtime.communicator import Communicator, Executed, bind, current
 from autoshard.runtime.fan_out import fan_out
+from autoshard.runtime.gradients import Gradients
 from autoshard.runtime.in_process import InProcessCommunicator, World
 from autoshard.runtime.launch import main
 from autoshard.runtime.module import Block, RankModule, device, require
@@ -40,6 +41,7 @@ __all__ = [
     "Block",
     "Communicator",
     "Executed",
+    "Gradients",
     "InProcessCommunicator",
     "RankModule",
     "TorchCommunicator",

@@ -21,7 +21,7 @@ from autoshard.runtime.process_group import TorchCommunicator, all_gather_single
 from autoshard.runtime.profiling import named, recorded
 
 Tensors = tuple[torch.Tensor, ...]
-Gradients = list[torch.Tensor | None]
+Gradients = Sequence[torch.Tensor | None]
 Begin = Callable[[], Any]
 
 
@@ -29,10 +29,23 @@ class Bucket:
     """``moves``: one for each tensor of each face, all of one verb; ``replicas``: axes that hold the same shards.
 
     ``listed``: whether the plan lists every member, as it does for parameters; profiles then say how many there are.
+    ``deferred``: whether the backward may leave the last sum to a later one, see :attr:`awaited`.
     """
 
-    def __init__(self, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False) -> None:
+    def __init__(
+        self,
+        moves: Sequence[Move],
+        replicas: tuple[str, ...] = (),
+        listed: bool = False,
+        deferred: bool = False,
+    ) -> None:
         self.moves, self.replicas, self.listed = tuple(moves), replicas, listed
+        self.deferred = deferred and bool(self.awaited)
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Axes whose sum comes last in the backward, so that it may be taken once for several; () where there is none."""
+        return self.replicas or (self.moves[0].axes if self.moves[0].verb == "enter" else ())
 
     @property
     def last_move(self) -> Move:
@@ -52,10 +65,13 @@ class Bucket:
         back = self.of([self.moves[i].backward() for i in present])
         return [back, self.of([self.last_move] * len(present))] if self.replicas else [back]
 
-    def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
+    def backward(
+        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
+    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
         """Gradients, perhaps still under way: ``(gradients, works to wait for, works to begin later)``.
 
-        A gradient that is None on every rank stays None and is not communicated.
+        A gradient that is None on every rank stays None and is not communicated. ``keeps``: without the sum over
+        :attr:`awaited`; ``earlier``: what was kept of earlier backward passes, None where nothing was, to go into it.
         """
         raise NotImplementedError
 
@@ -66,7 +82,7 @@ class FlatBucket(Bucket):
     def __init__(
         self, comm: TorchCommunicator, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False
     ) -> None:
-        super().__init__(moves, replicas, listed)
+        super().__init__(moves, replicas, listed, comm.deferred)
         self.comm = comm
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
@@ -86,17 +102,24 @@ class FlatBucket(Bucket):
         """See :meth:`Bucket.of`."""
         return FlatBucket(self.comm, moves)
 
-    def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
+    def backward(
+        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
+    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
         """See :meth:`Bucket.backward`."""
-        out: Gradients = list(gradients)
+        if keeps and not self.replicas:
+            return [None if g is None else g.clone(memory_format=torch.contiguous_format) for g in gradients], [], []
+        earlier = earlier or [None] * len(gradients)
+        if not self.replicas:
+            gradients = [g if g is None or e is None else g + e for g, e in zip(gradients, earlier, strict=True)]
+        out = list(gradients)
         works: list[Any] = []
         later: list[Begin] = []
         for members in _by_dtype(gradients):
             moves = [self.moves[i].backward() for i in members]
             present = [g for i in members if (g := gradients[i]) is not None]
             buffer, work, parts = self._begin(moves, present, "backward")
-            if self.replicas:
-                later.append(self._then_all_reduce(work, buffer, parts))
+            if self.replicas and not keeps:
+                later.append(self._then_all_reduce(work, buffer, parts, [earlier[i] for i in members]))
             elif work is not None:
                 works.append(work)
             for i, part in zip(members, parts, strict=True):
@@ -123,10 +146,15 @@ class FlatBucket(Bucket):
             moved = self._gather(moves, xs) if verb == "all_gather" else self._all_to_all(moves, xs)
             return moved[0], None, moved
 
-    def _then_all_reduce(self, before: Any | None, buffer: torch.Tensor, parts: list[torch.Tensor]) -> Begin:
+    def _then_all_reduce(
+        self, before: Any | None, buffer: torch.Tensor, parts: list[torch.Tensor], earlier: Gradients
+    ) -> Begin:
         def begin() -> Any:
             if before is not None:
                 before.wait()  # once only: gloo copies its result out in every wait
+            for part, kept in zip(parts, earlier, strict=True):
+                if kept is not None:
+                    part.add_(kept)
             record(self.comm, [self.last_move] * len(parts), parts, "backward")
             self.comm.during(self.last_move, "backward")
             with recorded(self.comm, self.last_move, "backward", len(parts)):
@@ -200,7 +228,7 @@ class JointBucket(Bucket):
     def __init__(
         self, world: World, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False
     ) -> None:
-        super().__init__(moves, replicas, listed)
+        super().__init__(moves, replicas, listed, world.ranks[0].deferred)
         self.world = world
         self.count = len(self.moves) // world.size
 
@@ -212,26 +240,32 @@ class JointBucket(Bucket):
         """See :meth:`Bucket.of`; the same for every face."""
         return JointBucket(self.world, moves)
 
-    def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
-        """See :meth:`Bucket.backward`. Nothing is under way afterwards."""
-        out = self._execute([m.backward() for m in self.moves], gradients, "backward")
+    def backward(
+        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
+    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
+        """See :meth:`Bucket.backward`. Nothing is under way afterwards.
+
+        Here gradients are kept whole, whose summands cost nothing to add: a sum that waits is one that is not counted.
+        """
+        waits = self.deferred
+        out = self._execute([m.backward() for m in self.moves], gradients, "backward", waits and not self.replicas)
         if self.replicas:
-            out = self._execute([self.last_move] * len(out), out, "backward")
+            out = self._execute([self.last_move] * len(out), out, "backward", waits)
         return out, [], []
 
-    def _execute(self, moves: Sequence[Move], xs: Gradients, phase: str) -> Gradients:
-        out: Gradients = [None] * len(xs)
+    def _execute(self, moves: Sequence[Move], xs: Gradients, phase: str, waits: bool = False) -> Gradients:
+        out: list[torch.Tensor | None] = [None] * len(xs)
         first = self.world.ranks[0]
-        if moves[0].verb not in LOCAL:
+        if moves[0].verb not in LOCAL and not waits:
             for members in _by_dtype(xs[: self.count]):
                 record(first, [moves[i] for i in members], [x for i in members if (x := xs[i]) is not None], phase)
         # The forward runs in any rank's thread; every rank records it where it waits for it.
         shown = self.count if self.listed else 1
-        with recorded(first, moves[0], phase, shown) if phase == "backward" else contextlib.nullcontext():
+        with recorded(first, moves[0], phase, shown) if phase == "backward" and not waits else contextlib.nullcontext():
             self._carry_out(moves, xs, out)
         return out
 
-    def _carry_out(self, moves: Sequence[Move], xs: Gradients, out: Gradients) -> None:
+    def _carry_out(self, moves: Sequence[Move], xs: Gradients, out: list[torch.Tensor | None]) -> None:
         for i in range(self.count):
             faces = range(i, len(xs), self.count)
             ours = [x for f in faces if (x := xs[f]) is not None]

@@ -39,6 +39,12 @@ class Communicator:
     device: torch.device | None = None
     """where new tensors of this rank go; None: torch's default"""
 
+    micro_batch: tuple[int, int] = (0, 1)
+    """which of how many micro-batches runs"""
+
+    deferred: bool = False
+    """whether forward passes leave their parameters' gradients as summands, to be added up in a later backward"""
+
     def __init__(self, axes: Mapping[str, int], rank: int) -> None:
         self.mesh = dict(axes)
         self.rank = rank

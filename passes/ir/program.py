@@ -156,7 +156,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank runs. Names of ``graph.inputs`` stand for local parameters and for global inputs."""
+    """What one rank runs. Names of ``graph.inputs`` stand for local parameters and inputs."""
 
     graph: Graph
     mesh: Mesh

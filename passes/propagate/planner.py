@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
@@ -43,8 +44,11 @@ class Planner:
         optimizer: str = "adamw",
         asked: Mapping[str, AskedOf] | None = None,
         recompute: Recompute = "none",
+        given: Mapping[str, Layout] | None = None,
     ) -> None:
-        """``asked``: node name → what its strategies are restricted to, by an expert's plan."""
+        """``asked``: node name → what its strategies are restricted to, by an expert's plan. ``given``: layouts of the
+        inputs that come in parts."""
+        self.given = given or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
         self.recompute = recompute
@@ -86,7 +90,7 @@ class Planner:
         """The network of a stage; "": without bytes."""
         if stage not in self.built:
             what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
-            network = Network(*what, self.offers.get(stage), self.optimizer)
+            network = Network(*what, self.offers.get(stage), self.optimizer, self.given)
             built = network.build()
             self.built[stage] = network, built
             states = sum(map(len, built.network.nodes))

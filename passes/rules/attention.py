@@ -133,6 +133,7 @@ def _spelled_out(
         "attn_mask": mask,
         "dropout_p": argument(site.node, "dropout_p") or None,
         "scale": argument(site.node, "scale"),
+        "batch": site.node.batch,
     }
     extra = {name: v for name, v in given.items() if v is not None}
     axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | rows_and_keys

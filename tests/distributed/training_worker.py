@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import state_cases_inputs  # noqa: F401  more of them
+import state_cases_outputs  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
