@@ -21,6 +21,7 @@ from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import narrowed
+from autoshard.passes.lower.parts import parted
 from autoshard.passes.memory import fitting, lowered, simulate
 from autoshard.passes.microbatch import MicroBatches, micro_batched
 from autoshard.passes.propagate.experts import asked_by
@@ -131,7 +132,7 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
         check_rules(graph)
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
         program, memory = _program(graph, mesh, wishes)
-    program = narrowed(program, decided)
+    program = parted(narrowed(program, decided))
     check_program(program)
     plan = describe(program, title, wishes.optimizer, memory)
     return program, replace(plan, like=_told(wishes))

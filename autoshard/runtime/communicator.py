@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -62,6 +62,26 @@ class Communicator:
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)`` with one draw from the random generators for all ranks together."""
         raise NotImplementedError
+
+    def gathered(self, what: str, mine: Any) -> Sequence[Any]:
+        """``mine`` of every rank that this process runs, in their order; ``what`` they all have come for."""
+        return (mine,)
+
+    def repeat(self, runs: Sequence[tuple[Callable[..., None], Sequence[Any]]]) -> None:
+        """Run what each rank of this process ran before once more, in a backward."""
+        ((run, inputs),) = runs
+        with bind(self):
+            run(*inputs)
+
+    def random_states(self) -> list[torch.Tensor]:
+        """Of the generators that the next draw for all ranks takes its numbers from."""
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+    def set_random_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Put the generators back to these states."""
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state)
 
     def active(self, axes: Axes) -> tuple[str, ...]:
         """``axes`` as a tuple, without the axes of size 1. Raises :class:`MeshError` for an unknown axis."""

@@ -111,7 +111,7 @@ class KeepTables:
     def _local_form(self, node: Node, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Call | None:
         """What runs on one rank, where that is not the same op on local tensors."""
         rule = rule_for(node.op)
-        if rule is None or rule.local is None or not any(s.divides for s in choice):
+        if rule is None or rule.local is None:
             return None
         call = rule.local(site_of(node, self.graph, self.mesh, choice, placed).example)
         nested = any(isinstance(x, Call) for x in (*call.args, *call.kwargs.values()))
