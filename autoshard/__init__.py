@@ -21,7 +21,7 @@ from autoshard.layout import Invariant, Layout, Partial, Replicate, Shard
 from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
-    from autoshard.api import compile, plan  # noqa: A004  the public name
+    from autoshard.api import compile, plan, score  # noqa: A004  the public name
     from autoshard.check.coverage import CoverageReport, coverage
     from autoshard.check.verification import VerifyReport, verify
     from autoshard.module.base import ShardedModule
@@ -38,6 +38,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "compile": "autoshard.api",
     "plan": "autoshard.api",
+    "score": "autoshard.api",
     "ShardedModule": "autoshard.module.base",
     "clip_grad_norm_": "autoshard.module.gradients",
     "verify": "autoshard.check.verification",
@@ -88,6 +89,7 @@ __all__ = [
     "plan",
     "redistribution",
     "register_rule",
+    "score",
     "verify",
     "visualize_layout",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -10,8 +11,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compiler import Wishes, compiled
+from autoshard.compiler import Wishes, captured, compiled, like_of
+from autoshard.devices import planned_for
 from autoshard.errors import CaptureError, MeshError
+from autoshard.hardware import Hardware
+from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.distributed import DistributedModule
@@ -19,10 +23,14 @@ from autoshard.module.in_process import InProcessModule
 from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
+from autoshard.plans.record import Cost
 from autoshard.stages import set_up_logs
 
 set_up_logs()
+
+Like = str | Mapping[str, Any] | None
 
 
 def compile(  # noqa: A001  the public name
@@ -32,12 +40,16 @@ def compile(  # noqa: A001  the public name
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     plan: Plan | None = None,
+    like: Like = None,
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
+    optimizer: str = "adamw",
+    recompute: Recompute = "auto",
     training: bool | None = None,
     gather_outputs: bool | None = None,
     strict: bool = False,
     dynamic: Dynamic = False,
+    micro_batches: int = 1,
     inputs: Inputs = "global",
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
@@ -48,8 +60,16 @@ def compile(  # noqa: A001  the public name
             process, unless torch.distributed is initialised with that many ranks, or the mesh is a ``DeviceMesh``.
         example_args, example_kwargs: example inputs (global shapes). Without them the first call compiles.
         plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``.
+        like: an expert's plan instead of a search: ``"ddp" "zero1" "zero2" "fsdp" "hsdp" "megatron" "megatron-sp"
+            "ulysses" "replicate"``, one for all axes or one per axis (``{"dp": "fsdp", "tp": "megatron-sp"}``), or
+            styles by module as of ``parallelize_module`` and transformers (``{"layers.*.mlp.up_proj": "colwise", …}``;
+            ``"tp_plan"``: the model's own), along the axis tp, else the last. What it leaves open is searched.
         hints: ``{fnmatch pattern: Shard(d) | "colwise" | "rowwise" | "replicate" | {axis: placement}}``.
-        memory_budget: bytes per rank for parameters, gradients and optimizer state; default: 80 % of the hardware's memory.
+        memory_budget: bytes per rank that the step may hold at its peak, everything included; default: 90 % of the
+            hardware's memory. Where no plan is found that stays within it: :class:`PlanError`.
+        optimizer: whose state the memory model counts, such as "adamw", "sgd" or "adafactor".
+        recompute: what the backward makes again instead of having it kept: ``"auto"`` (as memory needs), ``"none"``,
+            ``"blocks"``, ``"selective"`` or ``{pattern of modules: True | False}``.
         training: whether the example inputs are compiled for with a backward; default: ``model.training``. A later call
             has a backward exactly where eager records gradients: with grad mode on and a parameter or input that
             requires one. ``False``: no call ever records gradients. Dropout and batch norm follow the modules' own
@@ -62,6 +82,10 @@ def compile(  # noqa: A001  the public name
             named: ``{"input_ids": {0: "batch", 1: "seq"}}``. Dims of one name are equal; ``"4*batch"`` promises a
             multiple of 4, so that a dim made of several may be cut. Local sizes become expressions of these lengths.
             An example length of 0 or 1 stays fixed. A call that the program does not hold for compiles another one.
+        micro_batches: parts of the batch that a call with a backward runs one after another, forward and backward, so
+            that activations of one of them are kept at a time. Loss, gradients and dropout are exactly those of the
+            whole batch. The model returns one loss; its ``backward()`` hands the gradients over, and other outputs come
+            detached. An operation that needs the whole batch, such as batch norm in training, is refused.
         inputs: ``"global"``: every process brings the whole batch; ``"local"``: each brings its own part of it, all of
             one size, as from a DistributedSampler, and the results are those of the parts put together (in one process
             the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
@@ -73,7 +97,17 @@ def compile(  # noqa: A001  the public name
     """
     resolved = Mesh.of(mesh)
     check_inputs(inputs)
-    settings = Settings(Wishes(hints, memory_budget, strict, plan), training, gather_outputs, dynamic, inputs)
+    wishes = Wishes(
+        hints=hints,
+        memory_budget=memory_budget,
+        optimizer=optimizer,
+        recompute=recompute,
+        strict=strict,
+        plan=plan,
+        like=like,
+        micro_batches=micro_batches,
+    )
+    settings = Settings(wishes, training, gather_outputs, dynamic, inputs)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
@@ -96,31 +130,66 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
 
 def plan(
     model: nn.Module,
-    mesh: MeshLike,
+    mesh: MeshLike | None = None,
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     *,
+    devices: int | None = None,
+    hardware: str | Hardware = "h100",
+    like: Like = None,
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
+    optimizer: str = "adamw",
+    recompute: Recompute = "auto",
     training: bool | None = None,
     dynamic: Dynamic = False,
+    micro_batches: int = 1,
     inputs: Inputs = "global",
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
     Arguments as of :func:`compile`; example inputs are needed. Those that are local are what one rank brings: the plan
-    is for a batch of as many parts as there are. Raises as :func:`compile` does.
+    is for a batch of as many parts as there are. With ``devices=64, hardware="h100"`` and no mesh the mesh is searched,
+    too, and ``plan.candidates`` lists those that were tried. Raises as :func:`compile` does.
     """
     check_inputs(inputs)
     if not example_args and not example_kwargs:
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    resolved = Mesh.of(mesh)
+    if (mesh is None) == (devices is None):
+        raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
     example = tuple(example_args), dict(example_kwargs or {})
-    layouts = local_layouts(model, resolved, *example, inputs, hints)
-    example = wholes(*example, layouts)
-    wishes = Wishes(hints=hints, memory_budget=memory_budget, inputs=() if dynamic else layouts)
+    resolved = None if mesh is None else Mesh.of(mesh)
+    wishes = Wishes(
+        hints=hints,
+        memory_budget=memory_budget,
+        optimizer=optimizer,
+        recompute=recompute,
+        like=like,
+        micro_batches=micro_batches,
+    )
+    if resolved is not None:
+        layouts = local_layouts(model, resolved, *example, inputs, hints)
+        example = wholes(*example, layouts)
+        wishes = replace(wishes, inputs=() if dynamic or micro_batches != 1 else layouts)
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
-    return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan
+    if resolved is not None:
+        return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan
+    assert devices is not None
+    graph = captured(model, *example, training=recorded, dynamic=dynamic)
+    wishes = replace(wishes, like=like_of(model, like))
+    return planned_for(graph, devices, resolve_hardware(hardware), wishes, type(model).__name__)
+
+
+def score(
+    model: nn.Module,
+    mesh: MeshLike,
+    expert: Like,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    **asked: Any,
+) -> Cost:
+    """What an expert's plan (``like=``) would cost: ``plan(…, like=expert).cost``. ``asked``: as of :func:`plan`."""
+    return plan(model, mesh, example_args, example_kwargs, like=expert, **asked).cost

@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         ("compile", _compile, "write rank_module.py, plan.json and shards to a directory"),
         ("verify", _verify, "compare the sharded model with the unsharded one"),
         ("show", _show, "print the source, or draw the plan to .html .dot .svg .json .txt"),
+        ("explain", _explain, "say why a parameter, a module or an operation is laid out as it is"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
@@ -50,9 +51,14 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--hint", action="append", default=[], metavar="PATTERN=HINT", help="colwise, rowwise, replicate, S(0), …"
         )
+        command.add_argument(
+            "--like", metavar="PLAN", help="an expert's plan: fsdp, megatron-sp, …, or dp=fsdp,tp=megatron-sp"
+        )
         command.add_argument("--inference", action="store_true", help="no gradients")
         if name != "verify":
             command.add_argument("--dynamic", action="store_true", help="one program for all batch sizes and lengths")
+        if name == "explain":
+            command.add_argument("name", metavar="NAME", help="a parameter, an operation, or a pattern of modules")
         if name == "plan":
             command.add_argument("--json", type=Path, help="also write the plan here")
         if name in ("compile", "show"):
@@ -90,6 +96,16 @@ def _hints(options: argparse.Namespace) -> dict[str, Any]:
             raise HintError(f"--hint {item!r}: write PATTERN=HINT, for example '*.up.weight=S(0)'")
         hints[pattern] = Shard(int(text[2:-1])) if text.startswith("S(") and text[2:-1].isdigit() else text
     return hints
+
+
+def _like(options: argparse.Namespace) -> str | dict[str, str] | None:
+    given: str | None = options.like
+    if given is None or "=" not in given:
+        return given
+    parts = [part.partition("=") for part in given.split(",")]
+    if any(not axis or not name for axis, _, name in parts):
+        raise PlanError(f"--like {given!r}: write a plan, or axes and plans as dp=fsdp,tp=megatron-sp")
+    return {axis: name for axis, _, name in parts}
 
 
 def load(name: str, batch: int, seq: int) -> Loaded:
@@ -183,7 +199,7 @@ def _compiled(options: argparse.Namespace) -> Any:
     from autoshard.compiler import Wishes, compiled
 
     make, args, kwargs = load(options.model, options.batch, options.seq)
-    training, wishes = not options.inference, Wishes(hints=_hints(options))
+    training, wishes = not options.inference, Wishes(hints=_hints(options), like=_like(options))
     with torch.device("meta"):
         model = make().train(training)
     return compiled(model, _mesh(options), args, kwargs, wishes, training=training, dynamic=options.dynamic)
@@ -205,7 +221,7 @@ def _compile(options: argparse.Namespace) -> int:
     _weigh(make, _COMPILED)
     torch.manual_seed(0)
     training, mesh = not options.inference, _mesh(options)
-    asked = {"hints": _hints(options), "training": training, "dynamic": options.dynamic}
+    asked = {"hints": _hints(options), "like": _like(options), "training": training, "dynamic": options.dynamic}
     sharded = autoshard.compile(make().train(training), mesh, args, kwargs, **asked)
     sharded.save(options.out)
     ranks = sharded.mesh.size
@@ -227,7 +243,9 @@ def _verify(options: argparse.Namespace) -> int:
     args, kwargs = torch.utils._pytree.tree_map(
         lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
     )
-    report = autoshard.verify(model, _mesh(options), args, kwargs, steps=options.steps, hints=_hints(options))
+    report = autoshard.verify(
+        model, _mesh(options), args, kwargs, steps=options.steps, hints=_hints(options), like=_like(options)
+    )
     print(report)
     return 0 if report.ok else 1
 
@@ -239,6 +257,11 @@ def _show(options: argparse.Namespace) -> int:
     else:
         found.plan.visualize(options.out)
         print(f"written to {options.out}")
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    print(_compiled(options).plan.explain(options.name))
     return 0
 
 

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from autoshard import stages
+from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.codegen import Source, codegen
-from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Symbols
+from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.verify import check_graph, check_program
-from autoshard.passes.lower.blocks import hoisted
-from autoshard.passes.lower.bucket import bucket
-from autoshard.passes.lower.lowering import lower, narrowed
-from autoshard.passes.lower.together import together
-from autoshard.passes.propagate import propagate
-from autoshard.passes.propagate.budget import binding
+from autoshard.passes.lower.lowering import narrowed
+from autoshard.passes.lower.parts import parted
+from autoshard.passes.memory import fitting, lowered, simulate
+from autoshard.passes.microbatch import MicroBatches, micro_batched
+from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import fixed, resolve
+from autoshard.passes.propagate.planner import Planner
+from autoshard.passes.propagate.recompute import Recompute
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of
@@ -42,6 +44,8 @@ class Compiled:
     program: Program
     plan: Plan
     source: Source
+    micro_batches: MicroBatches | None = None
+    """where the step runs in several: the other stages are those of one of them"""
 
     @property
     def symbols(self) -> Symbols:
@@ -55,11 +59,17 @@ class Wishes:
 
     hints: Mapping[str, Any] | None = None
     memory_budget: float | None = None
+    optimizer: str = "adamw"
+    recompute: Recompute = "auto"
     strict: bool = False
     plan: Plan | None = None
     """choices to follow instead of a search"""
+    like: Any = None
+    """an expert's plan: a name, a name per mesh axis, or styles by module"""
     parameters: Mapping[str, Layout] | None = None
     """layouts that an earlier compilation gave the parameters"""
+    micro_batches: int = 1
+    """parts of the batch that a step with a backward runs one after another"""
     inputs: tuple[Layout | None, ...] = ()
     """per leaf of the arguments the layout it comes in; None, or nothing: whole"""
 
@@ -80,7 +90,18 @@ def compiled(
     Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left as it was.
     """
     graph = captured(model, args, kwargs, training=training, dynamic=dynamic)
+    wishes = replace(wishes, like=like_of(model, wishes.like))
     return build(graph, mesh, wishes, title=title or type(model).__name__)
+
+
+def like_of(model: nn.Module, like: Any) -> Any:
+    """``like`` with "tp_plan" as the plan that the model brings, as those of transformers do."""
+    if like == "tp_plan":
+        found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+        if not found:
+            raise PlanError(f"like='tp_plan': {type(model).__name__} has no tp_plan. Name a plan, such as 'megatron'")
+        return dict(found)
+    return {key: like_of(model, x) for key, x in like.items()} if isinstance(like, Mapping) else like
 
 
 def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
@@ -93,32 +114,46 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes = wishes or Wishes()
+    micro = None
+    if wishes.micro_batches != 1 and graph.training:
+        graph, micro = micro_batched(graph, wishes.micro_batches)
+    dump = stages.captured(graph)
+    program, plan = planned(graph, mesh, wishes, title)
+    source = codegen(program, title)
+    stages.compiled(plan, program, source.text, dump)
+    return Compiled(graph, program, plan, source, micro)
+
+
+def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
+    """The stages from a graph to a program and its plan."""
     check_graph(graph)
     check_random(graph)
     if wishes.strict:
         check_rules(graph)
-    dump = stages.captured(graph)
-
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
-        assignment = _assignment(graph, mesh, wishes)
-        program = lower(graph, assignment)
-        program = together(program)
-        program = hoisted(program)
-        program = bucket(program)
-    program = narrowed(program, decided)
+        program, memory = _program(graph, mesh, wishes)
+    program = parted(narrowed(program, decided))
     check_program(program)
-
-    plan = describe(program, title)
-    source = codegen(program, title)
-    stages.compiled(plan, program, source.text, dump)
-    return Compiled(graph, program, plan, source)
+    plan = describe(program, title, wishes.optimizer, memory)
+    return program, replace(plan, like=_told(wishes))
 
 
-def _assignment(graph: Graph, mesh: Mesh, wishes: Wishes) -> Assignment:
-    """The choices of a plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
-    given = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
+def _told(wishes: Wishes) -> str:
+    """The expert's plan that was followed, as text."""
     if wishes.plan is not None:
-        return assignment_of(wishes.plan, graph, mesh, given)
-    constraints = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
+        return wishes.plan.like
+    return "" if wishes.like is None else repr(wishes.like)
+
+
+def _program(graph: Graph, mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]:
+    """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
+    parts = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
+    if wishes.plan is not None:
+        program = lowered(assignment_of(wishes.plan, graph, mesh, parts))
+        return program, simulate(program, wishes.optimizer)
+    given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
-        return propagate(graph, mesh, constraints, binding(wishes.memory_budget, graph, mesh), given)
+        expert = asked_by(wishes.like, graph, mesh)
+        limits = {**expert.limits, **given}
+        planner = Planner(graph, mesh, limits, wishes.optimizer, expert.asked, wishes.recompute, parts)
+        return fitting(planner, wishes.memory_budget)

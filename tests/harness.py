@@ -100,12 +100,13 @@ def assert_equal_training(
     share: float | None = None,
     steps: int = 3,
     hints: dict[str, Any] | None = None,
+    like: Any = None,
     hardware: str | autoshard.Hardware = "ideal_network",
 ) -> autoshard.VerifyReport:
     """float64, relative error ≤ 1e-9 (100 times that for weights after AdamW). ``share``: flops_per_rank · ranks / flops."""
     args, kwargs = double((args, kwargs or {}))
     mesh = autoshard.Mesh(axes, hardware=hardware)
-    report = autoshard.verify(model.double(), mesh, args, kwargs, steps=steps, hints=hints)
+    report = autoshard.verify(model.double(), mesh, args, kwargs, steps=steps, hints=hints, like=like)
     assert report.ok, str(report)
     cost, ranks = report.plan.cost, math.prod(axes.values())
     if share is not None:
@@ -116,18 +117,20 @@ def assert_equal_training(
 def collectives(
     model: nn.Module,
     axes: dict[str, int],
-    hints: dict[str, Any],
+    hints: dict[str, Any] | None,
     args: tuple[torch.Tensor, ...],
     hardware: str | autoshard.Hardware = "ideal_network",
+    kwargs: dict[str, torch.Tensor] | None = None,
+    like: Any = None,
 ) -> Counter[Signature]:
     """The plan's collectives as a multiset; what is really executed must be the same bytes per kind, axis and phase."""
     torch.manual_seed(0)
-    assert_equal_training(model, axes, args, hints=hints, hardware=hardware)
-    args = double(args)
-    sharded = autoshard.compile(model, autoshard.Mesh(axes, hardware), args, hints=hints)
+    assert_equal_training(model, axes, args, kwargs, hints=hints, like=like, hardware=hardware)
+    args, kwargs = double((args, kwargs or {}))
+    sharded = autoshard.compile(model, autoshard.Mesh(axes, hardware), args, kwargs, hints=hints, like=like)
     executed: list[Any] = []
     sharded.record(executed)
-    sharded(*args).backward()
+    getattr(out := sharded(*args, **kwargs), "loss", out).backward()
     predicted_bytes: Counter[tuple[str, tuple[str, ...], str]] = Counter()
     executed_bytes: Counter[tuple[str, tuple[str, ...], str]] = Counter()
     for c in sharded.collectives:

@@ -94,6 +94,7 @@ def verify(
     steps: int = 1,
     plan: Plan | None = None,
     hints: Mapping[str, Any] | None = None,
+    like: api.Like = None,
 ) -> VerifyReport:
     """Train copies of ``model`` sharded and unsharded for ``steps`` AdamW steps and compare everything.
 
@@ -108,7 +109,7 @@ def verify(
     reference = copy.deepcopy(model, {id(t): t.detach().clone() for t in computed(model)})
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
     asked, rtol = rtol, default_rtol(dtype) if rtol is None else rtol
-    sharded = api.compile(model, mesh, example_args, kwargs, plan=plan, hints=hints)
+    sharded = api.compile(model, mesh, example_args, kwargs, plan=plan, hints=hints, like=like)
     runner = _Runner(
         reference, sharded, tuple(example_args), kwargs, rtol, rtol if atol is None else atol, asked is not None
     )

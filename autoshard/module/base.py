@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ from autoshard.mesh import Mesh
 from autoshard.module.entrance import beside, check_data
 from autoshard.module.executable import Executable, described, first_that_serves, load_source, signature_of
 from autoshard.module.inputs import Inputs, local_layouts
+from autoshard.module.microbatches import MicroBatchRun
 from autoshard.module.original import Original, absent_buffers
 from autoshard.module.parts import Fixed
 from autoshard.module.saving import save
@@ -228,9 +230,9 @@ class ShardedModule(Fixed):
         settings = self._settings
         dynamic = settings.dynamic if structure is not None else False
         first = self._parameter_layouts is None
-        inputs = (
-            self._input_layouts(args, kwargs) if structure is None else ()
-        )  # open lengths are read off whole inputs
+        # Open lengths are read off whole inputs, and micro-batches are rows of the whole.
+        apart = structure is None and (not recorded or settings.wishes.micro_batches == 1)
+        inputs = self._input_layouts(args, kwargs) if apart else ()
         wishes = replace(settings.wishes, inputs=inputs)
         wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts)
         args, kwargs = self._whole(args, kwargs)
@@ -342,7 +344,7 @@ class ShardedModule(Fixed):
             own, named, written = executable.apart(args, kwargs)
             self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
             with without_autocast(), contextlib.nullcontext() if recorded else torch.no_grad():
-                leaves, mutated = self._run(executable, executable.flat_inputs(own, named))
+                leaves, mutated = self._step(executable, executable.named(own, named))
             return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
 
         leaves, mutated, written, out_spec = first_that_serves(serve)
@@ -358,6 +360,21 @@ class ShardedModule(Fixed):
     def _device_type(self) -> str | None:
         """Where inputs have to come; None where they are moved."""
         return next((t.device.type for t in self._of.held().values()), None) if self._of.adopted else None
+
+    def _step(
+        self, executable: Executable, inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """Outputs, and what is written back."""
+        names, micro = executable.compiled.source.inputs, executable.compiled.micro_batches
+        if micro is None:
+            return self._run(executable, [inputs[name] for name in names])
+        inputs = self._whole((), inputs)[1]
+        steps = MicroBatchRun(partial(self._run, executable), self._enter, self._defer, self._of.standing_in)
+        return steps(micro, inputs, names)
+
+    def _enter(self, index: int, count: int) -> None:
+        """Tell all ranks of this process which of ``count`` micro-batches runs."""
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

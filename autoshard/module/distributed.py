@@ -294,6 +294,9 @@ class DistributedModule(ShardedModule):
         first = len(program.outputs)
         return leaves, {fqn: results[first + i].detach() for i, fqn in enumerate(program.mutations)}
 
+    def _enter(self, index: int, count: int) -> None:
+        self._comm.micro_batch = (index, count)
+
     def _rank_module(self, executable: Executable) -> Any:
         if id(executable) not in self._loaded:
             self._loaded[id(executable)] = executable.rank_module()

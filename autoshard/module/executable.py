@@ -68,11 +68,10 @@ class Executable:
         copies = [x.clone() if n in written else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
         return *pytree.tree_unflatten(copies, spec), {fqn: named[name] for name, fqn in written.items()}
 
-    def flat_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Tensors in the order the rank module takes them."""
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Tensors by the names of the graph's inputs."""
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        by_name = dict(zip(self.graph.flat_inputs, leaves, strict=True))
-        return [by_name[name] for name in self.compiled.source.inputs]
+        return {n: leaf for n, leaf in zip(self.graph.flat_inputs, leaves, strict=True) if n is not None}
 
     def as_typed(self, leaves: Sequence[Any]) -> list[Any]:
         """The outputs without the gradients that no value of the graph has: what goes together shares one autograd node."""

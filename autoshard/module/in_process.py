@@ -82,6 +82,10 @@ class InProcessModule(ShardedModule):
         }
         return leaves, mutated
 
+    def _enter(self, index: int, count: int) -> None:
+        for comm in self._world.ranks:
+            comm.micro_batch = (index, count)
+
     def _tensors(self, executable: Executable) -> dict[str, tuple[torch.Tensor, ...]]:
         """Original name → the local tensor of every rank."""
         found: dict[str, tuple[torch.Tensor, ...]] = {}

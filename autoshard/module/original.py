@@ -82,6 +82,21 @@ class Original:
             )
         return found
 
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Inside, leaves with the same data stand in for parameters that are trained: pairs of these, each once."""
+        before = {name: self.tensor(name) for name in self.parameters}
+        leaves = {id(p): (p, p.detach().requires_grad_()) for p in before.values() if p.requires_grad}
+        try:
+            for name, p in before.items():
+                holder, leaf = self.slots[name]
+                holder[leaf] = leaves[id(p)][1] if id(p) in leaves else p
+            yield list(leaves.values())
+        finally:
+            for name, p in before.items():
+                holder, leaf = self.slots[name]
+                holder[leaf] = p
+
     def held(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer under each of its names: those in the parts, or the user's own before adoption."""
         if self.adopted:

@@ -52,7 +52,9 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
     bound = plan.lower_bound if alike else 0.0
     hinted = frozenset(fqns.get(n, n) for n in plan.given)
     solution = Solution((), plan.cost.total_s, bound, False)
-    return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, hinted)
+    again = {name: choice.again for name, choice in plan.choices.items() if choice.again}
+    shared_again = frozenset(fqns.get(n, n) for n in plan.shared_again)
+    return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, hinted, again, shared_again)
 
 
 def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:

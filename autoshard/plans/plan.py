@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from autoshard.plans.diff import diff
+from autoshard.plans.explain import explain
 from autoshard.plans.record import Record
 from autoshard.plans.report import plan_text
 from autoshard.viz import visualize
@@ -16,6 +18,14 @@ class Plan(Record):
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    def explain(self, name: str) -> str:
+        """Why a parameter, a module (fnmatch pattern) or an operation is laid out so, and what else it would cost."""
+        return explain(self, name)
+
+    def diff(self, other: Record) -> str:
+        """This plan and ``other`` side by side: cost, memory, layouts, operations and collectives that differ."""
+        return diff(self, other)
 
     def visualize(self, path: str | os.PathLike[str], other: Record | None = None) -> None:
         """Draw the plan into ``path``: .html, .dot, .svg, .json, .txt or .trace.json; ``other``: the plan before."""

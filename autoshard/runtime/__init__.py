@@ -6,6 +6,7 @@ Imports torch and nothing of the compiler.
 from torch import reshape
 
 from autoshard.runtime import ctc, exactly, functions, grouped  # noqa: F401  their ops
+from autoshard.runtime.again import again
 from autoshard.runtime.collectives import (
     all_gather,
     all_reduce,
@@ -46,6 +47,7 @@ __all__ = [
     "RankModule",
     "TorchCommunicator",
     "World",
+    "again",
     "all_gather",
     "all_gather_together",
     "all_reduce",

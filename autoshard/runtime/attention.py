@@ -50,12 +50,14 @@ def attention(
     *,
     shape: Sequence[int],
     cuts: Mapping[int, Axes],
+    batch: int | None = None,
 ) -> torch.Tensor:
     """Attention spelled out: where keys are cut, or where dropout must hit what it hits on one device.
 
     query [..., s, e], key [..., t, e], value [..., t, d]; ``shape``: the global shape of the weights [..., s, t];
     ``cuts``: the axes that cut each of its dims. Where keys are cut the result is P, and the softmax all-reduces maxima
-    and sums. Step by step like ATen's math path, so that the same seed drops the same weights.
+    and sums. Step by step like ATen's math path, so that the same seed drops the same weights. ``batch``: see
+    :func:`~autoshard.runtime.dropout`.
     """
     root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     scores = (query * root) @ (key.transpose(-2, -1) * root)
@@ -66,5 +68,5 @@ def attention(
     last = len(shape) - 1
     weights = safe_softmax(scores, last, cuts[last]) if last in cuts else torch.ops.aten._safe_softmax(scores, -1)
     if dropout_p:
-        weights = dropout(weights, dropout_p, shape, cuts)
+        weights = dropout(weights, dropout_p, shape, cuts, batch=batch)
     return weights @ value

@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -40,6 +40,9 @@ class Communicator(ABC):
     device: torch.device | None = None
     """where new tensors of this rank go; None: torch's default"""
 
+    micro_batch: tuple[int, int] = (0, 1)
+    """which of how many micro-batches runs"""
+
     deferred: bool = False
     """whether forward passes leave their parameters' gradients as summands, to be added up in a later backward"""
 
@@ -60,6 +63,26 @@ class Communicator(ABC):
     @abstractmethod
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)`` with one draw from the random generators for all ranks together."""
+
+    def gathered(self, what: str, mine: Any) -> Sequence[Any]:
+        """``mine`` of every rank that this process runs, in their order; ``what`` they all have come for."""
+        return (mine,)
+
+    def repeat(self, runs: Sequence[tuple[Callable[..., None], Sequence[Any]]]) -> None:
+        """Run what each rank of this process ran before once more, in a backward."""
+        ((run, inputs),) = runs
+        with bind(self):
+            run(*inputs)
+
+    def random_states(self) -> list[torch.Tensor]:
+        """Of the generators that the next draw for all ranks takes its numbers from."""
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+    def set_random_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Put the generators back to these states."""
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state)
 
     def active(self, axes: Axes) -> tuple[str, ...]:
         """``axes`` as a tuple, without the axes of size 1. Raises :class:`MeshError` for an unknown axis."""

@@ -10,7 +10,7 @@ import torch
 
 from autoshard.runtime.communicator import Axes
 from autoshard.runtime.module import device
-from autoshard.runtime.random import dropout, in_memory_order, part, shared
+from autoshard.runtime.random import drawn, dropout, in_memory_order, part, shared
 
 
 def draw(op: str, *args: Any, dims: Mapping[int, Axes] | None = None, **kwargs: Any) -> torch.Tensor:
@@ -31,27 +31,34 @@ def draw_like(
     dims: Mapping[int, Axes],
     *args: Any,
     order: Sequence[int] = (),
+    batch: int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """This rank's part of ``aten.op(t, *args)`` for a ``t`` of global ``shape`` whose values do not matter.
 
     ``x``: this rank's part of ``t``, for its dtype and device; ``dims``: the axes that cut each sharded dim;
-    ``order``: the dims of ``t`` as they lie in memory, if not as they are numbered.
+    ``order``: the dims of ``t`` as they lie in memory, if not as they are numbered: normal draws of a transposed tensor
+    are others. ``batch``: see :func:`~autoshard.runtime.dropout`.
     """
 
-    def fill() -> torch.Tensor:  # in the operand's own order: normal draws of a transposed tensor are others
+    def fill(shape: Sequence[int]) -> torch.Tensor:
         empty = partial(torch.empty, dtype=x.dtype, device=x.device)
         filled: torch.Tensor = getattr(torch.ops.aten, op)(in_memory_order(order, empty, shape), *args, **kwargs)
         return filled
 
-    return part(shared(fill), dims)
+    return part(drawn(lambda s: shared(fill, s), shape, (), batch), dims)
 
 
 def native_dropout(
-    x: torch.Tensor, p: float, shape: Sequence[int], dims: Mapping[int, Axes], order: Sequence[int] = ()
+    x: torch.Tensor,
+    p: float,
+    shape: Sequence[int],
+    dims: Mapping[int, Axes],
+    order: Sequence[int] = (),
+    batch: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``aten.native_dropout`` in training: what ``runtime.dropout`` gives, and what was kept."""
-    kept = dropout(torch.ones_like(x), p, shape, dims, order) != 0
+    kept = dropout(torch.ones_like(x), p, shape, dims, order, batch) != 0
     return x * kept * (1 / (1 - p) if p < 1 else 0), kept
 
 

@@ -137,6 +137,15 @@ class InProcessCommunicator(Communicator):
         moves, xs = zip(*values, strict=True)
         return _joint(self.world, moves, xs, "forward")
 
+    def gathered(self, what: str, mine: Any) -> Sequence[Any]:
+        """See :meth:`Communicator.gathered`."""
+        every: Sequence[Any] = self.world.meet(self.rank, what, mine, lambda runs: [tuple(runs)] * self.world.size)
+        return every
+
+    def repeat(self, runs: Sequence[tuple[Callable[..., None], Sequence[Any]]]) -> None:
+        """See :meth:`Communicator.repeat`."""
+        self.world.run(lambda run, inputs: run(*inputs), list(runs))
+
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :meth:`Communicator.shared`: the last rank to arrive draws, and all get the one result."""
         what = f"shared {getattr(fn, '__name__', fn)}"
@@ -177,7 +186,9 @@ def _all_reduce(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[
 
 def _reduce_scatter(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     total = _reduced(move, xs)
-    return [total.narrow(move.dim, *c).contiguous() for c in comm.chunks(move.size, move.axes)]
+    # Copies: a view would keep the whole sum alive.
+    parts = (total.narrow(move.dim, *c) for c in comm.chunks(move.size, move.axes))
+    return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
 
 def _all_gather(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.again import forgetting
 from autoshard.runtime.communicator import current
 from autoshard.runtime.parameters import regather
 
@@ -63,6 +64,8 @@ class RankModule(Block):
 
     MESH: ClassVar[Mapping[str, int]] = {}
     BLOCKS: ClassVar[Mapping[str, type[Block]]] = {}
+    AGAIN: ClassVar[bool] = False
+    """whether it has parts that run again in the backward"""
     GATHERS: ClassVar[bool] = False
     """whether it gathers parameters, which are then gathered again in the backward instead of being kept"""
 
@@ -83,7 +86,7 @@ class RankModule(Block):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward; first :meth:`bind_tensors`."""
-        with regather() if self.GATHERS else contextlib.nullcontext():
+        with regather() if self.GATHERS else forgetting() if self.AGAIN else contextlib.nullcontext():
             return super().__call__(*args, **kwargs)
 
     @property

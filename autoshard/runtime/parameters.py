@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import LayoutError, RuntimeMismatchError
+from autoshard.runtime.again import CHANGED, Source, can_be_made_again, forget_freed, forgetting
 from autoshard.runtime.buckets import Bucket, Tensors, carried
 from autoshard.runtime.collectives import Whole
 from autoshard.runtime.communicator import Axes, current
@@ -135,11 +135,10 @@ def _through(bucket: Bucket, xs: Sequence[torch.Tensor]) -> Tensors:
     else:
         out = tuple(bucket.forward(xs, "forward"))
     if _scope.depth and bucket.moves[0].verb == "all_gather":
-        _forget_freed()
-        again = _Again(bucket, tuple(xs))
+        forget_freed()
+        again = _Gather(bucket, tuple(xs))
         for i, y in enumerate(out):
-            storage = y.untyped_storage()
-            _gathered[storage._cdata] = (StorageWeakRef(storage), again, i)
+            can_be_made_again(y, again, i)
     return out
 
 
@@ -148,82 +147,40 @@ class _Scope(threading.local):
 
 
 _scope = _Scope()
-_gathered: dict[int, tuple[StorageWeakRef, _Again, int]] = {}
-"""Storages of gathered parameters by address. The weak reference keeps the address from being used again."""
 
 
-class _Again:
+class _Gather(Source):
     """A bucket that can be gathered once more for the backward, and is dropped after its last use."""
 
     def __init__(self, bucket: Bucket, xs: Tensors) -> None:
+        super().__init__()
         self.bucket, self.xs = bucket, xs
         self.versions = [x._version for x in xs]
-        self.packed = self.unpacked = 0
         self.full: list[torch.Tensor] | None = None
 
-    def get(self, i: int) -> torch.Tensor:
-        """Gathered tensor number ``i``."""
-        if self.full is None:
-            if self.versions != [x._version for x in self.xs]:
-                raise RuntimeMismatchError(
-                    "a sharded parameter was changed in place between forward and backward; its gathered value is "
-                    "not kept (regather), so the backward cannot be right"
-                )
-            with torch.no_grad():
-                self.full = self.bucket.forward(self.xs, "backward")
-            self.unpacked = 0
-            if torch._C._current_graph_task_id() != -1:  # in a backward: nothing outlives it
-                torch.autograd.Variable._execution_engine.queue_callback(self.drop)
-        full = self.full[i]
-        self.unpacked += 1
-        if self.unpacked == self.packed:
-            self.drop()
-        return full
+    def make(self) -> None:
+        """See :meth:`Source.make`."""
+        if self.versions != [x._version for x in self.xs]:
+            raise RuntimeMismatchError(CHANGED.format("a sharded parameter"))
+        with torch.no_grad():
+            self.full = self.bucket.forward(self.xs, "backward")
+
+    def value(self, number: int) -> torch.Tensor | None:
+        """Gathered tensor number ``number``."""
+        return None if self.full is None else self.full[number]
 
     def drop(self) -> None:
         """Free the gathered tensors."""
         self.full = None
 
 
-class _Packed(NamedTuple):
-    again: _Again
-    number: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-def _pack(x: torch.Tensor) -> torch.Tensor | _Packed:
-    entry = _gathered.get(x.untyped_storage()._cdata)
-    if entry is None or x.dtype != entry[1].xs[entry[2]].dtype:
-        return x
-    _, again, i = entry
-    again.packed += 1
-    return _Packed(again, i, x.shape, x.stride(), int(x.storage_offset()))
-
-
-def _unpack(x: torch.Tensor | _Packed) -> torch.Tensor:
-    if isinstance(x, torch.Tensor):
-        return x
-    return x.again.get(x.number).as_strided(x.size, x.stride, x.offset)
-
-
 @contextlib.contextmanager
 def regather() -> Iterator[None]:
-    """Around a block's forward: parameters that :func:`gather_parameters` gathers inside are not kept for the backward.
-
-    Tensors that autograd saves and that lie in a gathered parameter's storage are kept as "where in which bucket";
-    the backward gathers the bucket again, once. Copies (a cast under autocast, say) are kept as usual.
-    """
+    """Around a block's forward: parameters that :func:`gather_parameters` gathers inside are not kept for the backward,
+    which gathers their bucket again, once. Copies (a cast under autocast, say) are kept as usual."""
     _scope.depth += 1
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        with forgetting():
             yield
     finally:
         _scope.depth -= 1
-        _forget_freed()
-
-
-def _forget_freed() -> None:
-    for address in [a for a, (storage, _, _) in _gathered.items() if storage.expired()]:
-        del _gathered[address]

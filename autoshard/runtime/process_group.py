@@ -171,6 +171,12 @@ class TorchCommunicator(Communicator):
         with recorded(self, move, phase):
             return in_order_of(x, _COLLECTIVES[verb](self, move, group, x))
 
+    def random_states(self) -> list[torch.Tensor]:
+        """See :meth:`Communicator.random_states`; inside :func:`synchronised_rng` the ranks agree on them."""
+        if self.generators is not None:
+            self.generators.agree()
+        return super().random_states()
+
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :meth:`Communicator.shared`: every rank draws; the generators agree (synchronised_rng)."""
         if self.generators is not None:

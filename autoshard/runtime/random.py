@@ -41,13 +41,19 @@ def synchronised_rng(comm: Communicator) -> Iterator[None]:
 
 
 def dropout(
-    x: torch.Tensor, p: float, shape: Sequence[int], dims: Mapping[int, Axes], order: Sequence[int] = ()
+    x: torch.Tensor,
+    p: float,
+    shape: Sequence[int],
+    dims: Mapping[int, Axes],
+    order: Sequence[int] = (),
+    batch: int | None = None,
 ) -> torch.Tensor:
     """``F.dropout(training=True)`` of the global tensor, on this rank's part ``x``.
 
     ``shape``: the global shape; ``dims``: the axes that cut each sharded tensor dim. Every element is dropped exactly
     when the unsharded model drops it, from the same seed. ``order``: the dims of the unsharded model's tensor as they
-    lie in memory, if not as they are numbered: eager dropout draws in memory order.
+    lie in memory, if not as they are numbered: eager dropout draws in memory order. ``batch``: where ``x`` belongs to
+    one of several micro-batches, the dim that they share: this one takes its part of what the whole batch draws.
     """
     if not 0.0 <= p <= 1.0:
         raise LayoutError(f"dropout probability {p} is not between 0 and 1")
@@ -55,16 +61,49 @@ def dropout(
         return x
     if p == 1.0:
         return x * 0.0
-    noise = in_memory_order(order, lambda s: current().shared(_noise, (s, p, x.dtype, x.device), {}), shape)
-    return x * part(noise, dims)
+    noise = drawn(lambda s: current().shared(_noise, (s, p, x.dtype, x.device), {}), shape, order, batch)
+    dropped: torch.Tensor = _Drop.apply(x, part(noise, dims), p)  # type: ignore[no-untyped-call]
+    return dropped
+
+
+class _Drop(torch.autograd.Function):
+    """``x * noise``; one byte per element is kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
+        ctx.save_for_backward(noise != 0)
+        ctx.p = p
+        return x * noise
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (kept,) = ctx.saved_tensors
+        return gradient * _scaled(kept.to(gradient.dtype), ctx.p), None, None
+
+
+def _scaled(kept: torch.Tensor, p: float) -> torch.Tensor:
+    """What eager dropout multiplies with, of ones where an element is kept; as ATen rounds it."""
+    return kept.div_(1 - p) if kept.device.type == "cpu" else kept.mul_(1 / (1 - p))
 
 
 def _noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What eager dropout multiplies with; every step as ATen does it, so that it takes the same draws."""
     if device.type == "cpu":
-        return torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p).div_(1 - p)
+        return _scaled(torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p), p)
     ones = torch.ones(shape, dtype=dtype, device=device)
     return torch.native_dropout(ones, p, True)[0]
+
+
+def drawn(
+    draw: Callable[[tuple[int, ...]], torch.Tensor], shape: Sequence[int], order: Sequence[int], batch: int | None
+) -> torch.Tensor:
+    """What ``draw`` makes in the memory order ``order``; of several micro-batches along dim ``batch`` the present one's."""
+    index, count = current().micro_batch
+    if batch is None or count == 1:
+        return in_memory_order(order, draw, shape)
+    length = shape[batch]
+    whole = [n * count if d == batch else n for d, n in enumerate(shape)]
+    return in_memory_order(order, draw, whole).narrow(batch, index * length, length)
 
 
 def in_memory_order(

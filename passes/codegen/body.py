@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 
@@ -13,6 +14,7 @@ from autoshard.passes.codegen.source_text import Names, layout_text, one_of, pyt
 from autoshard.passes.codegen.wanted import Wanted, is_next
 from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.blocks import Segment, module_of
+from autoshard.passes.rules.facts import is_random
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,21 @@ class Line:
         return [f"{indent}# {self.comment}", *(line + end for line in lines)]
 
 
+@dataclass(frozen=True)
+class Function(Line):
+    """A function that the lines after it call."""
+
+    arguments: tuple[str, ...] = ()
+    body: tuple[Line, ...] = ()
+    returned: str = ""
+
+    def lines(self, indent: str, mark: Callable[[str], str]) -> list[str]:
+        """See :meth:`Line.lines`."""
+        head = Expression(f"def {self.value.flat}(", [atom(a) for a in self.arguments], "):").lines("", indent)
+        inner = [text for line in self.body for text in line.lines(f"{indent}    ", mark)]
+        return ["", *head, *inner, f"{indent}    return {self.returned}", ""]
+
+
 @dataclass
 class Body:
     """Writes the statements of one function. ``path``: the block that it belongs to, "" for the root."""
@@ -65,9 +82,51 @@ class Body:
     def add(self, segment: Segment, kept: Collection[str]) -> None:
         """Write ``segment``. ``kept``: locals that are read after it."""
         last_read = {name: i for i, s in enumerate(segment.statements) for name in reads(s)}
-        for i, statement in enumerate(segment.statements):
-            self.names.dead = lambda name, i=i: name not in kept and last_read.get(name, -1) <= i  # type: ignore[misc]
-            self.written.append(self._line(statement))
+        end = 0
+        for again, one in groupby(segment.statements, key=lambda s: s.again):
+            statements = tuple(one)
+            if again:
+                end += len(statements)
+                self._dying(kept, last_read, end - 1)
+                later = {*kept, *(n for s in segment.statements[end:] for n in reads(s))}
+                self._part(replace(segment, statements=statements), later)
+                continue
+            for statement in statements:
+                self._dying(kept, last_read, end)
+                self.written.append(self._line(statement))
+                end += 1
+
+    def _dying(self, kept: Collection[str], last_read: Mapping[str, int], now: int) -> None:
+        self.names.dead = lambda name: name not in kept and last_read.get(name, -1) <= now
+
+    def _part(self, segment: Segment, later: Collection[str]) -> None:
+        """Write a part that runs again in the backward: a function of all that it reads, and its call."""
+        made = {o for s in segment.statements for o in s.outputs}
+        read = [n for n in dict.fromkeys(n for s in segment.statements for n in reads(s)) if n not in made]
+        outputs = [o for s in segment.statements for o in s.outputs if o in later and o != "_"]
+        self._bind(read)
+        inside = Names(self.names.fixed)
+        for name in read:
+            own = name in self.wanted.inputs and self.wanted.inputs[name].kind != "input"
+            inside.fresh(name, "_".join(self.wanted.inputs[name].fqn.split(".")[-2:]) if own else self.names.of[name])
+        body = Body(self.program, self.wanted, self.path, inside)
+        body.add(replace(segment, statements=tuple(replace(s, again=0) for s in segment.statements)), outputs)
+        function = self.names.fresh("", f"{inside.of[outputs[0]]}_again")
+        arguments = [inside.of[name] for name in read]
+        returned = ", ".join(inside.of[o] for o in outputs)
+        whole = Function(
+            (), atom(function), "", arguments=tuple(arguments), body=tuple(body.written), returned=returned
+        )
+        text = "\n".join(whole.lines("", lambda module: ""))
+        self.written.append(replace(whole, comment=text))  # what tells it from others
+        parts = [atom(text) for text in (function, *(self.names.of[n] for n in read))]
+        if any(s.node is not None and s.step is None and is_random(s.node) for s in segment.statements):
+            parts.append(atom("draws=True"))
+        targets: list[str] = []
+        for o in outputs:
+            targets.append(self.names.fresh(o, inside.of[o], avoid=targets))
+        module = self._module(segment.statements[0])
+        self.written.append(Line(tuple(targets), Expression("runtime.again(", parts, ")"), "", module))
 
     def call(self, segment: Segment, kind: str, method: str, lengths: Sequence[str], kept: Collection[str]) -> None:
         """Write the call of ``method`` of a block of class ``kind``."""

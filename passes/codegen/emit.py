@@ -230,6 +230,8 @@ class _Emitter:
         lines = ["", "", "class RankModule(runtime.RankModule):", f'    """{self.title}"""', "", "    MESH = MESH"]
         if any(m.call.fn == "gather_parameters" for segment in self.segments for m in segment.statements):
             lines.append("    GATHERS = True")
+        if any(s.again for s in self.program.statements):
+            lines.append("    AGAIN = True")
         lines += [block_table((c.name, c.paths) for c in self.classes), self._tensor_table("")]
         lines += def_lines("forward", signature)
         lines += self._symbol_lines()

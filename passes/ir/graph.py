@@ -88,6 +88,8 @@ class Node(Applied):
     """the op without a rule that it was decomposed from"""
     order: tuple[int, ...] = ()
     """of a random op: the dims of its operand as they lie in memory, if not as they are numbered"""
+    batch: int | None = None
+    """of a random op in one of several micro-batches: the dim of what it draws that they share"""
 
     @cached_property
     def source(self) -> str:

@@ -143,6 +143,8 @@ class Statement:
     """whether it brings a parameter from its stored layout into the layout of use"""
     internal: tuple[Internal, ...] = ()
     """collectives inside an op's local form"""
+    again: int = 0
+    """number of the part that runs again in the backward, to which it belongs; 0: it does not"""
     members: tuple[Statement, ...] = ()
     """the statements that this one has been made of, one after another or side by side"""
 

@@ -73,6 +73,27 @@ class Constraint:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What an expert's plan asks of a parameter: per mesh axis the dims it is cut along; none: whole; None: free.
+
+    Where the sizes do not allow a cut, the parameter stays whole along that axis.
+    """
+
+    dims: tuple[frozenset[int] | None, ...]
+
+    def allowed(
+        self, states: Iterable[tuple[Placement, ...]], type_: TensorType, mesh: Mesh, whole: Placement | None = None
+    ) -> tuple[tuple[Placement, ...], ...]:
+        """The ``states`` that meet it: those that are cut along the most of the axes that ask for a cut."""
+        found: dict[int, list[tuple[Placement, ...]]] = {}
+        for state in states:
+            pairs = [(p, dims) for p, dims in zip(state, self.dims, strict=True) if dims is not None]
+            if all(not isinstance(p, Shard) or p.dim in dims for p, dims in pairs):
+                found.setdefault(sum(isinstance(p, Shard) for p, _ in pairs), []).append(state)
+        return tuple(found[max(found)])
+
+
 def _same(asked: Placement, given: Placement) -> bool:
     """Replicate asks for the whole value; what its gradient looks like is the compiler's business."""
     if isinstance(asked, Replicate):
@@ -97,7 +118,7 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh) -> dict[s
     for pattern, hint in (hints or {}).items():
         _check_hint(pattern, hint, mesh)
         for name, kind, asked in _targets(pattern, hint, graph):
-            value = _module_output(graph, name) if kind == "module" else _input_named(graph, name)
+            value = module_output(graph, name) if kind == "module" else _input_named(graph, name)
             constraint = _constraint(pattern, name, asked, mesh)
             what = "the output of module" if kind == "module" else kind
             constraint.check(graph.types[value], what, kind == "buffer" and name in graph.mutations)
@@ -140,7 +161,7 @@ def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]
                 found.append((value.fqn, value.kind, _styled(hint, value, graph)))
         if found:
             return found
-    modules = _modules(graph)
+    modules = modules_of(graph)
     matched = [m for m in modules if fnmatch.fnmatchcase(m, pattern)]
     if not matched:
         raise HintError(_unknown(pattern, graph, modules))
@@ -169,7 +190,8 @@ def _styled(hint: Any, value: Input, graph: Graph) -> Any:
     return Shard(int((hint == "rowwise") != table))
 
 
-def _modules(graph: Graph) -> list[str]:
+def modules_of(graph: Graph) -> list[str]:
+    """The paths of all modules that run."""
     return list(dict.fromkeys(path for n in graph.nodes for path, _ in n.module_types if path))
 
 
@@ -177,7 +199,7 @@ def _input_named(graph: Graph, fqn: str) -> str:
     return next(i.name for i in graph.inputs if i.fqn == fqn)
 
 
-def _module_output(graph: Graph, module: str) -> str:
+def module_output(graph: Graph, module: str) -> str:
     """The value the module returns: the last it defines that is read outside, or the last at all."""
     inside = [n for n in graph.nodes if n.fqn == module or n.fqn.startswith(module + ".")]
     names = {n.name for n in inside}

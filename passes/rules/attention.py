@@ -116,6 +116,7 @@ def _spelled_out(
         "attn_mask": mask,
         "dropout_p": site.node.argument("dropout_p") or None,
         "scale": site.node.argument("scale"),
+        "batch": site.node.batch,
     }
     extra = {name: v for name, v in given.items() if v is not None}
     axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | rows_and_keys
@@ -154,9 +155,12 @@ def _gathered(site: Site, name: str, axes: tuple[str, ...]) -> Internal:
 
 
 def _flops(node: Node, graph: Graph) -> float:
-    """Two products per pair of query and key, also where a causal mask hides the pair."""
-    shapes = _shapes(node, graph)
-    return 2.0 * math.prod(weights_shape(node, graph)) * (shapes["query"][-1] + shapes["value"][-1])
+    """Two products per pair of query and key; those that a causal mask hides are not counted."""
+    shapes, weights = _shapes(node, graph), weights_shape(node, graph)
+    queries, keys = weights[-2:]
+    seen = min(queries, keys)
+    pairs = queries * keys if not node.argument("is_causal") else seen * (seen + 1) / 2 + (queries - seen) * keys
+    return 2.0 * math.prod(weights[:-2]) * pairs * (shapes["query"][-1] + shapes["value"][-1])
 
 
 def _is_fused(node: Node, types: Types) -> bool:

@@ -32,8 +32,9 @@ def _lengths(site: Site) -> tuple[Any, ...]:
 
 
 def _order(site: Site) -> dict[str, Any]:
-    """How the operand lies in memory on one device, where that is not as its dims are numbered."""
-    return {"order": site.node.order} if site.node.order else {}
+    """How the operand lies in memory on one device, where that is not as its dims are numbered; the micro-batches' dim."""
+    found = {"order": site.node.order or None, "batch": site.node.batch}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _dropout(node: Node, graph: Graph) -> Factors:

@@ -1,0 +1,122 @@
+"""Forward and backward of one micro-batch after another: the step's loss, with gradients that wait for its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autoshard.passes.microbatch import MicroBatches
+
+Leaves = list[Any]
+Run = Callable[[list[torch.Tensor]], tuple[Leaves, dict[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class MicroBatchRun:
+    """How one micro-batch is run on all ranks of this process."""
+
+    run: Run
+    """its forward, for inputs in the order of the program"""
+    enter: Callable[[int, int], None]
+    """tells the ranks which of how many runs"""
+    defer: Callable[[bool], bool]
+    """whether gradients stay summands, as in ``no_sync()``; returns whether they did"""
+    leaves: Callable[[], AbstractContextManager[list[tuple[torch.Tensor, torch.Tensor]]]]
+    """the parameters that are trained, each with what stands in for it, so that the user's ``.grad`` and hooks see nothing"""
+
+    def __call__(
+        self, micro: MicroBatches, inputs: Mapping[str, torch.Tensor], names: Sequence[str]
+    ) -> tuple[Leaves, dict[str, torch.Tensor]]:
+        """The outputs of the step, and what it writes back. ``inputs``: of the whole batch; ``names``: the program's.
+
+        The loss carries gradients: its backward scales them and hands them over. Other outputs are detached, since the
+        activations that they came from are gone.
+        """
+        given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
+        sources = [micro.inputs[name] for name in names]
+        made: list[Leaves] = []
+        written: dict[str, torch.Tensor] = {}
+        states, before = _random_states(), self.defer(True)
+        with self.leaves() as pairs:
+            wanted = [*pairs, *((x, given[n]) for n, x in inputs.items() if x.requires_grad)]
+            try:
+                for index in range(micro.count):
+                    self.enter(index, micro.count)
+                    self.defer(index < micro.count - 1)  # the last one sums what all have left over the replicas
+                    _restore(states)  # every micro-batch takes its part of what the whole batch draws
+                    parts = [_part(given[source], dim, index, micro.count) for source, dim in sources]
+                    leaves, written = self.run(parts)
+                    leaves[micro.loss].backward(inputs=[leaf for _, leaf in wanted])
+                    made.append([x.detach() if isinstance(x, torch.Tensor) else x for x in leaves])
+            finally:
+                self.enter(0, 1)
+                self.defer(before)
+        outputs = [_combined(parts, how) for parts, how in zip(zip(*made, strict=True), micro.outputs, strict=True)]
+        gradients = [leaf.grad for _, leaf in wanted]
+        outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *(x for x, _ in wanted))  # type: ignore[no-untyped-call]
+        return outputs, written
+
+
+def _part(x: torch.Tensor, dim: int | None, index: int, count: int) -> torch.Tensor:
+    if dim is None:
+        return x
+    length = x.shape[dim] // count
+    return x.narrow(dim, index * length, length)
+
+
+def _combined(parts: Sequence[Any], how: int | str | None) -> Any:
+    if how is None or not isinstance(parts[0], torch.Tensor):
+        return parts[-1]
+    if how == "sum":
+        return torch.stack([*parts]).sum(0) if not isinstance(parts[0], DTensor) else sum(parts[1:], parts[0])
+    assert isinstance(how, int)
+    if not isinstance(parts[0], DTensor):
+        return torch.cat([*parts], how)
+    # Rows of one micro-batch lie on several ranks: the whole batch's rows would be in another order.
+    placements = [Replicate() if p == Shard(how) else p for p in parts[0].placements]
+    whole = [p.redistribute(p.device_mesh, placements).to_local() for p in parts]
+    return DTensor.from_local(torch.cat(whole, how), parts[0].device_mesh, placements, run_check=False)
+
+
+def _random_states() -> list[torch.Tensor]:
+    """Of the generators that draw: the CPU's, and the current GPU's where one is in use."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def _restore(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
+
+
+class _Delivered(torch.autograd.Function):
+    """A loss whose gradients are known: the backward scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, gradients: list[Any], *tensors: Any) -> torch.Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, scale: torch.Tensor) -> Any:
+        return None, None, *(None if g is None else _scaled(g, scale) for g in ctx.gradients)
+
+
+def _scaled(gradient: Any, scale: torch.Tensor) -> Any:
+    if isinstance(gradient, DTensor):
+        local = gradient.to_local() * scale
+        return DTensor.from_local(
+            local,
+            gradient.device_mesh,
+            gradient.placements,
+            run_check=False,
+            shape=gradient.shape,
+            stride=gradient.stride(),
+        )
+    return gradient * scale

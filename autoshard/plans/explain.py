@@ -1,0 +1,158 @@
+"""Why something lies or runs as it does: ``plan.explain(name)``."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Iterator
+
+from autoshard.errors import PlanError
+from autoshard.plans.record import Choice, Collective, Record
+from autoshard.plans.report import local_bytes, short_op, show_bytes, show_layout, show_seconds
+
+MOST = 12
+"""parameters and operations of a module that are told one by one"""
+
+
+def explain(plan: Record, name: str) -> str:
+    """What was decided for ``name``, why, what else could have been, and what is sent for it.
+
+    ``name``: a parameter, buffer or input; an operation or value of the graph; or an fnmatch pattern of modules, or else
+    of parameters.
+    Raises :class:`PlanError` with the nearest names for anything else.
+    """
+    if plan.kinds.get(name, "value") != "value":
+        return "\n".join(_of_input(plan, name))
+    if node := _making(plan, name):
+        return "\n".join(_of_operation(plan, node))
+    found = [m for m in sorted(plan.modules) if m and fnmatch.fnmatchcase(m, name)]
+    named = [n for n, kind in plan.kinds.items() if kind != "value" and fnmatch.fnmatchcase(n, name)]
+    if not found and not named:
+        known = [n for n, kind in plan.kinds.items() if kind != "value"] + [m for m in plan.modules if m]
+        near = difflib.get_close_matches(name, [*known, *plan.choices], n=3, cutoff=0.3)
+        raise PlanError(
+            f"{name!r} is no parameter, buffer, input, module or operation of this plan. Nearest: {', '.join(near or known[:3])}"
+        )
+    lines = [_of_module(plan, module) for module in found] or [_of_input(plan, n) for n in named]
+    return "\n".join(line for part in lines for line in part)
+
+
+def _making(plan: Record, name: str) -> str | None:
+    """The operation of that name, or that makes that value."""
+    return name if name in plan.choices else next((n for n, c in plan.choices.items() if name in c.outputs), None)
+
+
+def _why(plan: Record, name: str) -> str:
+    if name in plan.given:
+        return (
+            f"asked for by like={plan.like}"
+            if plan.like
+            else "asked for by a hint, or laid out by an earlier compilation"
+        )
+    if plan.lower_bound <= 0:
+        return "as the plan that was given says"
+    exact = plan.cost.total_s <= plan.lower_bound * (1 + 1e-9)
+    return "part of the cheapest plan" if exact else "part of the best plan found"
+
+
+def _of_input(plan: Record, name: str) -> Iterator[str]:
+    shape, layout = plan.shapes[name], plan.layouts[name]
+    yield f"{name}: {plan.kinds[name]}, {plan.dtypes.get(name, '')}{list(shape)}"
+    yield f"  lies {show_layout(layout)}: {show_bytes(local_bytes(plan, name))} per rank; {_why(plan, name)}"
+    if name in plan.shared and plan.shared[name] != layout:
+        yield f"  its readers convert from {show_layout(plan.shared[name])}"
+    for node, choice in plan.choices.items():
+        for value, use in zip(choice.inputs, choice.uses, strict=True):
+            if value == name:
+                yield f"  read as {use.replace('I@', 'R@')} by {node} ({_what(choice)}), {_labels(plan, choice)}"
+                yield from _alternatives(plan, choice, "    ")
+    yield from _sent(c for c in plan.collectives if c.value == name)
+
+
+def _of_operation(plan: Record, node: str) -> Iterator[str]:
+    choice = plan.choices[node]
+    yield f"{node}: {_what(choice)}" + (f" at {choice.source}" if choice.source else "")
+    yield f"  runs {_labels(plan, choice)} in {show_seconds(choice.seconds)}; {_reason(plan, choice)}"
+    for value, use in zip(choice.inputs, choice.uses, strict=True):
+        yield f"  reads {value} {list(plan.shapes[value])} as {use.replace('I@', 'R@')}"
+    for value in choice.outputs:
+        yield f"  makes {value} {list(plan.shapes[value])} as {show_layout(plan.layouts[value])}"
+    yield from _alternatives(plan, choice, "  ")
+    yield from _sent(c for c in plan.collectives if c.op == node or c.value in choice.outputs)
+
+
+def _of_module(plan: Record, module: str) -> Iterator[str]:
+    inside = {n: c for n, c in plan.choices.items() if c.fqn == module or c.fqn.startswith(module + ".")}
+    owned = [n for n, kind in plan.kinds.items() if kind in ("parameter", "buffer") and n.startswith(module + ".")]
+    seconds = sum(c.seconds for c in inside.values())
+    yield f"{module} ({plan.modules[module]}): {len(inside)} operations, {show_seconds(seconds)}"
+    for name in owned[:MOST]:
+        yield f"  {name} {list(plan.shapes[name])} lies {show_layout(plan.layouts[name])}; {_why(plan, name)}"
+    heavy = sorted(inside, key=lambda n: -inside[n].seconds)[:MOST]
+    for node in (n for n in inside if n in heavy):
+        yield f"  {node} ({short_op(inside[node])}) runs {_labels(plan, inside[node])} in {show_seconds(inside[node].seconds)}"
+        yield from _alternatives(plan, inside[node], "    ", 1)
+    left = max(0, len(owned) - MOST) + max(0, len(inside) - MOST)
+    if left:
+        yield f"  and {left} more"
+    yield from _sent(
+        c for c in plan.collectives if c.fqn == module or c.fqn.startswith(module + ".") or c.value in owned
+    )
+
+
+def _shown(reason: str) -> str:
+    """Users are shown R for I, except where a gradient is added, which is what sets them apart."""
+    value, _, change = reason.partition(": ")
+    before, arrow, after = change.replace("I@", "R@").partition(" → ")
+    return f"{value}: gradients added ({change})" if arrow and before == after else reason.replace("I@", "R@")
+
+
+def _what(choice: Choice) -> str:
+    return f"{short_op(choice)} in {choice.fqn or '(root)'}"
+
+
+def _reason(plan: Record, choice: Choice) -> str:
+    if not choice.has_rule:
+        return "it has no rule"
+    return f"like={plan.like} asks for it where it names it" if plan.like else "part of the plan that was found"
+
+
+def _labels(plan: Record, choice: Choice, labels: tuple[str, ...] = ()) -> str:
+    """``cut along n@tp``, ``whole``, ``on summands``."""
+    pairs = list(zip(labels or choice.labels, plan.mesh.axes, strict=True))
+    cut = [f"{label.replace('...', 'd')}@{axis}" for label, axis in pairs if _divides(label)]
+    summed = [axis for label, axis in pairs if label.startswith("P(")]
+    parts = [f"cut along {', '.join(cut)}"] if cut else []
+    parts += [f"on summands along {', '.join(summed)}"] if summed else []
+    return " and ".join(parts) or "whole on every rank"
+
+
+def _divides(label: str) -> bool:
+    return label not in ("I", "R") and not label.startswith("P(")
+
+
+def _alternatives(plan: Record, choice: Choice, indent: str, most: int = 3) -> Iterator[str]:
+    """What else the operation could do, and what that change alone would cost."""
+    now = _labels(plan, choice)
+    told: dict[str, float] = {}
+    for labels, seconds in choice.alternatives:
+        what = _labels(plan, choice, labels)
+        if what != now:
+            told[what] = min(seconds, told.get(what, seconds))
+    for what, seconds in list(told.items())[:most]:
+        more = "more" if seconds >= 0 else "less"
+        yield f"{indent}instead {what}: {show_seconds(abs(seconds))} {more} a step, all else as it is"
+
+
+def _sent(collectives: Iterable[Collective]) -> Iterator[str]:
+    found = list(collectives)
+    for c in found[:MOST]:
+        yield (
+            f"  sends {show_bytes(c.bytes)} by {c.kind}@{','.join(c.axes)} {c.phase}, {show_seconds(c.seconds)}: "
+            f"{_shown(c.reason)}"
+        )
+    if len(found) > MOST:
+        rest = found[MOST:]
+        yield f"  and {len(rest)} collectives more, {show_bytes(sum(c.bytes for c in rest))}"
+    if not found:
+        yield "  nothing is sent for it"

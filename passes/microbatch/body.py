@@ -1,0 +1,201 @@
+"""The graph of one micro-batch: every operation in its local form along the axis of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from autoshard.errors import PlanError
+from autoshard.layout import Placement, Shard
+from autoshard.passes.ir.assignment import canonical
+from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
+from autoshard.passes.ir.program import Call, Local
+from autoshard.passes.ir.walk import map_tree, walk
+from autoshard.passes.microbatch.losses import separable_means
+from autoshard.passes.microbatch.separate import Separation, local_call, separation
+from autoshard.passes.rules.facts import is_random
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """A step of several micro-batches: what each of them takes of the inputs, and how their outputs make the step's."""
+
+    count: int
+    inputs: Mapping[str, tuple[str, int | None]]
+    """input of one micro-batch → the input of the step, and the dim that they share; None: it is whole"""
+    outputs: tuple[int | str | None, ...]
+    """per flat output: the dim along which they are put together, "sum", or None where it is the same in all"""
+    loss: int
+    """position of the loss among the flat outputs: the one scalar that carries a gradient"""
+
+
+def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
+    """The graph of one of ``count`` micro-batches of ``graph``, exact: their losses add up to the whole batch's.
+
+    Raises :class:`PlanError` for a model without exactly one differentiable scalar output, and for one in which an
+    operation needs the whole batch in the middle, such as batch norm.
+    """
+    if count < 1:
+        raise PlanError(f"micro_batches is a number of at least 1, got {count}")
+    loss = _loss(graph, count)
+    graph = separable_means(graph)
+    found = separation(graph, count)
+    body = _Body(graph, found)
+    return body.run(), MicroBatches(count, body.inputs, tuple(map(_combined, found.outputs)), loss)
+
+
+def _loss(graph: Graph, count: int) -> int:
+    if graph.symbols.read:
+        raise PlanError(f"micro_batches={count} with dynamic lengths is not supported: leave out dynamic")
+    if any(i.kind == "input" and i.fqn in graph.mutations for i in graph.inputs):
+        raise PlanError(
+            f"micro_batches={count}: the forward writes into an input in place; return the new value instead"
+        )
+    types = graph.types
+    found = [
+        i for i, o in enumerate(graph.outputs) if isinstance(o, Ref) and types[o.name].grad and not types[o.name].shape
+    ]
+    if len(found) != 1:
+        what = "no output" if not found else f"{len(found)} outputs"
+        raise PlanError(
+            f"micro_batches={count}: {what} of the model is a scalar that carries a gradient. Its forward has to return "
+            "one loss, because forward and backward of a micro-batch run together."
+        )
+    return found[0]
+
+
+def _combined(placement: Placement | None) -> int | str | None:
+    if isinstance(placement, Shard):
+        return placement.dim
+    return "sum" if placement is not None and str(placement) == "P" else None
+
+
+class _Body:
+    def __init__(self, graph: Graph, found: Separation) -> None:
+        self.graph, self.found = graph, found
+        self.held = [i for i in graph.inputs if i.kind != "input"]
+        self.types: dict[str, TensorType] = {i.name: graph.types[i.name] for i in self.held}
+        self.inputs: dict[str, tuple[str, int | None]] = {}
+        self.read: dict[tuple[str, int | None], str] = {}
+        """(input, its dim that is cut) → its name"""
+        self.kinds = {i.name: i for i in graph.inputs}
+
+    def run(self) -> Graph:
+        graph = self.graph
+        nodes = [made for node in graph.nodes for made in self._local(node)]
+        outputs = tuple(
+            Ref(self._input(o.name, None)) if isinstance(o, Ref) and self._is_input(o.name) else o
+            for o in graph.outputs
+        )
+        given = [self._as_input(name, source) for name, (source, _) in self.inputs.items()]
+        return replace(graph, inputs=(*self.held, *given), nodes=tuple(nodes), types=self.types, outputs=outputs)
+
+    def _is_input(self, name: str) -> bool:
+        return name in self.kinds and self.kinds[name].kind == "input"
+
+    def _as_input(self, name: str, source: str) -> Input:
+        value = self.kinds[source]
+        return value if name == source else replace(value, name=name, fqn=f"{value.fqn} (whole batch)")
+
+    def _input(self, name: str, dim: int | None) -> str:
+        """The name under which an input is read, cut along ``dim`` or whole."""
+        key = (name, dim)
+        if key not in self.read:
+            taken = any(source == name for source, _ in self.inputs.values())
+            local = f"{name}_{'whole' if dim is None else f'by_{dim}'}" if taken else name
+            self.read[key] = local
+            self.inputs[local] = key
+            self.types[local] = self._cut(self.graph.types[name], dim)
+        return self.read[key]
+
+    def _cut(self, type_: TensorType, dim: int | None) -> TensorType:
+        if dim is None:
+            return type_
+        shape = tuple(n // self.found.count if d == dim else n for d, n in enumerate(type_.shape))
+        return replace(type_, shape=shape)
+
+    def _local(self, node: Node) -> Iterator[Node]:
+        """The operations that ``node`` is in one micro-batch."""
+        graph, strategy = self.graph, self.found.choices[node.name]
+        uses = [canonical(p, graph.types[n].grad) for n, p in zip(node.inputs, strategy.inputs, strict=True)]
+        names = [
+            self._input(n, p.dim if isinstance(p, Shard) else None) if self._is_input(n) else n
+            for n, p in zip(node.inputs, uses, strict=True)
+        ]
+        for name in node.outputs:
+            placement = self.found.placed[name]
+            self.types[name] = self._cut(graph.types[name], placement.dim if isinstance(placement, Shard) else None)
+        renamed = _renamed(node, names)
+        if not strategy.divides:
+            yield renamed
+        elif is_random(node):
+            cut = self.found.placed[node.outputs[0]]
+            yield replace(renamed, batch=cut.dim if isinstance(cut, Shard) else None)
+        else:
+            call = local_call(node, graph, self.found.mesh, strategy)
+            yield from self._flat(replace(node, args=(), kwargs={}), _with_names(call, node, names))
+
+    def _flat(self, node: Node, call: Call) -> Iterator[Node]:
+        """A call with calls among its arguments as nodes, the innermost first; the last one defines what ``node`` does."""
+        made: list[Node] = []
+
+        def plain(item: Any) -> Any:
+            if isinstance(item, Local):
+                return item.size // self.found.count
+            if not isinstance(item, Call) or isinstance(item.fn, str):
+                return item
+            inner = replace(node, name=f"{node.name}_{len(made)}", op=item.fn, args=item.args, kwargs=item.kwargs)
+            name = f"{node.outputs[0]}_{len(made)}"
+            inner = replace(inner, outputs=(name,), output_slots=(0,))
+            grad = any(self.types[r.name].grad for r in walk((item.args, item.kwargs)) if isinstance(r, Ref))
+            (result,) = self._evaluated(inner)
+            self.types[name] = TensorType(tuple(result.shape), result.dtype, grad and result.dtype.is_floating_point)
+            made.append(inner)
+            return Ref(name)
+
+        args, kwargs = map_tree(call.args, plain), map_tree(call.kwargs, plain)
+        assert not isinstance(call.fn, str)  # strategies with such a form are not offered
+        last = replace(node, op=call.fn, args=args, kwargs=kwargs)
+        self._check(last)
+        yield from (*made, last)
+
+    def _evaluated(self, node: Node) -> Sequence[torch.Tensor]:
+        """The node's results, on the meta device."""
+
+        def empty(item: Any) -> Any:
+            if not isinstance(item, Ref):
+                return torch.device("meta") if isinstance(item, torch.device) else item
+            type_ = self.types[item.name]
+            return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
+
+        args, kwargs = map_tree(node.args, empty), map_tree(dict(node.kwargs), empty)
+        if any(a.name == "device" for a in node.op._schema.arguments):
+            kwargs["device"] = torch.device("meta")
+        return [x for x in pytree.tree_leaves(node.op(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+
+    def _check(self, node: Node) -> None:
+        """Raise :class:`PlanError` where a local form does not make what the micro-batch needs."""
+        results = self._evaluated(node)
+        for slot, name in zip(node.output_slots, node.outputs, strict=True):
+            if slot < len(results) and tuple(results[slot].shape) != self.types[name].shape:
+                raise PlanError(
+                    f"micro-batches: {node} makes {name} of shape {list(results[slot].shape)}, not "
+                    f"{list(self.types[name].shape)}"
+                )
+
+
+def _renamed(node: Node, names: Sequence[str]) -> Node:
+    supply = iter(names)
+    renamed: Node = map_tree(node, lambda item: Ref(next(supply)) if isinstance(item, Ref) else item)
+    return renamed
+
+
+def _with_names(call: Call, node: Node, names: Sequence[str]) -> Call:
+    """The local form with the names under which the micro-batch reads its operands."""
+    local = dict(zip(node.inputs, names, strict=True))
+    renamed: Call = map_tree(call, lambda item: Ref(local.get(item.name, item.name)) if isinstance(item, Ref) else item)
+    return renamed

@@ -1,0 +1,92 @@
+"""Means over what counts only: the sum of a micro-batch over the count of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
+
+aten = torch.ops.aten
+
+MEAN, SUM = 1, 2
+"""ATen's numbers of reductions"""
+
+COUNTED = frozenset(
+    {aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default}
+)
+"""losses whose mean divides by how many targets are not ignored, or by the weights of their classes"""
+
+
+def separable_means(graph: Graph) -> Graph:
+    """``graph`` with means of classification losses as a sum, over a count that depends on the targets alone."""
+    types = dict(graph.types)
+    whole: dict[str, str] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.op in COUNTED and node.argument("reduction") == MEAN and len(node.outputs) == 1:
+            nodes += _divided(node, graph, types, whole)
+        else:
+            nodes.append(node)
+    return replace(graph, nodes=tuple(nodes), types=types)
+
+
+def _divided(node: Node, graph: Graph, types: dict[str, TensorType], whole: dict[str, str]) -> Iterator[Node]:
+    (out,) = node.outputs
+    target: Ref = node.argument("target")
+    type_ = types[out]
+    total = f"{out}_sum"
+    types[total] = type_
+    args, kwargs = node.with_arguments(reduction=SUM)
+    yield replace(node, name=f"{node.name}_sum", args=args, kwargs=kwargs, outputs=(total,))
+
+    def made(name: str, op: Any, *args: Any, **kwargs: Any) -> Node:
+        return replace(node, name=f"{node.name}_{name}", op=op, args=args, kwargs=kwargs, outputs=(f"{out}_{name}",))
+
+    def value(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
+        types[f"{out}_{name}"] = TensorType(shape, dtype)
+        return Ref(f"{out}_{name}")
+
+    positions = graph.shape(target)
+    weight = node.argument("weight")
+    if types[target.name].dtype.is_floating_point:  # probabilities: every sample counts
+        logits = graph.shape(node.argument("self"))
+        samples = 1
+        for d, n in enumerate(logits):
+            samples *= 1 if d == min(len(logits) - 1, 1) else int(n)
+        yield replace(node, op=aten.div.Scalar, args=(Ref(total), samples), kwargs={})
+        return
+    yield from _copied(target.name, graph, types, whole)
+    target = Ref(whole.get(target.name, target.name))
+    valid = value("valid", positions, torch.bool)
+    yield made("valid", aten.ne.Scalar, target, node.argument("ignore_index"))
+    if weight is None:
+        count = value("count", (), type_.dtype)
+        yield made("count", aten.sum.default, valid, dtype=type_.dtype)
+    else:
+        classes = value("classes", positions, types[target.name].dtype)
+        yield made("classes", aten.mul.Tensor, target, valid)
+        each = value("each", positions, types[weight.name].dtype)
+        yield made("each", aten.index.Tensor, weight, [classes])
+        counted = value("counted", positions, types[weight.name].dtype)
+        yield made("counted", aten.mul.Tensor, each, valid)
+        count = value("count", (), types[weight.name].dtype)
+        yield made("count", aten.sum.default, counted)
+    yield replace(node, op=aten.div.Tensor, args=(Ref(total), count), kwargs={})
+
+
+def _copied(value: str, graph: Graph, types: dict[str, TensorType], whole: dict[str, str]) -> Iterator[Node]:
+    """What makes ``value`` from the inputs once more: it is read whole for the count, and cut for the loss."""
+    node = graph.producers.get(value)
+    if node is None or value in whole:
+        return
+    for name in node.inputs:
+        yield from _copied(name, graph, types, whole)
+    for name in node.outputs:
+        whole[name] = f"{name}_whole"
+        types[whole[name]] = types[name]
+    copied: Node = map_refs(node, lambda ref: Ref(whole.get(ref.name, ref.name)))
+    yield replace(copied, name=f"{node.name}_whole", outputs=tuple(whole[name] for name in node.outputs))

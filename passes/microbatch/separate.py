@@ -1,0 +1,234 @@
+"""Which dim of every value the micro-batches share: the rules of a mesh axis whose ranks come one after the other.
+
+Nothing is sent along such an axis. A value that is cut stays cut; one that is whole is made again in every
+micro-batch; a summand is summed at the exit only. What would need all micro-batches in the middle has no strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autoshard.errors import PlanError
+from autoshard.layout import P, Partial, Placement, R, Shard
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Strategy, canonical
+from autoshard.passes.ir.graph import Graph, Node, Ref
+from autoshard.passes.ir.program import Call, Offset
+from autoshard.passes.ir.walk import walk
+from autoshard.passes.propagate.cost import node_flops
+from autoshard.passes.propagate.op_space import axis_strategies, internal_collectives, site_of
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.facts import is_random
+from autoshard.passes.search import CostNetwork, solve
+
+AXIS = "micro_batch"
+LATER_DIM = 1e-3
+"""what a cut of an input costs for each dim before it: the first dim that can be cut is the batch"""
+
+
+@dataclass(frozen=True)
+class Separation:
+    """The strategy of every node along the axis of micro-batches, and where outputs come from."""
+
+    mesh: Mesh
+    choices: dict[str, Strategy]
+    placed: dict[str, Placement]
+    """value → how its node makes it; inputs are what each reader asks for"""
+    outputs: tuple[Placement | None, ...]
+
+    @property
+    def count(self) -> int:
+        return self.mesh.size
+
+
+def separation(graph: Graph, count: int) -> Separation:
+    """How ``graph`` falls into ``count`` micro-batches. Raises :class:`PlanError`: what needs all of them, and where."""
+    network = _Separating(graph, Mesh({AXIS: count}))
+    network.build()
+    return network.solved()
+
+
+@dataclass
+class _Separating:
+    graph: Graph
+    mesh: Mesh
+    variables: dict[str, Sequence[Any]] = field(default_factory=dict)
+    costs: list[np.ndarray] = field(default_factory=list)
+    index: dict[str, int] = field(default_factory=dict)
+    edges: list[tuple[str, str, np.ndarray, str]] = field(default_factory=list)
+    """(definition, reader, 1 where it is impossible, the value)"""
+
+    def build(self) -> None:
+        graph = self.graph
+        free = {i.name for i in graph.inputs if i.kind == "input" and not graph.types[i.name].unknown}
+        made: dict[str, tuple[str, list[Placement]]] = {
+            i.name: (f"input:{i.name}", [R]) for i in graph.inputs if i.name not in free
+        }
+        for i in graph.inputs:
+            self._add(f"input:{i.name}", [R], [0.0])
+        for node in graph.nodes:
+            strategies = self._strategies(node)
+            work = 1.0 + node_flops(node, graph, rule_for(node.op)) + sum(graph.types[o].numel for o in node.outputs)
+            costs = [0.0 if s.divides else work for s in strategies]
+            for position, name in enumerate(node.inputs):
+                uses = [canonical(s.inputs[position], graph.types[name].grad) for s in strategies]
+                if name in free:
+                    costs = [c + self._of_input(name, p) for c, p in zip(costs, uses, strict=True)]
+                else:
+                    self._connect(name, made[name], f"node:{node.name}", uses)
+            self._add(f"node:{node.name}", strategies, costs)
+            for slot, name in enumerate(node.outputs):
+                placed = [canonical(s.outputs[slot], graph.types[name].grad) for s in strategies]
+                made[name] = (f"node:{node.name}", placed)
+        for number, out in enumerate(graph.outputs):
+            if isinstance(out, Ref) and out.name in made:
+                states = self._exits(out.name)
+                self._add(f"out:{number}", states, [0.0] * len(states))
+                self._connect(out.name, made[out.name], f"out:{number}", states)
+        for fqn, name in graph.mutations.items():
+            if name in made:
+                self._add(f"mutation:{fqn}", [R], [0.0])
+                self._connect(name, made[name], f"mutation:{fqn}", [R])
+
+    def _add(self, variable: str, states: Sequence[Any], costs: Sequence[float]) -> None:
+        self.index[variable] = len(self.costs)
+        self.variables[variable] = states
+        self.costs.append(np.array(costs))
+
+    def _connect(self, value: str, made: tuple[str, list[Placement]], reader: str, uses: Sequence[Placement]) -> None:
+        wrong = np.array([[float(a != b) for b in uses] for a in made[1]]).reshape(len(made[1]), len(uses))
+        self.edges.append((made[0], reader, wrong, value))
+
+    def _of_input(self, name: str, placement: Placement) -> float:
+        """What it costs to read an input so: any dim that the micro-batches divide may be cut."""
+        if not isinstance(placement, Shard):
+            return 0.0 if placement == R else np.inf
+        return LATER_DIM * placement.dim
+
+    def _exits(self, name: str) -> list[Placement]:
+        """A loss is a sum over the micro-batches; other outputs are put together again."""
+        type_ = self.graph.types[name]
+        if not type_.shape and type_.grad:
+            return [P]
+        return [R, P, *(Shard(d) for d in range(len(type_.shape)))]
+
+    def _strategies(self, node: Node) -> list[Strategy]:
+        """The node's strategies that need nothing of other micro-batches."""
+        found = [s for s in axis_strategies(node, self.graph) if s.label != "I" and self._stands_alone(s, node)]
+        if not found:
+            raise PlanError(f"{_where(node)} cannot run in micro-batches")
+        return found
+
+    def _stands_alone(self, strategy: Strategy, node: Node) -> bool:
+        graph, count = self.graph, self.mesh.size
+        names = (*node.inputs, *node.outputs)
+        placed = tuple(
+            (canonical(p, graph.types[n].grad),)
+            for n, p in zip(names, (*strategy.inputs, *strategy.outputs), strict=True)
+        )
+        for name, (placement,) in zip(names, placed, strict=True):
+            type_ = graph.types[name]
+            if isinstance(placement, Shard) and (type_.shape[placement.dim] % count or type_.unknown):
+                return False
+            if isinstance(placement, Partial) and placement != P:
+                return False
+        if not strategy.divides:
+            return True
+        if internal_collectives(node, graph, self.mesh, (strategy,), placed):
+            return False
+        if is_random(
+            node
+        ):  # it draws for the whole batch and takes its part; sizes in its arguments would be those of a part
+            return bool(node.inputs)
+        return is_plain(local_call(node, graph, self.mesh, strategy))
+
+    def solved(self) -> Separation:
+        forbidden = [np.where(wrong > 0, np.inf, 0.0) for _, _, wrong, _ in self.edges]
+        try:
+            choice = self._solve(self.costs, forbidden)
+        except PlanError:
+            raise PlanError(self._why_not()) from None
+        graph = self.graph
+        chosen = {v: states[choice[self.index[v]]] for v, states in self.variables.items()}
+        choices = {n.name: chosen[f"node:{n.name}"] for n in graph.nodes}
+        placed = {
+            name: canonical(choices[n.name].outputs[slot], graph.types[name].grad)
+            for n in graph.nodes
+            for slot, name in enumerate(n.outputs)
+        }
+        outputs = tuple(chosen.get(f"out:{i}", R) if isinstance(o, Ref) else None for i, o in enumerate(graph.outputs))
+        return Separation(self.mesh, choices, placed, outputs)
+
+    def _solve(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> tuple[int, ...]:
+        edges = [(self.index[a], self.index[b], t) for (a, b, _, _), t in zip(self.edges, tables, strict=True)]
+        return solve(CostNetwork(tuple(costs), tuple(edges))).choice
+
+    def _why_not(self) -> str:
+        """Where the fewest values would have to be put together in the middle."""
+        count, types = self.mesh.size, self.graph.types
+        for i in self.graph.inputs:
+            shape = types[i.name].shape
+            if i.kind == "input" and shape and shape[0] % count:
+                return (
+                    f"micro_batches={count}: input {i.fqn!r} has shape {list(shape)}, and its batch of {shape[0]} does not "
+                    f"divide into {count}. Choose a number of micro-batches that divides the batch."
+                )
+        node = self._culprit()
+        if node is None:
+            return (
+                f"micro_batches={count}: the loss does not come out as a sum over micro-batches. Every operation on the way "
+                "to it has to look at each sample by itself, and the last one to add up or average over the batch."
+            )
+        return (
+            f"micro_batches={count}: {_where(node)} needs {', '.join(dict.fromkeys(node.inputs))} of the whole batch in the "
+            "middle of the model, and a micro-batch sees its own part only. Use micro_batches=1, or an operation that looks "
+            "at each sample by itself."
+        )
+
+    def _culprit(self) -> Node | None:
+        """The first operation that can only run on the whole batch although what it reads could be cut."""
+        graph = self.graph
+        reached: dict[str, set[Placement]] = {i.name: {R} for i in graph.inputs}
+        for i in graph.inputs:
+            if i.kind == "input":
+                reached[i.name].update(Shard(d) for d in range(len(graph.types[i.name].shape)))
+        for node in graph.nodes:
+            possible = [
+                [canonical(p, graph.types[n].grad) for n, p in zip(node.outputs, s.outputs, strict=True)]
+                for s in self.variables[f"node:{node.name}"]
+                if all(
+                    canonical(p, graph.types[n].grad) in reached[n] for n, p in zip(node.inputs, s.inputs, strict=True)
+                )
+            ]
+            for slot, name in enumerate(node.outputs):
+                reached[name] = {made[slot] for made in possible}
+            cut = any(reached[n] - {R} for n in node.inputs)
+            if cut and any(reached[n] <= {R} and graph.types[n].grad for n in node.outputs):
+                return node
+        return None
+
+
+def _where(node: Node | None) -> str:
+    if node is None:
+        return "an input"
+    return f"{node.op} in {node.fqn or '(root)'}" + (f" at {node.source}" if node.source else "")
+
+
+def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> Call:
+    """The node's local form in one micro-batch."""
+    rule = rule_for(node.op)
+    if rule is None or rule.local is None:
+        return Call(node.op, node.args, node.kwargs)
+    names = (*node.inputs, *node.outputs)
+    pairs = zip(names, (*strategy.inputs, *strategy.outputs), strict=True)
+    placed = tuple((canonical(p, graph.types[n].grad),) for n, p in pairs)
+    return rule.local(site_of(node, graph, mesh, (strategy,), placed))
+
+
+def is_plain(call: Call) -> bool:
+    """Whether a local form is made of operations of torch alone, and does not ask which micro-batch it is."""
+    return not any(isinstance(x, Offset) or (isinstance(x, Call) and isinstance(x.fn, str)) for x in walk(call))

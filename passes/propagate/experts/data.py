@@ -1,0 +1,52 @@
+"""Data parallel plans: the batch is found through the rules, and nothing else is cut."""
+
+from __future__ import annotations
+
+from autoshard.passes.propagate.experts.families import Families, Family
+
+
+def batch_of(families: Families) -> frozenset[Family]:
+    """The families of the batch: a dim of the inputs along which most of the work is independent, and no parameter lies.
+
+    Dim 0 of the first input where dims are alike. Empty where there is none.
+    """
+    graph = families.graph
+    inputs = [i.name for i in graph.inputs if i.kind == "input"]
+    places: dict[Family, tuple[int, int]] = {}
+    for number, value in enumerate(inputs):
+        for dim in range(len(graph.types[value].shape)):
+            places.setdefault(families.of(value, dim), (-dim, -number))
+    places = {f: place for f, place in places.items() if f not in families.of_parameters}
+    if not places:
+        return frozenset()
+    scores = _independent(families, frozenset(places))
+    ranked = sorted(places, key=lambda f: (*scores[f], places[f]), reverse=True)
+    best = ranked[0]
+    if scores[best] == (0.0, 0.0):
+        return frozenset()
+    alike = [f for f in ranked[1:] if _length(f, families) == _length(best, families) and places[f][0] == 0]
+    return frozenset({best, *(f for f in alike if _is_batch_too(f, families, inputs, best))})
+
+
+def _independent(families: Families, found: frozenset[Family]) -> dict[Family, tuple[float, float]]:
+    """Family → (FLOPs, elements) of the operations that it cuts into independent parts."""
+    from_rules = dict.fromkeys(found, (0.0, 0.0))
+    for node in families.graph.nodes:
+        for strategy in families.strategies(node):
+            family = families.cut(node, strategy)
+            if family in from_rules and not families.loose(node, strategy):
+                flops, elements = from_rules[family]
+                made = sum(families.graph.types[o].numel for o in node.outputs)
+                from_rules[family] = (flops + families.flops(node), elements + made)
+    return from_rules
+
+
+def _length(family: Family, families: Families) -> int:
+    value, dim = family  # type: ignore[misc]
+    return int(families.graph.types[value].shape[dim])
+
+
+def _is_batch_too(family: Family, families: Families, inputs: list[str], batch: Family) -> bool:
+    """Whether a dim of the same length is the batch of inputs that have none yet: towers that never meet."""
+    having = [v for v in inputs if family in families.of_all([v])]
+    return not any(batch in families.of_all([v]) for v in having)

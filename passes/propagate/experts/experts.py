@@ -1,0 +1,185 @@
+"""``like=``: an expert's plan by name, as what it asks of operations and parameters; the search chooses what is left."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from autoshard.errors import PlanError
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.propagate.experts.data import batch_of
+from autoshard.passes.propagate.experts.families import Families, Family, Product, products
+from autoshard.passes.propagate.experts.patterns import styled
+from autoshard.passes.propagate.experts.sequence import ulysses
+from autoshard.passes.propagate.experts.tensor import paired, with_sequence
+from autoshard.passes.propagate.hints import Constraint, Limit
+from autoshard.passes.propagate.op_space import Asked, AskedOf
+
+WHOLE: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Expert:
+    """What is asked of a graph on a mesh."""
+
+    asked: Mapping[str, AskedOf] = field(default_factory=dict)
+    """node name → what its strategies are restricted to"""
+    limits: Mapping[str, Constraint | Limit] = field(default_factory=dict)
+    """value → what its layout is restricted to"""
+
+
+@dataclass(frozen=True)
+class OnAxis:
+    """What is asked along one mesh axis. What is not named is free."""
+
+    asked: Mapping[str, Asked]
+    dims: Mapping[str, frozenset[int]]
+    """parameter → the dims it may be cut along; none: it stays whole"""
+    outputs: Mapping[str, Constraint] = field(default_factory=dict)
+    """value → the layout that its readers convert from"""
+
+
+@dataclass
+class Context:
+    """What experts ask about a graph; each answer is found once."""
+
+    graph: Graph
+
+    @cached_property
+    def families(self) -> Families:
+        return Families(self.graph)
+
+    @cached_property
+    def batch(self) -> frozenset[Family]:
+        return batch_of(self.families)
+
+    @cached_property
+    def products(self) -> tuple[Product, ...]:
+        return products(self.families)
+
+    def along(self, wanted: frozenset[Family]) -> dict[str, Asked]:
+        """Every operation cut along ``wanted`` where its rule can, whole elsewhere."""
+        families = self.families
+        return {n.name: families.asked(n, families.labels(n, wanted)) for n in self.graph.nodes}
+
+    def everywhere(self, dims: frozenset[int]) -> dict[str, frozenset[int]]:
+        return dict.fromkeys(self.graph.parameters, dims)
+
+
+def _replicate(context: Context, ranks: int) -> OnAxis:
+    return OnAxis(context.along(frozenset()), context.everywhere(WHOLE))
+
+
+def _ddp(context: Context, ranks: int) -> OnAxis:
+    return OnAxis(context.along(context.batch), context.everywhere(WHOLE))
+
+
+def _fsdp(context: Context, ranks: int) -> OnAxis:
+    """Parameters are kept in shards and read whole."""
+    types = context.graph.types
+    dims = {p: frozenset(range(len(types[p].shape))) for p in context.graph.parameters}
+    return OnAxis(context.along(context.batch), dims)
+
+
+def _megatron(context: Context, ranks: int) -> OnAxis:
+    chosen = paired(context.families, context.products, ranks)
+    return OnAxis(context.along(chosen), _cut_along(chosen, context))
+
+
+def _megatron_sp(context: Context, ranks: int) -> OnAxis:
+    chosen = paired(context.families, context.products, ranks)
+    asked = with_sequence(context.families, chosen, context.products, context.batch)
+    return OnAxis(dict(asked), _cut_along(chosen, context))
+
+
+def _ulysses(context: Context, ranks: int) -> OnAxis:
+    asked = dict(ulysses(context.families, context.products, context.batch))
+    held = {n: a for n, a in asked.items() if a is not None}
+    free = {v for node in context.graph.nodes if node.name not in held for v in node.inputs}
+    return OnAxis(held, {p: WHOLE for p in context.graph.parameters if p not in free})
+
+
+def _cut_along(chosen: frozenset[Family], context: Context) -> dict[str, frozenset[int]]:
+    types, families = context.graph.types, context.families
+    return {
+        p: frozenset(d for d in range(len(types[p].shape)) if families.of(p, d) in chosen)
+        for p in context.graph.parameters
+    }
+
+
+EXPERTS: dict[str, Callable[[Context, int], OnAxis]] = {
+    "replicate": _replicate,
+    "ddp": _ddp,
+    "zero1": _fsdp,
+    "zero2": _fsdp,
+    "fsdp": _fsdp,
+    "megatron": _megatron,
+    "megatron-sp": _megatron_sp,
+    "ulysses": _ulysses,
+}
+MISSING = ("ring", "expert")
+NAMES = (*EXPERTS, "hsdp")
+
+
+def asked_by(like: Any, graph: Graph, mesh: Mesh) -> Expert:
+    """What ``like`` asks of ``graph`` on ``mesh``: a name or styles by module, for all axes or per axis.
+
+    Raises :class:`~autoshard.errors.PlanError` for what is no expert's plan.
+    """
+    if like is None:
+        return Expert()
+    context = Context(graph)
+    found: dict[str, OnAxis] = {}
+    for axis, asked in _per_axis(like, mesh).items():
+        if isinstance(asked, str):
+            found[axis] = EXPERTS[asked](context, mesh.size_of(axis))
+        elif asked is not None:
+            styles = styled(asked, axis, context.families, context.products)
+            found[axis] = OnAxis(styles.asked, styles.dims, styles.outputs)
+    of_nodes = {
+        node.name: tuple(found[a].asked.get(node.name) if a in found else None for a in mesh.axes)
+        for node in graph.nodes
+    }
+    limits: dict[str, Constraint | Limit] = {
+        p: Limit(tuple(found[a].dims.get(p) if a in found else None for a in mesh.axes)) for p in graph.parameters
+    }
+    for on_axis in found.values():
+        limits.update(on_axis.outputs)
+    return Expert({n: asked for n, asked in of_nodes.items() if any(asked)}, limits)
+
+
+def _per_axis(like: Any, mesh: Mesh) -> dict[str, Any]:
+    """Mesh axis → name, or styles by module. Styles alone are for the axis tp, else for the last."""
+    if isinstance(like, str):
+        named: dict[str, Any] = dict.fromkeys(mesh.axes, like)
+    elif not isinstance(like, Mapping) or not like:
+        raise PlanError(f"like={like!r}: {_KINDS}")
+    elif any(key in mesh.axes for key in like) or all(value in NAMES for value in like.values()):
+        named = dict(like)
+    else:
+        named = {"tp" if "tp" in mesh.axes else mesh.axes[-1]: like}
+    for axis, asked in named.items():
+        if axis not in mesh.axes:
+            raise PlanError(f"like names axis {axis!r}; the mesh has {', '.join(mesh.axes)}")
+        if asked is not None and not isinstance(asked, Mapping):
+            _check_name(asked)
+    hybrid = [a for a in mesh.axes if named.get(a) == "hsdp"]
+    for axis in hybrid:  # replicas outside, shards inside
+        named[axis] = "fsdp" if axis == hybrid[-1] else "ddp"
+    return named
+
+
+_KINDS = "give a name, {mesh axis: name}, or {pattern of modules: style}"
+
+
+def _check_name(name: Any) -> None:
+    if name in MISSING:
+        raise PlanError(f"like={name!r}: this strategy is not there yet. There are {', '.join(NAMES)}")
+    if not isinstance(name, str) or name not in NAMES:
+        near = difflib.get_close_matches(str(name), NAMES, n=1)
+        meant = f"do you mean {near[0]!r}? " if near else ""
+        raise PlanError(f"like={name!r} is no expert's plan: {meant}{_KINDS}. Names: {', '.join(NAMES)}")

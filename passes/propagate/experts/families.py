@@ -1,0 +1,194 @@
+"""Families: the dims of values that are cut together, because the rules of the operations between them say so.
+
+A transformer's families are its batch, its sequence, its residual stream, its vocabulary, and per layer the heads and
+the hidden features. What an expert means by "the batch" or "the heads" is one of them, whatever the model calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from networkx.utils import UnionFind
+
+from autoshard.layout import Shard
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.op_space import Asked, axis_strategies, signature
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.facts import is_view
+
+Family = Hashable
+"""a representative (value, dim) of dims that are cut together"""
+
+
+@dataclass
+class Families:
+    """The families of a graph."""
+
+    graph: Graph
+    _strategies: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict)
+    _by_node: dict[str, tuple[Strategy, ...]] = field(default_factory=dict)
+    _union: UnionFind = field(default_factory=UnionFind)
+
+    def __post_init__(self) -> None:
+        for node in self.graph.nodes:
+            for strategy in self.strategies(node):
+                if found := cut_dims(node, strategy):
+                    self._union.union(*found)
+
+    def strategies(self, node: Node) -> tuple[Strategy, ...]:
+        """The strategies of ``node`` that divide it."""
+        if node.name not in self._by_node:
+            key = signature(node, self.graph)
+            if key not in self._strategies:
+                self._strategies[key] = tuple(s for s in axis_strategies(node, self.graph) if s.divides)
+            self._by_node[node.name] = self._strategies[key]
+        return self._by_node[node.name]
+
+    def of(self, value: str, dim: int) -> Family:
+        """The family of a dim; a dim that no operation cuts is alone in its own."""
+        return self._union[value, dim]
+
+    def of_all(self, values: Iterable[str]) -> frozenset[Family]:
+        """The families of all dims of these values."""
+        return frozenset(self.of(v, d) for v in values for d in range(len(self.graph.types[v].shape)))
+
+    def cut(self, node: Node, strategy: Strategy) -> Family | None:
+        """The family that a strategy of ``node`` cuts; None for one that cuts no dim."""
+        found = cut_dims(node, strategy)
+        return self._union[found[0]] if found else None
+
+    def labels(self, node: Node, families: Iterable[Family]) -> frozenset[str]:
+        """The strategies of ``node`` that cut one of ``families``."""
+        wanted = set(families)
+        return frozenset(s.label for s in self.strategies(node) if self.cut(node, s) in wanted)
+
+    @cached_property
+    def of_parameters(self) -> frozenset[Family]:
+        """Families that parameters have dims in."""
+        return self.of_all(self.graph.parameters)
+
+    @cached_property
+    def weights(self) -> frozenset[str]:
+        """Values made from parameters, buffers and constants alone."""
+        found = {i.name for i in self.graph.inputs if i.kind != "input"}
+        for node in self.graph.nodes:
+            if node.inputs and found.issuperset(node.inputs):
+                found.update(node.outputs)
+        return frozenset(found)
+
+    @cached_property
+    def activations(self) -> frozenset[str]:
+        """Values that a parameter or an input of floating point numbers goes into: not masks nor positions."""
+        types = self.graph.types
+        carried = {
+            i.name
+            for i in self.graph.inputs
+            if i.kind == "parameter" or (i.kind == "input" and types[i.name].dtype.is_floating_point)
+        }
+        for node in self.graph.nodes:
+            if not carried.isdisjoint(node.inputs):
+                carried.update(node.outputs)
+        return frozenset(carried - self.weights)
+
+    @cached_property
+    def from_inputs(self) -> frozenset[str]:
+        """Values that depend on an input."""
+        found = {i.name for i in self.graph.inputs if i.kind == "input"}
+        for node in self.graph.nodes:
+            if not found.isdisjoint(node.inputs):
+                found.update(node.outputs)
+        return frozenset(found)
+
+    def origins(self, weight: str) -> frozenset[str]:
+        """The parameters that a value of :attr:`weights` is made from."""
+        if weight in self.graph.parameters:
+            return frozenset({weight})
+        producer = self.graph.producers.get(weight)
+        return frozenset().union(*map(self.origins, producer.inputs)) if producer is not None else frozenset()
+
+    def flops(self, node: Node) -> float:
+        """Forward and backward FLOPs of ``node``."""
+        return costs.node_flops(node, self.graph, rule_for(node.op))
+
+    def is_activation(self, node: Node) -> bool:
+        return not self.activations.isdisjoint(node.outputs)
+
+    def asked(self, node: Node, cuts: frozenset[str], optional: bool = False) -> Asked:
+        """To cut ``node`` so; masks and positions, which cost little, may be whole. Weights are never read in summands."""
+        reads_weights = not self.weights.isdisjoint(node.inputs)
+        return Asked(cuts, optional or not self.is_activation(node), sums=not reads_weights)
+
+    def loose(self, node: Node, strategy: Strategy) -> bool:
+        """Whether ``strategy`` leaves an operand or result whole that has a dim of the family it cuts, or communicates.
+
+        Such a strategy is no independent part of the operation: something else has to bring its parts together.
+        """
+        family, cut = self.cut(node, strategy), dict(cut_dims(node, strategy))
+        rest = [v for v in (*node.inputs, *node.outputs) if v not in cut]
+        return any(family in self.of_all([v]) for v in rest)
+
+
+def cut_dims(node: Node, strategy: Strategy) -> list[tuple[str, int]]:
+    """(value, dim) of every operand and result of ``node`` that a strategy cuts."""
+    names, placed = (*node.inputs, *node.outputs), (*strategy.inputs, *strategy.outputs)
+    return [(n, p.dim) for n, p in zip(names, placed, strict=True) if isinstance(p, Shard)]
+
+
+@dataclass(frozen=True)
+class Product:
+    """An operation that multiplies an activation with a weight, or looks rows of one up."""
+
+    node: Node
+    weight: str
+    work: float
+    """what it costs to leave it whole, in arbitrary units"""
+    sums: Family | None
+    """the family it sums over: the weight's input features. Cut: row-parallel"""
+    makes: Family | None
+    """the family it makes: the weight's output features. Cut: column-parallel"""
+    is_lookup: bool = False
+
+
+def products(families: Families) -> tuple[Product, ...]:
+    """Every product of an activation and a weight; look-ups with the model's inputs count as products, too."""
+    found = []
+    for node in families.graph.nodes:
+        rule = rule_for(node.op)
+        weights = [v for v in node.inputs if v in families.weights]
+        if rule is None or not weights or len(weights) == len(node.inputs) or is_view(node.op):
+            continue
+        work = families.flops(node)
+        is_lookup = not work and _is_lookup(node, families)
+        if work or is_lookup:
+            weight = max(weights, key=lambda v: families.graph.types[v].nbytes)
+            sums, makes = _sides(node, weight, families)
+            bytes_ = float(families.graph.types[weight].nbytes)
+            found.append(Product(node, weight, work or bytes_, sums, makes, is_lookup))
+    return tuple(found)
+
+
+def _is_lookup(node: Node, families: Families) -> bool:
+    """Whether rows of a table are picked by what the user gives, as of a vocabulary; positions are not."""
+    if "embedding" not in str(node.op):
+        return False
+    return any(v in families.from_inputs for v in node.inputs if v not in families.weights)
+
+
+def _sides(node: Node, weight: str, families: Families) -> tuple[Family | None, Family | None]:
+    """(the family it sums over, the family it makes) with this weight."""
+    sums = makes = None
+    others = [v for v in node.inputs if v != weight and v not in families.weights]
+    for strategy in families.strategies(node):
+        cut = dict(cut_dims(node, strategy))
+        if weight not in cut:
+            continue
+        if not any(o in cut for o in node.outputs):
+            sums = families.cut(node, strategy)
+        elif not any(v in cut for v in others):
+            makes = families.cut(node, strategy)
+    return sums, makes

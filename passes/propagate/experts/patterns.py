@@ -1,0 +1,160 @@
+"""Styles by module: ``{"model.layers.*.mlp.up_proj": "colwise"}``, as parallelize_module and transformers' tp_plan say it."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.errors import PlanError
+from autoshard.layout import Placement, Replicate, Shard
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.propagate.experts.families import Families, Product
+from autoshard.passes.propagate.hints import Constraint, module_output, modules_of
+from autoshard.passes.propagate.op_space import Asked
+
+log = logging.getLogger("autoshard.plan")
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a style asks of the products of a module and of its output."""
+
+    cuts: str = ""
+    """"makes": the output features of its products, "sums": their input features, "": nothing, "free": what the search says"""
+    output: Placement | None = None
+    """how the module's output lies; None: as it comes"""
+    sequence: bool = False
+    """whether the module works on a part of the sequence, dim 1 of its output"""
+
+
+COLUMN, ROW, WHOLE, FREE = Style("makes"), Style("sums"), Style(), Style("free")
+
+STYLES: dict[str, Style] = {
+    **dict.fromkeys(("colwise", "local_colwise", "embedding_colwise"), COLUMN),
+    **dict.fromkeys(("colwise_rep", "colwise_gather_output"), Style("makes", Replicate())),
+    **dict.fromkeys(("rowwise", "local_rowwise", "rowwise_split_input"), ROW),
+    **dict.fromkeys(("rowwise_rep", "embedding_rowwise"), Style("sums", Replicate())),
+    "sequence_parallel": Style(sequence=True),
+    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"), WHOLE),
+    **dict.fromkeys(("gather", "all_reduce"), Style("free", Replicate())),
+    # Fused weights in interleaved pieces, which no layout here has, and modules that run what others cut.
+    **dict.fromkeys(("packed_colwise", "packed_rowwise", "local_packed_rowwise", "local", "local_params"), FREE),
+    **dict.fromkeys(("moe_tp_experts", "moe_identity_expert"), FREE),
+}
+"""the names of transformers' ``tp_plan``, of which older releases have ``…_rep`` and ``local…``"""
+
+EXPERT_STYLES = ("grouped_gemm", "ep_router", "ep_dispatch_experts")
+_OF_TORCH = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise", "SequenceParallel": "sequence_parallel"}
+
+
+@dataclass(frozen=True)
+class Styled:
+    """What patterns ask of a graph along one mesh axis."""
+
+    asked: Mapping[str, Asked]
+    dims: Mapping[str, frozenset[int]]
+    outputs: Mapping[str, Constraint]
+
+
+def styled(patterns: Mapping[str, Any], axis: str, families: Families, found: tuple[Product, ...]) -> Styled:
+    """What ``patterns`` ask along ``axis``. A pattern is an fnmatch pattern of a module's or parameter's name, or its end.
+
+    Raises :class:`PlanError` for a style that is not known, or where no pattern matches.
+    """
+    graph = families.graph
+    asked: dict[str, Asked] = {}
+    dims: dict[str, frozenset[int]] = {}
+    outputs: dict[str, Constraint] = {}
+    missed = []
+    for pattern, given in patterns.items():
+        style = style_of(pattern, given)
+        modules = [m for m in modules_of(graph) if _matches(m, pattern)]
+        owned = {i.name for i in graph.inputs if i.kind == "parameter" and _owned(i.fqn, i.aliases, pattern, modules)}
+        if not modules and not owned:
+            missed.append(pattern)
+        if style.cuts != "free":
+            dims.update(dict.fromkeys(owned, frozenset()))
+            _products(style, set(modules), owned, families, found, asked, dims)
+        for module in modules:
+            value = module_output(graph, module)
+            if style.sequence:
+                _along_sequence(module, value, families, asked)
+            if style.output is not None:
+                outputs[value] = Constraint(pattern, module, axes=((axis, style.output),))
+    _tell(missed, patterns, graph)
+    return Styled(asked, dims, outputs)
+
+
+def style_of(pattern: str, given: Any) -> Style:
+    """A style by its name, or a ``ParallelStyle`` of torch. Raises :class:`PlanError` for anything else."""
+    name = _OF_TORCH.get(type(given).__name__)
+    if name is not None:
+        placed = getattr(given, "output_layouts", None)
+        placed = placed[0] if isinstance(placed, tuple) else placed
+        if placed is None or name == "sequence_parallel" or (placed.is_shard() and name == "colwise"):
+            return STYLES[name]
+        return Style(STYLES[name].cuts, Shard(placed.dim) if placed.is_shard() else Replicate())
+    if given in EXPERT_STYLES:
+        raise PlanError(f"like: {pattern!r} is {given!r}, which parallelises over experts: that is not there yet")
+    if not isinstance(given, str) or given not in STYLES:
+        near = difflib.get_close_matches(str(given), STYLES, n=1)
+        meant = f"; do you mean {near[0]!r}?" if near else ""
+        raise PlanError(f"like: {pattern!r} is {given!r}, which is no style{meant} There are {', '.join(STYLES)}")
+    return STYLES[given]
+
+
+def _products(
+    style: Style,
+    modules: set[str],
+    owned: set[str],
+    families: Families,
+    found: tuple[Product, ...],
+    asked: dict[str, Asked],
+    dims: dict[str, frozenset[int]],
+) -> None:
+    """Ask for the cut of the products that belong to the modules, or that read a parameter that is meant itself."""
+    graph = families.graph
+    for p in found:
+        parameters = families.origins(p.weight)
+        if p.node.fqn not in modules and not (not modules and owned & parameters):
+            continue
+        family = {"makes": p.makes, "sums": p.sums, "": None}[style.cuts]
+        asked[p.node.name] = families.asked(p.node, families.labels(p.node, () if family is None else {family}))
+        for name in owned | parameters:
+            every = range(len(graph.types[name].shape))
+            dims[name] = dims.get(name, frozenset()) | {d for d in every if families.of(name, d) == family}
+
+
+def _along_sequence(module: str, output: str, families: Families, asked: dict[str, Asked]) -> None:
+    if len(families.graph.types[output].shape) < 2:
+        raise PlanError(f"like: the output of module {module!r} has no dim 1, so it cannot be 'sequence_parallel'")
+    family = families.of(output, 1)
+    for node in families.graph.nodes:
+        if node.fqn == module or node.fqn.startswith(module + "."):
+            asked[node.name] = families.asked(node, families.labels(node, {family}))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Plans of base models leave the beginning of a name out."""
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
+
+
+def _owned(fqn: str, aliases: tuple[str, ...], pattern: str, modules: list[str]) -> bool:
+    """Whether a parameter is meant: itself, or because it is a module's own."""
+    return any(_matches(n, pattern) or n.rpartition(".")[0] in modules for n in (fqn, *aliases))
+
+
+def _tell(missed: list[str], patterns: Mapping[str, Any], graph: Graph) -> None:
+    """A plan for a family of models may name modules that this one lacks; one that names nothing is a mistake."""
+    if not missed:
+        return
+    known = [*modules_of(graph), *(i.fqn for i in graph.inputs if i.kind == "parameter")]
+    near = difflib.get_close_matches(missed[0], known, n=3, cutoff=0.3)
+    text = f"like: {missed[0]!r} matches no module and no parameter. Nearest: {', '.join(near or known[:3])}"
+    if len(missed) == len(patterns):
+        raise PlanError(text)
+    log.warning("%s (%d of %d patterns match nothing)", text, len(missed), len(patterns))

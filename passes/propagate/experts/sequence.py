@@ -1,0 +1,85 @@
+"""Sequence parallel plans that cut no weight: Ulysses (Jacobs et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoshard.passes.ir.graph import Node
+from autoshard.passes.propagate.experts.families import Families, Family, Product, cut_dims
+from autoshard.passes.propagate.experts.tensor import tokens
+from autoshard.passes.propagate.op_space import Asked
+
+
+def ulysses(
+    families: Families, found: tuple[Product, ...], batch: frozenset[Family]
+) -> Iterator[tuple[str, Asked | None]]:
+    """Every operation with what is asked of it: the sequence cut, but the heads in attention.
+
+    Between a product and attention (rotary positions, say) either may be cut. What no rule can cut along the sequence,
+    such as a loss on flattened logits, is free, from the product in front of it on.
+    """
+    sequence = tokens(families, found, batch)
+    core = {n.name: n for n in families.graph.nodes if _mixes(n, sequence, families)}
+    by_head = {n: _by_head(node, sequence | batch, families) for n, node in core.items()}
+    heads = {f for found_ in by_head.values() for f in found_}
+    free = _tail(families, sequence, found, core)
+    for node in families.graph.nodes:
+        cuts = families.labels(node, sequence)
+        if node.name in core:
+            yield node.name, families.asked(node, families.labels(node, by_head[node.name]))
+        elif node.name in free or (not cuts and families.is_activation(node)):
+            yield node.name, None
+        else:
+            if cuts and families.weights.isdisjoint(node.inputs):
+                cuts |= families.labels(node, heads)
+            yield node.name, families.asked(node, cuts)
+
+
+def _mixes(node: Node, sequence: frozenset[Family], families: Families) -> bool:
+    """Whether ``node`` brings positions of the sequence together: no cut of it leaves independent parts."""
+    if not families.is_activation(node) or not families.weights.isdisjoint(node.inputs):
+        return False
+    along = [s for s in families.strategies(node) if families.cut(node, s) in sequence]
+    return bool(along) and all(families.loose(node, s) for s in along)
+
+
+def _by_head(node: Node, others: frozenset[Family], families: Families) -> frozenset[Family]:
+    """The families that cut all activations ``node`` reads and makes, and are neither the sequence nor the batch."""
+    found = set()
+    activations = {v for v in (*node.inputs, *node.outputs) if v in families.activations}
+    for strategy in families.strategies(node):
+        family = families.cut(node, strategy)
+        if family is not None and family not in others and activations <= dict(cut_dims(node, strategy)).keys():
+            found.add(family)
+    return frozenset(found)
+
+
+def _tail(
+    families: Families, sequence: frozenset[Family], found: tuple[Product, ...], core: dict[str, Node]
+) -> frozenset[str]:
+    """The operations around a result that leaves the sequence: behind it all, before it back to the last product."""
+    graph, made_by = families.graph, {p.node.name for p in found}
+    leaving = [n for n in graph.nodes if n.name not in core and _leaves(n, sequence, families)]
+    free = {n.name for n in leaving}
+    for node in graph.nodes:
+        if any((p := graph.producers.get(v)) is not None and p.name in free for v in node.inputs):
+            free.add(node.name)
+    if not free.isdisjoint(core):  # what it makes flows back into the sequence
+        return frozenset()
+    pending = list(leaving)
+    while pending:
+        node = pending.pop()
+        if node.name in made_by:
+            continue
+        for value in node.inputs:
+            producer = graph.producers.get(value)
+            if producer is not None and value in families.activations and len(graph.uses[value]) == 1:
+                free.add(producer.name)
+                pending.append(producer)
+    return frozenset(free)
+
+
+def _leaves(node: Node, sequence: frozenset[Family], families: Families) -> bool:
+    """Whether ``node`` reads activations that have the sequence, and cannot be cut along it."""
+    read = [v for v in node.inputs if v in families.activations]
+    return bool(sequence & families.of_all(read)) and not families.labels(node, sequence)

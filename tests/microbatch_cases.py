@@ -1,0 +1,199 @@
+"""Steps of several micro-batches against the whole batch on one device, in float64; run in one process and under gloo."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from state_cases_inputs import executed
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard import Shard
+from autoshard.errors import PlanError
+from autoshard.models import Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig
+
+TOLERANCE = 1e-9
+IGNORED = -100
+
+
+class Regression(nn.Module):
+    """A mean over all elements, weighted by a mask that all samples share, beside outputs of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 6))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        self.calls += 1
+        found = self.net(x)
+        return {"loss": F.mse_loss(found, y), "found": found.T, "hits": (found > 0).sum(), "name": "mlp"}
+
+
+class Weighted(nn.Module):
+    """Classes that count differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(10, 7)
+        self.register_buffer("weight", torch.linspace(0.5, 2, 7))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x), labels, self.weight, ignore_index=3)
+
+
+def tokens(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """[8, 16] token ids and labels, ignored unevenly: all of one row, most of another."""
+    random = torch.Generator().manual_seed(seed)
+    x, y = (torch.randint(0, 128, (8, 16), generator=random) for _ in range(2))
+    y[0, :13] = IGNORED
+    y[5] = IGNORED
+    return x, y
+
+
+def made(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    if name == "regression":
+        return Regression().double(), (torch.randn(8, 12).double(), torch.randn(8, 6).double())
+    if name == "weighted":
+        return Weighted().double(), (torch.randn(8, 10).double(), torch.tensor([0, 3, 3, 3, 1, 6, 2, 5]))
+    kinds = {
+        "gpt": lambda: Gpt(GptConfig.tiny()),
+        "llama": lambda: Llama(LlamaConfig.tiny()),
+        "moe": lambda: Moe(MoeConfig.tiny()),
+    }
+    return kinds[name]().double(), tokens()
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    loss: torch.Tensor = out if isinstance(out, torch.Tensor) else out["loss"] if isinstance(out, dict) else out.loss
+    return loss
+
+
+def full(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach() - b.detach()).norm() / b.detach().norm().clamp_min(1e-30)) if b.numel() else 0.0
+
+
+def compare(name: str, mesh: autoshard.Mesh, count: int, steps: int = 3) -> autoshard.ShardedModule:
+    """``steps`` AdamW steps: losses, gradients and weights are those of the whole batch on one device."""
+    model, args = made(name)
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, micro_batches=count)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), 1e-2) for m in (sharded, model))
+    for step in range(steps):
+        torch.manual_seed(step)
+        expected = loss_of(model(*args))
+        torch.manual_seed(step)
+        found = loss_of(sharded(*args))
+        (2 * expected).backward()
+        (2 * found).backward()
+        assert far(found.detach(), expected.detach()) <= TOLERANCE
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        for n, p in sharded.named_parameters():
+            assert p.grad is not None, n
+            assert far(full(p.grad), gradients[n]) <= TOLERANCE, f"step {step}, gradient of {n}"
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = dict(model.named_parameters())
+    assert max(far(full(p.detach()), weights[n].detach()) for n, p in sharded.named_parameters()) <= TOLERANCE
+    return sharded
+
+
+def trains(name: str, count: int) -> Callable[[autoshard.Mesh], None]:
+    return lambda mesh: (compare(name, mesh, count), None)[1]
+
+
+def other_outputs(mesh: autoshard.Mesh) -> None:
+    """Put together, counted, and detached; buffers are written once."""
+    model, args = made("regression")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, micro_batches=4)
+    expected, found = model(*args), sharded(*args)
+    assert far(full(found["found"]), expected["found"]) <= TOLERANCE
+    assert not found["found"].requires_grad
+    assert int(full(found["hits"])) == int(expected["hits"])
+    assert found["name"] == "mlp"
+    assert int(full(sharded.get_buffer("calls"))) == 1
+
+
+def draws_go_on(mesh: autoshard.Mesh) -> None:
+    """After a step the generator stands where one device would have left it; under torch.distributed that of rank 0."""
+    model, args = made("gpt")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, micro_batches=2)
+    torch.manual_seed(3)
+    model(*args)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    sharded(*args)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        assert torch.equal(torch.rand(4), expected)
+
+
+def without_gradients(mesh: autoshard.Mesh) -> None:
+    """The whole batch at once, with outputs as ever."""
+    model, args = made("gpt")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, micro_batches=2).eval()
+    with torch.no_grad():
+        assert far(full(sharded(*args).logits), model.eval()(*args).logits) <= TOLERANCE
+
+
+def refused(mesh: autoshard.Mesh) -> None:
+    """What needs the whole batch, a batch that does not divide, and no loss: before anything is made."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.conv(x)).square().mean()
+
+    with pytest.raises(
+        PlanError, match=r"batch_norm.* in norm at .*microbatch_cases.py:\d+ needs .* of the whole batch"
+    ):
+        autoshard.compile(Normed(), mesh, (torch.randn(4, 3, 6, 6),), micro_batches=2)
+    model, args = made("regression")
+    with pytest.raises(PlanError, match=r"input 'x' has shape \[8, 12\], and its batch of 8 does not divide into 3"):
+        autoshard.compile(model, mesh, args, micro_batches=3)
+    with pytest.raises(PlanError, match="no output of the model is a scalar that carries a gradient"):
+        autoshard.compile(nn.Linear(4, 4), mesh, (torch.randn(4, 4),), micro_batches=2)
+    with pytest.raises(PlanError, match="micro_batches is a number of at least 1"):
+        autoshard.compile(model, mesh, args, micro_batches=0)
+
+
+def one_sum_over_replicas(mesh: autoshard.Mesh) -> None:
+    """Gradients of parameters that every rank holds are summed once, whatever the number of micro-batches."""
+    axes = autoshard.Mesh({"dp": mesh.size}, hardware=mesh.hardware)
+    sums = []
+    for count in (1, 4):
+        model, args = made("regression")
+        args = tuple(x.repeat(64, 1) for x in args)  # so many rows that they are what is cut
+        sharded = autoshard.compile(
+            model, axes, args, hints={"net.*": "replicate", "x": Shard(0), "y": Shard(0)}, micro_batches=count
+        )
+        loss_of(sharded(*args)).backward()
+        with executed(sharded) as counted:
+            loss_of(sharded(*args)).backward()
+        sums.append(counted["all_reduce", "backward"])
+    assert sums[0] == sums[1] > 0, sums
+
+
+CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
+    **{f"{name}_in_{n}": trains(name, n) for name in ("gpt", "llama") for n in (2, 4)},
+    **{f"{name}_in_4": trains(name, 4) for name in ("moe", "regression", "weighted")},
+    "other_outputs": other_outputs,
+    "draws_go_on": draws_go_on,
+    "without_gradients": without_gradients,
+    "refused": refused,
+    "one_sum_over_replicas": one_sum_over_replicas,
+}

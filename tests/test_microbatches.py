@@ -1,0 +1,97 @@
+"""Micro-batches in one process: a step's numbers are those of the whole batch, its memory that of one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import ideal
+from microbatch_cases import CASES, compare, loss_of, made
+
+import autoshard
+from autoshard.compiler import captured
+from autoshard.module import microbatches
+from autoshard.passes.microbatch import micro_batched
+
+MESHES = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "fsdp3": {"fsdp": 3}}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mesh", ["dp2tp2"])
+def test_case(mesh: str, name: str) -> None:
+    CASES[name](ideal(MESHES[mesh]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mesh", ["tp2", "fsdp3"])
+def test_case_on_other_meshes(mesh: str, name: str) -> None:
+    CASES[name](ideal(MESHES[mesh]))
+
+
+def test_the_graph_of_one() -> None:
+    model, args = made("weighted")
+    graph, micro = micro_batched(captured(model, args, {}, training=True), 4)
+    lines = [line.partition("    #")[0].strip() for line in str(graph).splitlines()]
+    assert lines == [
+        "graph(p_head_weight: f64[7, 10], p_head_bias: f64[7], b_weight: f64[7], x: f64[2, 10], labels: i64[2], "
+        "labels_whole: i64[8]):",
+        "linear = aten.linear.default(x, p_head_weight, p_head_bias)",
+        "cross_entropy_loss_sum = aten.cross_entropy_loss.default(linear, labels, b_weight, 2, 3)",
+        "cross_entropy_loss_valid = aten.ne.Scalar(labels_whole, 3)",
+        "cross_entropy_loss_classes = aten.mul.Tensor(labels_whole, cross_entropy_loss_valid)",
+        "cross_entropy_loss_each = aten.index.Tensor(b_weight, [cross_entropy_loss_classes])",
+        "cross_entropy_loss_counted = aten.mul.Tensor(cross_entropy_loss_each, cross_entropy_loss_valid)",
+        "cross_entropy_loss_count = aten.sum.default(cross_entropy_loss_counted)",
+        "cross_entropy_loss = aten.div.Tensor(cross_entropy_loss_sum, cross_entropy_loss_count)",
+        "return cross_entropy_loss",
+    ]
+    assert micro.inputs == {"x": ("x", 0), "labels": ("labels", 0), "labels_whole": ("labels", None)}
+    assert (micro.count, micro.outputs, micro.loss) == (4, ("sum",), 0)
+
+
+def test_one_that_counts_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = microbatches._part
+    monkeypatch.setattr(microbatches, "_part", lambda x, dim, index, count: part(x, dim, min(index, count - 2), count))
+    with pytest.raises(AssertionError):
+        compare("regression", ideal({"tp": 2}), 4, steps=1)
+
+
+def test_draws_of_a_part_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(microbatches, "_restore", lambda states: None)
+    with pytest.raises(AssertionError):
+        compare("gpt", ideal({"tp": 2}), 2, steps=1)
+
+
+def test_activations_of_one_are_kept() -> None:
+    """Bytes that autograd keeps at a time with four micro-batches: those of a batch that is a quarter as large."""
+    whole, quarter, four = _most_kept(8, 1), _most_kept(2, 1), _most_kept(8, 4)
+    assert quarter <= four <= 1.01 * quarter < 0.4 * whole
+
+
+def _most_kept(batch: int, count: int) -> int:
+    model, args = made("llama")
+    args = tuple(x[:batch] for x in args)
+    sharded = autoshard.compile(model, ideal({"tp": 2}), args, micro_batches=count)
+    loss_of(sharded(*args)).backward()
+    alive: dict[int, int] = {}
+    most = 0
+
+    class Kept:
+        def __init__(self, x: torch.Tensor) -> None:
+            nonlocal most
+            self.x = x
+            alive[id(self)] = x.numel() * x.element_size()
+            most = max(most, sum(alive.values()))
+
+        def __del__(self) -> None:
+            alive.pop(id(self), None)
+
+    def unpack(kept: Any) -> torch.Tensor:
+        return kept.x  # type: ignore[no-any-return]
+
+    with torch.autograd.graph.saved_tensors_hooks(Kept, unpack):
+        loss = loss_of(sharded(*args))
+    loss.backward()
+    return most
