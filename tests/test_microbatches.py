@@ -73,7 +73,7 @@ def test_activations_of_one_are_kept() -> None:
 def _most_kept(batch: int, count: int) -> int:
     model, args = made("llama")
     args = tuple(x[:batch] for x in args)
-    sharded = autoshard.compile(model, ideal({"tp": 2}), args, micro_batches=count)
+    sharded = autoshard.compile(model, ideal({"tp": 2}), args, like="megatron", micro_batches=count)
     loss_of(sharded(*args)).backward()
     alive: dict[int, int] = {}
     most = 0
