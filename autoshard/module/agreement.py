@@ -20,13 +20,10 @@ import torch.distributed as dist
 from autoshard import errors
 from autoshard.errors import AutoshardError, CommunicationError, PlanError, RuntimeMismatchError
 from autoshard.module.checksum import checksum
-from autoshard.runtime.peers import Notes, lost, wait
+from autoshard.runtime.peers import Claim, Notes, lost, wait
 from autoshard.runtime.process_group import all_gather_single, raw
 
 T = TypeVar("T")
-Claim = tuple[str, int]
-"""what must be the same on every rank, and a number for it"""
-
 _WIDTH = 5
 """numbers in an agreement: of what, and up to four claims"""
 
@@ -61,7 +58,7 @@ class Agreement:
     def begin(self, *claims: Claim) -> None:
         """Begin to compare; :meth:`finish` has the result."""
         self.finish()
-        kind = zlib.crc32(repr([what for what, _ in claims]).encode())
+        kind = zlib.crc32(repr((self.notes.call, [what for what, _ in claims])).encode())
         numbers = [kind, *(n & _POSITIVE for _, n in claims)]
         self._open = (*self._numbers(_cpu(numbers + [0] * (_WIDTH - len(numbers)))), claims)
 
@@ -72,9 +69,7 @@ class Agreement:
         (work, found, claims), self._open = self._open, None
         self._wait(work, "an agreement of all ranks" if not claims else f"the agreement on {claims[0][0]}")
         rows = found.tolist()
-        if differing(rows, 0):
-            raise RuntimeMismatchError(f"the ranks do not make the same calls: {listed(differing(rows, 0))} at another")
-        for i, (what, _) in enumerate(claims, 1):
+        for i, what in enumerate(what for what, _ in (("which call they make", 0), *claims)):
             if others := differing(rows, i):
                 why = self.notes.look()
                 raise RuntimeMismatchError(

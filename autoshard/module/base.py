@@ -19,11 +19,11 @@ from autoshard.errors import CaptureError, PlanError, RuleError, RuntimeMismatch
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.module.executable import Executable, described, load_source, signature_of
+from autoshard.module.executable import Call, Executable, described, load_source
 from autoshard.module.original import Original
 from autoshard.module.parts import Fixed
 from autoshard.module.saving import save
-from autoshard.module.state import State, check_call, requires_grad, state_of
+from autoshard.module.state import State, check_call, requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
@@ -138,63 +138,57 @@ class ShardedModule(Fixed):
         ``number``: of the programs for these that were tried and are for other integers in tensors. ``recorded``:
         whether gradients are recorded (default: as the ``training`` of :func:`autoshard.compile` says).
         """
-        found = self._specialised(args, kwargs, number, recorded)
-        object.__setattr__(self, "_latest", found)
-        return found
+        return self._serving(self._call(args, kwargs, recorded), number)
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool | None) -> Call:
+        """A call with these arguments in the present state. ``recorded``: see :meth:`specialise`."""
+        if self._of.renewed():
+            self._show()
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        return Call(tuple(args), kwargs, leaves, spec, self._state(leaves, recorded))
 
     def _recorded(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with these arguments records gradients; only then its program has a backward."""
         wanted = torch.is_grad_enabled() and self._settings.training is not False
-        return wanted and requires_grad(leaves, self._of.held().values())
+        return wanted and requires_grad(leaves, self._of.tensors())
 
     def _state(self, leaves: Sequence[Any], recorded: bool | None) -> State:
         original = self._of
         original.root.training = self.training
-        held = original.held()
+        check_call(leaves, original.tensors)
         if recorded is None:
             wanted = self.training if self._settings.training is None else self._settings.training
-            recorded = wanted and requires_grad(leaves, held.values())
-        check_call([x for x in (*leaves, *held.values()) if isinstance(x, torch.Tensor)])
-        if not original.adopted:  # its weights may be elsewhere, or nowhere
-            return state_of(recorded, original.modes, (), ())
-        trained = tuple(held[name].requires_grad for name in original.parameters)
-        return state_of(recorded, original.modes, trained, tuple(self._form(t) for t in held.values()))
+            recorded = wanted and requires_grad(leaves, original.tensors())
+        return original.state(recorded, self._form)
 
     def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """What programs depend on of a parameter or buffer."""
         return tuple(tensor.shape), tensor.dtype, tensor.device.type
 
-    def _specialised(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int, recorded: bool | None
-    ) -> Executable:
-        if self._of.renewed():
-            self._show()
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        state = self._state(leaves, recorded)
-        key = self._key(leaves, spec, state, number)
-        if key not in self._executables:
-            structure = self._key(leaves, spec, state, exactly=False)
-            found = self._serving(structure, leaves)
+    def _serving(self, call: Call, number: int) -> Executable:
+        """The program for this call, compiled if there is none."""
+        key = call.key(number)
+        found = self._executables.get(key)
+        if found is None:
+            structure = call.key(exactly=False)
+            found = self._open(structure, call.leaves)
             if found is None:
                 with torch.inference_mode(False):  # what is made here outlives the call
-                    found = self._build(args, kwargs, state.recorded, structure)
-                adopted = self._state(leaves, state.recorded)
-                key = self._key(leaves, spec, adopted, number)
+                    found = self._build(call, structure)
+                adopted = replace(call, state=self._state(call.leaves, call.state.recorded))
+                key = adopted.key(number)
                 if found.structure is not None:
-                    found.structure = self._key(leaves, spec, adopted, exactly=False)
+                    found.structure = adopted.key(exactly=False)
             self._executables[key] = found
-        return self._executables[key]
-
-    def _key(self, leaves: Sequence[Any], spec: Any, state: State, number: int = 0, exactly: bool = True) -> Any:
-        """What a program is compiled for; the ranks compare it in every call."""
-        return (*(signature_of(leaf, state.recorded, exactly) for leaf in leaves), spec, state, number)
+        object.__setattr__(self, "_latest", found)
+        return found
 
     @property
     def programs(self) -> list[Executable]:
         """Every program compiled so far, in order."""
         return list({id(x): x for x in self._executables.values()}.values())
 
-    def _serving(self, structure: Any, leaves: Sequence[Any]) -> Executable | None:
+    def _open(self, structure: Any, leaves: Sequence[Any]) -> Executable | None:
         """A program with symbolic lengths that holds for these leaves."""
         for found in self.programs:
             why = found.refuses(structure, leaves)
@@ -203,22 +197,22 @@ class ShardedModule(Fixed):
             logging.getLogger("autoshard.programs").info("a program does not serve this call: %s", why)
         return None
 
-    def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool, structure: Any) -> Executable:
+    def _build(self, call: Call, structure: Any) -> Executable:
         """Compile with symbolic lengths where asked to; if that is refused, for the shapes of these arguments."""
         if self._settings.dynamic:
             try:
-                return self._built(args, kwargs, recorded, structure)
+                return self._built(call, structure)
             except (CaptureError, PlanError, RuleError) as error:
                 log.warning("no program with symbolic lengths, compiling for these shapes alone: %s", error)
-        return self._built(args, kwargs, recorded, None)
+        return self._built(call, None)
 
-    def _built(self, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool, structure: Any) -> Executable:
-        settings = self._settings
+    def _built(self, call: Call, structure: Any) -> Executable:
+        settings, args, kwargs = self._settings, call.args, call.kwargs
         dynamic = settings.dynamic if structure is not None else False
         first = self._parameter_layouts is None
         wishes = settings.wishes if first else replace(settings.wishes, plan=None, parameters=self._parameter_layouts)
         with self._of.as_it_is(self._check) as model:
-            found = self._compiled(model, args, kwargs, wishes, training=recorded, dynamic=dynamic)
+            found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
         if first:
             parameters = {i.fqn: found.plan.layouts[i.fqn] for i in found.graph.inputs if i.kind == "parameter"}
             with without_autocast():
@@ -288,13 +282,13 @@ class ShardedModule(Fixed):
             raise CaptureError(
                 "the default device is meta, which has no data: call the module outside of torch.device('meta')"
             )
-        recorded = self._recorded(pytree.tree_leaves((args, kwargs)))
+        call = self._call(args, kwargs, self._recorded(pytree.tree_leaves((args, kwargs))))
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
-            executable = self.specialise(args, kwargs, number, recorded)
-            own, named, written = executable.apart(args, kwargs)
-            with without_autocast(), contextlib.nullcontext() if recorded else torch.no_grad():
-                leaves, mutated = self._run(executable, self._flat_inputs(executable, own, named))
+            executable = self._serving(call, number)
+            own, written = executable.apart(call.leaves)
+            with without_autocast(), contextlib.nullcontext() if call.state.recorded else torch.no_grad():
+                leaves, mutated = self._run(executable, executable.flat_inputs(own))
             return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
 
         leaves, mutated, written, out_spec = _first_that_serves(serve)
@@ -302,14 +296,6 @@ class ShardedModule(Fixed):
             for fqn, new in mutated.items():
                 (written[fqn] if fqn in written else self.tensor(fqn)).copy_(new)
         return pytree.tree_unflatten(leaves, out_spec)
-
-    def _flat_inputs(
-        self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[torch.Tensor]:
-        """Tensors in the order the rank module takes them."""
-        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        by_name = {n: leaf for n, leaf in zip(executable.graph.flat_inputs, leaves, strict=True) if n is not None}
-        return [by_name[name] for name in executable.compiled.source.inputs]
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         raise NotImplementedError

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -23,18 +23,18 @@ from autoshard.mesh import Mesh
 from autoshard.module.agreement import AFTERWARDS, Agreement, asked_checks
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.checksum import checksum
-from autoshard.module.executable import Executable, signature_of
+from autoshard.module.executable import Call, Executable
 from autoshard.module.gradients import one_verdict
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
-from autoshard.module.state import State, digest
 from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
 from autoshard.plans.plan import Plan
+from autoshard.runtime.peers import Claim
 
 FIRST_CALLS = 8
-"""how many calls are checked for equal inputs; AUTOSHARD_CHECK=inputs checks all"""
+"""how many calls are compared with their inputs, even if they repeat the one before; AUTOSHARD_CHECK=inputs: all"""
 
 _SHAPES = "the shapes and dtypes of the inputs"
 _STATE = (
@@ -45,16 +45,31 @@ _VALUES = "the values of the inputs (every rank takes the same global batch)"
 _FAILED = "whether an earlier call failed (their collectives are out of step: start all processes again)"
 
 
+class _Loaded(NamedTuple):
+    """A program on this rank, and what it reads."""
+
+    module: Any
+    parameters: Sequence[str]
+    buffers: Sequence[tuple[str, bool]]
+    """and whether the forward writes it, in a program with a backward"""
+    constants: Mapping[str, torch.Tensor]
+    """this rank's parts"""
+    layouts: Mapping[str, Layout]
+    """of buffers"""
+
+
 class DistributedModule(ShardedModule):
     """A sharded module of one process; every rank of the mesh has one."""
 
     device_mesh: DeviceMesh
     _comm: runtime.TorchCommunicator
     _device: torch.device
-    _loaded: dict[int, Any]
+    _loaded: dict[int, _Loaded]
     _agreement: Agreement
     _checks: dict[str, int]
-    _numbers: dict[Any, int]
+    _agreed: Any
+    """the last call, which its repetitions are not compared to again"""
+    _on_gloo: bool
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
         super().__init__(model, mesh, settings)
@@ -69,7 +84,8 @@ class DistributedModule(ShardedModule):
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())
-        set_(self, "_numbers", {})
+        set_(self, "_agreed", None)
+        set_(self, "_on_gloo", all(dist.get_backend(device_mesh.get_group(i)) == "gloo" for i in range(mesh.ndim)))
         self._comm.device = self._device
 
     # --- tensors ---
@@ -156,30 +172,47 @@ class DistributedModule(ShardedModule):
     def specialise(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
     ) -> Executable:
-        """See :meth:`ShardedModule.specialise`; every rank must come with the same inputs, in the same state.
-
-        What the program is compiled for is compared in every call, while it runs; the values in the first calls.
-        """
+        """See :meth:`ShardedModule.specialise`; every rank must come with the same inputs, in the same state."""
         with self._comm.notes.told():
-            leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-            state = self._state(leaves, recorded)
-            self._compare(leaves, spec, state, number)
             return super().specialise(args, kwargs, number, recorded)
 
-    def _compare(self, leaves: Sequence[Any], spec: Any, state: State, number: int) -> None:
-        agreement, notes = self._agreement, self._comm.notes
-        key = self._key(leaves, spec, state, number)
-        if key not in self._numbers:
-            shapes = repr((*(signature_of(leaf, state.recorded) for leaf in leaves), spec, number))
-            self._numbers[key] = zlib.crc32(_ADDRESS.sub("", shapes).encode())
+    def _serving(self, call: Call, number: int) -> Executable:
+        """See :meth:`ShardedModule._serving`.
+
+        What the program is compiled for is compared while it runs, the values of the inputs before: in the first calls,
+        and where this rank does not repeat its last call. A rank that waits for others compares again, see :class:`Notes`.
+        """
+        notes, agreement = self._comm.notes, self._agreement
+        key = call.key(number)
+        executable = self._executables.get(key)
+        agreed = key, notes.failed, notes.broken
         checked = notes.call <= FIRST_CALLS or "inputs" in self._checks
-        values = _checksum(leaves) if checked else 0
-        failed = (_FAILED, 2 * notes.failed + notes.broken)
-        agreement.begin((_SHAPES, self._numbers[key]), (_STATE, digest(state)), (_VALUES, values), failed)
-        if checked or key not in self._executables or notes.broken:
-            agreement.finish()
+        notes.claims = functools.partial(self._claims, key)
+        if checked or executable is None or agreed != self._agreed or not self._repeats(executable):
+            object.__setattr__(self, "_agreed", agreed)
+            agreement.begin(*notes.claims(), (_VALUES, _checksum(call.leaves) if checked else 0))
+            if checked or executable is None or notes.broken:
+                agreement.finish()
         if notes.broken:
             raise CommunicationError(AFTERWARDS)
+        return super()._serving(call, number)
+
+    def _repeats(self, executable: Executable) -> bool:
+        """Whether ranks need not compare calls that repeat the one before: they notice others in a collective.
+
+        Other backends than gloo may hang or abort the process where ranks begin different ones.
+        """
+        return self._on_gloo and bool(executable.compiled.plan.collectives)
+
+    def _claims(self, key: Any) -> tuple[Claim, ...]:
+        *shapes, state, number = key
+        text = _ADDRESS.sub("", repr((*shapes, number)))
+        notes = self._comm.notes
+        return (
+            (_SHAPES, zlib.crc32(text.encode())),
+            (_STATE, state.number),
+            (_FAILED, 2 * notes.failed + notes.broken),
+        )
 
     def _compiled(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
@@ -207,13 +240,14 @@ class DistributedModule(ShardedModule):
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         program = executable.compiled.program
-        module = self._rank_module(executable)
+        loaded = self._load_program(executable)
+        module = loaded.module
         if every := self._checks.get("replicas"):
             self._agreement.finish()
             if self._comm.notes.call % every == 0:
                 check_replicas(self._agreement, self.mesh, dict(self.named_parameters()), dict(self.named_buffers()))
         with runtime.bind(self._comm), runtime.synchronised_rng(self._comm):
-            module.bind_tensors(self._tensors(executable))
+            module.bind_tensors(self._tensors(loaded))
             try:
                 results = module(*(x.to(self._device) for x in inputs))
             finally:
@@ -234,35 +268,45 @@ class DistributedModule(ShardedModule):
         first = len(program.outputs)
         return leaves, {fqn: results[first + i].detach() for i, fqn in enumerate(program.mutations)}
 
-    def _rank_module(self, executable: Executable) -> Any:
+    def _load_program(self, executable: Executable) -> _Loaded:
+        """Its module, and what it reads, found once."""
         if id(executable) not in self._loaded:
-            self._loaded[id(executable)] = executable.rank_module()
+            graph, layouts = executable.graph, executable.compiled.plan.layouts
+            of = {kind: [i for i in graph.inputs if i.kind == kind] for kind in ("parameter", "buffer", "constant")}
+            constants = {i.fqn: graph.constants[i.name].to(self._device) for i in of["constant"]}
+            self._loaded[id(executable)] = _Loaded(
+                executable.rank_module(),
+                [i.fqn for i in of["parameter"]],
+                [(i.fqn, graph.training and i.fqn in graph.mutations) for i in of["buffer"]],
+                {fqn: self._part(x, layouts[fqn]) for fqn, x in constants.items()},
+                {i.fqn: layouts[i.fqn] for i in of["buffer"]},
+            )
         return self._loaded[id(executable)]
 
-    def _tensors(self, executable: Executable) -> dict[str, torch.Tensor]:
-        parameters = {i.fqn: self.tensor(i.fqn) for i in executable.graph.inputs if i.kind == "parameter"}
-        trained = {n: p for n, p in parameters.items() if p.requires_grad}
-        found = {n: p.to_local() for n, p in parameters.items() if n not in trained}
+    def _part(self, full: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return shard_of(full, layout, self._comm.rank) if layout.axes_with(Shard) else full
+
+    def _tensors(self, loaded: _Loaded) -> dict[str, torch.Tensor]:
+        found = dict(loaded.constants)
+        trained = {}
+        for name in loaded.parameters:
+            parameter = self.tensor(name)
+            if parameter.requires_grad:
+                trained[name] = parameter
+            else:
+                found[name] = parameter.to_local()
         if trained:
             locals_ = runtime.wait_gradients(*_Locals.apply(*trained.values()))  # type: ignore[no-untyped-call]
             found.update(zip(trained, locals_, strict=True))
-        for value in executable.graph.inputs:
-            if value.kind == "buffer":
-                buffer = self.tensor(value.fqn)  # of one that is written after the forward, the backward has a copy
-                written = executable.graph.training and value.fqn in executable.graph.mutations
-                found[value.fqn] = buffer.clone() if written else buffer
-            elif value.kind == "constant":
-                found[value.fqn] = executable.graph.constants[value.name].to(self._device)
-        for value in executable.graph.inputs:
-            layout = executable.compiled.plan.layouts[value.fqn]
-            if value.kind in ("buffer", "constant") and layout.axes_with(Shard):
-                found[value.fqn] = shard_of(found[value.fqn], layout, self._comm.rank)
+        for name, written in loaded.buffers:
+            buffer = self.tensor(name)  # of one that is written after the forward, the backward has a copy
+            found[name] = self._part(buffer.clone() if written else buffer, loaded.layouts[name])
         return found
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
         """See :meth:`ShardedModule.local_tensors`; only of this process's own rank."""
         with torch.no_grad(), runtime.bind(self._comm):
-            return {name: t.detach() for name, t in self._tensors(executable).items()}
+            return {name: t.detach() for name, t in self._tensors(self._load_program(executable)).items()}
 
     def _output(self, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], recorded: bool) -> torch.Tensor:
         """Scalars are plain; others a DTensor in their layout, or the full tensor.

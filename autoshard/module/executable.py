@@ -12,9 +12,26 @@ import torch.utils._pytree as pytree
 
 from autoshard.compiler import Compiled
 from autoshard.errors import CaptureError
+from autoshard.module.state import State
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.symbols import bind, evaluate, mismatch
 from autoshard.runtime.profiling import name_lines
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call, the tensors and constants in them, and the state in which it is made."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    leaves: Sequence[Any]
+    spec: Any
+    state: State
+
+    def key(self, number: int = 0, exactly: bool = True) -> Any:
+        """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`."""
+        recorded = self.state.recorded
+        return (*(signature_of(leaf, recorded, exactly) for leaf in self.leaves), self.spec, self.state, number)
 
 
 @dataclass
@@ -41,17 +58,14 @@ class Executable:
         shapes = {name: leaf.shape for name, leaf in named if name is not None}
         return mismatch(self.graph.types, self.compiled.symbols, shapes)
 
-    def apart(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
+    def apart(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, torch.Tensor]]:
         """The arguments with copies of the tensors that the forward writes to, and these tensors by their fqn.
 
         The program's values must not see what is written back.
         """
         written = {i.name: i.fqn for i in self.graph.inputs if i.kind == "input" and i.fqn in self.graph.mutations}
         if not written:
-            return args, kwargs, {}
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+            return leaves, {}
         named = dict(zip(self.graph.flat_inputs, leaves, strict=True))
         for name, fqn in written.items():
             for other, tensor in named.items():
@@ -61,7 +75,12 @@ class Executable:
                         "the program would not see the write there. Pass a clone of one of them."
                     )
         copies = [x.clone() if n in written else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
-        return *pytree.tree_unflatten(copies, spec), {fqn: named[name] for name, fqn in written.items()}
+        return copies, {fqn: named[name] for name, fqn in written.items()}
+
+    def flat_inputs(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors among the arguments in the order the rank module takes them."""
+        by_name = dict(zip(self.graph.flat_inputs, leaves, strict=True))
+        return [by_name[name] for name in self.compiled.source.inputs]
 
     def as_typed(self, leaves: Sequence[Any]) -> list[Any]:
         """The outputs without the gradients that no value of the graph has: what goes together shares one autograd node."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch import nn
 from autoshard.errors import CaptureError
 from autoshard.initialise.deferred import recording_of
 from autoshard.module.parts import Part, parts_of
+from autoshard.module.state import State, defaults
+from autoshard.runtime.autocast import autocast_state
 
 
 class Original:
@@ -31,6 +35,9 @@ class Original:
         self.parameters: list[str] = []
         self.ties: dict[str, str] = {}
         """further names of a tensor → its first"""
+        self._seen: tuple[list[torch.Tensor], list[Any], tuple[tuple[bool, ...], tuple[Any, ...]]] | None = None
+        """the tensors of the last call, how they looked, and what that makes of :class:`State`"""
+        self._states: deque[State] = deque(maxlen=4)
 
     def renewed(self) -> bool:
         """Take in modules that the user gave his model before it was adopted; whether there are any."""
@@ -94,6 +101,33 @@ class Original:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Every parameter and buffer, without a look at what they were when the module was compiled."""
+        if self.adopted:
+            return [t for holder, leaf in self.slots.values() if (t := holder.get(leaf)) is not None]
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def state(self, recorded: bool, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> State:
+        """The state of a call. ``form``: what programs depend on of a tensor.
+
+        Most calls find the tensors as the one before did; then theirs are not asked for anew. Raises
+        :class:`CaptureError` where tensors were taken away or untied.
+        """
+        if not self.adopted:  # its weights may be elsewhere, or nowhere
+            return State(recorded, self.modes, (), (), autocast_state(), defaults())
+        tensors = self.tensors()
+        looks = [(t.requires_grad, t.dtype, t.shape, t.device, getattr(t, "_spec", None)) for t in tensors]
+        if self._seen is None or looks != self._seen[1] or not _are(tensors, self._seen[0]):
+            held = self.held()
+            trained = tuple(held[name].requires_grad for name in self.parameters)
+            self._seen = tensors, looks, (trained, tuple(map(form, held.values())))
+        trained, forms = self._seen[2]
+        found = State(recorded, self.modes, trained if recorded else (), forms, autocast_state(), defaults())
+        known = next((state for state in self._states if state == found), None)
+        if known is None:
+            self._states.appendleft(found)
+        return known or found  # the same object as before: its number is known
+
     def adopt(self) -> None:
         """Keep only a skeleton of the model for later captures; the parts hold its tensors."""
         first: dict[int, str] = {}
@@ -141,6 +175,11 @@ class Original:
             elif own.dtype != now.dtype:
                 own.data = own.data.to(now.dtype)
             own.requires_grad_(now.requires_grad)
+
+
+def _are(found: Sequence[object], known: Sequence[object]) -> bool:
+    """Whether they are the same objects."""
+    return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
 def skeleton(model: nn.Module) -> nn.Module:
