@@ -71,7 +71,7 @@ def alone(collectives: list[Executed]) -> Callable[[], None]:
         if kind == "all_reduce":
             calls.append(lambda x=x: dist.all_reduce(x))
         else:  # every rank has a part for every other one
-            calls.append(lambda x=x, y=torch.empty_like(x): dist.all_to_all_single(y, x))
+            calls.append(lambda x=x: dist.all_to_all_single(torch.empty_like(x), x))
     return lambda: [call() for call in calls] and None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
+import torch._dynamo.trace_rules
 import torch.utils._pytree as pytree
 from torch import nn
 
@@ -21,7 +24,7 @@ from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.executable import Call, Executable, described, load_source
 from autoshard.module.original import Original
-from autoshard.module.parts import Fixed
+from autoshard.module.parts import Fixed, attributes, derived
 from autoshard.module.saving import save
 from autoshard.module.state import State, check_call, requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
@@ -45,7 +48,7 @@ class Settings:
 
 
 class ShardedModule(Fixed):
-    """A model compiled for a mesh; made by :func:`autoshard.compile`.
+    """A model compiled for a mesh; made by :func:`autoshard.compile`. It is an instance of the model's class, too.
 
     Takes the model's own arguments (global tensors, the same on every rank) and returns its own output type.
     ``named_parameters()`` bear the original names. ``plan``, ``source`` and ``collectives`` say what was decided.
@@ -63,6 +66,8 @@ class ShardedModule(Fixed):
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__()
+        _leave_to_torch_compile()
+        self.__dict__.update(attributes(model))
         set_ = object.__setattr__
         set_(self, "mesh", mesh)
         set_(self, "_settings", settings)
@@ -71,6 +76,7 @@ class ShardedModule(Fixed):
         set_(self, "_executables", {})
         set_(self, "_latest", None)
         set_(self, "_parameter_layouts", None)
+        set_(self, "__class__", _class_of(type(self), type(model)))
         self._show()
 
     def _show(self) -> None:
@@ -85,6 +91,23 @@ class ShardedModule(Fixed):
             "training",
         ):
             self.__dict__[name] = self._of.root.__dict__[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":  # a wrapper around ours, as accelerate makes it
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with tensors of its own; programs are shared."""
+        memo |= {id(x): x for x in self._shared()}
+        memo[id(self._executables)] = dict(self._executables)
+        self._of.forget()
+        return super().__deepcopy__(memo)
+
+    def _shared(self) -> list[Any]:
+        """What a copy has in common with this module."""
+        return [self.mesh, self._settings, self._latest, self._layout_of if self._of.adopted else None]
 
     def train(self, mode: bool = True) -> Self:
         """As :meth:`torch.nn.Module.train`, or as the model's own class has it."""
@@ -197,6 +220,7 @@ class ShardedModule(Fixed):
             logging.getLogger("autoshard.programs").info("a program does not serve this call: %s", why)
         return None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is ours to trace the model
     def _build(self, call: Call, structure: Any) -> Executable:
         """Compile with symbolic lengths where asked to; if that is refused, for the shapes of these arguments."""
         if self._settings.dynamic:
@@ -312,7 +336,7 @@ class ShardedModule(Fixed):
         ``torchrun --nproc-per-node N directory/rank_module.py`` runs it without the original model's code.
         Under torch.distributed every rank calls it and writes its own shard.
         """
-        save(self._decided(), self.local_tensors, Path(directory), alone=not hasattr(self, "device_mesh"))
+        save(self._decided(), self.local_tensors, Path(directory), alone="device_mesh" not in self.__dict__)
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
         """Every tensor that the rank module of ``rank`` reads, by original name, detached."""
@@ -348,6 +372,28 @@ class ShardedModule(Fixed):
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         tensor.copy_(full)
+
+
+def _class_of(base: type[Any], kind: type[nn.Module]) -> type[Any]:
+    """A class that is a ``base`` and a ``kind``, of whose forward it has the signature."""
+    kinds = [c for c in base.__mro__ if issubclass(c, ShardedModule)]
+    if any(hasattr(kind, name) for c in kinds for name in vars(c).get("__annotations__", ())):
+        return base  # they mean something else to it
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.forward(self, *args, **kwargs)
+
+    forward.__doc__ = kind.forward.__doc__
+    with contextlib.suppress(TypeError, ValueError):
+        forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    return derived(base, kind, {"forward": forward})
+
+
+@functools.cache
+def _leave_to_torch_compile() -> None:
+    """Have torch.compile look at the generated code alone, and break its graphs at collectives."""
+    for package in ("autoshard.module", "autoshard.runtime"):
+        torch._dynamo.trace_rules.add(package)
 
 
 _PROGRAMS = 16

@@ -88,6 +88,19 @@ class DistributedModule(ShardedModule):
         set_(self, "_on_gloo", all(dist.get_backend(device_mesh.get_group(i)) == "gloo" for i in range(mesh.ndim)))
         self._comm.device = self._device
 
+    def _shared(self) -> list[Any]:
+        """See :meth:`ShardedModule._shared`."""
+        return [*super()._shared(), self.device_mesh, self._comm, self._agreement, self._agreed]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """See :meth:`ShardedModule.__deepcopy__`. The rank modules that tensors are bound to are its own."""
+        memo[id(self._loaded)] = {}
+        for p in self._of.tensors():
+            if isinstance(p, DTensor):  # torch cannot copy one that has a gradient
+                made = memo[id(p)] = nn.Parameter(p.detach().clone(), p.requires_grad)
+                made.grad = None if p.grad is None else p.grad.clone()
+        return super().__deepcopy__(memo)
+
     # --- tensors ---
 
     def _seed(self) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,11 +111,19 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(touched.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 
 
+_loaded = itertools.count()
+
+
 def load_source(text: str, modules: Mapping[int, str] | None = None) -> type[Any]:
-    """The ``RankModule`` class of generated source. ``modules``: of its lines, see :class:`Source`."""
-    module = types.ModuleType("autoshard_rank_module")
+    """The ``RankModule`` class of generated source. ``modules``: of its lines, see :class:`Source`.
+
+    Its module can be imported as long as the class lives: torch.compile looks there for the names that a forward reads.
+    """
+    module = types.ModuleType(f"autoshard_rank_module_{next(_loaded)}")
     exec(compile(text, "<autoshard rank_module.py>", "exec"), module.__dict__)
     name_lines(module.RankModule, modules or {})
+    sys.modules[module.__name__] = module
+    weakref.finalize(module.RankModule, sys.modules.pop, module.__name__, None)
     return module.RankModule  # type: ignore[no-any-return]
 
 

@@ -28,6 +28,11 @@ class InProcessModule(ShardedModule):
         object.__setattr__(self, "_world", World(dict(zip(mesh.axes, mesh.shape, strict=True))))
         object.__setattr__(self, "_rank_modules", {})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """See :meth:`ShardedModule.__deepcopy__`. The rank modules that tensors are bound to are its own."""
+        memo[id(self._rank_modules)] = {}
+        return super().__deepcopy__(memo)
+
     def record(self, log: list[Executed] | None) -> None:
         """Append every collective that is really executed to ``log`` (None: stop)."""
         self._world.log = log
@@ -38,6 +43,7 @@ class InProcessModule(ShardedModule):
     def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
         return _real(b, initial)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would see the ranks of one thread only
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         program = executable.compiled.program
         world = self._world

@@ -128,6 +128,10 @@ class Original:
             self._states.appendleft(found)
         return known or found  # the same object as before: its number is known
 
+    def forget(self) -> None:
+        """Look at the tensors anew in the next call."""
+        self._seen = None
+
     def adopt(self) -> None:
         """Keep only a skeleton of the model for later captures; the parts hold its tensors."""
         first: dict[int, str] = {}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Mapping
 from types import new_class
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from autoshard.errors import CaptureError
+from autoshard.errors import AutoshardError, CaptureError
 
-_INTERNAL = frozenset(vars(nn.Module()))
+Made = TypeVar("Made")
+_INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
@@ -60,6 +62,24 @@ class Fixed(nn.Module):
             _refuse(f"attribute {name!r} of a {self._original.__name__} is set")
         super().__setattr__(name, value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise AutoshardError(
+            "a sharded module cannot be pickled: its programs belong to the mesh of this process. Save its weights "
+            "(full_state_dict(), or state_dict() with torch.distributed.checkpoint), or its program: save(directory)."
+        )
+
+    # What classes of their own do about tensors is for modules that run.
+    _apply = nn.Module._apply
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
     def __delattr__(self, name: str) -> None:
         if name in self._known or name in self._parameters or name in self._buffers or hasattr(self._original, name):
             _refuse(f"{name!r} of a {self._original.__name__} is deleted")
@@ -83,13 +103,6 @@ class Part(Fixed):
 
     register_forward_hook = register_forward_pre_hook = _hook
     register_backward_hook = register_full_backward_hook = register_full_backward_pre_hook = _hook
-
-    # What classes of their own do about tensors is for modules that run.
-    _apply = nn.Module._apply
-    _save_to_state_dict = nn.Module._save_to_state_dict
-    _load_from_state_dict = nn.Module._load_from_state_dict
-    get_extra_state = nn.Module.get_extra_state
-    set_extra_state = nn.Module.set_extra_state
 
 
 def same(old: Any, new: Any) -> bool:
@@ -124,12 +137,7 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 def _part(module: nn.Module, classes: dict[type, type[Part]]) -> Part:
     kind = type(module)
     if kind not in classes:
-        try:
-            classes[kind] = new_class(
-                kind.__name__, (Part, kind), {}, lambda names: names.update(__module__=kind.__module__)
-            )
-        except Exception:  # a class that is not to be derived from
-            classes[kind] = Part
+        classes[kind] = derived(Part, kind)
     part = object.__new__(classes[kind])
     empty = nn.Module()
     empty.training = module.training
@@ -138,6 +146,21 @@ def _part(module: nn.Module, classes: dict[type, type[Part]]) -> Part:
     part.__dict__["_parameters"].update({n: None for n, p in module._parameters.items() if p is None})
     part.__dict__["_buffers"].update({n: None for n, b in module._buffers.items() if b is None})
     return part
+
+
+def derived(base: type[Made], kind: type[nn.Module], names: Mapping[str, Any] | None = None) -> type[Made]:
+    """A class that is a ``base`` and a ``kind``, with the name of the latter; ``base`` where ``kind`` does not allow it."""
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **(names or {})}
+    try:
+        return new_class(kind.__name__, (base, kind), {}, lambda space: space.update(own))
+    except Exception:  # a class that is not to be derived from
+        return base
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """What a model's own methods find on it beside modules and tensors: its plain attributes, configurations, …"""
+    held = (torch.Tensor, nn.Module, list, dict, set)
+    return {n: x for n, x in vars(module).items() if n not in _INTERNAL and not isinstance(x, held)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import world
-from state_cases import CASES
+from state_cases_home import CASES
 
 
 @pytest.fixture(scope="session")

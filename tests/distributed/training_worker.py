@@ -24,7 +24,7 @@ import torch.utils._pytree as pytree
 import world
 from harness import Captures, double
 from profiles import assert_as_predicted, names_of
-from state_cases import CASES
+from state_cases_home import CASES
 from test_compile_models import hugging_face, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
