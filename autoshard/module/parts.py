@@ -15,6 +15,7 @@ from autoshard.errors import AutoshardError, CaptureError
 Made = TypeVar("Made")
 _INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_HOLDERS = (torch.Tensor, nn.Module, tuple, list, dict, set)
 
 
 class Children(dict[str, "nn.Module | None"]):
@@ -119,7 +120,7 @@ def _refuse(what: str) -> NoReturn:
 def parts_of(model: nn.Module) -> dict[str, Part]:
     """Module path → a part for every module of ``model``, put together as they are; a module of two paths is one part.
 
-    Parts have the modes and plain attributes (numbers, strings) of the originals, and no tensors yet.
+    Parts have the modes and attributes of the originals, and no tensors yet.
     """
     classes: dict[type, type[Part]] = {}
     made: dict[int, Part] = {}
@@ -141,8 +142,7 @@ def _part(module: nn.Module, classes: dict[type, type[Part]]) -> Part:
     part = object.__new__(classes[kind])
     empty = nn.Module()
     empty.training = module.training
-    plain = {name: value for name, value in vars(module).items() if name not in _INTERNAL and _is_plain(value)}
-    part.__dict__.update({**plain, **vars(empty), "_original": kind, "_known": frozenset(vars(module)) - _INTERNAL})
+    part.__dict__.update({**attributes(module), **vars(empty), "_original": kind, "_known": frozenset(vars(module)) - _INTERNAL})
     part.__dict__["_parameters"].update({n: None for n, p in module._parameters.items() if p is None})
     part.__dict__["_buffers"].update({n: None for n, b in module._buffers.items() if b is None})
     return part
@@ -158,9 +158,12 @@ def derived(base: type[Made], kind: type[nn.Module], names: Mapping[str, Any] | 
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """What a model's own methods find on it beside modules and tensors: its plain attributes, configurations, …"""
-    held = (torch.Tensor, nn.Module, list, dict, set)
-    return {n: x for n, x in vars(module).items() if n not in _INTERNAL and not isinstance(x, held)}
+    """What a module's own methods find on it beside modules and tensors: plain attributes, configurations.
+
+    Nothing that may hold the model's weights: they would stay where they were.
+    """
+    own = ((n, x) for n, x in vars(module).items() if n not in _INTERNAL)
+    return {n: x for n, x in own if _is_plain(x) or not (isinstance(x, _HOLDERS) or callable(x))}
 
 
 def _is_plain(value: Any) -> bool:
