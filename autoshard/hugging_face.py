@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import ParallelismConfig
+from accelerate.data_loader import prepare_data_loader
 
 from autoshard.module.base import ShardedModule
 from autoshard.module.checkpoints import (
@@ -30,13 +30,29 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     on another mesh, on one device, or by ``from_pretrained``.
     """
 
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if isinstance(self.model, DistributedModule):
-            # To accelerate the ranks of one model are tensor parallel: they share batches, and each counts once.
-            found["parallelism_config"] = ParallelismConfig(tp_size=dist.get_world_size())
+            # As for models that transformers itself shards: the model owns its placement, and is not wrapped. To their
+            # arithmetic the ranks of one model are tensor parallel: they share batches, and each counts once.
+            self.is_distributed_loading_by_transformers = True
             object.__setattr__(self.model, "_tp_size", dist.get_world_size())
-        return found
+            self.accelerator.prepare_data_loader = self._whole_batches
+            self.gather_function = lambda data, **_: data
+
+    def _whole_batches(self, loader: Any, **_: Any) -> Any:
+        """The batches of ``loader``, all of them for every rank, on its device."""
+        made = self.accelerator
+        return prepare_data_loader(
+            loader,
+            self.args.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            rng_types=made.rng_types.copy(),
+            use_seedable_sampler=made.use_seedable_sampler,
+            data_seed=made.dataloader_config.data_seed,
+        )
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """On the rank that writes, with the tensors that :meth:`save_model` gathered."""

@@ -5,18 +5,24 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import json
 import pickle
+import tempfile
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import state_cases
 import torch
+from safetensors.torch import save_file
 from state_cases import Net, both, close, full, ids, pair, same_gradients, same_state, steps
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autoshard
-from autoshard import AutoshardError
+from autoshard import AutoshardError, PlanError
+from autoshard.module import checkpoints
 
 
 def copied(mesh: autoshard.Mesh) -> None:
@@ -149,6 +155,64 @@ def wrapped_forward(mesh: autoshard.Mesh) -> None:
     close(sharded(ids())[0], model(ids())[0])
 
 
+def loaded_from_files(mesh: autoshard.Mesh) -> None:
+    """safetensors files with an index, tied weights once; what a rank reads is what it keeps."""
+    torch.manual_seed(1)
+    model, sharded = Net().double(), autoshard.compile(Net().double(), mesh, (ids(),))
+    entries = {n: x for n, x in model.state_dict().items() if n != "head.weight"}
+    names = list(entries)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    read: list[torch.Tensor] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for file, held in parts.items():
+            save_file({n: entries[n] for n in held}, f"{folder}/{file}")
+        index = {"weight_map": {n: file for file, held in parts.items() for n in held}}
+        Path(folder, checkpoints.INDEX).write_text(json.dumps(index))
+        part = checkpoints._part
+        with mock.patch.object(checkpoints, "_part", lambda *args: read.append(part(*args)) or read[-1]):
+            autoshard.load_safetensors(sharded, folder)
+        steps(model, sharded, ids())
+        held = {id(x): checkpoints._local(x) for x in sharded.state_dict(keep_vars=True).values()}
+        assert sum(x.numel() for x in read) == sum(x.numel() for x in held.values())
+        before = sharded.full_state_dict()
+        save_file({**entries, "other": torch.ones(1)}, f"{folder}/c.safetensors")
+        with pytest.raises(PlanError, match=r"missing \[\], unknown \['other'\]"):
+            autoshard.load_safetensors(sharded, f"{folder}/c.safetensors")
+        save_file({**entries, names[-1]: torch.ones(3, 3)}, f"{folder}/c.safetensors")
+        with pytest.raises(PlanError, match="has shape"):
+            autoshard.load_safetensors(sharded, f"{folder}/c.safetensors")
+        with pytest.raises(PlanError, match="holds no safetensors"):
+            autoshard.load_safetensors(sharded, f"{folder}/none")
+    assert all(torch.equal(x, before[n]) for n, x in sharded.full_state_dict().items())
+
+
+def optimizer_states_of_one_device(mesh: autoshard.Mesh) -> None:
+    """The state of an optimizer goes to the unsharded model's and back."""
+    model, sharded = pair(mesh, Net, ids())
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01, eps=1e-4) for m in (model, sharded)]
+
+    def step(seed: int) -> None:
+        for module, optimizer in zip((model, sharded), optimizers, strict=True):
+            optimizer.zero_grad()
+            full(module(ids(seed=seed))[0]).backward()
+            optimizer.step()
+        same_state(sharded, model)
+
+    step(0)
+    states = model_state, sharded_state = (
+        optimizers[0].state_dict(),
+        autoshard.full_optimizer_state_dict(sharded, optimizers[1]),
+    )
+    for number, entry in model_state["state"].items():
+        for key, x in entry.items():
+            torch.testing.assert_close(sharded_state["state"][number][key], x, rtol=1e-9, atol=1e-12)
+    for state in states:
+        optimizers = [torch.optim.AdamW(m.parameters(), 0.01, eps=1e-4) for m in (model, sharded)]
+        optimizers[0].load_state_dict(state)
+        autoshard.load_full_optimizer_state_dict(sharded, optimizers[1], state)
+        step(1)
+
+
 CASES = state_cases.CASES | {
     function.__name__: function
     for function in (
@@ -159,6 +223,8 @@ CASES = state_cases.CASES | {
         compiled_by_torch,
         looked_at,
         wrapped_forward,
+        loaded_from_files,
+        optimizer_states_of_one_device,
     )
 }
 """all of state_cases.py and these"""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
-import torch._dynamo.trace_rules
 import torch.utils._pytree as pytree
 from torch import nn
 
@@ -24,9 +21,10 @@ from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.executable import Call, Executable, described, load_source
 from autoshard.module.original import Original
-from autoshard.module.parts import Fixed, attributes, derived
+from autoshard.module.parts import Fixed, attributes
 from autoshard.module.saving import save
 from autoshard.module.state import State, check_call, requires_grad
+from autoshard.module.surface import class_of, leave_to_torch_compile
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
@@ -66,7 +64,7 @@ class ShardedModule(Fixed):
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__()
-        _leave_to_torch_compile()
+        leave_to_torch_compile()
         self.__dict__.update(attributes(model))
         set_ = object.__setattr__
         set_(self, "mesh", mesh)
@@ -76,7 +74,7 @@ class ShardedModule(Fixed):
         set_(self, "_executables", {})
         set_(self, "_latest", None)
         set_(self, "_parameter_layouts", None)
-        set_(self, "__class__", _class_of(type(self), type(model)))
+        set_(self, "__class__", class_of(type(self), type(model), ShardedModule))
         self._show()
 
     def _show(self) -> None:
@@ -372,28 +370,6 @@ class ShardedModule(Fixed):
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         tensor.copy_(full)
-
-
-def _class_of(base: type[Any], kind: type[nn.Module]) -> type[Any]:
-    """A class that is a ``base`` and a ``kind``, of whose forward it has the signature."""
-    kinds = [c for c in base.__mro__ if issubclass(c, ShardedModule)]
-    if any(hasattr(kind, name) for c in kinds for name in vars(c).get("__annotations__", ())):
-        return base  # they mean something else to it
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return base.forward(self, *args, **kwargs)
-
-    forward.__doc__ = kind.forward.__doc__
-    with contextlib.suppress(TypeError, ValueError):
-        forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
-    return derived(base, kind, {"forward": forward})
-
-
-@functools.cache
-def _leave_to_torch_compile() -> None:
-    """Have torch.compile look at the generated code alone, and break its graphs at collectives."""
-    for package in ("autoshard.module", "autoshard.runtime"):
-        torch._dynamo.trace_rules.add(package)
 
 
 _PROGRAMS = 16

@@ -126,9 +126,7 @@ def _files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _found(
-    name: str, tensor: torch.Tensor, own: Mapping[str, torch.Tensor], files: Mapping[str, Path]
-) -> str | None:
+def _found(name: str, tensor: torch.Tensor, own: Mapping[str, torch.Tensor], files: Mapping[str, Path]) -> str | None:
     """Under which name the files have an entry: its own, or that of another tensor that is the same one."""
     if name in files:
         return name

@@ -25,6 +25,7 @@ from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.checksum import checksum
 from autoshard.module.executable import Call, Executable
 from autoshard.module.gradients import one_verdict
+from autoshard.module.local_tensors import local_tensors
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.passes.ir.graph import Ref, TensorType
@@ -309,7 +310,7 @@ class DistributedModule(ShardedModule):
             else:
                 found[name] = parameter.to_local()
         if trained:
-            locals_ = runtime.wait_gradients(*_Locals.apply(*trained.values()))  # type: ignore[no-untyped-call]
+            locals_ = runtime.wait_gradients(*local_tensors(trained.values()))
             found.update(zip(trained, locals_, strict=True))
         for name, written in loaded.buffers:
             buffer = self.tensor(name)  # of one that is written after the forward, the backward has a copy
@@ -341,39 +342,6 @@ def _shape(
 ) -> tuple[int, ...]:
     """The global shape of an output; one whose length depends on the data is whole."""
     return tuple(local.shape) if type_.unknown else actual(type_.shape)
-
-
-class _Locals(torch.autograd.Function):
-    """DTensor parameters → their local tensors; the backward makes DTensor gradients of the same placements."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Any) -> tuple[torch.Tensor, ...]:
-        ctx.specs = [p._spec for p in parameters]
-        ctx.set_materialize_grads(False)
-        return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        given = [(g, spec) for g, spec in zip(gradients, ctx.specs, strict=True) if g is not None]
-        made = iter(_Globals.apply([spec for _, spec in given], *(g for g, _ in given)))  # type: ignore[no-untyped-call]
-        return tuple(None if g is None else next(made) for g in gradients)
-
-
-class _Globals(torch.autograd.Function):
-    """Local gradients → DTensors, as a node of the graph: where it is recorded (create_graph), it has a derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, specs: list[Any], *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.specs = specs
-        ctx.set_materialize_grads(False)
-        return tuple(DTensor(g.detach(), s, requires_grad=False) for g, s in zip(gradients, specs, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *(
-            None if g is None else g.redistribute(spec.mesh, spec.placements).to_local()
-            for g, spec in zip(gradients, ctx.specs, strict=True)
-        )
 
 
 def execute(plan: Any, local: torch.Tensor) -> torch.Tensor:

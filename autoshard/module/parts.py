@@ -142,7 +142,9 @@ def _part(module: nn.Module, classes: dict[type, type[Part]]) -> Part:
     part = object.__new__(classes[kind])
     empty = nn.Module()
     empty.training = module.training
-    part.__dict__.update({**attributes(module), **vars(empty), "_original": kind, "_known": frozenset(vars(module)) - _INTERNAL})
+    part.__dict__.update(
+        {**attributes(module), **vars(empty), "_original": kind, "_known": frozenset(vars(module)) - _INTERNAL}
+    )
     part.__dict__["_parameters"].update({n: None for n, p in module._parameters.items() if p is None})
     part.__dict__["_buffers"].update({n: None for n, b in module._buffers.items() if b is None})
     return part

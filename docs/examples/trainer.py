@@ -1,7 +1,7 @@
 """Train a language model with Hugging Face's Trainer, stop, and resume on another mesh; under python or torchrun.
 
-    torchrun --nproc-per-node 2 docs/examples/trainer.py out --steps 4
-    python docs/examples/trainer.py out --steps 8 --resume     # all ranks in one process, or another number of them
+torchrun --nproc-per-node 2 docs/examples/trainer.py out --steps 4
+python docs/examples/trainer.py out --steps 8 --resume     # all ranks in one process, or another number of them
 """
 
 import argparse
@@ -9,6 +9,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import autoshard
@@ -60,7 +61,8 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = Trainer(model, arguments, train_dataset=texts(64, seed=1), eval_dataset=texts(8, seed=2))
+    kind = transformers.Trainer if options.whole else Trainer
+    trainer = kind(model, arguments, train_dataset=texts(64, seed=1), eval_dataset=texts(8, seed=2))
     trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model()
     print(f"evaluation: {trainer.evaluate()['eval_loss']:.5f}")
