@@ -208,8 +208,8 @@ def optimizer_states_of_one_device(mesh: autoshard.Mesh) -> None:
             torch.testing.assert_close(sharded_state["state"][number][key], x, rtol=1e-9, atol=1e-12)
     for state in states:
         optimizers = [torch.optim.AdamW(m.parameters(), 0.01, eps=1e-4) for m in (model, sharded)]
-        optimizers[0].load_state_dict(state)
-        autoshard.load_full_optimizer_state_dict(sharded, optimizers[1], state)
+        optimizers[0].load_state_dict(copy.deepcopy(state))
+        autoshard.load_full_optimizer_state_dict(sharded, optimizers[1], copy.deepcopy(state))
         step(1)
 
 
