@@ -15,17 +15,13 @@ from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.codegen import Source, codegen
-from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Symbols
+from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.verify import check_graph, check_program
-from autoshard.passes.lower.blocks import hoisted
-from autoshard.passes.lower.bucket import bucket
-from autoshard.passes.lower.lowering import lower, narrowed
-from autoshard.passes.lower.together import together
-from autoshard.passes.propagate import propagate
-from autoshard.passes.propagate.budget import binding
+from autoshard.passes.lower.lowering import narrowed
+from autoshard.passes.memory import fitting, lowered, simulate
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.rules.checks import check_random, check_rules
@@ -57,6 +53,7 @@ class Wishes:
 
     hints: Mapping[str, Any] | None = None
     memory_budget: float | None = None
+    optimizer: str = "adamw"
     strict: bool = False
     plan: Plan | None = None
     """choices to follow instead of a search"""
@@ -120,14 +117,10 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
     if wishes.strict:
         check_rules(graph)
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
-        assignment = _assignment(graph, mesh, wishes)
-        program = lower(graph, assignment)
-        program = together(program)
-        program = hoisted(program)
-        program = bucket(program)
+        program, memory = _program(graph, mesh, wishes)
     program = narrowed(program, decided)
     check_program(program)
-    return program, replace(describe(program, title), like=_told(wishes))
+    return program, replace(describe(program, title, wishes.optimizer, memory), like=_told(wishes))
 
 
 def _told(wishes: Wishes) -> str:
@@ -137,12 +130,13 @@ def _told(wishes: Wishes) -> str:
     return "" if wishes.like is None else repr(wishes.like)
 
 
-def _assignment(graph: Graph, mesh: Mesh, wishes: Wishes) -> Assignment:
-    """The choices of a plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
+def _program(graph: Graph, mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]:
+    """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
     if wishes.plan is not None:
-        return assignment_of(wishes.plan, graph, mesh)
+        program = lowered(assignment_of(wishes.plan, graph, mesh))
+        return program, simulate(program, wishes.optimizer)
     given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
         expert = asked_by(wishes.like, graph, mesh)
-        budget = binding(wishes.memory_budget, graph, mesh)
-        return propagate(graph, mesh, {**expert.limits, **given}, budget, expert.asked)
+        asked = {**expert.limits, **given}
+        return fitting(graph, mesh, asked, wishes.memory_budget, wishes.optimizer, expert.asked)

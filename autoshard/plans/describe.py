@@ -8,30 +8,33 @@ from dataclasses import replace
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program, Statement, Step
 from autoshard.passes.ir.sizes import Size, free_symbols
 from autoshard.passes.lower.blocks import module_of
 from autoshard.passes.lower.bucket import regathered
+from autoshard.passes.memory import simulate
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alternatives import alternatives, cheapest_use
 from autoshard.passes.propagate.edges import forward_seconds
-from autoshard.passes.propagate.network import state_bytes
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.op_space import axis_strategies
 from autoshard.passes.propagate.step_time import movable_values
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.checks import has_rule
-from autoshard.passes.rules.facts import is_view
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import TOGETHER, Choice, Collective, Cost
 from autoshard.plans.report import utilisation
 
 
-def describe(program: Program, title: str = "") -> Plan:
-    """The plan of a program: what a user sees, and what another compilation can reuse."""
+def describe(program: Program, title: str = "", optimizer: str = "adamw", memory: Memory | None = None) -> Plan:
+    """The plan of a program: what a user sees, and what another compilation can reuse.
+
+    ``memory``: what the step holds with this ``optimizer``, where it is known already.
+    """
     graph, mesh, assignment = program.graph, program.mesh, program.assignment
     found = tuple(_collectives(program))
-    others, searched = alternatives(assignment), objective(assignment)
+    others, searched = alternatives(assignment), objective(assignment, optimizer)
     public = {i.name: i.fqn for i in graph.inputs}
     choices = {}
     flops = share = 0.0
@@ -56,11 +59,7 @@ def describe(program: Program, title: str = "") -> Plan:
         )
     kinds = {i.fqn: i.kind for i in graph.inputs}
     layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
-    memory = sum(
-        state_bytes(graph.types[i.name], assignment.layouts[i.name].placements, mesh)
-        for i in graph.inputs
-        if i.kind == "parameter"
-    ) + _activation_bytes(program)
+    memory = simulate(program, optimizer) if memory is None else memory
     local = sum(_step_seconds(step)[2] for step in _steps(program.statements))
     plan = Plan(
         mesh=mesh,
@@ -70,7 +69,7 @@ def describe(program: Program, title: str = "") -> Plan:
             compute_s=searched.compute_s,
             comm_s=searched.comm_s,
             total_s=searched.total_s,
-            memory_bytes=memory,
+            memory_bytes=memory.peak,
             flops=flops,
             flops_per_rank=share,
             local_s=local,
@@ -91,25 +90,11 @@ def describe(program: Program, title: str = "") -> Plan:
         modules={path: name for node in graph.nodes for path, name in node.module_types},
         dtypes={public.get(n, n): str(t.dtype).removeprefix("torch.") for n, t in graph.types.items()},
         differentiable=tuple(public.get(n, n) for n, t in graph.types.items() if t.grad),
+        memory=memory,
+        optimizer=optimizer,
     )
     mfu, hfu = utilisation(plan)
     return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu))
-
-
-def _activation_bytes(program: Program) -> float:
-    """What a training step keeps for the backward: every op's results that carry a gradient, views not counted."""
-    if not program.graph.training:
-        return 0.0
-    kept = 0.0
-    for node in program.graph.nodes:
-        if is_view(node.op):
-            continue
-        for name in node.outputs:
-            type_ = program.types[name]
-            if type_.grad:
-                numel = costs.local_numel(type_, program.layouts[name].placements, program.mesh)
-                kept += numel * type_.dtype.itemsize
-    return kept
 
 
 def _collectives(program: Program) -> Iterator[Collective]:
@@ -190,7 +175,7 @@ def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective
     if step.backward and program.types[s.value].grad:
         yield replace(first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward)
     if again:
-        seconds = float(forward_seconds(program.types[s.value], (step.src,), (step.dst,))[0, 0])
+        seconds = float(forward_seconds(program.types[s.value], (step.src,), (step.dst,), False)[0, 0, 0])
         yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} (gathered again)")
 
 

@@ -11,6 +11,7 @@ from autoshard.errors import PlanError
 from autoshard.hardware import Hardware
 from autoshard.layout import Invariant, Layout, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.memory import Memory
 
 Kind = TypeVar("Kind", bound="Record")
 
@@ -64,6 +65,7 @@ class Cost:
     """all communication, hidden or not"""
     total_s: float
     memory_bytes: float
+    """the peak of :attr:`Record.memory`"""
     flops: float
     """of the whole model, forward and backward"""
     flops_per_rank: float
@@ -155,6 +157,10 @@ class Record:
     """the expert's plan that was asked for, as text; "" for none"""
     candidates: tuple[Candidate, ...] = ()
     """where a number of devices was given instead of a mesh: the runners-up, the best first"""
+    memory: Memory = field(default_factory=Memory)
+    """what the busiest rank holds, and when it holds most"""
+    optimizer: str = "adamw"
+    """whose state is counted"""
 
     def to_json(self) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
@@ -188,6 +194,8 @@ class Record:
                     }
                     for c in self.candidates
                 ],
+                "memory": asdict(self.memory),
+                "optimizer": self.optimizer,
             },
             indent=1,
         )
@@ -219,6 +227,8 @@ class Record:
                 differentiable=tuple(data.get("differentiable", ())),
                 like=data.get("like", ""),
                 candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
+                memory=_memory_from(data.get("memory", {})),
+                optimizer=data.get("optimizer", "adamw"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error
@@ -246,6 +256,10 @@ def _choice_from(data: Mapping[str, Any]) -> Choice:
 
 def _candidate_from(data: Mapping[str, Any], hardware: Hardware) -> Candidate:
     return Candidate(Mesh(data["mesh"], hardware), Cost(**data["cost"]), data["why"])
+
+
+def _memory_from(data: Mapping[str, Any]) -> Memory:
+    return Memory(**{**data, "curve": tuple((op, phase, size) for op, phase, size in data.get("curve", ()))})
 
 
 def placement_from(text: str) -> Placement:

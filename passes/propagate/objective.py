@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.layout import R
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.edges import conversion_parts
+from autoshard.passes.propagate.edges import conversion_seconds
 from autoshard.passes.propagate.op_space import internal_collectives, signature, traffic_on
 from autoshard.passes.propagate.step_time import Parts, movable_values, summed
 from autoshard.passes.rules import rule_for
@@ -67,7 +67,7 @@ class OpSeconds:
         return Parts(compute=np.array(self.compute.step), blocking=np.array(self.inside.step))
 
 
-def objective(assignment: Assignment) -> Objective:
+def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
     """The objective of the search on ``assignment``, whether it was searched for or given."""
     graph, mesh = assignment.graph, assignment.mesh
     known: dict[object, OpSeconds] = {}
@@ -95,11 +95,11 @@ def objective(assignment: Assignment) -> Objective:
             continue
         case = (graph.types[value], src, dst, value in graph.parameters, value in movable)
         if case not in prices:
-            prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:])[0, 0]
+            prices[case] = Parts.moved(conversion_seconds(case[0], mesh, (src,), (dst,), *case[3:])[:, 0, 0])
         conversions.append(prices[case])
     stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
-    optimizer = math.fsum(costs.optimizer_seconds(type_, placed, mesh) for type_, placed in stored)
-    return Objective(operations, summed(conversions), optimizer, mesh.hardware.overlap)
+    update = math.fsum(costs.optimizer_seconds(optimizer, type_, placed, mesh) for type_, placed in stored)
+    return Objective(operations, summed(conversions), update, mesh.hardware.overlap)
 
 
 def _conversions(assignment: Assignment) -> Iterator[tuple[str, Placements, Placements]]:

@@ -1,0 +1,90 @@
+"""The cheapest assignment of a graph, with and without a limit on what its choices hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Assignment
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.propagate.hints import Constraint, Limit
+from autoshard.passes.propagate.keep import KeepTables
+from autoshard.passes.propagate.network import Built, Network
+from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
+from autoshard.passes.search import CostNetwork, solve
+
+log = logging.getLogger("autoshard.plan")
+
+
+def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | Limit]) -> Assignment:
+    """The cheapest assignment of ``graph`` on ``mesh`` that satisfies ``constraints``, whatever memory it takes.
+
+    Raises :class:`~autoshard.errors.HintError` from constraints.
+    """
+    return Planner(graph, mesh, constraints).cheapest()
+
+
+class Planner:
+    """Searches of one graph on one mesh; what they have in common is made once."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        constraints: Mapping[str, Constraint | Limit],
+        optimizer: str = "adamw",
+        asked: Mapping[str, AskedOf] | None = None,
+    ) -> None:
+        """``asked``: node name → what its strategies are restricted to, by an expert's plan."""
+        self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
+        self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
+        self.limited: tuple[Network, Built] | None = None
+
+    def cheapest(self) -> Assignment:
+        """The fewest seconds, whatever memory it takes."""
+        network = Network(self.graph, self.mesh, self.constraints, self.spaces, self.keeps, optimizer=self.optimizer)
+        built = network.build()
+        log.info("cost network: %d variables, %d edges", len(built.network.nodes), len(built.network.edges))
+        return network.assignment(solve(built.network, rows=built.rows))
+
+    def within(self, limit: float) -> tuple[Assignment, float]:
+        """The fewest seconds where what the choices hold is at most ``limit`` bytes per rank; and what they hold.
+
+        Raises :class:`~autoshard.errors.PlanError` where nothing is that small.
+        """
+        network, built = self._limited()
+        found = solve(built.network, rows=[*built.rows, *(replace(row, limit=limit) for row in built.kept)])
+        return network.assignment(found), max(row.used(built.network, found.choice) for row in built.kept)
+
+    def least(self) -> tuple[Assignment, float]:
+        """What holds least at the end of the forward; and how much that is at any time."""
+        network, built = self._limited()
+        row, seconds = built.kept[0], built.network
+        nodes = tuple(_smallest(s, row.nodes[i]) for i, s in enumerate(seconds.nodes))
+        edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
+        found = solve(CostNetwork(nodes, edges))
+        excess = sum(max(0.0, r.used(seconds, found.choice) - r.limit) for r in built.rows)
+        found = replace(found, cost=seconds.cost(found.choice) + excess, lower_bound=0.0, exact=False)
+        return network.assignment(found), max(row.used(seconds, found.choice) for row in built.kept)
+
+    def _limited(self) -> tuple[Network, Built]:
+        if self.limited is None:
+            network = Network(
+                self.graph, self.mesh, self.constraints, self.spaces, self.keeps, self._offer, self.optimizer
+            )
+            self.limited = network, network.build()
+            built = self.limited[1]
+            log.info("with bytes: %d variables, %d edges", len(built.network.nodes), len(built.network.edges))
+        return self.limited
+
+    def _offer(self, node: Node) -> tuple[int, ...]:
+        return (0,)
+
+
+def _smallest(seconds: np.ndarray, held: np.ndarray | None) -> np.ndarray:
+    """Bytes; of equals the fewest seconds; what is forbidden stays so."""
+    return seconds * 1e-3 + (0.0 if held is None else held)
