@@ -24,6 +24,7 @@ from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.memory import fitting, lowered, simulate
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import fixed, resolve
+from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of
@@ -120,7 +121,8 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
         program, memory = _program(graph, mesh, wishes)
     program = narrowed(program, decided)
     check_program(program)
-    return program, replace(describe(program, title, wishes.optimizer, memory), like=_told(wishes))
+    plan = describe(program, title, wishes.optimizer, memory)
+    return program, replace(plan, like=_told(wishes))
 
 
 def _told(wishes: Wishes) -> str:
@@ -138,5 +140,5 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]
     given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
         expert = asked_by(wishes.like, graph, mesh)
-        asked = {**expert.limits, **given}
-        return fitting(graph, mesh, asked, wishes.memory_budget, wishes.optimizer, expert.asked)
+        planner = Planner(graph, mesh, {**expert.limits, **given}, wishes.optimizer, expert.asked)
+        return fitting(planner, wishes.memory_budget)

@@ -153,14 +153,14 @@ class Record:
     """name → dtype, such as float32"""
     differentiable: tuple[str, ...] = ()
     """names of the values that carry a gradient"""
-    like: str = ""
-    """the expert's plan that was asked for, as text; "" for none"""
-    candidates: tuple[Candidate, ...] = ()
-    """where a number of devices was given instead of a mesh: the runners-up, the best first"""
     memory: Memory = field(default_factory=Memory)
     """what the busiest rank holds, and when it holds most"""
     optimizer: str = "adamw"
     """whose state is counted"""
+    like: str = ""
+    """the expert's plan that was asked for, as text; "" for none"""
+    candidates: tuple[Candidate, ...] = ()
+    """where a number of devices was given instead of a mesh: the runners-up, the best first"""
 
     def to_json(self) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
@@ -185,6 +185,8 @@ class Record:
                 "modules": dict(self.modules),
                 "dtypes": dict(self.dtypes),
                 "differentiable": list(self.differentiable),
+                "memory": asdict(self.memory),
+                "optimizer": self.optimizer,
                 "like": self.like,
                 "candidates": [
                     {
@@ -194,8 +196,6 @@ class Record:
                     }
                     for c in self.candidates
                 ],
-                "memory": asdict(self.memory),
-                "optimizer": self.optimizer,
             },
             indent=1,
         )
@@ -225,10 +225,10 @@ class Record:
                 modules=data.get("modules", {}),
                 dtypes=data.get("dtypes", {}),
                 differentiable=tuple(data.get("differentiable", ())),
-                like=data.get("like", ""),
-                candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
                 memory=_memory_from(data.get("memory", {})),
                 optimizer=data.get("optimizer", "adamw"),
+                like=data.get("like", ""),
+                candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error
@@ -254,12 +254,12 @@ def _choice_from(data: Mapping[str, Any]) -> Choice:
     return Choice(**{**data, **lists, "alternatives": alternatives})
 
 
-def _candidate_from(data: Mapping[str, Any], hardware: Hardware) -> Candidate:
-    return Candidate(Mesh(data["mesh"], hardware), Cost(**data["cost"]), data["why"])
-
-
 def _memory_from(data: Mapping[str, Any]) -> Memory:
     return Memory(**{**data, "curve": tuple((op, phase, size) for op, phase, size in data.get("curve", ()))})
+
+
+def _candidate_from(data: Mapping[str, Any], hardware: Hardware) -> Candidate:
+    return Candidate(Mesh(data["mesh"], hardware), Cost(**data["cost"]), data["why"])
 
 
 def placement_from(text: str) -> Placement:

@@ -8,12 +8,10 @@ limit of its sums is the budget less that rest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
-from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
 from autoshard.passes.lower.blocks import hoisted
@@ -21,8 +19,6 @@ from autoshard.passes.lower.bucket import bucket
 from autoshard.passes.lower.lowering import lower
 from autoshard.passes.lower.together import together
 from autoshard.passes.memory.simulate import simulate
-from autoshard.passes.propagate.hints import Constraint, Limit
-from autoshard.passes.propagate.op_space import AskedOf
 from autoshard.passes.propagate.planner import Planner
 
 log = logging.getLogger("autoshard.plan")
@@ -40,22 +36,14 @@ def lowered(assignment: Assignment) -> Program:
     return bucket(hoisted(together(lower(assignment.graph, assignment))))
 
 
-def fitting(
-    graph: Graph,
-    mesh: Mesh,
-    constraints: Mapping[str, Constraint | Limit],
-    memory_budget: float | None,
-    optimizer: str,
-    asked: Mapping[str, AskedOf] | None = None,
-) -> tuple[Program, Memory]:
+def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Memory]:
     """The cheapest program found whose peak is within ``memory_budget`` bytes per rank, and its memory.
 
-    ``asked``: see :class:`Planner`. ``memory_budget``: default 90 % of the hardware's memory. Raises :class:`PlanError`
-    where none is found: with the least peak that was, what it consists of, and what helps; :class:`HintError` from
-    constraints.
+    ``memory_budget``: default 90 % of the hardware's memory. Raises :class:`PlanError` where none is found: with the
+    least peak that was, what it consists of, and what helps; :class:`HintError` from constraints.
     """
+    mesh, optimizer = planner.mesh, planner.optimizer
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
-    planner = Planner(graph, mesh, constraints, optimizer, asked)
     program, memory = closest = _tried(planner.cheapest(), optimizer)
     if memory.peak <= budget:
         return closest

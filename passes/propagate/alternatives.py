@@ -10,7 +10,7 @@ import numpy as np
 
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import Node
-from autoshard.passes.propagate.edges import conversion_seconds, paid, readings
+from autoshard.passes.propagate.edges import conversion_parts, paid, readings
 from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.step_time import Parts, movable_values
@@ -54,17 +54,17 @@ class _Alternatives:
         if key not in self.found:
             parts = space.parts
             for _, name, placed, mask in readings(node, space):
-                parts += Parts.moved(paid(self._seconds(name, [sources[name]], placed)[:, 0], mask))
+                parts += paid(self._parts(name, [sources[name]], placed)[0], mask)
             for name, asked, placed in zip(node.outputs, targets, space.outputs, strict=True):
                 for target in asked:
-                    parts += Parts.moved(self._seconds(name, placed, [target])[:, :, 0])
+                    parts += self._parts(name, placed, [target])[:, 0]
             others = self.total + (parts - parts[current])
             self.found[key] = self._best(space, others.step(self.overlap) - self.total.step(self.overlap), current)
         return self.found[key]
 
-    def _seconds(self, name: str, sources: Sequence[Placements], targets: Sequence[Placements]) -> np.ndarray:
+    def _parts(self, name: str, sources: Sequence[Placements], targets: Sequence[Placements]) -> Parts:
         parameter, movable = name in self.graph.parameters, name in self.movable
-        return conversion_seconds(self.graph.types[name], self.mesh, sources, targets, parameter, movable)
+        return conversion_parts(self.graph.types[name], self.mesh, sources, targets, parameter, movable)
 
     def _best(self, space: OpSpace, extra: np.ndarray, current: int) -> tuple[Alternative, ...]:
         order = [int(i) for i in np.argsort(extra, kind="stable") if i != current and math.isfinite(extra[i])]

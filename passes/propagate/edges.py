@@ -12,52 +12,55 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.keep import Conversions, Side, edge_tables
+from autoshard.passes.propagate.keep import Copies, Side, kept
 from autoshard.passes.propagate.op_space import OpSpace
-from autoshard.passes.propagate.step_time import movable_values
-from autoshard.passes.redistribute import link_matrices
+from autoshard.passes.propagate.step_time import Parts, movable_values
+from autoshard.passes.redistribute import cost_matrix, link_matrices
 
 
-def conversion_seconds(
+def conversion_parts(
     type_: TensorType,
     mesh: Mesh,
     sources: Sequence[Placements],
     targets: Sequence[Placements],
     parameter: bool,
     movable: bool,
-) -> np.ndarray:
-    """Seconds per step to bring a value from each source (row) to each target (column), forward and backward.
+) -> Parts:
+    """What it takes per step to bring a value from each source (row) to each target (column): forward and backward.
 
-    float64 [1 or 3, sources, targets]: what the reader waits for, and where ``movable`` what can hide, inside a node and
-    between nodes (:mod:`~autoshard.passes.propagate.step_time`). A ``parameter`` that is gathered is not kept: it is
-    gathered once more in the backward (FSDP).
+    A ``parameter`` that is gathered is not kept: it is gathered once more in the backward (FSDP). ``movable``: see
+    :func:`~autoshard.passes.propagate.step_time.movable_values`.
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
-    found = np.stack(link_matrices(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown))
+    node, network = link_matrices(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown)
     if parameter and type_.grad:
-        found = found + np.where(_gathers(a, b), _ahead(type_, a, b), 0.0)
-    return _by_kind(found, movable)
+        gathered = _gathers(a, b)
+        again = forward_matrices(type_, a, b)
+        node, network = (x + np.where(gathered, y, 0.0) for x, y in zip((node, network), again, strict=True))
+    return _parts(node, network, movable)
 
 
-def forward_seconds(
-    type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], movable: bool
-) -> np.ndarray:
-    """:func:`conversion_seconds` of the value alone, without its gradient's."""
-    return _by_kind(_ahead(type_, sources, targets), movable)
-
-
-def _ahead(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-    a, b = ([layout.without_gradient() for layout in side] for side in (sources, targets))
-    return np.stack(link_matrices(a, b, type_.shape, type_.dtype, False, type_.unknown))
-
-
-def _by_kind(links: np.ndarray, movable: bool) -> np.ndarray:
-    """[inside a node, between nodes] as what blocks, and what can move: what is impossible blocks."""
-    blocking: np.ndarray = links.sum(axis=0)[None]
+def _parts(node: np.ndarray, network: np.ndarray, movable: bool) -> Parts:
     if not movable:
-        return blocking
-    never = np.isinf(blocking)
-    return np.concatenate([np.where(never, np.inf, 0.0), np.where(never, 0.0, links)])
+        return Parts(blocking=node + network)
+    never = np.isinf(node + network)  # what is impossible costs all, however much compute could hide
+    return Parts(
+        np.zeros(()), np.zeros(()), np.where(never, np.inf, 0.0), *(np.where(never, 0.0, x) for x in (node, network))
+    )
+
+
+def forward_matrices(
+    type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds, inside a node and between nodes, of the conversions of the value alone, without its gradient's."""
+    a, b = ([layout.without_gradient() for layout in side] for side in (sources, targets))
+    return link_matrices(a, b, type_.shape, type_.dtype, False, type_.unknown)
+
+
+def forward_seconds(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+    """:func:`forward_matrices` added up."""
+    a, b = ([layout.without_gradient() for layout in side] for side in (sources, targets))
+    return cost_matrix(a, b, type_.shape, type_.dtype, False, type_.unknown)
 
 
 def _gathers(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
@@ -83,9 +86,9 @@ def readings(node: Node, space: OpSpace) -> Iterator[Reading]:
         before.append(placed)
 
 
-def paid(table: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """``table`` with 0 in the columns where ``mask`` says that nothing is to be paid."""
-    return table if mask is None else np.where(mask, table, 0.0)
+def paid(parts: Parts, mask: np.ndarray | None) -> Parts:
+    """``parts`` with 0 in the columns where ``mask`` says that nothing is to be paid."""
+    return parts if mask is None else Parts(*(np.where(mask, x, 0.0) if x.ndim else x for x in parts))
 
 
 class Link(NamedTuple):
@@ -103,19 +106,20 @@ class Link(NamedTuple):
 
 
 class EdgeTables:
-    """The tables of many links: one matrix per tensor type, cut per link; equal links share a table.
+    """The tables of many links: one matrix per tensor type, cut per link; equal links share tables.
 
     ``held``: whether bytes are asked for beside seconds.
     """
 
     def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool) -> None:
         self.graph, self.mesh, self.held = graph, mesh, held
+        self.movable = movable_values(graph)
         self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
         self.known: dict[TensorType, dict[Placements, int]] = {}
         self.alive: list[Sequence[Placements]] = []
-        self.matrices: dict[tuple[TensorType, bool, bool], Conversions] = {}
-        self.movable = movable_values(graph)
-        self.tables: dict[Any, tuple[np.ndarray, np.ndarray | None]] = {}
+        self.matrices: dict[Any, Parts] = {}
+        self.copies: dict[Any, Copies] = {}
+        self.tables: dict[Any, tuple[Parts, np.ndarray | None]] = {}
         for link in links:
             self._collect(link.value, link.given.placed)
             self._collect(link.value, link.asked.placed)
@@ -128,47 +132,52 @@ class EdgeTables:
         self.codes[type_, id(placed)] = np.array([known.setdefault(p, len(known)) for p in placed], dtype=np.int64)
         self.alive.append(placed)
 
-    def of(self, link: Link) -> tuple[np.ndarray, np.ndarray | None]:
-        """(seconds, bytes) of a link [states of the source, states of the reader]; bytes are None where all are 0.
-
-        Seconds have the axis of :func:`conversion_seconds` in front.
-        """
-        type_ = self.graph.types[link.value]
-        case = type_, link.value in self.graph.parameters, link.value in self.movable
-        mask = None if link.mask is None else link.mask.tobytes()
-        key = (*case, link.given.key, link.asked.key, mask)
+    def of(self, link: Link) -> tuple[Parts, np.ndarray | None]:
+        """What a link takes, and its bytes [states of the source, states of the reader]; None where all are 0."""
+        case = (self.graph.types[link.value], link.value in self.graph.parameters, link.value in self.movable)
+        key = (*case, link.given.key, link.asked.key, None if link.mask is None else link.mask.tobytes())
         if key not in self.tables:
-            whole = self._matrix(*case)
-            rows, columns = (self.codes[type_, id(side.placed)] for side in (link.given, link.asked))
-            cut = (..., rows[:, None], columns)
-            if not self.held:
-                self.tables[key] = paid(whole.seconds[cut], link.mask), None
-            else:
-                found = Conversions(
-                    whole.seconds[cut], whole.forward[cut], whole.copies[cut], whole.shares[cut], whole.own[rows]
-                )
-                mask_ = None if link.mask is None else np.tile(link.mask, len(link.asked.tags))
-                seconds, held = (paid(table, mask_) for table in edge_tables(link.given, link.asked, found))
-                self.tables[key] = seconds, held if held.any() else None
+            if case not in self.matrices:
+                known = tuple(self.known[case[0]])
+                self.matrices[case] = conversion_parts(case[0], self.mesh, known, known, *case[1:])
+            rows, columns = (self.codes[case[0], id(side.placed)] for side in (link.given, link.asked))
+            parts = self.matrices[case][np.ix_(rows, columns)]
+            self.tables[key] = self._held(link, parts, rows, columns) if self.held else (paid(parts, link.mask), None)
         return self.tables[key]
 
-    def _matrix(self, type_: TensorType, parameter: bool, movable: bool) -> Conversions:
-        case = type_, parameter, movable
-        if case not in self.matrices:
+    def _held(self, link: Link, parts: Parts, rows: np.ndarray, columns: np.ndarray) -> tuple[Parts, np.ndarray | None]:
+        copies, cut = self._copies(link.value), np.ix_(rows, columns)
+        found = kept(link.given, link.asked, Copies(copies.made[cut], copies.shares[cut], copies.own[rows]))
+        tags = (len(link.given.tags), len(link.asked.tags))
+        mask = None if link.mask is None else np.tile(link.mask, tags[1])
+        parts = Parts(*(np.tile(x, tags) if x.ndim else x for x in parts))
+        if found.again.any():
+            again = self._again(link.value)[cut]
+            again = Parts(*(np.where(found.again, np.tile(x, tags), 0.0) if x.ndim else x for x in again))
+            parts = parts + again
+        if found.forbidden.any():
+            parts = parts + Parts(blocking=np.where(found.forbidden, np.inf, 0.0))
+        held = found.held if mask is None else np.where(mask, found.held, 0.0)
+        return paid(parts, mask), held if held.any() else None
+
+    def _again(self, value: str) -> Parts:
+        """What the conversions of the forward take."""
+        type_, movable = self.graph.types[value], value in self.movable
+        if ("again", type_, movable) not in self.matrices:
+            layouts = [Layout(self.mesh, p) for p in self.known[type_]]
+            self.matrices["again", type_, movable] = _parts(*forward_matrices(type_, layouts, layouts), movable)
+        return self.matrices["again", type_, movable]
+
+    def _copies(self, value: str) -> Copies:
+        type_, parameter = self.graph.types[value], value in self.graph.parameters
+        if (type_, parameter) not in self.copies:
             known = tuple(self.known[type_])
-            seconds = conversion_seconds(type_, self.mesh, known, known, parameter, movable)
-            if not self.held:
-                empty = np.zeros((0, 0))
-                self.matrices[case] = Conversions(seconds, empty, empty, empty, empty)
-                return self.matrices[case]
             layouts = [Layout(self.mesh, p) for p in known]
-            own = np.array([costs.local_numel(type_, p, self.mesh) * type_.dtype.itemsize for p in known], dtype=float)
+            own = np.array([costs.local_numel(type_, p, self.mesh) for p in known], dtype=float) * type_.dtype.itemsize
             codes: dict[Placements, int] = {}
             plain = np.array([codes.setdefault(x.without_gradient().placements, len(codes)) for x in layouts])
             shares = plain[:, None] == plain[None, :]
-            copies = np.where(shares, 0.0, own[None, :])
-            forward = forward_seconds(type_, layouts, layouts, movable)
-            if parameter:  # gathered again in the backward, which conversion_seconds counts
-                copies = np.where(_gathers(layouts, layouts), 0.0, copies)
-            self.matrices[case] = Conversions(seconds, forward, copies, shares, own)
-        return self.matrices[case]
+            # Of a parameter that is gathered the copy is not kept: conversion_parts counts a second gather.
+            free = shares | _gathers(layouts, layouts) if parameter else shares
+            self.copies[type_, parameter] = Copies(np.where(free, 0.0, own[None, :]), shares, own)
+        return self.copies[type_, parameter]

@@ -5,28 +5,52 @@ A cost network with these rows costs what the step takes: max(0, η·M − C) is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
+
+from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row
 from autoshard.passes.search.network import Array
 
 
 def stepping(
-    nodes: Sequence[Array], edges: Sequence[tuple[int, int, Array]], overlap: float
+    sizes: Sequence[int], nodes: Sequence[Parts], edges: Sequence[tuple[int, int, Parts]], overlap: float
 ) -> tuple[CostNetwork, tuple[Row, ...]]:
     """The network whose cost, plus what its rows exceed 0 by, is the time of the step.
 
-    ``nodes``: per variable seconds [compute, all else] × states; ``edges``: [what blocks] × states × states, or [what
-    blocks, movable inside a node, movable between nodes]. Arrays that are shared there are shared in the result.
+    ``sizes``: states per node. Equal parts share arrays, in the network and in the rows.
     """
-    costs = {id(a): a.sum(axis=0) for a in nodes}
-    costs |= {id(a): a[0] + (1 - overlap) * a[1:].sum(axis=0) for _, _, a in edges}
-    network = CostNetwork(tuple(costs[id(a)] for a in nodes), tuple((i, j, costs[id(a)]) for i, j, a in edges))
-    hides = {id(a): -a[0] for a in nodes if a[0].any()}
-    rows = []
-    for link in (1, 2):
-        moves = {id(a): overlap * a[link] for _, _, a in edges if len(a) > 1 and overlap and a[link].any()}
-        if moves:
-            over = tuple(moves.get(id(a)) for _, _, a in edges)
-            rows.append(Row(tuple(hides.get(id(a)) for a in nodes), over, limit=0.0, price=1.0))
+    made: dict[Any, Array] = {}
+
+    def once(p: Parts, what: str, value: Callable[[Parts], Array], *shape: int) -> Array:
+        if (id(p), what, shape) not in made:
+            made[id(p), what, shape] = np.broadcast_to(value(p), shape).copy()
+        return made[id(p), what, shape]
+
+    def cost(p: Parts) -> Array:
+        return p.compute + p.optimizer + p.blocking + p.slowing(overlap)
+
+    network = CostNetwork(
+        tuple(once(p, "cost", cost, n) for n, p in zip(sizes, nodes, strict=True)),
+        tuple((i, j, once(p, "cost", cost, sizes[i], sizes[j])) for i, j, p in edges),
+    )
+    rows: list[Row] = []
+    for number, link in enumerate(("node", "network") if overlap else ()):
+
+        def excess(p: Parts, number: int = number) -> Array:
+            return p.excess(overlap)[number]
+
+        def over(p: Parts, *shape: int, link: str = link, of: Callable[[Parts], Array] = excess) -> Array | None:
+            return once(p, link, of, *shape) if p.compute.any() or getattr(p, link).any() else None
+
+        row = Row(
+            tuple(over(p, n) for n, p in zip(sizes, nodes, strict=True)),
+            tuple(over(p, sizes[i], sizes[j]) for i, j, p in edges),
+            limit=0.0,
+            price=1.0,
+        )
+        if any(a is not None for a in row.edges):
+            rows.append(row)
     return network, tuple(rows)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -141,14 +141,10 @@ class Side:
 
 
 @dataclass(frozen=True, eq=False)
-class Conversions:
-    """From each layout of a definition (row) to each of a reader (column)."""
+class Copies:
+    """What conversions mean for memory, from each layout of a definition (row) to each of a reader (column)."""
 
-    seconds: np.ndarray
-    """per step; with the axis of what blocks and what can move in front"""
-    forward: np.ndarray
-    """of the forward alone, likewise: once more where it is made again"""
-    copies: np.ndarray
+    made: np.ndarray
     """bytes of the copy that it makes; 0 where it shares the memory, or where nothing keeps the copy"""
     shares: np.ndarray
     """whether both are one memory"""
@@ -156,43 +152,45 @@ class Conversions:
     """bytes of the value in each layout of the definition [rows]"""
 
 
-def edge_tables(source: Side, reader: Side, found: Conversions) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds, bytes) [source states, reader states]; a state's number is its tag's place times choices plus its choice."""
-    rows: list[tuple[np.ndarray, np.ndarray]] = []
+class Kept(NamedTuple):
+    """Tables of one edge; a state's number is its tag's place times choices plus its choice."""
+
+    again: np.ndarray
+    """whether the conversion is made again in the backward"""
+    forbidden: np.ndarray
+    """whether the reader needs what is not there in the backward"""
+    held: np.ndarray
+    """bytes"""
+
+
+def kept(source: Side, reader: Side, copies: Copies) -> Kept:
+    """What an edge holds, for all tags of its two sides."""
+    rows = []
     for tag in source.tags:
-        blocks = [_block(source, tag, reader, other, found) for other in reader.tags]
-        rows.append((np.concatenate([s for s, _ in blocks], -1), np.concatenate([b for _, b in blocks], -1)))
-    return np.concatenate([s for s, _ in rows], -2), np.concatenate([b for _, b in rows], -2)
+        blocks = [_block(source, tag, reader, other, copies) for other in reader.tags]
+        rows.append([np.hstack(column) for column in zip(*blocks, strict=True)])
+    return Kept(*(np.vstack(column) for column in zip(*rows, strict=True)))
 
 
-def _block(source: Side, source_tag: int, reader: Side, tag: int, found: Conversions) -> tuple[np.ndarray, np.ndarray]:
+def _block(source: Side, source_tag: int, reader: Side, tag: int, copies: Copies) -> Kept:
     count = len(reader.placed)
     if reader.passive:
         needs, again = np.full(count, tag != ABSENT), tag == AGAIN
     else:
         saves = reader.saves if reader.saves is not None else np.zeros(count, dtype=bool)
         needs, again = saves | (tag == 2), tag >= 1
-    seconds, held = found.seconds, np.zeros(found.copies.shape)
-    if again:
-        seconds = seconds + np.where(needs & ~found.shares, found.forward, 0.0)
-    else:
-        held = np.where(needs, found.copies, 0.0)
+    never = np.zeros(copies.made.shape, dtype=bool)
+    remade = needs & ~copies.shares if again else never
+    held = np.zeros(never.shape) if again else np.where(needs, copies.made, 0.0)
     if source.fixed or (not source.passive and source_tag == 2):
-        return seconds, held
-    present = needs & (found.shares | again)
+        return Kept(remade, never, held)
+    present = needs & (copies.shares | again)
     if source.passive:
-        return (_forbidden(seconds, present), held) if source_tag == ABSENT else (seconds, held)
-    own = found.own if source.holds is None else np.where(source.holds, 0.0, found.own)
-    return seconds, held + np.where(present, own[:, None], 0.0)
+        return Kept(remade, present if source_tag == ABSENT else never, held)
+    own = copies.own if source.holds is None else np.where(source.holds, 0.0, copies.own)
+    return Kept(remade, never, held + np.where(present, own[:, None], 0.0))
 
 
 def is_passive(node: Node) -> bool:
     """Whether ``node`` only shows memory of its operand."""
     return is_view(node.op)
-
-
-def _forbidden(seconds: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """``seconds`` with what is impossible as blocking without end."""
-    result = np.where(where, 0.0, seconds)
-    result[0] = np.where(where, np.inf, seconds[0])
-    return result

@@ -2,8 +2,9 @@
 
 Variables: an op's strategy (one per mesh axis, combined), an input's layout, and for every value with several readers its
 *shared* layout, which all readers convert from. So one redistribution serves all readers that want the same layout, and
-the network stays pairwise. Costs are seconds: roofline compute of an op on its local shapes, forward and backward, and
-the redistribution between the layouts at the two ends of an edge. Where memory counts every variable has tags beside its
+the network stays pairwise. Costs are seconds: compute of an op on its local shapes, forward and backward, and the
+redistribution between the layouts at the two ends of an edge; conversions of parameters hide behind compute
+(:mod:`~autoshard.passes.propagate.step_time`). Where memory counts every variable has tags beside its
 layouts (:mod:`~autoshard.passes.propagate.keep`), and every table of seconds one of bytes.
 """
 
@@ -28,10 +29,14 @@ from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import ABSENT, AGAIN, NEEDED, Keeps, KeepTables, Side, is_passive
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
+from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row, Solution
 
 Offer = Callable[[Node], tuple[int, ...]]
 """the states ``again`` that an operation may have"""
+
+
+ZERO = Parts()
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +45,9 @@ class Variable:
 
     choices: tuple[Any, ...]
     """strategies of an op, or placements of a value"""
-    tags: tuple[int, ...]
-    seconds: np.ndarray
-    """[compute, all else] × states"""
+    tags: tuple[int, ...] = (0,)
+    parts: Parts = ZERO
+    """seconds, per state"""
     kept: np.ndarray | None = None
     """bytes that it holds at the end of the forward, per state"""
     stays: np.ndarray | None = None
@@ -51,12 +56,12 @@ class Variable:
 
 @dataclass(frozen=True)
 class Built:
-    """A network with the rows that make its cost the time of the step, and rows of bytes where memory counts: at the end
-    of the forward, and of the backward."""
+    """A network, what hides behind compute, and its rows of bytes where memory counts."""
 
     network: CostNetwork
-    rows: tuple[Row, ...] = ()
+    hiding: tuple[Row, ...]
     kept: tuple[Row, ...] = ()
+    """bytes at the end of the forward, and of the backward; their limit is still to be set"""
 
 
 @dataclass
@@ -82,17 +87,18 @@ class Network:
         tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None)
         found = [tables.of(link) for link in self.links]
         numbers = {name: i for i, name in enumerate(self.variables)}
+        sizes = [len(v.choices) * len(v.tags) for v in self.variables.values()]
         edges = [
-            (numbers[link.source], numbers[link.reader], seconds)
-            for link, (seconds, _) in zip(self.links, found, strict=True)
+            (numbers[link.source], numbers[link.reader], parts)
+            for link, (parts, _) in zip(self.links, found, strict=True)
         ]
-        seconds = [v.seconds for v in self.variables.values()]
-        network, rows = stepping(seconds, edges, self.mesh.hardware.overlap)
+        nodes = [v.parts for v in self.variables.values()]
+        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap)
         if self.offer is None:
-            return Built(network, rows)
+            return Built(network, hiding)
         kept = Row(tuple(v.kept for v in self.variables.values()), tuple(held for _, held in found), math.inf)
         stays = Row(tuple(v.stays for v in self.variables.values()), (None,) * len(edges), math.inf)
-        return Built(network, rows, (kept, stays))
+        return Built(network, hiding, (kept, stays))
 
     def _variables(self) -> None:
         graph = self.graph
@@ -107,15 +113,15 @@ class Network:
         for i, out in enumerate(graph.outputs):
             if isinstance(out, Ref):
                 states = self._output_states(out.name)
-                self.variables[f"out:{i}"] = Variable(states, (0,), self._zeros(len(states)))
+                self.variables[f"out:{i}"] = Variable(states)
                 readers[out.name].append((f"out:{i}", Side(states), None))
         for fqn, name in graph.mutations.items():
             states = self._once(("mutation",), ((R,) * self.mesh.ndim,))
-            self.variables[f"mutation:{fqn}"] = Variable(states, (0,), self._zeros(1))
+            self.variables[f"mutation:{fqn}"] = Variable(states)
             readers[name].append((f"mutation:{fqn}", Side(states), None))
         for value in graph.inputs:
             states = self._input_states(value.name, value.kind)
-            self.variables[value.name] = self._input(value.name, value.kind, states)
+            self.variables[value.name] = self._input(value.name, states)
             self._connect(value.name, Side(states, fixed=True), value.name, readers[value.name], needed)
         for node in graph.nodes:
             for slot, name in enumerate(node.outputs):
@@ -148,7 +154,7 @@ class Network:
 
     def _operation(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Variable:
         if self.offer is None:
-            return Variable(space.choices, tags, space.steps)
+            return Variable(space.choices, tags, space.parts)
         key = ("operation", id(space), tags, is_passive(node))
         if key not in self.known:
             passive, keeps = is_passive(node), self.keeps.of(node, space)
@@ -156,9 +162,11 @@ class Network:
             for slot, saves in enumerate(keeps.results):
                 own += np.where(saves, self._bytes(node.outputs[slot], space.outputs[slot]), 0.0)
             again = [not passive and tag == 2 for tag in tags]
-            seconds = np.concatenate([space.steps + (space.ahead if a else 0.0) for a in again], axis=1)
+            once = Parts(compute=space.compute[0], blocking=space.inside[0])
+            each = [space.parts + once if a else space.parts for a in again]
+            parts = Parts(*(np.concatenate(x) if x[0].ndim else x[0] for x in zip(*each, strict=True)))
             kept = np.concatenate([np.zeros_like(own) if a or passive else own for a in again])
-            self.known[key] = seconds, kept if kept.any() else None
+            self.known[key] = parts, kept if kept.any() else None
         return Variable(space.choices, tags, *self.known[key])
 
     def _reads(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> list[tuple[str, Side, np.ndarray | None]]:
@@ -208,7 +216,7 @@ class Network:
                 again = any(AGAIN in side.tags for _, side, _ in readers)
                 tags = self._passive(value in needed, again and value not in self.graph.parameters)
             shared = f"shared:{value}"
-            self.variables[shared] = Variable(states, tags, self._zeros(len(states) * len(tags)))
+            self.variables[shared] = Variable(states, tags)
             passive = self.offer is not None
             self.links.append(Link(variable, defined, shared, Side(states, tags, passive), value))
             variable, defined = shared, Side(states, tags, passive, fixed=value in self.graph.parameters)
@@ -231,32 +239,19 @@ class Network:
 
     # --- inputs and outputs ---
 
-    def _input(self, name: str, kind: str, states: tuple[Placements, ...]) -> Variable:
-        seconds, type_ = self._update(name, kind, states), self.graph.types[name]
-        if self.offer is None or kind != "parameter":
-            return Variable(states, (0,), seconds)
-        key = ("bytes", type_, id(states))
-        if key not in self.known:
-            size = self._bytes(name, states)
-            state = np.zeros(len(states))
-            if type_.grad and self.graph.training:
-                shapes = (costs.local_shape(type_.shape, s, self.mesh) for s in states)
-                state = np.array([optimizer_bytes(self.optimizer, shape, type_.dtype) for shape in shapes])
-            trained = type_.grad and self.graph.training
-            self.known[key] = size + state, size + state + (size if trained else 0.0)
-        return Variable(states, (0,), seconds, *self.known[key])
-
-    def _update(self, name: str, kind: str, states: tuple[Placements, ...]) -> np.ndarray:
-        """The optimizer's time for a parameter, per stored layout."""
+    def _input(self, name: str, states: tuple[Placements, ...]) -> Variable:
         type_ = self.graph.types[name]
-        if kind != "parameter" or not type_.grad:
-            return self._zeros(len(states))
-        key = ("update", type_, id(states))
+        if name not in self.graph.parameters:
+            return Variable(states)
+        key = ("parameter", type_, id(states))
         if key not in self.known:
-            taken = [costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states]
-            self.known[key] = np.array([np.zeros(len(states)), taken])
-        found: np.ndarray = self.known[key]
-        return found
+            trained, size = type_.grad and self.graph.training, self._bytes(name, states)
+            shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
+            state = np.array([optimizer_bytes(self.optimizer, x, type_.dtype) if trained else 0.0 for x in shapes])
+            seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
+            parts = Parts(optimizer=seconds) if type_.grad else ZERO
+            self.known[key] = parts, size + state, size + state + (size if trained else 0.0)
+        return Variable(states, (0,), *self.known[key])
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
         """An input is given whole on every rank; a parameter may be kept in shards."""
@@ -290,10 +285,6 @@ class Network:
     def _once(self, key: Any, states: tuple[Placements, ...]) -> tuple[Placements, ...]:
         """The same tuple object for the same key."""
         found: tuple[Placements, ...] = self.known.setdefault(key, states)
-        return found
-
-    def _zeros(self, count: int) -> np.ndarray:
-        found: np.ndarray = self.known.setdefault(("zeros", count), np.zeros((2, count)))
         return found
 
     def _bytes(self, value: str, placed: Sequence[Placements]) -> np.ndarray:

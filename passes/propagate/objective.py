@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.layout import R
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.edges import conversion_seconds
+from autoshard.passes.propagate.edges import conversion_parts
 from autoshard.passes.propagate.op_space import internal_collectives, signature, traffic_on
 from autoshard.passes.propagate.step_time import Parts, movable_values, summed
 from autoshard.passes.rules import rule_for
@@ -95,7 +95,7 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
             continue
         case = (graph.types[value], src, dst, value in graph.parameters, value in movable)
         if case not in prices:
-            prices[case] = Parts.moved(conversion_seconds(case[0], mesh, (src,), (dst,), *case[3:])[:, 0, 0])
+            prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:])[0, 0]
         conversions.append(prices[case])
     stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
     update = math.fsum(costs.optimizer_seconds(optimizer, type_, placed, mesh) for type_, placed in stored)

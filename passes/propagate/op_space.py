@@ -40,25 +40,14 @@ class OpSpace:
     outputs: tuple[tuple[Placements, ...], ...]
 
     @cached_property
-    def steps(self) -> np.ndarray:
-        """float64 [2, choices]: seconds of compute, and of collectives, forward and backward."""
-        return np.array([self.compute.sum(axis=0), self.inside.sum(axis=0)])
-
-    @cached_property
-    def ahead(self) -> np.ndarray:
-        """The forward's part of :attr:`steps`."""
-        return np.array([self.compute[0], self.inside[0]])
-
-    @property
     def parts(self) -> Parts:
         """What every choice takes."""
-        return Parts(compute=self.steps[0], blocking=self.steps[1])
+        return Parts(compute=self.compute.sum(axis=0), blocking=self.inside.sum(axis=0))
 
-    @property
+    @cached_property
     def seconds(self) -> np.ndarray:
-        """float64 [choices]: all of it."""
-        total: np.ndarray = self.steps.sum(axis=0)
-        return total
+        """float64 [choices]: all of it, forward and backward."""
+        return self.parts.compute + self.parts.blocking
 
 
 @dataclass(frozen=True, slots=True)

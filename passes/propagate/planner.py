@@ -49,7 +49,7 @@ class Planner:
         network = Network(self.graph, self.mesh, self.constraints, self.spaces, self.keeps, optimizer=self.optimizer)
         built = network.build()
         log.info("cost network: %d variables, %d edges", len(built.network.nodes), len(built.network.edges))
-        return network.assignment(solve(built.network, rows=built.rows))
+        return network.assignment(solve(built.network, rows=built.hiding))
 
     def within(self, limit: float) -> tuple[Assignment, float]:
         """The fewest seconds where what the choices hold is at most ``limit`` bytes per rank; and what they hold.
@@ -57,7 +57,7 @@ class Planner:
         Raises :class:`~autoshard.errors.PlanError` where nothing is that small.
         """
         network, built = self._limited()
-        found = solve(built.network, rows=[*built.rows, *(replace(row, limit=limit) for row in built.kept)])
+        found = solve(built.network, rows=[*built.hiding, *(replace(row, limit=limit) for row in built.kept)])
         return network.assignment(found), max(row.used(built.network, found.choice) for row in built.kept)
 
     def least(self) -> tuple[Assignment, float]:
@@ -67,8 +67,7 @@ class Planner:
         nodes = tuple(_smallest(s, row.nodes[i]) for i, s in enumerate(seconds.nodes))
         edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
         found = solve(CostNetwork(nodes, edges))
-        excess = sum(max(0.0, r.used(seconds, found.choice) - r.limit) for r in built.rows)
-        found = replace(found, cost=seconds.cost(found.choice) + excess, lower_bound=0.0, exact=False)
+        found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False)
         return network.assignment(found), max(row.used(seconds, found.choice) for row in built.kept)
 
     def _limited(self) -> tuple[Network, Built]:

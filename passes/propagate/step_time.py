@@ -39,11 +39,6 @@ class Parts:
     network: Array = field(default_factory=_zero)
     """movable, on the link between nodes"""
 
-    @staticmethod
-    def moved(seconds: Array) -> Parts:
-        """Of conversions: [what blocks], or [what blocks, movable in a node, between nodes]."""
-        return Parts(blocking=seconds[0]) if len(seconds) == 1 else Parts(_zero(), _zero(), *seconds)
-
     def __iter__(self) -> Iterator[Array]:
         return (getattr(self, f.name) for f in fields(self))
 

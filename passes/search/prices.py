@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import highspy
 import numpy as np
 
 from autoshard.errors import PlanError
+from autoshard.passes.search.dominance import Dominance
 from autoshard.passes.search.network import Array, CostNetwork, Solution
+from autoshard.passes.search.relaxation import Elimination, easy
 from autoshard.passes.search.stacked import Choice, Stacked
+from autoshard.passes.search.tables import Classes
 
 Relaxed = Callable[[CostNetwork, float], Solution]
-"""solves a network without rows, until a deadline"""
+"""solves a network without rows as far as the quick methods get, until a deadline"""
 
 # The gap that counts as none, and the part of the bound that a step must promise to be made.
 GAP = 1e-9
 LEAST_STEP = 1e-6
+# A row may be exceeded by this part of what its amounts sum to at most: the rounding of the sum.
+SLACK = 1e-13
 
 
 @dataclass(frozen=True)
@@ -37,95 +43,133 @@ class Cut:
 
 
 @dataclass
-class Search:
-    """The state of one search: the best choice, the best bound and the prices that give it."""
+class Part:
+    """Some of all choices, those of ``problem``: the best bound of what they cost, and the prices that give it.
+
+    ``numbers``: of every node what its strategies were called first; choices are told in these numbers. ``mixture``: parts
+    of the cuts whose mean would be the best choice if choices could be mixed.
+    """
 
     problem: Stacked
-    relaxed: Relaxed
-    deadline: float
+    numbers: tuple[Classes, ...]
+    prices: Array
     bound: float = -math.inf
-    prices: Array = field(default_factory=lambda: np.zeros(0))
-    total: float = math.inf
-    choice: Choice | None = None
     cuts: list[Cut] = field(default_factory=list)
-    solved: int = 0
+    mixture: list[tuple[float, Cut]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.slack = self.problem.slack
+    @cached_property
+    def elimination(self) -> Elimination | None:
+        return easy(self.problem) if self.problem.live is None else None
+
+    def restricted(self, kept: Mapping[int, Classes]) -> Part:
+        """With only some strategies of the nodes named."""
+        numbers = tuple(number[kept[i]] if i in kept else number for i, number in enumerate(self.numbers))
+        left = {i: set(numbers[i].tolist()) for i in kept}
+        cuts = [cut for cut in self.cuts if all(cut.choice[i] in strategies for i, strategies in left.items())]
+        return replace(self, problem=self.problem.restricted(kept), numbers=numbers, cuts=cuts, mixture=[])
+
+    def original(self, choice: Sequence[int]) -> Choice:
+        """A choice of the problem in the numbers of the first."""
+        return tuple(int(number[s]) for number, s in zip(self.numbers, choice, strict=True))
+
+
+class Search:
+    """The state of one search: the best choice, a bound of what all cost, and the part of the choices that is left."""
+
+    def __init__(self, problem: Stacked, relaxed: Relaxed, deadline: float) -> None:
+        self.first = problem
+        self.relaxed, self.deadline = relaxed, deadline
+        self.total, self.bound = math.inf, -math.inf
+        self.choice: Choice | None = None
+        self.slack = SLACK * problem.scale
+        self.solved = 0
+        left, numbers = Dominance(problem).run()
+        self.part = Part(left, tuple(numbers), np.zeros(len(problem.limits)))
 
     def offer(self, choice: Choice) -> tuple[float, Array]:
         """Take a choice if it is the best; returns its cost and by how much it exceeds the limits."""
-        cost, over = self.problem.cost(choice), self.problem.used(choice) - self.problem.limits
+        cost, over = self.first.cost(choice), self.first.used(choice) - self.first.limits
         paid = over > self.slack
-        total = cost + float((over[paid] * self.problem.prices[paid]).sum())
+        total = cost + float((over[paid] * self.first.prices[paid]).sum())
         if total < self.total:
             self.choice, self.total = choice, total
         return cost, over
 
-    def relax(self, prices: Array) -> tuple[Cut, float]:
-        """The cheapest choice at ``prices``, and the bound that it gives."""
-        found = self.relaxed(self.problem.priced(prices), self.deadline)
+    def cheapest(self, part: Part, prices: Array, unit: float = 1.0) -> tuple[Choice, float, bool]:
+        """(the best choice found at ``prices`` and ``unit`` for the cost, a bound of its value, whether they are equal)."""
         self.solved += 1
-        cost, over = self.offer(found.choice)
-        cut = Cut(found.choice, cost, over, prices)
-        if all(c.choice != cut.choice for c in self.cuts):
-            self.cuts.append(cut)
-        return cut, found.lower_bound - float(prices @ self.problem.limits)
+        if part.elimination is not None:
+            choice, value = part.elimination.solve(prices[None], unit)
+            return part.original(choice), value, True
+        found = self.relaxed(part.problem.priced(prices, unit), self.deadline)
+        return part.original(found.choice), found.lower_bound, found.exact
+
+    def relax(self, part: Part, prices: Array) -> float:
+        """The bound that ``prices`` give; takes the choice, and its cut."""
+        choice, value, _ = self.cheapest(part, prices)
+        cut = Cut(choice, *self.offer(choice), prices)
+        if all(c.choice != choice for c in part.cuts):
+            part.cuts.append(cut)
+        return value - float(prices @ part.problem.limits)
+
+    def gap(self, bound: float) -> float:
+        """Between the best choice and a bound, as a part of the cost."""
+        return math.inf if self.choice is None else max(self.total - bound, 0.0) / (abs(self.total) or 1.0)
 
     @property
     def closed(self) -> bool:
-        return self.choice is not None and self.total - self.bound <= GAP * abs(self.total)
+        return self.gap(self.bound) <= GAP
 
     @property
     def late(self) -> bool:
         return time.perf_counter() > self.deadline
 
 
-def maximise_bound(search: Search, iterations: int, gap: float = GAP, deadline: float = math.inf) -> None:
-    """Prices that maximise L, by cutting planes in a box around the best prices."""
-    count = len(search.problem.limits)
-    prices, radius = np.zeros(count), np.full(count, math.inf)
+def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP, deadline: float = math.inf) -> None:
+    """Prices that maximise the bound of a part, by cutting planes in a box around the best prices; from those it has."""
+    count = len(part.problem.limits)
+    prices, radius = part.prices, np.full(count, math.inf)
     for step in range(iterations):
         try:
-            cut, value = search.relax(prices)
+            value = search.relax(part, prices)
         except PlanError:
             if step == 0:
                 raise
             return
-        better = value > search.bound
+        better = value > part.bound
         if better:
-            search.bound, search.prices = value, prices
+            part.bound, part.prices = value, prices
         elif np.isfinite(radius).all():
             radius = radius / 2
-        near = search.choice is not None and search.total - search.bound <= gap * abs(search.total)
-        if near or count == 0 or search.late or time.perf_counter() > deadline:
+        if search.gap(part.bound) <= gap or count == 0 or search.late or time.perf_counter() > deadline:
             return
         if not np.isfinite(radius).all():
-            radius = _first_radius(search, cut)
-        prices, model, held = _master(search, radius)
+            radius = _first_radius(part)
+        prices, model, held = _master(part, radius)
         if held and better:
             radius = radius * 2
-        if model - search.bound <= LEAST_STEP * abs(model):
+        if model - part.bound <= LEAST_STEP * abs(model):
             if not held:
                 return
             radius = radius * 4
 
 
-def _first_radius(search: Search, cut: Cut) -> Array:
+def _first_radius(part: Part) -> Array:
     """The box to begin with: the rows' prices, where the limit is hard a few times the cost over what is too much."""
+    cut, problem = part.cuts[-1], part.problem
     unit = 8 * max(abs(cut.cost), 1e-300)
-    most = np.maximum(np.abs(cut.slope), 1e-3 * np.maximum(np.abs(search.problem.limits), 1e-300))
+    most = np.maximum(np.abs(cut.slope), 1e-3 * np.maximum(np.abs(problem.limits), 1e-300))
     hard = np.where(cut.slope > 0, unit / most, unit / most.max(initial=1e-300))
-    return np.where(np.isfinite(search.problem.prices), search.problem.prices, hard)
+    return np.where(np.isfinite(problem.prices), problem.prices, hard)
 
 
-def _master(search: Search, radius: Array) -> tuple[Array, float, bool]:
+def _master(part: Part, radius: Array) -> tuple[Array, float, bool]:
     """The cutting-plane model in the box: (its best prices, its value, whether the radius keeps it from better ones)."""
-    centre, most = search.prices, search.problem.prices
+    centre, most = part.prices, part.problem.prices
     count = len(centre)
     low, high = np.maximum(0.0, centre - radius), np.minimum(most, centre + radius)
     unit = np.where(radius > 0, radius, 1.0)  # of the prices
-    cost = max(abs(cut.cost) for cut in search.cuts) or 1.0
+    cost = max(abs(cut.cost) for cut in part.cuts) or 1.0
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
     for a, b in zip(low / unit, high / unit, strict=True):
@@ -133,12 +177,15 @@ def _master(search: Search, radius: Array) -> tuple[Array, float, bool]:
     highs.addVar(-highspy.kHighsInf, highspy.kHighsInf)
     highs.changeColCost(count, -1.0)
     index = np.arange(count + 1)
-    for cut in search.cuts:
+    for cut in part.cuts:
         row = np.append(-cut.slope * unit / cost, 1.0)
         highs.addRow(-highspy.kHighsInf, cut.cost / cost, count + 1, index, row)
     highs.run()
-    solution = np.asarray(highs.getSolution().col_value)
-    prices = np.clip(solution[:count] * unit, low, high)
+    solution = highs.getSolution()
+    found = np.asarray(solution.col_value)
+    parts = np.abs(np.asarray(solution.row_dual)).tolist()
+    part.mixture = [(weight, cut) for weight, cut in zip(parts, part.cuts, strict=True) if weight > 1e-6]
+    prices = np.clip(found[:count] * unit, low, high)
     at_low = (prices <= low + 1e-9 * radius) & (low > 0)
     at_high = (prices >= high - 1e-9 * radius) & (high < most)
-    return prices, float(solution[count] * cost), bool((at_low | at_high).any())
+    return prices, float(found[count] * cost), bool((at_low | at_high).any())

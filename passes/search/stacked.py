@@ -16,16 +16,14 @@ from autoshard.passes.search.tables import Classes
 
 Choice = tuple[int, ...]
 
-# A row may be exceeded by this part of what its amounts sum to at most: the rounding of the sum.
-SLACK = 1e-13
 
-
-class _Stacks:
+class Stacks:
     """Numbers stacks of tables, equal ones alike: by the identity of their parts first, by content after that."""
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
         self._by_parts: dict[tuple[object, ...], int] = {}
+        self._compact: dict[int, tuple[Array, tuple[Classes, ...]]] = {}
         self._by_content: dict[tuple[tuple[int, ...], bytes], int] = {}
 
     def number(self, cost: Array, amounts: Sequence[Array | None], transposed: bool = False) -> int:
@@ -47,6 +45,19 @@ class _Stacks:
             self._by_parts["sum", a, b] = self.of(total)
         return self._by_parts["sum", a, b]
 
+    def compact(self, number: int) -> tuple[Array, tuple[Classes, ...]]:
+        """The stack with equal slices along an axis stored once, and per axis which slice stands for every index."""
+        if number not in self._compact:
+            stack, maps = self.arrays[number], []
+            if stack.ndim == 2:
+                maps.append(np.arange(stack.shape[1]))
+            for axis in range(1, stack.ndim if stack.ndim > 2 else 1):
+                where, first = classes(stack if axis == 1 else stack.swapaxes(1, 2))
+                stack = stack.take(first, axis)
+                maps.append(where)
+            self._compact[number] = stack, tuple(maps)
+        return self._compact[number]
+
     def of(self, stack: Array) -> int:
         stack = np.ascontiguousarray(stack)
         content = stack.shape, hashlib.blake2b(stack.data, digest_size=16).digest()
@@ -60,30 +71,35 @@ class _Stacks:
 class Stacked:
     """``factors``: (i,) of every node and (i, j), i < j, of joined pairs → the number of a stack.
 
-    ``stacks``: float64 [1 + quantities, n_i] or [1 + quantities, n_i, n_j]: the cost, then the amounts of the quantities;
+    In ``store``: float64 [1 + quantities, n_i] or [1 + quantities, n_i, n_j]: the cost, then the amounts of the quantities;
     those left out at the end are zero. Row r sums quantity r over everything or, with ``live`` [rows, nodes], the only
     quantity over the nodes i with live[r, i] = 1.
     """
 
     sizes: tuple[int, ...]
     factors: Mapping[Scope, int]
-    stacks: Sequence[Array]
+    store: Stacks
     limits: Array
     prices: Array
     live: Array | None = None
 
     @property
-    def slack(self) -> Array:
-        """Per row by how much its sum may exceed the limit: what rounding makes."""
+    def stacks(self) -> Sequence[Array]:
+        return self.store.arrays
+
+    @property
+    def scale(self) -> Array:
+        """Per row what its amounts sum to at most, and its limit."""
         if self.live is None:
-            most = [np.abs(stack[1:]).max(axis=tuple(range(1, stack.ndim))) for stack in self.stacks]
+            used = set(self.factors.values())
+            most = {n: np.abs(self.stacks[n][1:]).max(axis=tuple(range(1, self.stacks[n].ndim))) for n in used}
             total = np.zeros(len(self.limits))
             for number in self.factors.values():
                 total[: len(most[number])] += most[number]
         else:
             total = self.live @ np.array([self._amounts(i).max() for i in range(len(self.sizes))])
-        slack: Array = SLACK * (total + np.abs(self.limits))
-        return slack
+        scale: Array = np.maximum(total + np.abs(self.limits), 1e-300)
+        return scale
 
     def _amounts(self, node: int) -> Array:
         """What each strategy of a node holds (with ``live``)."""
@@ -107,12 +123,6 @@ class Stacked:
         at = ((self.stacks[number], [choice[i] for i in scope]) for scope, number in self.factors.items())
         return sum(float(stack[(0, *place)]) for stack, place in at)
 
-    def excess(self, choice: Choice) -> float:
-        """What exceeding the rows' limits costs."""
-        over = self.used(choice) - self.limits
-        over[over <= self.slack] = 0.0
-        return float((over[over > 0] * self.prices[over > 0]).sum())
-
     def priced(self, weights: Array, unit: float = 1.0) -> CostNetwork:
         """Costs times ``unit`` plus the rows' sums at the prices ``weights``, [rows] or (with ``live`` None) [nodes, rows].
 
@@ -134,9 +144,17 @@ class Stacked:
         edges = tuple((s[0], s[1], table(number, s[0])) for s, number in self.factors.items() if len(s) == 2)
         return CostNetwork(nodes, edges)
 
+    def costless(self) -> Stacked:
+        """Nothing costs, what is forbidden stays so."""
+        made: dict[int, int] = {}
+        for number in self.factors.values():
+            if number not in made:
+                stack = self.stacks[number]
+                made[number] = self.store.of(np.concatenate([np.where(np.isinf(stack[:1]), np.inf, 0.0), stack[1:]]))
+        return replace(self, factors={scope: made[number] for scope, number in self.factors.items()})
+
     def restricted(self, kept: Mapping[int, Classes]) -> Stacked:
         """Only the ``kept`` strategies of the nodes named, numbered anew."""
-        stacks = _Stacks()
         made: dict[tuple[object, ...], int] = {}
         keys = {i: k.tobytes() for i, k in kept.items()}
 
@@ -146,12 +164,12 @@ class Stacked:
                 stack = self.stacks[number]
                 for axis, i in enumerate(scope):
                     stack = stack.take(kept[i], axis + 1) if i in kept else stack
-                made[key] = stacks.of(stack)
+                made[key] = self.store.of(stack)
             return made[key]
 
         factors = {scope: table(scope, number) for scope, number in self.factors.items()}
         sizes = tuple(len(kept[i]) if i in kept else n for i, n in enumerate(self.sizes))
-        return replace(self, sizes=sizes, factors=factors, stacks=stacks.arrays)
+        return replace(self, sizes=sizes, factors=factors)
 
 
 def value(stack: Array, weights: Array, unit: float) -> Array:
@@ -162,9 +180,17 @@ def value(stack: Array, weights: Array, unit: float) -> Array:
     return table
 
 
+def classes(stack: Array) -> tuple[Classes, Classes]:
+    """Of a stack [quantities, rows, columns]: every row's class of equal ones, and the first row of every class."""
+    seen: dict[bytes, int] = {}
+    rows = np.ascontiguousarray(stack.swapaxes(0, 1))
+    found = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], dtype=np.intp)
+    return found, np.unique(found, return_index=True)[1]
+
+
 def stack_rows(network: CostNetwork, rows: Sequence[Row]) -> Stacked:
     """The network with its rows."""
-    stacks = _Stacks()
+    stacks = Stacks()
     for k, row in enumerate(rows):
         _check(network, row, k)
     factors: dict[Scope, int] = {}
@@ -175,7 +201,7 @@ def stack_rows(network: CostNetwork, rows: Sequence[Row]) -> Stacked:
         number = stacks.number(matrix, [row.edges[e] for row in rows], transposed=i > j)
         factors[scope] = stacks.add(factors[scope], number) if scope in factors else number
     sizes = tuple(vector.size for vector in network.nodes)
-    return Stacked(sizes, factors, stacks.arrays, np.array([r.limit for r in rows]), np.array([r.price for r in rows]))
+    return Stacked(sizes, factors, stacks, np.array([r.limit for r in rows]), np.array([r.price for r in rows]))
 
 
 def _check(network: CostNetwork, row: Row, number: int) -> None:
@@ -199,7 +225,7 @@ def stack_memory(network: CostNetwork, memory: Memory) -> Stacked:
     if memory.limit <= 0:
         raise PlanError(f"memory: the limit must be positive, got {memory.limit}")
     intervals = memory.intervals or ((0, 1),) * count
-    stacks = _Stacks()
+    stacks = Stacks()
     factors: dict[Scope, int] = {}
     for i, (vector, usage) in enumerate(zip(network.nodes, memory.usage, strict=True)):
         factors[i,] = stacks.number(vector, [usage])
@@ -209,7 +235,7 @@ def stack_memory(network: CostNetwork, memory: Memory) -> Stacked:
         factors[scope] = stacks.add(factors[scope], number) if scope in factors else number
     live = _live(intervals, np.array([usage.max() for usage in memory.usage]) / memory.limit)
     sizes = tuple(vector.size for vector in network.nodes)
-    return Stacked(sizes, factors, stacks.arrays, np.full(len(live), memory.limit), np.full(len(live), np.inf), live)
+    return Stacked(sizes, factors, stacks, np.full(len(live), memory.limit), np.full(len(live), np.inf), live)
 
 
 def _live(intervals: Sequence[tuple[int, int]], most: Array) -> Array:
