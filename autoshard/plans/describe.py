@@ -25,6 +25,7 @@ from autoshard.passes.rules.checks import has_rule
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import TOGETHER, Choice, Collective, Cost
 from autoshard.plans.report import utilisation
+from autoshard.plans.schedule import step_end
 
 
 def describe(program: Program, title: str = "", optimizer: str = "adamw", memory: Memory | None = None) -> Plan:
@@ -94,7 +95,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
         optimizer=optimizer,
     )
     mfu, hfu = utilisation(plan)
-    return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu))
+    return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu, schedule_s=step_end(plan)))
 
 
 def _collectives(program: Program) -> Iterator[Collective]:
