@@ -1,10 +1,11 @@
-"""The planner against what others published and against this machine: ``python benchmarks/planner.py [steps] [truth]``.
+"""The planner against what others published and against this machine: ``python benchmarks/planner.py [steps | truth]``.
 
 ``steps``: training steps that were published, predicted for the same expert's plan. Models are planned with two and with
 four layers; blocks are equal, so the step grows by the same for each further one. No constant of the model was chosen by
 these rows: autoshard/hardware/presets.py names the source of each.
 
-``truth``: calibrates this machine, plans small models for two gloo ranks, and measures what was predicted.
+``truth``: calibrates this machine, plans small models for two gloo ranks, and measures what was predicted: the ranking of
+the experts' plans and of the free one, and how far the free plan is from the fastest.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import autoshard
 from autoshard import Mesh
 from autoshard.compiler import Wishes, captured, planned
+from autoshard.hardware import PRESETS, Hardware
 from autoshard.models.gpt import Gpt, GptConfig
 from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.ir.program import Program
@@ -39,7 +45,7 @@ class Row:
     """A published step. ``batch``: sequences of one micro-batch over all ranks; ``steps``: micro-batches."""
 
     name: str
-    hardware: str
+    hardware: str | Hardware
     mesh: dict[str, int]
     like: Any
     model: Callable[[int], nn.Module]
@@ -116,6 +122,9 @@ def every_second_product(module: str, op: str, product: bool) -> float:
     return 0.5 if product else 1.0
 
 
+AT_500_WATTS = replace(PRESETS["h100"], flops=PRESETS["h100"].flops * (500 / 700) ** (1 / 3))
+"""torchtitan's devices are held at 500 of 700 W: power goes with the cube of the clock"""
+
 MEGATRON = {"dp": "zero1", "tp": "megatron-sp"}
 SEQUENCE = {"length": 4096, "vocab": 131072}
 
@@ -139,11 +148,11 @@ ROWS = (
         )
     ),
     Row(
-        "torchtitan Llama-3 8B, FSDP 8, selective", "h100", {"dp": 8}, {"dp": "fsdp"}, llama(LlamaConfig()), 32, 16, 8192,
+        "torchtitan Llama-3 8B, FSDP 8, selective", AT_500_WATTS, {"dp": 8}, {"dp": "fsdp"}, llama(LlamaConfig()), 32, 16, 8192,
         128256, 2.457, every_second_product,
     ),
     Row(
-        "torchtitan Llama-3 70B, FSDP 32 TP 8, full", "h100", {"dp": 32, "tp": 8}, {"dp": "fsdp", "tp": "megatron-sp"},
+        "torchtitan Llama-3 70B, FSDP 32 TP 8, full", AT_500_WATTS, {"dp": 32, "tp": 8}, {"dp": "fsdp", "tp": "megatron-sp"},
         llama(LlamaConfig.llama_70b()), 80, 512, 8192, 128256, 27.43, whole,
     ),
 )  # fmt: skip
@@ -196,6 +205,87 @@ def steps(names: Sequence[str]) -> None:
         )
 
 
+# --- truth here ---
+
+
+class Wide(nn.Module):
+    """A wide MLP with a small batch: its weights are what is large."""
+
+    def __init__(self, width: int = 1024, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return x.square().mean()
+
+
+class Convolutions(nn.Module):
+    """Its activations are what is large."""
+
+    def __init__(self, channels: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3 if i == 0 else channels, channels, 3, padding=1) for i in range(4))
+        self.head = nn.Linear(channels, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+def small_llama() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    tokens = torch.randint(0, 512, (4, 64))
+    config = LlamaConfig(vocab=512, width=128, hidden=512, heads=4, kv_heads=4, layers=2)
+    return Llama(config), (tokens,), {"labels": tokens}
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]] = {
+    "Llama": small_llama,
+    "wide MLP": lambda: (Wide(), (torch.rand(8, 1024),), {}),
+    "convolutions": lambda: (Convolutions(), (torch.rand(8, 3, 48, 48),), {}),
+}
+PLANS = (None, "ddp", "fsdp", "megatron", "replicate")
+
+
+def truth() -> None:
+    """One process per rank, each with one thread; all take turns of the plans of one model after another."""
+    ranks = 2
+    if "RANK" not in os.environ:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        os.environ["OMP_NUM_THREADS"] = "1"
+        sys.exit(subprocess.call([*command, __file__, "truth"]))
+    dist.init_process_group("gloo")
+    hardware = autoshard.calibrate()
+    first = dist.get_rank() == 0
+    if first:
+        print(hardware, f"\n\n{'model':14}{'plan':12}{'predicted':>12}{'measured':>12}", flush=True)
+    for name, make in MODELS.items():
+        found = []
+        for like in PLANS:
+            torch.manual_seed(0)
+            model, args, kwargs = make()
+            mesh = Mesh({"tp" if like == "megatron" else "dp": ranks}, hardware)
+            sharded = autoshard.compile(model, mesh, args, kwargs, like=like, training=True)
+            measured = autoshard.measure(sharded, args, kwargs, steps=15)
+            found.append((measured.predicted_s, measured.step_s))
+            if first:
+                print(
+                    f"{name:14}{like or 'free':12}{found[-1][0] * 1e3:9.2f} ms{found[-1][1] * 1e3:9.2f} ms", flush=True
+                )
+        if first:
+            free = found[0][1] / min(measured for _, measured in found)
+            print(f"{name:14}rank correlation {correlation(found):.2f}; the free plan takes {free:.2f} × the fastest\n")
+    dist.destroy_process_group()
+
+
+def correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's."""
+    ranks = torch.tensor(pairs, dtype=torch.float64).argsort(0).argsort(0).double().T
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="?", choices=["steps", "truth"], default="steps")
@@ -204,6 +294,8 @@ def main() -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)
     if options.what == "steps":
         steps(options.only)
+    else:
+        truth()
 
 
 if __name__ == "__main__":
