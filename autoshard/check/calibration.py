@@ -166,22 +166,23 @@ def _product_speed(clock: _Clock, dtype: torch.dtype, quick: bool) -> float:
 
 
 def _bandwidth(clock: _Clock) -> float:
-    """Bytes per second that an addition reads and writes, of tensors that fit in no cache."""
+    """Bytes per second that an addition reads and writes, of tensors that fit in no cache, into new memory."""
     n = 1 << (28 if clock.device.type == "cuda" else 23)
-    a, b, out = (torch.ones(n, device=clock.device) for _ in range(3))
-    return 3 * 4 * n / clock.seconds(lambda: torch.add(a, b, out=out), together=True)
+    a, b = (torch.ones(n, device=clock.device) for _ in range(2))
+    return 3 * 4 * n / clock.seconds(lambda: a + b, together=True)
 
 
 def _launch(clock: _Clock) -> float:
-    """Seconds of the smallest operation, recorded for a backward."""
+    """Seconds of the smallest operation, forward and backward each."""
     x, count = torch.ones(8, device=clock.device, requires_grad=True), 200
 
     def run() -> None:
         y = x
         for _ in range(count):
             y = y * x
+        y.sum().backward()
 
-    return clock.seconds(run) / count
+    return clock.seconds(run, together=True) / (2 * count)
 
 
 def _rates(clock: _Clock, ranks: int, quick: bool) -> Iterator[Rate]:

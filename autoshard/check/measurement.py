@@ -180,7 +180,7 @@ class _Alive(TorchDispatchMode):
         for x in pytree.tree_leaves(out):
             if isinstance(x, torch.Tensor) and _key(x) not in self.given:
                 storage = _local(x).untyped_storage()
-                alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                alive = StorageWeakRef(storage)
                 self.found[_key(x)] = alive, storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self.found.values()))
         return out
