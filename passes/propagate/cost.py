@@ -91,6 +91,8 @@ class Seconds(NamedTuple):
 
     forward: float
     backward: float = 0.0
+    launches: tuple[float, float] = (0.0, 0.0)
+    """the parts of both in which nothing runs yet"""
 
     @property
     def step(self) -> float:
@@ -138,9 +140,9 @@ def node_seconds(
         back = math.fsum(device.product_seconds(each, x, dtype) for x in wanting) if flops else 0.0
     seconds = launch + max(ahead, device.memory_seconds(moved))
     if not trained:
-        return Seconds(seconds)
-    products = max(1, len(wanting)) if flops else 1
-    return Seconds(seconds, launch * products + max(back, device.memory_seconds(2 * moved)))
+        return Seconds(seconds, 0.0, (launch, 0.0))
+    launches = launch * (max(1, len(wanting)) if flops else 1)
+    return Seconds(seconds, launches + max(back, device.memory_seconds(2 * moved)), (launch, launches))
 
 
 def _computed(node: Node, choice: Sequence[Strategy]) -> float:
@@ -158,7 +160,7 @@ def inside_seconds(found: Sequence[Internal], mesh: Mesh) -> Seconds:
     spent = {"forward": 0.0, "backward": 0.0}
     for c in found:
         spent[c.phase] += internal_cost(c, mesh)[1]
-    return Seconds(**spent)
+    return Seconds(spent["forward"], spent["backward"])
 
 
 def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:

@@ -32,27 +32,29 @@ def conversion_parts(
     :func:`~autoshard.passes.propagate.step_time.movable_values`.
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
-    node, network = link_matrices(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown)
+    found: Sequence[np.ndarray] = link_matrices(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown)
     if parameter and type_.grad:
         gathered = _gathers(a, b)
         again = forward_matrices(type_, a, b)
-        node, network = (x + np.where(gathered, y, 0.0) for x, y in zip((node, network), again, strict=True))
-    return _parts(node, network, movable)
+        found = tuple(x + np.where(gathered, y, 0.0) for x, y in zip(found, again, strict=True))
+    return _parts(found, movable)
 
 
-def _parts(node: np.ndarray, network: np.ndarray, movable: bool) -> Parts:
+def _parts(links: Sequence[np.ndarray], movable: bool) -> Parts:
+    """Launches, links inside a node and links between nodes; launches cannot hide."""
+    launches, node, network = links
+    total = launches + node + network
     if not movable:
-        return Parts(blocking=node + network)
-    never = np.isinf(node + network)  # what is impossible costs all, however much compute could hide
-    return Parts(
-        np.zeros(()), np.zeros(()), np.where(never, np.inf, 0.0), *(np.where(never, 0.0, x) for x in (node, network))
-    )
+        return Parts(blocking=total)
+    never = np.isinf(total)  # what is impossible costs all, however much compute could hide
+    finite = (np.where(never, 0.0, x) for x in (node, network))
+    return Parts(np.zeros(()), np.zeros(()), np.where(never, np.inf, launches), *finite)
 
 
 def forward_matrices(
     type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds, inside a node and between nodes, of the conversions of the value alone, without its gradient's."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds, of launches, inside a node and between nodes, of the conversions of the value alone, without its gradient's."""
     a, b = ([layout.without_gradient() for layout in side] for side in (sources, targets))
     return link_matrices(a, b, type_.shape, type_.dtype, False, type_.unknown)
 
@@ -165,7 +167,7 @@ class EdgeTables:
         type_, movable = self.graph.types[value], value in self.movable
         if ("again", type_, movable) not in self.matrices:
             layouts = [Layout(self.mesh, p) for p in self.known[type_]]
-            self.matrices["again", type_, movable] = _parts(*forward_matrices(type_, layouts, layouts), movable)
+            self.matrices["again", type_, movable] = _parts(forward_matrices(type_, layouts, layouts), movable)
         return self.matrices["again", type_, movable]
 
     def _copies(self, value: str) -> Copies:

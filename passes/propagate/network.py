@@ -162,8 +162,7 @@ class Network:
             for slot, saves in enumerate(keeps.results):
                 own += np.where(saves, self._bytes(node.outputs[slot], space.outputs[slot]), 0.0)
             again = [not passive and tag == 2 for tag in tags]
-            once = Parts(compute=space.compute[0], blocking=space.inside[0])
-            each = [space.parts + once if a else space.parts for a in again]
+            each = [space.parts + space.ahead if a else space.parts for a in again]
             parts = Parts(*(np.concatenate(x) if x[0].ndim else x[0] for x in zip(*each, strict=True)))
             kept = np.concatenate([np.zeros_like(own) if a or passive else own for a in again])
             self.known[key] = parts, kept if kept.any() else None
@@ -249,7 +248,7 @@ class Network:
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
             state = np.array([optimizer_bytes(self.optimizer, x, type_.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
-            parts = Parts(optimizer=seconds) if type_.grad else ZERO
+            parts = Parts(other=seconds) if type_.grad else ZERO
             self.known[key] = parts, size + state, size + state + (size if trained else 0.0)
         return Variable(states, (0,), *self.known[key])
 

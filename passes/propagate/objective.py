@@ -34,11 +34,11 @@ class Objective:
     def parts(self) -> Parts:
         """All of it."""
         found = [op.parts for op in self.operations.values()]
-        return summed((*found, self.conversions, Parts(optimizer=np.array(self.optimizer))))
+        return summed((*found, self.conversions, Parts(other=np.array(self.optimizer))))
 
     @property
     def compute_s(self) -> float:
-        return float(self.parts.compute + self.parts.optimizer)
+        return float(self.parts.compute + self.parts.other)
 
     @property
     def comm_s(self) -> float:
@@ -64,7 +64,9 @@ class OpSeconds:
 
     @property
     def parts(self) -> Parts:
-        return Parts(compute=np.array(self.compute.step), blocking=np.array(self.inside.step))
+        launches = sum(self.compute.launches)
+        hides, waits = self.compute.step - launches, self.inside.step
+        return Parts(np.array(hides), np.array(launches), np.array(waits))
 
 
 def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
