@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -75,8 +76,8 @@ class Cost:
     merged_s: float = 0.0
     """the part of ``comm_s`` that the program saves, because what one collective brings serves several readers or what
     goes together pays one latency; the search does not count it"""
-    exposed_s: float = 0.0
-    """the communication that compute does not hide"""
+    exposed_s: float = math.nan
+    """the communication that compute does not hide; where nothing is said, all of it"""
     bubble_s: float = 0.0
     """waiting for other stages"""
     optimizer_s: float = 0.0
@@ -88,6 +89,10 @@ class Cost:
     """model FLOPs per rank over what the hardware could do in ``total_s``"""
     hfu: float = 0.0
     """the same of the FLOPs that the busiest rank runs"""
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.exposed_s):
+            object.__setattr__(self, "exposed_s", self.comm_s)
 
     @property
     def hidden_s(self) -> float:
@@ -107,8 +112,6 @@ class Choice:
     flops: float = 0.0
     seconds: float = 0.0
     """compute, forward and backward"""
-    backward_s: float = 0.0
-    """the part of ``seconds`` in the backward"""
     has_rule: bool = True
     inputs: tuple[str, ...] = ()
     """per operand: the value's name"""
@@ -117,6 +120,8 @@ class Choice:
     """per operand: the layout it is read in, as text"""
     alternatives: tuple[tuple[tuple[str, ...], float], ...] = ()
     """the next best strategies: (labels, seconds more per step if everything else stays)"""
+    backward_s: float = 0.0
+    """the part of ``seconds`` in the backward"""
 
 
 @dataclass(frozen=True)
