@@ -142,5 +142,6 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]
     given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
         expert = asked_by(wishes.like, graph, mesh)
-        planner = Planner(graph, mesh, {**expert.limits, **given}, wishes.optimizer, expert.asked, wishes.recompute)
+        asked = expert.asked, wishes.recompute, expert.regathers
+        planner = Planner(graph, mesh, {**expert.limits, **given}, wishes.optimizer, *asked)
         return fitting(planner, wishes.memory_budget)

@@ -60,20 +60,20 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
 
 def _searched(planner: Planner, budget: float, program: Program, memory: Memory) -> Iterator[tuple[Program, Memory]]:
     """Plans under limits that come closer and closer to the budget less what the search does not know of."""
-    rest = memory.peak - planner.held(program.assignment)
-    limits: list[float] = []
-    while len(limits) < ROUNDS and all(abs(budget - rest - x) > CLOSE * budget for x in limits):
-        limits.append(budget - rest)
-        log.info("peak %.4g B, budget %.4g B: choices may hold %.4g B", memory.peak, budget, limits[-1])
+    limit = budget - (memory.peak - planner.held(program.assignment))
+    for number in range(ROUNDS):
+        log.info("peak %.4g B, budget %.4g B: choices may hold %.4g B", memory.peak, budget, limit)
         try:
-            assignment, held = planner.within(limits[-1])
+            assignment, held = planner.within(limit)
         except PlanError:
-            if len(limits) > 1:
+            if number:
                 return
             assignment, held = planner.least()
         program, memory = found = _tried(assignment, planner.optimizer)
-        rest = memory.peak - held
         yield found
+        before, limit = limit, budget - (memory.peak - held)
+        if limit < before + CLOSE * budget and memory.peak <= budget:
+            return
 
 
 def _seconds(program: Program) -> float:

@@ -113,10 +113,10 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
     if not assignment.again and not assignment.shared_again:
         return found
 
-    def convert(value: str, src: Placements, dst: Placements) -> None:
+    def convert(value: str, src: Placements, dst: Placements, waits: bool = False) -> None:
         type_ = graph.types[value]
         sides = [Layout(mesh, src)], [Layout(mesh, dst)]
-        parts = as_parts(*forward_matrices(type_, *sides), value in movable)[0, 0]
+        parts = as_parts(*forward_matrices(type_, *sides), value in movable or not waits)[0, 0]
         found[value] = found[value] + parts if value in found else parts
 
     for value in assignment.shared_again:
@@ -136,7 +136,7 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
             )
             for name, uses in dict.fromkeys(needed):
                 if name not in graph.parameters:
-                    convert(name, assignment.source(name).placements, uses)
+                    convert(name, assignment.source(name).placements, uses, state == 2)
     return found
 
 

@@ -43,18 +43,20 @@ class Planner:
         optimizer: str = "adamw",
         asked: Mapping[str, AskedOf] | None = None,
         recompute: Recompute = "none",
+        regather: bool = False,
     ) -> None:
-        """``asked``: node name → what its strategies are restricted to, by an expert's plan."""
+        """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
+        :func:`~autoshard.passes.propagate.recompute.offer`."""
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
-        self.recompute = recompute
-        self.offer = offer(graph, recompute)
+        self.offer = offer(graph, recompute, regather)
+        self.plain = not graph.training or (recompute in ("auto", "none") and not regather)
+        """whether nothing has to be made again"""
         self.built: dict[bool, tuple[Network, Built]] = {}
 
     def cheapest(self) -> Assignment:
         """The fewest seconds, whatever memory it takes."""
-        plain = self.recompute in ("auto", "none") or not self.graph.training
-        network, built = self._network(limited=not plain)
+        network, built = self._network(limited=not self.plain)
         return network.assignment(solve(built.network, rows=built.hiding))
 
     def within(self, limit: float) -> tuple[Assignment, float]:
