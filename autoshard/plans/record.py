@@ -81,6 +81,9 @@ class Cost:
     """waiting for other stages"""
     optimizer_s: float = 0.0
     """the part of ``compute_s`` that updates the parameters"""
+    schedule_s: float = 0.0
+    """when the last event of the timeline ends (:mod:`autoshard.plans.schedule`): what the search does not see is which
+    collective finds which compute to hide behind, and what collectives save that go together"""
     mfu: float = 0.0
     """model FLOPs per rank over what the hardware could do in ``total_s``"""
     hfu: float = 0.0

@@ -254,7 +254,7 @@ class Network:
             trained, size = type_.grad and self.graph.training, self._bytes(name, states)
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
             state = np.array([optimizer_bytes(self.optimizer, x, type_.dtype) if trained else 0.0 for x in shapes])
-            seconds = np.array([costs.optimizer_seconds(type_, placed, self.mesh) for placed in states])
+            seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
             parts = Parts(optimizer=seconds) if type_.grad else ZERO
             self.known[key] = parts, size + state, size + state + (size if trained else 0.0)
         return Variable(states, (0,), *self.known[key])

@@ -70,7 +70,7 @@ class OpSeconds:
         return Parts(compute=np.array(self.compute.step), blocking=np.array(self.inside.step))
 
 
-def objective(assignment: Assignment) -> Objective:
+def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
     """The objective of the search on ``assignment``, whether it was searched for or given."""
     graph, mesh = assignment.graph, assignment.mesh
     known: dict[object, OpSeconds] = {}
@@ -101,9 +101,9 @@ def objective(assignment: Assignment) -> Objective:
             prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:])[0, 0]
         conversions.append(prices[case])
     stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
-    optimizer = math.fsum(costs.optimizer_seconds(type_, placed, mesh) for type_, placed in stored)
+    update = math.fsum(costs.optimizer_seconds(optimizer, type_, placed, mesh) for type_, placed in stored)
     again = _again(assignment, operations, movable)
-    return Objective(operations, summed(conversions), optimizer, mesh.hardware.overlap, again)
+    return Objective(operations, summed(conversions), update, mesh.hardware.overlap, again)
 
 
 def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable: frozenset[str]) -> dict[str, Parts]:
