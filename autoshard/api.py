@@ -22,6 +22,7 @@ from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
 from autoshard.stages import set_up_logs
@@ -42,6 +43,7 @@ def compile(  # noqa: A001  the public name
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
     optimizer: str = "adamw",
+    recompute: Recompute = "auto",
     training: bool | None = None,
     gather_outputs: bool | None = None,
     strict: bool = False,
@@ -63,6 +65,8 @@ def compile(  # noqa: A001  the public name
         memory_budget: bytes per rank that the step may hold at its peak, everything included; default: 90 % of the
             hardware's memory. Where no plan is found that stays within it: :class:`PlanError`.
         optimizer: whose state the memory model counts, such as "adamw", "sgd" or "adafactor".
+        recompute: what the backward makes again instead of having it kept: ``"auto"`` (as memory needs), ``"none"``,
+            ``"blocks"``, ``"selective"`` or ``{pattern of modules: True | False}``.
         training: whether the example inputs are compiled for with a backward; default: ``model.training``. A later call
             has a backward exactly where eager records gradients: with grad mode on and a parameter or input that
             requires one. ``False``: no call ever records gradients. Dropout and batch norm follow the modules' own
@@ -79,7 +83,15 @@ def compile(  # noqa: A001  the public name
     """
     resolved = Mesh.of(mesh)
     settings = Settings(
-        Wishes(hints=hints, memory_budget=memory_budget, optimizer=optimizer, strict=strict, plan=plan, like=like),
+        Wishes(
+            hints=hints,
+            memory_budget=memory_budget,
+            optimizer=optimizer,
+            recompute=recompute,
+            strict=strict,
+            plan=plan,
+            like=like,
+        ),
         training,
         gather_outputs,
         dynamic,
@@ -116,6 +128,7 @@ def plan(
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
     optimizer: str = "adamw",
+    recompute: Recompute = "auto",
     training: bool | None = None,
     dynamic: Dynamic = False,
 ) -> Plan:
@@ -128,7 +141,7 @@ def plan(
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    wishes = Wishes(hints=hints, memory_budget=memory_budget, optimizer=optimizer, like=like)
+    wishes = Wishes(hints=hints, memory_budget=memory_budget, optimizer=optimizer, recompute=recompute, like=like)
     example = tuple(example_args), dict(example_kwargs or {})
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())

@@ -25,6 +25,7 @@ from autoshard.passes.memory import fitting, lowered, simulate
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.propagate.planner import Planner
+from autoshard.passes.propagate.recompute import Recompute
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of
@@ -55,6 +56,7 @@ class Wishes:
     hints: Mapping[str, Any] | None = None
     memory_budget: float | None = None
     optimizer: str = "adamw"
+    recompute: Recompute = "auto"
     strict: bool = False
     plan: Plan | None = None
     """choices to follow instead of a search"""
@@ -140,5 +142,6 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]
     given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
         expert = asked_by(wishes.like, graph, mesh)
-        planner = Planner(graph, mesh, {**expert.limits, **given}, wishes.optimizer, expert.asked)
+        asked = expert.asked, wishes.recompute, expert.regathers
+        planner = Planner(graph, mesh, {**expert.limits, **given}, wishes.optimizer, *asked)
         return fitting(planner, wishes.memory_budget)

@@ -148,7 +148,7 @@ def test_no_hint_beats_a_plan_that_is_called_optimal(seed: int) -> None:
         check_sums(hinted)
         assert hinted.plan.cost.total_s >= free.plan.cost.total_s * (1 - 1e-9), hints
         assert hinted.plan.cost.total_s <= hinted.plan.lower_bound * (1 + 1e-4)
-        assert "the cost model with the layouts given" in str(hinted.plan)
+        assert "the cost model with the layouts given" in " ".join(str(hinted.plan).split())
         tried += 1
         if tried == 4:
             break

@@ -129,10 +129,11 @@ class _Schedule:
 
 
 def _block(event: Event) -> str:
-    """The numbered module that an event belongs to, and its phase."""
+    """The numbered module that an event belongs to, and its phase; what is made again belongs to the backward."""
     parts = event.fqn.split(".")
     numbered = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
-    return f"{event.phase} {'.'.join(parts[: numbered + 1])}"
+    phase = "forward" if event.phase == "forward" else "backward"
+    return f"{phase} {'.'.join(parts[: numbered + 1])}"
 
 
 def _sequence(plan: Record) -> Iterator[Event]:
@@ -157,6 +158,8 @@ def _sequence(plan: Record) -> Iterator[Event]:
     yield from send("", "backward")
     for name, choice in reversed(list(plan.choices.items())):
         yield from send(name, "again")
+        if choice.again == 2:
+            yield from _run(name, choice, "again", choice.seconds - choice.backward_s)
         yield from _run(name, choice, "backward", choice.backward_s)
         yield from send(name, "backward")
 

@@ -62,8 +62,26 @@ class Memory:
     """when that is: an operation's phase and module"""
     curve: tuple[tuple[str, str, float], ...] = ()
     """(operation, phase, bytes): the most while each operation of the graph ran, in order"""
+    spared: Mapping[str, float] = field(default_factory=dict)
+    """operation that is made again in the backward, or value whose conversion is → bytes that are not kept therefore"""
 
     def dominant(self) -> str:
         """The parts of the peak, largest first, as text."""
         parts = sorted(((n, name) for name, n in self.at_peak.items() if n), reverse=True)
         return ", ".join(f"{name} {n / 1e9:.3g} GB" for n, name in parts)
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Something that is made again in the backward instead of being kept."""
+
+    name: str
+    """the operation, a key of ``plan.choices``, or the value that is converted again"""
+    fqn: str
+    """the module it stands in"""
+    what: str
+    """"computed" or "converted" """
+    bytes: float
+    """per rank, that are not kept"""
+    seconds: float
+    """per rank and step, for making it again"""

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.memory import Memory, optimizer_bytes
 from autoshard.passes.ir.program import Program, Statement, reads
+from autoshard.passes.lower.again import run_again
 from autoshard.passes.lower.blocks import segments
 from autoshard.passes.lower.bucket import regathered
-from autoshard.passes.rules.facts import saved
+from autoshard.passes.rules.facts import is_view, saved
 from autoshard.passes.rules.rehearsal import Form, Made, Outcome, Rehearsal
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
@@ -94,12 +95,22 @@ class _Simulation:
         self.reached: set[str] = set()
         """parameters that have a gradient by now"""
         self.uses: Counter[int] = Counter()
-        """storages of gathered parameters that the backward gathers again → operations that keep them"""
+        """storages that are not kept but made again → operations that would keep them"""
+        self.stretch: dict[int, int] = {}
+        """these, other than gathered parameters → the segment that makes them again"""
+        self.parts = run_again(program)
+        self.runs_again = {id(part) for part in self.parts}
+        self.segment = 0
+        self.maker: dict[int, Statement] = {}
+        """these → the statement that made them"""
+        self.spared: set[int] = set()
+        """those of them that autograd would keep"""
         for value in self.graph.inputs:
             self._input(value.name, value.kind, optimizer)
 
     def run(self) -> Memory:
-        for segment in segments(self.program):
+        for number, segment in enumerate(segments(self.program)):
+            self.segment = number
             for s in segment.statements:
                 self._forward(s)
             if segment.path:
@@ -126,7 +137,16 @@ class _Simulation:
             self.best.at_peak,
             self.best.moment,
             tuple((op, phase, size) for (op, phase), size in self.curve.items()),
+            self._recomputed(),
         )
+
+    def _recomputed(self) -> dict[str, float]:
+        found: Counter[str] = Counter()
+        for part in self.parts:
+            found[_name(part)] += 0
+        for storage in self.spared:
+            found[_name(self.maker[storage])] += self.heap.sizes[storage]
+        return dict(found)
 
     # --- what is there ---
 
@@ -199,7 +219,15 @@ class _Simulation:
         def storage(number: int) -> int:
             return self.storage[operands[number]] if number >= 0 else new[~number]
 
-        keeps = tuple(x for x in map(storage, kept) if x not in self.fixed)
+        asked = kept
+        copied = s.node is not None and is_view(s.node.op) and s.step is None and new  # a reshape that cannot be a view
+        if id(s) in self.runs_again or (copied and any(self.storage[o] in self.stretch for o in operands)):
+            kept = (*kept, *range(len(operands)))  # what it is made again from
+            self.stretch.update(dict.fromkeys(new, self.segment))
+            self.maker.update(dict.fromkeys(new, s))
+            self.uses.update(dict.fromkeys(new, 0))
+        self.spared.update(x for x in map(storage, asked) if x in self.stretch)
+        keeps = tuple(x for x in dict.fromkeys(map(storage, kept)) if x not in self.fixed)
         for x in keeps:
             if x in self.uses:
                 self.uses[x] += 1
@@ -269,7 +297,7 @@ class _Simulation:
         given = [name for name in ran.outputs if name in self.gradient]
         if given:
             for storage in (x for x in ran.kept if x in self.uses and not self.heap.held[x]):
-                self.heap.hold(storage)
+                self._make_again(storage)
             if ran.statement.members and ran.statement.call.fn in ("enter_parameters", "gather_parameters"):
                 self._reduced(ran)
             else:
@@ -283,6 +311,15 @@ class _Simulation:
                 self.uses[storage] -= 1
                 if not self.uses[storage] and self.heap.held[storage]:
                     self.heap.hold(storage, -1)
+
+    def _make_again(self, storage: int) -> None:
+        """What is made again together is there from its first use in the backward on, each until its last."""
+        together = [storage]
+        if storage in self.stretch:
+            together = [x for x, at in self.stretch.items() if at == self.stretch[storage]]
+        for x in together:
+            if self.uses[x] and not self.heap.held[x]:
+                self.heap.hold(x)
 
     def _passed(self, ran: _Ran, given: Sequence[str]) -> None:
         outcome = ran.outcome
@@ -302,6 +339,11 @@ class _Simulation:
         self._seen(ran.statement, "backward", flat)
         for p, _ in present:
             self._give(p, self.heap.new(0))
+
+
+def _name(part: Statement) -> str:
+    """The value whose conversion it is, or the operation."""
+    return part.value if part.step is not None else part.node.name if part.node is not None else ""
 
 
 def _moment(s: Statement | None, phase: str) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from autoshard.layout import R
+from autoshard.layout import Layout, R
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.edges import conversion_parts
+from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices
+from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.op_space import internal_collectives, signature, traffic_on
 from autoshard.passes.propagate.step_time import Parts, movable_values, summed
 from autoshard.passes.rules import rule_for
@@ -29,12 +30,14 @@ class Objective:
     optimizer: float
     overlap: float
     """the share of the compute that can hide movable communication"""
+    again: Mapping[str, Parts] = field(default_factory=dict)
+    """what is made again in the backward: per node that is computed again, and per value that is converted again"""
 
     @cached_property
     def parts(self) -> Parts:
         """All of it."""
         found = [op.parts for op in self.operations.values()]
-        return summed((*found, self.conversions, Parts(other=np.array(self.optimizer))))
+        return summed((*found, self.conversions, *self.again.values(), Parts(other=np.array(self.optimizer))))
 
     @property
     def compute_s(self) -> float:
@@ -61,6 +64,12 @@ class OpSeconds:
 
     compute: costs.Seconds
     inside: costs.Seconds
+
+    @property
+    def ahead(self) -> Parts:
+        """The forward alone."""
+        launch = self.compute.launches[0]
+        return Parts(np.array(self.compute.forward - launch), np.array(launch), np.array(self.inside.forward))
 
     @property
     def parts(self) -> Parts:
@@ -101,7 +110,42 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
         conversions.append(prices[case])
     stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
     update = math.fsum(costs.optimizer_seconds(optimizer, type_, placed, mesh) for type_, placed in stored)
-    return Objective(operations, summed(conversions), update, mesh.hardware.overlap)
+    again = _again(assignment, operations, movable)
+    return Objective(operations, summed(conversions), update, mesh.hardware.overlap, again)
+
+
+def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable: frozenset[str]) -> dict[str, Parts]:
+    """The forward of operations that are computed again, and of conversions that the backward needs again."""
+    graph, mesh = assignment.graph, assignment.mesh
+    found: dict[str, Parts] = {}
+    if not assignment.again and not assignment.shared_again:
+        return found
+
+    def convert(value: str, src: Placements, dst: Placements, waits: bool = False) -> None:
+        type_ = graph.types[value]
+        sides = [Layout(mesh, src)], [Layout(mesh, dst)]
+        parts = as_parts(forward_matrices(type_, *sides), value in movable or not waits)[0, 0]
+        found[value] = found[value] + parts if value in found else parts
+
+    for value in assignment.shared_again:
+        convert(value, assignment.layouts[value].placements, assignment.shared[value].placements)
+    keeps = KeepTables(graph, mesh)
+    for node in graph.nodes:
+        state = assignment.again.get(node.name, 0)
+        if state == 2:
+            op = operations[node.name]
+            found[node.name] = op.ahead
+        if state:
+            passive = is_passive(node)
+            placed = [assignment.use(node, i) for i in range(len(node.inputs))]
+            saves = frozenset() if passive or state == 2 else keeps.chosen(node, assignment)
+            needed = (
+                n for i, n in enumerate(zip(node.inputs, placed, strict=True)) if state == 2 or passive or i in saves
+            )
+            for name, uses in dict.fromkeys(needed):
+                if name not in graph.parameters:
+                    convert(name, assignment.source(name).placements, uses, state == 2)
+    return found
 
 
 def _conversions(assignment: Assignment) -> Iterator[tuple[str, Placements, Placements]]:

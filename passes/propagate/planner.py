@@ -10,14 +10,18 @@ import numpy as np
 
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
-from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.network import Built, Network
 from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
-from autoshard.passes.search import CostNetwork, solve
+from autoshard.passes.propagate.recompute import Recompute, offer
+from autoshard.passes.search import CostNetwork, Solution, solve
 
 log = logging.getLogger("autoshard.plan")
+
+EFFORT = 0.1
+"""of searches under a limit, as a part of what proofs take"""
 
 
 def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | Limit]) -> Assignment:
@@ -38,17 +42,21 @@ class Planner:
         constraints: Mapping[str, Constraint | Limit],
         optimizer: str = "adamw",
         asked: Mapping[str, AskedOf] | None = None,
+        recompute: Recompute = "none",
+        regather: bool = False,
     ) -> None:
-        """``asked``: node name → what its strategies are restricted to, by an expert's plan."""
+        """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
+        :func:`~autoshard.passes.propagate.recompute.offer`."""
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
-        self.limited: tuple[Network, Built] | None = None
+        self.offer = offer(graph, recompute, regather)
+        self.plain = not graph.training or (recompute in ("auto", "none") and not regather)
+        """whether nothing has to be made again"""
+        self.built: dict[bool, tuple[Network, Built]] = {}
 
     def cheapest(self) -> Assignment:
         """The fewest seconds, whatever memory it takes."""
-        network = Network(self.graph, self.mesh, self.constraints, self.spaces, self.keeps, optimizer=self.optimizer)
-        built = network.build()
-        log.info("cost network: %d variables, %d edges", len(built.network.nodes), len(built.network.edges))
+        network, built = self._network(limited=not self.plain)
         return network.assignment(solve(built.network, rows=built.hiding))
 
     def within(self, limit: float) -> tuple[Assignment, float]:
@@ -56,32 +64,55 @@ class Planner:
 
         Raises :class:`~autoshard.errors.PlanError` where nothing is that small.
         """
-        network, built = self._limited()
-        found = solve(built.network, rows=[*built.hiding, *(replace(row, limit=limit) for row in built.kept)])
-        return network.assignment(found), max(row.used(built.network, found.choice) for row in built.kept)
+        network, built = self._network(limited=True)
+        rows = [*built.hiding, *(replace(row, limit=limit) for row in built.kept)]
+        found = solve(built.network, rows=rows, effort=EFFORT)
+        return network.assignment(found), _used(built, found)
 
     def least(self) -> tuple[Assignment, float]:
         """What holds least at the end of the forward; and how much that is at any time."""
-        network, built = self._limited()
+        network, built = self._network(limited=True)
         row, seconds = built.kept[0], built.network
         nodes = tuple(_smallest(s, row.nodes[i]) for i, s in enumerate(seconds.nodes))
         edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
         found = solve(CostNetwork(nodes, edges))
         found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False)
-        return network.assignment(found), max(row.used(seconds, found.choice) for row in built.kept)
+        return network.assignment(found), _used(built, found)
 
-    def _limited(self) -> tuple[Network, Built]:
-        if self.limited is None:
-            network = Network(
-                self.graph, self.mesh, self.constraints, self.spaces, self.keeps, self._offer, self.optimizer
+    def held(self, assignment: Assignment) -> float:
+        """Bytes that the choices of ``assignment``, which makes nothing again, hold."""
+        network, built = self._network(limited=True)
+        nodes = []
+        for (name, variable), seconds in zip(network.variables.items(), built.network.nodes, strict=True):
+            allowed = network.states_of(name, variable, assignment)
+            only = np.full(len(seconds), np.inf)
+            only[allowed] = 0.0
+            nodes.append(only)
+        forbidden: dict[int, np.ndarray] = {}
+        for *_, table in built.network.edges:
+            forbidden.setdefault(id(table), np.where(np.isinf(table), np.inf, 0.0))
+        edges = tuple((a, b, forbidden[id(table)]) for a, b, table in built.network.edges)
+        return _used(built, solve(CostNetwork(tuple(nodes), edges)))
+
+    def _network(self, limited: bool) -> tuple[Network, Built]:
+        """The network; ``limited``: with bytes, and with what may be made again."""
+        if limited not in self.built:
+            what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
+            network = Network(*what, self.offer if limited else None, self.optimizer)
+            built = network.build()
+            self.built[limited] = network, built
+            states = sum(map(len, built.network.nodes))
+            log.info(
+                "cost network: %d variables, %d states, %d edges",
+                len(built.network.nodes),
+                states,
+                len(built.network.edges),
             )
-            self.limited = network, network.build()
-            built = self.limited[1]
-            log.info("with bytes: %d variables, %d edges", len(built.network.nodes), len(built.network.edges))
-        return self.limited
+        return self.built[limited]
 
-    def _offer(self, node: Node) -> tuple[int, ...]:
-        return (0,)
+
+def _used(built: Built, found: Solution) -> float:
+    return max(row.used(built.network, found.choice) for row in built.kept)
 
 
 def _smallest(seconds: np.ndarray, held: np.ndarray | None) -> np.ndarray:
