@@ -22,7 +22,9 @@ from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
     from autoshard.api import compile, plan, score  # noqa: A004  the public name
+    from autoshard.check.calibration import calibrate
     from autoshard.check.coverage import CoverageReport, coverage
+    from autoshard.check.measurement import Measured, measure
     from autoshard.check.verification import VerifyReport, verify
     from autoshard.module.base import ShardedModule
     from autoshard.module.checkpoints import (
@@ -54,6 +56,9 @@ _LAZY = {
     "deferred_init": "autoshard.initialise.deferred",
     "materialise": "autoshard.initialise.deferred",
     "register_rule": "autoshard.testing",
+    "calibrate": "autoshard.check.calibration",
+    "measure": "autoshard.check.measurement",
+    "Measured": "autoshard.check.measurement",
     "coverage": "autoshard.check.coverage",
     "CoverageReport": "autoshard.check.coverage",
     "redistribution": "autoshard.passes.redistribute",
@@ -77,6 +82,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Link",
+    "Measured",
     "Mesh",
     "MeshError",
     "Partial",
@@ -89,6 +95,7 @@ __all__ = [
     "Shard",
     "ShardedModule",
     "VerifyReport",
+    "calibrate",
     "clip_grad_norm_",
     "compile",
     "coverage",
@@ -97,6 +104,7 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_safetensors",
     "materialise",
+    "measure",
     "plan",
     "redistribution",
     "register_rule",

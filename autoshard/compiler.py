@@ -154,6 +154,6 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]
     given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
         expert = asked_by(wishes.like, graph, mesh)
-        limits = {**expert.limits, **given}
-        planner = Planner(graph, mesh, limits, wishes.optimizer, expert.asked, wishes.recompute, parts)
+        limits, asked = {**expert.limits, **given}, (expert.asked, wishes.recompute, expert.regathers)
+        planner = Planner(graph, mesh, limits, wishes.optimizer, *asked, parts)
         return fitting(planner, wishes.memory_budget)

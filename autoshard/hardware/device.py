@@ -50,7 +50,7 @@ class Hardware:
 
     def route(self, inside: int, nodes: int) -> Route:
         """The links of a group with ``inside`` ranks on each of ``nodes`` nodes."""
-        return Route(self.node, self.network, inside, nodes)
+        return Route(self.node, self.network, inside, nodes, self.kernel_latency)
 
     def peak(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s for matmuls in ``dtype``; wider floats run at a half of it per doubling."""

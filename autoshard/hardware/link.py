@@ -76,6 +76,8 @@ class Route:
     network: Link
     inside: int
     nodes: int
+    launch: float = 0.0
+    """seconds that issuing a collective holds up the rank, on top of what the links take"""
 
     @property
     def ranks(self) -> int:
@@ -86,8 +88,8 @@ class Route:
         latency, per_byte = self._rate(kind)
         if kind == "all_reduce":  # never slower than in two steps
             (a, b), (c, d) = self._rate("reduce_scatter"), self._rate("all_gather")
-            return min(latency, a + c), min(per_byte, (b + d) / 2)
-        return latency, per_byte
+            latency, per_byte = min(latency, a + c), min(per_byte, (b + d) / 2)
+        return (latency + self.launch if self.ranks > 1 else 0.0), per_byte
 
     def seconds(self, ring_bytes: float, kind: str = "all_gather") -> float:
         """Time of one collective that puts ``ring_bytes`` on the wire per rank."""

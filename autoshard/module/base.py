@@ -23,6 +23,7 @@ from autoshard.module.saving import save
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Collective
 from autoshard.runtime.autocast import without_autocast
+from autoshard.runtime.module import RankModule
 
 
 class ShardedModule(Compiling):
@@ -94,6 +95,10 @@ class ShardedModule(Compiling):
     __repr__ = __str__
 
     # --- running ---
+
+    def rank_modules(self) -> list[RankModule]:
+        """What the rank runs that runs in this thread, of every compilation that ran: its own rank, or rank 0."""
+        raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on the mesh."""

@@ -39,6 +39,7 @@ from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
 from autoshard.plans.plan import Plan
+from autoshard.runtime.module import RankModule
 
 FIRST_CALLS = 8
 """how many calls are compared with their inputs, even if they repeat the one before; AUTOSHARD_CHECK=inputs: all"""
@@ -298,6 +299,10 @@ class DistributedModule(ShardedModule):
 
     def _enter(self, index: int, count: int) -> None:
         self._comm.micro_batch = (index, count)
+
+    def rank_modules(self) -> list[RankModule]:
+        """See :meth:`ShardedModule.rank_modules`."""
+        return [loaded.module for loaded in self._loaded.values()]
 
     def _load_program(self, executable: Executable) -> Loaded:
         """The program on this rank, made once."""

@@ -25,6 +25,7 @@ from autoshard.passes.rules.checks import has_rule
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import TOGETHER, Choice, Collective, Cost
 from autoshard.plans.report import utilisation
+from autoshard.plans.schedule import step_end
 
 
 def describe(program: Program, title: str = "", optimizer: str = "adamw", memory: Memory | None = None) -> Plan:
@@ -34,7 +35,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
     """
     graph, mesh, assignment = program.graph, program.mesh, program.assignment
     found = tuple(_collectives(program))
-    others, searched = alternatives(assignment), objective(assignment)
+    others, searched = alternatives(assignment), objective(assignment, optimizer)
     public = {i.name: i.fqn for i in graph.inputs}
     choices = {}
     flops = share = 0.0
@@ -98,7 +99,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
         shared_again=tuple(sorted(public.get(n, n) for n in assignment.shared_again)),
     )
     mfu, hfu = utilisation(plan)
-    return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu))
+    return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu, schedule_s=step_end(plan)))
 
 
 def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterator[Recomputed]:

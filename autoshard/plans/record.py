@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -75,16 +76,23 @@ class Cost:
     merged_s: float = 0.0
     """the part of ``comm_s`` that the program saves, because what one collective brings serves several readers or what
     goes together pays one latency; the search does not count it"""
-    exposed_s: float = 0.0
-    """the communication that compute does not hide"""
+    exposed_s: float = math.nan
+    """the communication that compute does not hide; where nothing is said, all of it"""
     bubble_s: float = 0.0
     """waiting for other stages"""
     optimizer_s: float = 0.0
     """the part of ``compute_s`` that updates the parameters"""
+    schedule_s: float = 0.0
+    """when the last event of the timeline ends (:mod:`autoshard.plans.schedule`): what the search does not see is which
+    collective finds which compute to hide behind, and what collectives save that go together"""
     mfu: float = 0.0
     """model FLOPs per rank over what the hardware could do in ``total_s``"""
     hfu: float = 0.0
     """the same of the FLOPs that the busiest rank runs"""
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.exposed_s):
+            object.__setattr__(self, "exposed_s", self.comm_s)
 
     @property
     def hidden_s(self) -> float:
@@ -104,8 +112,6 @@ class Choice:
     flops: float = 0.0
     seconds: float = 0.0
     """compute, forward and backward"""
-    backward_s: float = 0.0
-    """the part of ``seconds`` in the backward"""
     has_rule: bool = True
     inputs: tuple[str, ...] = ()
     """per operand: the value's name"""
@@ -114,6 +120,8 @@ class Choice:
     """per operand: the layout it is read in, as text"""
     alternatives: tuple[tuple[tuple[str, ...], float], ...] = ()
     """the next best strategies: (labels, seconds more per step if everything else stays)"""
+    backward_s: float = 0.0
+    """the part of ``seconds`` in the backward"""
     again: int = 0
     """1: the conversions of its operands are made again in the backward; 2: it is computed again"""
 

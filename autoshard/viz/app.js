@@ -17,7 +17,8 @@ function header() {
   const number = (name, value, note) => h("div", { class: "number" }, h("b", {}, value, note ? h("small", {}, `  ${note}`) : null), h("span", {}, name));
   document.getElementById("numbers").append(
     number("predicted step", showSeconds(cost.total_s)), number("compute", showSeconds(cost.compute_s), percent(cost.compute_s, cost.total_s)),
-    number("communication", showSeconds(cost.comm_s), percent(cost.comm_s, cost.total_s)),
+    number("communication", showSeconds(cost.exposed_s), percent(cost.exposed_s, cost.total_s)),
+    number("hidden behind compute", showSeconds(cost.comm_s - cost.exposed_s), percent(cost.comm_s - cost.exposed_s, cost.comm_s)),
     number("memory per rank", showBytes(cost.memory_bytes)), number("MFU", `${(100 * cost.mfu).toFixed(1)}%`),
     number("collectives", String(plan.collectives.length), showBytes(plan.collectives.reduce((sum, c) => sum + c.bytes, 0))),
     ...plan.notes.slice(0, 3).map((note) => h("div", { class: "number warn" }, note)));

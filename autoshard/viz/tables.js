@@ -88,7 +88,8 @@ function compareTables(before, after) {
   const cost = (name, pick, show) => ({ name, before: pick(before), after: pick(after), show });
   const rows = [
     cost("step time", (p) => p.cost.total_s, showSeconds), cost("compute", (p) => p.cost.compute_s, showSeconds),
-    cost("communication", (p) => p.cost.comm_s, showSeconds), cost("memory per rank", (p) => p.cost.memory_bytes, showBytes),
+    cost("communication", (p) => p.cost.exposed_s, showSeconds),
+    cost("hidden behind compute", (p) => p.cost.comm_s - p.cost.exposed_s, showSeconds), cost("memory per rank", (p) => p.cost.memory_bytes, showBytes),
     cost("FLOPs on the busiest rank", (p) => p.cost.flops_per_rank, showFlops),
     cost("bytes sent per rank", (p) => p.collectives.reduce((sum, c) => sum + c.bytes, 0), showBytes),
     cost("collectives", (p) => p.collectives.length, String),

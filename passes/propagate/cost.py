@@ -14,6 +14,7 @@ from autoshard.layout import Placement, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.fusion import Traffic
 from autoshard.passes.rules.base import Rule
@@ -89,6 +90,8 @@ class Seconds(NamedTuple):
 
     forward: float
     backward: float = 0.0
+    launches: tuple[float, float] = (0.0, 0.0)
+    """the parts of both in which nothing runs yet"""
 
     @property
     def step(self) -> float:
@@ -136,9 +139,9 @@ def node_seconds(
         back = math.fsum(device.product_seconds(each, x, dtype) for x in wanting) if flops else 0.0
     seconds = launch + max(ahead, device.memory_seconds(moved))
     if not trained:
-        return Seconds(seconds)
-    products = max(1, len(wanting)) if flops else 1
-    return Seconds(seconds, launch * products + max(back, device.memory_seconds(2 * moved)))
+        return Seconds(seconds, 0.0, (launch, 0.0))
+    launches = launch * (max(1, len(wanting)) if flops else 1)
+    return Seconds(seconds, launches + max(back, device.memory_seconds(2 * moved)), (launch, launches))
 
 
 def _computed(node: Node, choice: Sequence[Strategy]) -> float:
@@ -156,16 +159,17 @@ def inside_seconds(found: Sequence[Internal], mesh: Mesh) -> Seconds:
     spent = {"forward": 0.0, "backward": 0.0}
     for c in found:
         spent[c.phase] += internal_cost(c, mesh)[1]
-    return Seconds(**spent)
+    return Seconds(spent["forward"], spent["backward"])
 
 
-def optimizer_seconds(type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
-    """Time of Adam's update of a parameter stored with ``placements``: it is bound by memory traffic.
+def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
+    """Time of the optimizer's update of a parameter stored with ``placements``: it is bound by memory traffic.
 
-    Read: the value, its gradient and two float32 moments; written: the value and both moments. One fused kernel updates
-    many parameters, so a single one pays no launch.
+    Read: the value, its gradient and the state; written: the value and the state. One fused kernel updates many
+    parameters, so a single one pays no launch.
     """
-    if not type_.grad:
+    if not type_.grad or optimizer == "none":
         return 0.0
-    size = type_.dtype.itemsize
-    return mesh.hardware.memory_seconds(local_numel(type_, placements, mesh) * (3 * size + 4 * max(4, size)))
+    shape = local_shape(type_.shape, placements, mesh)
+    state = optimizer_bytes(optimizer, shape, type_.dtype)
+    return mesh.hardware.memory_seconds(3 * math.prod(shape) * type_.dtype.itemsize + 2 * state)

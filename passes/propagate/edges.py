@@ -32,28 +32,32 @@ def conversion_parts(
     :func:`~autoshard.passes.propagate.step_time.movable_values`.
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
-    node, network = link_matrices(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown)
+    found: Sequence[np.ndarray] = link_matrices(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown)
     if parameter and type_.grad:
         gathered = _gathers(a, b)
         again = forward_matrices(type_, a, b)
-        node, network = (x + np.where(gathered, y, 0.0) for x, y in zip((node, network), again, strict=True))
-    return as_parts(node, network, movable)
+        found = tuple(x + np.where(gathered, y, 0.0) for x, y in zip(found, again, strict=True))
+    return as_parts(found, movable)
 
 
-def as_parts(node: np.ndarray, network: np.ndarray, movable: bool) -> Parts:
-    """Seconds of conversions inside a node and between nodes, as blocking or movable communication."""
+def as_parts(links: Sequence[np.ndarray], movable: bool) -> Parts:
+    """Seconds of conversions (launches, links inside a node, links between nodes) as blocking or movable communication.
+
+    Launches cannot hide.
+    """
+    launches, node, network = links
+    total = launches + node + network
     if not movable:
-        return Parts(blocking=node + network)
-    never = np.isinf(node + network)  # what is impossible costs all, however much compute could hide
-    return Parts(
-        np.zeros(()), np.zeros(()), np.where(never, np.inf, 0.0), *(np.where(never, 0.0, x) for x in (node, network))
-    )
+        return Parts(blocking=total)
+    never = np.isinf(total)  # what is impossible costs all, however much compute could hide
+    finite = (np.where(never, 0.0, x) for x in (node, network))
+    return Parts(np.zeros(()), np.zeros(()), np.where(never, np.inf, launches), *finite)
 
 
 def forward_matrices(
     type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds, inside a node and between nodes, of the conversions of the value alone, without its gradient's."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds, of launches, inside a node and between nodes, of the conversions of the value alone, without its gradient's."""
     a, b = ([layout.without_gradient() for layout in side] for side in (sources, targets))
     return link_matrices(a, b, type_.shape, type_.dtype, False, type_.unknown)
 
@@ -153,20 +157,23 @@ class EdgeTables:
         mask = None if link.mask is None else np.tile(link.mask, tags[1])
         parts = Parts(*(np.tile(x, tags) if x.ndim else x for x in parts))
         if found.again.any() and link.value not in self.graph.parameters:  # a gather that the backward makes anyway
-            again = self._again(link.value)[cut]
-            again = Parts(*(np.where(found.again, np.tile(x, tags), 0.0) if x.ndim else x for x in again))
-            parts = parts + again
+            waits = [not link.asked.passive and tag == 2 for tag in link.asked.tags]
+            for waiting in set(waits):
+                where = found.again & np.repeat(np.array(waits) == waiting, len(columns))
+                again = self._again(link.value, waiting)[cut]
+                parts += Parts(*(np.where(where, np.tile(x, tags), 0.0) if x.ndim else x for x in again))
         if found.forbidden.any():
             parts = parts + Parts(blocking=np.where(found.forbidden, np.inf, 0.0))
         held = found.held if mask is None else np.where(mask, found.held, 0.0)
         return paid(parts, mask), held if held.any() else None
 
-    def _again(self, value: str) -> Parts:
-        """What the conversions of the forward take."""
-        type_, movable = self.graph.types[value], value in self.movable
+    def _again(self, value: str, waits: bool) -> Parts:
+        """What the conversions of the forward take in the backward, whose source may be there long before they are needed;
+        but ``waits``: for an operation that is computed again."""
+        type_, movable = self.graph.types[value], value in self.movable or not waits
         if ("again", type_, movable) not in self.matrices:
             layouts = [Layout(self.mesh, p) for p in self.known[type_]]
-            self.matrices["again", type_, movable] = as_parts(*forward_matrices(type_, layouts, layouts), movable)
+            self.matrices["again", type_, movable] = as_parts(forward_matrices(type_, layouts, layouts), movable)
         return self.matrices["again", type_, movable]
 
     def _copies(self, value: str) -> Copies:

@@ -30,7 +30,7 @@ def stepping(
         return made[id(p), what, shape]
 
     def cost(p: Parts) -> Array:
-        return p.compute + p.optimizer + p.blocking + p.slowing(overlap)
+        return p.compute + p.other + p.blocking + p.slowing(overlap)
 
     network = CostNetwork(
         tuple(once(p, "cost", cost, n) for n, p in zip(sizes, nodes, strict=True)),

@@ -37,11 +37,11 @@ class Objective:
     def parts(self) -> Parts:
         """All of it."""
         found = [op.parts for op in self.operations.values()]
-        return summed((*found, self.conversions, *self.again.values(), Parts(optimizer=np.array(self.optimizer))))
+        return summed((*found, self.conversions, *self.again.values(), Parts(other=np.array(self.optimizer))))
 
     @property
     def compute_s(self) -> float:
-        return float(self.parts.compute + self.parts.optimizer)
+        return float(self.parts.compute + self.parts.other)
 
     @property
     def comm_s(self) -> float:
@@ -66,11 +66,19 @@ class OpSeconds:
     inside: costs.Seconds
 
     @property
+    def ahead(self) -> Parts:
+        """The forward alone."""
+        launch = self.compute.launches[0]
+        return Parts(np.array(self.compute.forward - launch), np.array(launch), np.array(self.inside.forward))
+
+    @property
     def parts(self) -> Parts:
-        return Parts(compute=np.array(self.compute.step), blocking=np.array(self.inside.step))
+        launches = sum(self.compute.launches)
+        hides, waits = self.compute.step - launches, self.inside.step
+        return Parts(np.array(hides), np.array(launches), np.array(waits))
 
 
-def objective(assignment: Assignment) -> Objective:
+def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
     """The objective of the search on ``assignment``, whether it was searched for or given."""
     graph, mesh = assignment.graph, assignment.mesh
     known: dict[object, OpSeconds] = {}
@@ -101,9 +109,9 @@ def objective(assignment: Assignment) -> Objective:
             prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:])[0, 0]
         conversions.append(prices[case])
     stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
-    optimizer = math.fsum(costs.optimizer_seconds(type_, placed, mesh) for type_, placed in stored)
+    update = math.fsum(costs.optimizer_seconds(optimizer, type_, placed, mesh) for type_, placed in stored)
     again = _again(assignment, operations, movable)
-    return Objective(operations, summed(conversions), optimizer, mesh.hardware.overlap, again)
+    return Objective(operations, summed(conversions), update, mesh.hardware.overlap, again)
 
 
 def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable: frozenset[str]) -> dict[str, Parts]:
@@ -113,10 +121,10 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
     if not assignment.again and not assignment.shared_again:
         return found
 
-    def convert(value: str, src: Placements, dst: Placements) -> None:
+    def convert(value: str, src: Placements, dst: Placements, waits: bool = False) -> None:
         type_ = graph.types[value]
         sides = [Layout(mesh, src)], [Layout(mesh, dst)]
-        parts = as_parts(*forward_matrices(type_, *sides), value in movable)[0, 0]
+        parts = as_parts(forward_matrices(type_, *sides), value in movable or not waits)[0, 0]
         found[value] = found[value] + parts if value in found else parts
 
     for value in assignment.shared_again:
@@ -126,7 +134,7 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
         state = assignment.again.get(node.name, 0)
         if state == 2:
             op = operations[node.name]
-            found[node.name] = Parts(compute=np.array(op.compute.forward), blocking=np.array(op.inside.forward))
+            found[node.name] = op.ahead
         if state:
             passive = is_passive(node)
             placed = [assignment.use(node, i) for i in range(len(node.inputs))]
@@ -136,7 +144,7 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
             )
             for name, uses in dict.fromkeys(needed):
                 if name not in graph.parameters:
-                    convert(name, assignment.source(name).placements, uses)
+                    convert(name, assignment.source(name).placements, uses, state == 2)
     return found
 
 

@@ -33,6 +33,8 @@ class OpSpace:
     choices: tuple[tuple[Strategy, ...], ...]
     compute: np.ndarray
     """float64 [2, choices]: seconds of the forward and of the backward"""
+    launches: np.ndarray
+    """float64 [2, choices]: the part of them that hides nothing"""
     inside: np.ndarray
     """float64 [2, choices]: the same of the collectives inside the local form"""
     inputs: tuple[tuple[Placements, ...], ...]
@@ -42,12 +44,18 @@ class OpSpace:
     @cached_property
     def parts(self) -> Parts:
         """What every choice takes."""
-        return Parts(compute=self.compute.sum(axis=0), blocking=self.inside.sum(axis=0))
+        launches = self.launches.sum(axis=0)
+        return Parts(self.compute.sum(axis=0) - launches, launches, self.inside.sum(axis=0))
+
+    @cached_property
+    def ahead(self) -> Parts:
+        """What the forward of every choice takes."""
+        return Parts(self.compute[0] - self.launches[0], self.launches[0], self.inside[0])
 
     @cached_property
     def seconds(self) -> np.ndarray:
         """float64 [choices]: all of it, forward and backward."""
-        return self.parts.compute + self.parts.blocking
+        return self.parts.compute + self.parts.other + self.parts.blocking
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +115,9 @@ def op_space(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf = (), traffic:
             break
     return OpSpace(
         choices=tuple(found.choice for found in best.values()),
-        compute=np.array([found.compute for found in best.values()]).T,
-        inside=np.array([found.inside for found in best.values()]).T,
+        compute=np.array([found.compute[:2] for found in best.values()]).T,
+        launches=np.array([found.compute.launches for found in best.values()]).T,
+        inside=np.array([found.inside[:2] for found in best.values()]).T,
         inputs=tuple(tuple(ins[i] for ins, _ in best) for i in range(len(node.inputs))),
         outputs=tuple(tuple(outs[i] for _, outs in best) for i in range(len(node.outputs))),
     )

@@ -2,12 +2,13 @@
 
     T = C + O + B + Σ over link classes max(M, C + (1 − η)·M) − C
 
-C compute, O the optimizer, B *blocking* communication (activations: the next operation waits for them), M *movable*
-communication on one link class, inside a node or between nodes: conversions of parameters, whose source is there from
-the start (a gather can be prefetched) or whose result nobody awaits before the optimizer (a reduction of gradients).
-While it runs, compute runs at the speed η (:attr:`~autoshard.hardware.Hardware.overlap`) of what it has alone: hidden
-communication costs (1 − η)·M, and more than C / η of it cannot hide. What can hide behind nothing, the first gather and
-the last reduction, counts as blocking: see :func:`movable_values`.
+C compute, O what hides nothing (the optimizer, launches of kernels), B *blocking* communication (activations: the next
+operation waits for them), M *movable* communication on one link class, inside a node or between nodes: conversions of
+parameters, whose source is there from the start (a gather can be prefetched) or whose result nobody awaits before the
+optimizer (a reduction of gradients). While it runs, compute runs at the speed η of what it has alone
+(:attr:`~autoshard.hardware.Hardware.overlap`): hidden communication costs (1 − η)·M, and more than C / η of it cannot
+hide. What can hide behind nothing counts as blocking: the launch of every collective, the first gather and the last
+reduction (see :func:`movable_values`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Parts:
     """Seconds per step on the busiest rank, for one choice or for an array of them; parts of several things add up."""
 
     compute: Array = field(default_factory=_zero)
-    optimizer: Array = field(default_factory=_zero)
+    other: Array = field(default_factory=_zero)
+    """computing that hides nothing: launches, and the optimizer"""
     blocking: Array = field(default_factory=_zero)
     node: Array = field(default_factory=_zero)
     """movable, on the link inside a node"""
@@ -73,7 +75,7 @@ class Parts:
 
     def step(self, overlap: float) -> Array:
         """The time of the step."""
-        return self.compute + self.optimizer + self.exposed(overlap)
+        return self.compute + self.other + self.exposed(overlap)
 
 
 def summed(parts: Iterable[Parts]) -> Parts:

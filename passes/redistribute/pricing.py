@@ -27,8 +27,8 @@ class Prices:
     space: Space
     piece: Ints
     """per move: elements of the smaller chunk, the unit of volume"""
-    crossing: npt.NDArray[np.bool_]
-    """per move: whether its group spans several nodes"""
+    shares: Floats
+    """[2, moves]: of ``seconds`` those of launches, and those of links between nodes"""
 
 
 @lru_cache(maxsize=64)
@@ -61,12 +61,19 @@ def price(
     if uneven.any() or cut.any():
         forbidden = uneven.any(axis=1) | cut.any(axis=1)
         total[forbidden], seconds[forbidden] = FORBIDDEN, np.inf
-    return Prices(total, seconds, (-(-sizes // graph.cuts)).prod(axis=1), graph, piece, _crossing(mesh, graph))
+    return Prices(
+        total, seconds, (-(-sizes // graph.cuts)).prod(axis=1), graph, piece, _shares(mesh, graph, seconds, grad)
+    )
 
 
-def _crossing(mesh: Mesh, graph: Space) -> npt.NDArray[np.bool_]:
+def _shares(mesh: Mesh, graph: Space, seconds: Floats, grad: bool) -> Floats:
     crosses = cache(lambda group: mesh.crosses([mesh.axes[a] for a in group]))
-    return np.array([crosses(m.group) for m in graph.moves], np.bool_)
+    crossing = np.array([crosses(m.group) for m in graph.moves], np.bool_)
+    calls = (graph.forward > 0).astype(np.float64) + ((graph.backward > 0) if grad else 0)
+    launches = calls * mesh.hardware.kernel_latency
+    known = np.isfinite(seconds)
+    rest = np.where(known, seconds, 0.0) - launches
+    return np.stack([np.where(known, launches, 0.0), np.where(known & crossing, rest, 0.0)])
 
 
 def _uneven(shape: tuple[int, ...], graph: Space) -> npt.NDArray[np.bool_]:

@@ -28,8 +28,8 @@ def cost_matrix(
 ) -> Floats:
     """Seconds of the fastest redistribution from each source (row) to each target (column): float64; see
     :func:`link_matrices`."""
-    node, network = link_matrices(sources, targets, shape, dtype, grad, closed)
-    return node + network
+    launches, node, network = link_matrices(sources, targets, shape, dtype, grad, closed)
+    return launches + node + network
 
 
 def link_matrices(
@@ -39,16 +39,16 @@ def link_matrices(
     dtype: torch.dtype,
     grad: bool,
     closed: tuple[int, ...] = (),
-) -> tuple[Floats, Floats]:
-    """Seconds of the fastest redistribution from each source (row) to each target (column), of its steps inside a node
-    and of those between nodes: float64.
+) -> tuple[Floats, Floats, Floats]:
+    """Seconds of the fastest redistribution from each source (row) to each target (column): of the launches of its
+    collectives, of links inside a node, and of links between nodes: float64.
 
     Forward plus, if ``grad``, backward; inf where none exists. Equals the ``seconds`` of
     ``redistribution(..., minimize="seconds")``. ``closed``: dims that are not cut on the way.
     """
     if not sources or not targets:
         none = np.zeros((len(sources), len(targets)))
-        return none, none
+        return none, none, none
     mesh, shape, kinds = sources[0].mesh, tuple(shape), kinds_of((*sources, *targets), grad)
     if mesh.ndim > EXACT_AXES:
         return _one_by_one(sources, targets, shape, dtype, grad, closed)
@@ -56,11 +56,11 @@ def link_matrices(
     index = prices.space.index
     rows, columns = ([index[state_of(x, len(shape), grad=grad)] for x in side] for side in (sources, targets))
     if len(index) <= SMALL:
-        seconds, between = (table[np.ix_(rows, columns)] for table in _all_pairs(prices))
+        seconds, shares = (table[..., rows, :][..., columns] for table in _all_pairs(prices))
     else:
         found = [_to_one(prices, goal) for goal in columns]
-        seconds, between = (np.stack([pair[i][rows] for pair in found], axis=1) for i in (0, 1))
-    return seconds - between, between
+        seconds, shares = (np.stack([pair[i][..., rows] for pair in found], axis=-1) for i in (0, 1))
+    return shares[0], seconds - shares[0] - shares[1], shares[1]
 
 
 def _one_by_one(
@@ -70,58 +70,53 @@ def _one_by_one(
     dtype: torch.dtype,
     grad: bool,
     closed: tuple[int, ...],
-) -> tuple[Floats, Floats]:
+) -> tuple[Floats, Floats, Floats]:
     """On a mesh too large for one graph, every pair has its own."""
 
-    def seconds(src: Layout, dst: Layout) -> tuple[float, float]:
+    def seconds(src: Layout, dst: Layout) -> tuple[float, float, float]:
         plan = redistribution(src, dst, shape, src.mesh, dtype, grad, minimize="seconds", closed=closed)
-        between = sum(s.seconds for s in plan.steps if src.mesh.crosses(s.axes))
-        return plan.seconds - between, between
+        launch = src.mesh.hardware.kernel_latency
+        launches = {s: launch * ((s.forward_bytes > 0) + (s.backward_bytes > 0)) for s in plan.steps}
+        between = sum(s.seconds - launches[s] for s in plan.steps if src.mesh.crosses(s.axes))
+        calls = sum(launches[s] for s in plan.steps)
+        return calls, plan.seconds - calls - between, between
 
     found = np.array([[seconds(src, dst) for dst in targets] for src in sources])
-    return found[..., 0], found[..., 1]
+    return found[..., 0], found[..., 1], found[..., 2]
 
 
 @lru_cache(maxsize=1024)
 def _to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
-    """From every state to one: seconds, and the part of them between nodes."""
+    """From every state to one: seconds [states], and the shares of them [2, states]."""
     found = distances(prices, prices.seconds, goal)
-    if not prices.crossing.any():
-        return np.where(found < FORBIDDEN, found, np.inf), np.zeros(len(found))
     graph = prices.space
     order = np.lexsort((prices.seconds + found[graph.dst], graph.src))
     states, begin = np.unique(graph.src[order], return_index=True)
-    leads, own = np.arange(len(found)), np.zeros(len(found))  # the next state on the way, and the move there
+    leads, shares = np.arange(len(found)), np.zeros((2, len(found)))  # the next state on the way, and the move there
     leads[states] = graph.dst[order[begin]]
-    own[states] = _between(prices)[order[begin]]
+    shares[:, states] = prices.shares[:, order[begin]]
     ends = found >= FORBIDDEN
     ends[goal] = True
-    leads, between = np.where(ends, np.arange(len(found)), leads), np.where(ends, 0.0, own)
+    leads, shares = np.where(ends, np.arange(len(found)), leads), np.where(ends, 0.0, shares)
     while not np.array_equal(leads, leads[leads]):  # twice as many moves each time
-        between, leads = between + between[leads], leads[leads]
-    return np.where(found < FORBIDDEN, found, np.inf), between
-
-
-def _between(prices: Prices) -> Floats:
-    """Per move: its seconds where it spans several nodes, else 0."""
-    return np.where(prices.crossing & np.isfinite(prices.seconds), prices.seconds, 0.0)
+        shares, leads = shares + shares[:, leads], leads[leads]
+    return np.where(found < FORBIDDEN, found, np.inf), shares
 
 
 @lru_cache(maxsize=64)
 def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
-    """Floyd-Warshall over all states: seconds, and the part of them between nodes."""
+    """Floyd-Warshall over all states: seconds [states, states], and the shares of them [2, states, states]."""
     graph = prices.space
-    distance, between = (np.full((len(graph.states),) * 2, start) for start in (np.inf, 0.0))
+    distance, shares = np.full((len(graph.states),) * 2, np.inf), np.zeros((2, *(len(graph.states),) * 2))
     cheapest_last = np.argsort(-prices.seconds, kind="stable")
     ends = graph.src[cheapest_last], graph.dst[cheapest_last]
-    distance[ends], between[ends] = prices.seconds[cheapest_last], _between(prices)[cheapest_last]
-    np.fill_diagonal(distance, 0.0)
-    np.fill_diagonal(between, 0.0)
-    mixed = prices.crossing.any()
+    distance[ends], shares[:, ends[0], ends[1]] = prices.seconds[cheapest_last], prices.shares[:, cheapest_last]
+    own = np.arange(len(distance))
+    distance[own, own], shares[:, own, own] = 0.0, 0.0
     for k in range(len(distance)):
         through = distance[:, k, None] + distance[k]
         closer = through < distance
         np.copyto(distance, through, where=closer)
-        if mixed:
-            np.copyto(between, between[:, k, None] + between[k], where=closer)
-    return distance, between
+        for share in shares:
+            np.copyto(share, share[:, k, None] + share[k], where=closer)
+    return distance, shares
