@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compiler import Wishes, captured, compiled, like_of
+from autoshard.compiler import Wishes, captured, compiled
 from autoshard.devices import planned_for
 from autoshard.errors import CaptureError, MeshError
 from autoshard.hardware import Hardware
@@ -22,6 +22,7 @@ from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.propagate.experts import like_of
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
 from autoshard.stages import set_up_logs

@@ -243,7 +243,9 @@ def _verify(options: argparse.Namespace) -> int:
     args, kwargs = torch.utils._pytree.tree_map(
         lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
     )
-    report = autoshard.verify(model, _mesh(options), args, kwargs, steps=options.steps, hints=_hints(options), like=_like(options))
+    report = autoshard.verify(
+        model, _mesh(options), args, kwargs, steps=options.steps, hints=_hints(options), like=_like(options)
+    )
     print(report)
     return 0 if report.ok else 1
 

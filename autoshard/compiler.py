@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from autoshard import stages
-from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
@@ -26,7 +25,7 @@ from autoshard.passes.lower.lowering import lower, narrowed
 from autoshard.passes.lower.together import together
 from autoshard.passes.propagate import propagate
 from autoshard.passes.propagate.budget import binding
-from autoshard.passes.propagate.experts import asked_by
+from autoshard.passes.propagate.experts import Expert, asked_by, like_of
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.describe import describe
@@ -86,16 +85,6 @@ def compiled(
     return build(graph, mesh, wishes, title=title or type(model).__name__)
 
 
-def like_of(model: nn.Module, like: Any) -> Any:
-    """``like`` with "tp_plan" as the plan that the model brings, as those of transformers do."""
-    if like == "tp_plan":
-        found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-        if not found:
-            raise PlanError(f"like='tp_plan': {type(model).__name__} has no tp_plan. Name a plan, such as 'megatron'")
-        return dict(found)
-    return {key: like_of(model, x) for key, x in like.items()} if isinstance(like, Mapping) else like
-
-
 def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
     """The first stage. ``options``: see :func:`capture`."""
     with stage("capture"):
@@ -105,9 +94,8 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *
 @without_autocast()  # its casts are in the graph
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
-    wishes = wishes or Wishes()
     dump = stages.captured(graph)
-    program, plan = planned(graph, mesh, wishes, title)
+    program, plan = planned(graph, mesh, wishes or Wishes(), title)
     source = codegen(program, title)
     stages.compiled(plan, program, source.text, dump)
     return Compiled(graph, program, plan, source)
@@ -120,29 +108,23 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
     if wishes.strict:
         check_rules(graph)
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
-        assignment = _assignment(graph, mesh, wishes)
+        expert = asked_by(wishes.like, graph, mesh) if wishes.plan is None else Expert(text=wishes.plan.like)
+        assignment = _assignment(graph, mesh, wishes, expert)
         program = lower(graph, assignment)
         program = together(program)
         program = hoisted(program)
         program = bucket(program)
     program = narrowed(program, decided)
     check_program(program)
-    return program, replace(describe(program, title), like=_told(wishes))
+    plan = describe(program, title)
+    return program, replace(plan, like=expert.text, notes=(*expert.notes, *plan.notes))
 
 
-def _told(wishes: Wishes) -> str:
-    """The expert's plan that was followed, as text."""
-    if wishes.plan is not None:
-        return wishes.plan.like
-    return "" if wishes.like is None else repr(wishes.like)
-
-
-def _assignment(graph: Graph, mesh: Mesh, wishes: Wishes) -> Assignment:
+def _assignment(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> Assignment:
     """The choices of a plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
     if wishes.plan is not None:
         return assignment_of(wishes.plan, graph, mesh)
     given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
-        expert = asked_by(wishes.like, graph, mesh)
-        budget = binding(wishes.memory_budget, graph, mesh)
-        return propagate(graph, mesh, {**expert.limits, **given}, budget, expert.asked)
+        limits, budget = {**expert.limits, **given}, binding(wishes.memory_budget, graph, mesh)
+        return propagate(graph, mesh, limits, budget, expert.asked)

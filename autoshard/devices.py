@@ -18,6 +18,7 @@ from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Candidate, Cost
 from autoshard.plans.report import show_seconds
+from autoshard.runtime.autocast import without_autocast
 
 log = logging.getLogger("autoshard.plan")
 
@@ -26,6 +27,7 @@ TIE = 1e-6
 """of two meshes whose plans are this close, as a share, the one with fewer axes is taken"""
 
 
+@without_autocast()  # its casts are in the graph
 def planned_for(graph: Graph, devices: int, hardware: Hardware, wishes: Wishes, title: str) -> Plan:
     """The cheapest plan of ``graph`` on any mesh of ``devices``, with what else was tried in ``candidates``.
 
@@ -75,7 +77,7 @@ def shapes(devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
     inside = math.gcd(devices, per_node)
     outside = devices // inside
     yield (devices,)
-    seen = {(devices,)}
+    seen: set[tuple[int, ...]] = {(devices,)}
     pairs = ((n, devices // n) for n in range(2, devices) if devices % n == 0)
     for count, shape in itertools.chain(
         ((2, pair) for pair in pairs),

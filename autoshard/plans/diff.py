@@ -12,10 +12,12 @@ from autoshard.plans.report import globbed, numbers, show_bytes, show_flops, sho
 
 def diff(plan: Record, other: Record) -> str:
     """What ``plan`` (left) and ``other`` (right) cost and hold, and where they differ; equal blocks in one line."""
-    names = [_name(p, side) for p, side in ((plan, "this plan"), (other, "other plan"))]
-    parts = [_columns([("", *names), *_costs(plan, other)])]
+    heading = ("", _name(plan, "this plan"), _name(other, "other plan"))
+    parts = [_columns([heading, *_costs(plan, other)])]
     layouts = _layouts(plan, other)
-    parts.append("Layouts that differ\n" + _columns(layouts) if layouts else "All parameters, buffers and inputs lie alike")
+    parts.append(
+        "Layouts that differ\n" + _columns(layouts) if layouts else "All parameters, buffers and inputs lie alike"
+    )
     if work := _work(plan, other):
         parts.append("Operations that run otherwise\n" + _columns(work))
     if sent := _sent(plan, other):
@@ -29,15 +31,15 @@ def _name(plan: Record, side: str) -> str:
 
 def _costs(plan: Record, other: Record) -> list[tuple[str, str, str]]:
     a, b = plan.cost, other.cost
-    rows = [
+    sent = [sum(c.bytes for c in p.collectives) for p in (plan, other)]
+    return [
         ("step", show_seconds(a.total_s), f"{show_seconds(b.total_s)}{_times(a.total_s, b.total_s)}"),
         ("compute", show_seconds(a.compute_s), show_seconds(b.compute_s)),
         ("communication", show_seconds(a.comm_s), show_seconds(b.comm_s)),
-        ("sent per rank", *(show_bytes(sum(c.bytes for c in p.collectives)) for p in (plan, other))),
+        ("sent per rank", show_bytes(sent[0]), show_bytes(sent[1])),
         ("memory per rank", show_bytes(a.memory_bytes), show_bytes(b.memory_bytes)),
         ("busiest rank", show_flops(a.flops_per_rank), show_flops(b.flops_per_rank)),
     ]
-    return [(what, left, right) for what, left, right in rows]
 
 
 def _times(a: float, b: float) -> str:
@@ -59,7 +61,9 @@ def _work(plan: Record, other: Record) -> list[tuple[str, str, str]]:
     """Operations with FLOPs that are cut along other factors."""
 
     def shown(p: Record, node: str) -> str:
-        return " ".join(f"{x}@{axis}" for x, axis in zip(p.choices[node].labels, p.mesh.axes, strict=True)).replace("I@", "R@")
+        return " ".join(f"{x}@{axis}" for x, axis in zip(p.choices[node].labels, p.mesh.axes, strict=True)).replace(
+            "I@", "R@"
+        )
 
     shared = [n for n, c in plan.choices.items() if c.flops and n in other.choices and other.choices[n].op == c.op]
     pairs = {n: (shown(plan, n), shown(other, n)) for n in shared}

@@ -31,7 +31,8 @@ def explain(plan: Record, name: str) -> str:
         known = [n for n, kind in plan.kinds.items() if kind != "value"] + [m for m in plan.modules if m]
         near = difflib.get_close_matches(name, [*known, *plan.choices], n=3, cutoff=0.3)
         raise PlanError(
-            f"{name!r} is no parameter, buffer, input, module or operation of this plan. Nearest: {', '.join(near or known[:3])}"
+            f"{name!r} is no parameter, buffer, input, module or operation of this plan. "
+            f"Nearest: {', '.join(near or known[:3])}"
         )
     lines = [_of_module(plan, module) for module in found] or [_of_input(plan, n) for n in named]
     return "\n".join(line for part in lines for line in part)
@@ -44,7 +45,11 @@ def _making(plan: Record, name: str) -> str | None:
 
 def _why(plan: Record, name: str) -> str:
     if name in plan.given:
-        return f"asked for by like={plan.like}" if plan.like else "asked for by a hint, or laid out by an earlier compilation"
+        return (
+            f"asked for by like={plan.like}"
+            if plan.like
+            else "asked for by a hint, or laid out by an earlier compilation"
+        )
     if plan.lower_bound <= 0:
         return "as the plan that was given says"
     exact = plan.cost.total_s <= plan.lower_bound * (1 + 1e-9)
@@ -91,7 +96,9 @@ def _of_module(plan: Record, module: str) -> Iterator[str]:
     left = max(0, len(owned) - MOST) + max(0, len(inside) - MOST)
     if left:
         yield f"  and {left} more"
-    yield from _sent(c for c in plan.collectives if c.fqn == module or c.fqn.startswith(module + ".") or c.value in owned)
+    yield from _sent(
+        c for c in plan.collectives if c.fqn == module or c.fqn.startswith(module + ".") or c.value in owned
+    )
 
 
 def _shown(reason: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from autoshard.passes.propagate.experts.families import Families, Family, Product, products
+from autoshard.passes.propagate.experts.families import Families, Family, Product
 from autoshard.passes.propagate.op_space import Asked
 from autoshard.passes.search import CostNetwork, solve
 
@@ -60,7 +60,12 @@ def _sent(usable: list[Family], found: tuple[Product, ...], families: Families) 
         if p.sums is not None:
             sent[p.sums] += sum(types[o].nbytes for o in p.node.outputs)
         for value in p.node.inputs:
-            if p.makes is not None and types[value].grad and value not in families.weights and (p.makes, value) not in seen:
+            if (
+                p.makes is not None
+                and types[value].grad
+                and value not in families.weights
+                and (p.makes, value) not in seen
+            ):
                 seen.add((p.makes, value))
                 sent[p.makes] += types[value].nbytes
     every = sum(sent.values()) or 1.0
@@ -92,7 +97,7 @@ def tokens(families: Families, found: tuple[Product, ...], batch: frozenset[Fami
     for p in found:
         for value in (*p.node.inputs, *p.node.outputs):
             dims = len(types[value].shape)
-            if value in families.weights or dims < 2 or p.is_lookup and value in p.node.inputs:
+            if value in families.weights or dims < 2 or (p.is_lookup and value in p.node.inputs):
                 continue
             family = families.of(value, dims - 2)
             if family not in batch and family not in (p.sums, p.makes):
