@@ -23,6 +23,7 @@ from autoshard.module.in_process import InProcessModule
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.propagate.experts import like_of
+from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
 from autoshard.stages import set_up_logs
@@ -42,6 +43,8 @@ def compile(  # noqa: A001  the public name
     like: Like = None,
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
+    optimizer: str = "adamw",
+    recompute: Recompute = "auto",
     training: bool | None = None,
     gather_outputs: bool | None = None,
     strict: bool = False,
@@ -60,7 +63,11 @@ def compile(  # noqa: A001  the public name
             styles by module as of ``parallelize_module`` and transformers (``{"layers.*.mlp.up_proj": "colwise", …}``;
             ``"tp_plan"``: the model's own), along the axis tp, else the last. What it leaves open is searched.
         hints: ``{fnmatch pattern: Shard(d) | "colwise" | "rowwise" | "replicate" | {axis: placement}}``.
-        memory_budget: bytes per rank for parameters, gradients and optimizer state; default: 80 % of the hardware's memory.
+        memory_budget: bytes per rank that the step may hold at its peak, everything included; default: 90 % of the
+            hardware's memory. Where no plan is found that stays within it: :class:`PlanError`.
+        optimizer: whose state the memory model counts, such as "adamw", "sgd" or "adafactor".
+        recompute: what the backward makes again instead of having it kept: ``"auto"`` (as memory needs), ``"none"``,
+            ``"blocks"``, ``"selective"`` or ``{pattern of modules: True | False}``.
         training: whether the example inputs are compiled for with a backward; default: ``model.training``. A later call
             has a backward exactly where eager records gradients: with grad mode on and a parameter or input that
             requires one. ``False``: no call ever records gradients. Dropout and batch norm follow the modules' own
@@ -76,7 +83,20 @@ def compile(  # noqa: A001  the public name
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
-    settings = Settings(Wishes(hints, memory_budget, strict, plan, like), training, gather_outputs, dynamic)
+    settings = Settings(
+        Wishes(
+            hints=hints,
+            memory_budget=memory_budget,
+            optimizer=optimizer,
+            recompute=recompute,
+            strict=strict,
+            plan=plan,
+            like=like,
+        ),
+        training,
+        gather_outputs,
+        dynamic,
+    )
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
@@ -108,6 +128,8 @@ def plan(
     like: Like = None,
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
+    optimizer: str = "adamw",
+    recompute: Recompute = "auto",
     training: bool | None = None,
     dynamic: Dynamic = False,
 ) -> Plan:
@@ -120,7 +142,7 @@ def plan(
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    wishes = Wishes(hints=hints, memory_budget=memory_budget, like=like)
+    wishes = Wishes(hints=hints, memory_budget=memory_budget, optimizer=optimizer, recompute=recompute, like=like)
     example = tuple(example_args), dict(example_kwargs or {})
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())

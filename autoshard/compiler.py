@@ -14,19 +14,17 @@ from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.codegen import Source, codegen
-from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Symbols
+from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.verify import check_graph, check_program
-from autoshard.passes.lower.blocks import hoisted
-from autoshard.passes.lower.bucket import bucket
-from autoshard.passes.lower.lowering import lower, narrowed
-from autoshard.passes.lower.together import together
-from autoshard.passes.propagate import propagate
-from autoshard.passes.propagate.budget import binding
+from autoshard.passes.lower.lowering import narrowed
+from autoshard.passes.memory import fitting, lowered, simulate
 from autoshard.passes.propagate.experts import Expert, asked_by, like_of
 from autoshard.passes.propagate.hints import fixed, resolve
+from autoshard.passes.propagate.planner import Planner
+from autoshard.passes.propagate.recompute import Recompute
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of
@@ -56,6 +54,8 @@ class Wishes:
 
     hints: Mapping[str, Any] | None = None
     memory_budget: float | None = None
+    optimizer: str = "adamw"
+    recompute: Recompute = "auto"
     strict: bool = False
     plan: Plan | None = None
     """choices to follow instead of a search"""
@@ -109,22 +109,20 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
         check_rules(graph)
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
         expert = asked_by(wishes.like, graph, mesh) if wishes.plan is None else Expert(text=wishes.plan.like)
-        assignment = _assignment(graph, mesh, wishes, expert)
-        program = lower(graph, assignment)
-        program = together(program)
-        program = hoisted(program)
-        program = bucket(program)
+        program, memory = _program(graph, mesh, wishes, expert)
     program = narrowed(program, decided)
     check_program(program)
-    plan = describe(program, title)
+    plan = describe(program, title, wishes.optimizer, memory)
     return program, replace(plan, like=expert.text, notes=(*expert.notes, *plan.notes))
 
 
-def _assignment(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> Assignment:
-    """The choices of a plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
+def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:
+    """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
     if wishes.plan is not None:
-        return assignment_of(wishes.plan, graph, mesh)
+        program = lowered(assignment_of(wishes.plan, graph, mesh))
+        return program, simulate(program, wishes.optimizer)
     given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
-        limits, budget = {**expert.limits, **given}, binding(wishes.memory_budget, graph, mesh)
-        return propagate(graph, mesh, limits, budget, expert.asked)
+        limits = {**expert.limits, **given}
+        planner = Planner(graph, mesh, limits, wishes.optimizer, expert.asked, wishes.recompute)
+        return fitting(planner, wishes.memory_budget)

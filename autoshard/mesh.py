@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Union
 
 from autoshard.errors import MeshError
-from autoshard.hardware import Hardware, Link
+from autoshard.hardware import Hardware, Route
 from autoshard.hardware import hardware as resolve_hardware
 
 if TYPE_CHECKING:
@@ -22,7 +24,8 @@ MeshLike = Union["Mesh", "DeviceMesh", Mapping[str, int]]
 class Mesh:
     """A named N-D grid of ranks, row-major: the last axis varies fastest.
 
-    ``Mesh({"dp": 2, "tp": 4}, hardware="h100")``. ``hardware`` is a preset's name or a :class:`Hardware`.
+    ``Mesh({"dp": 2, "tp": 4}, hardware="h100")``. ``hardware`` is a preset's name, a
+    :class:`Hardware`, or the file of one (:meth:`Hardware.save`).
     Raises :class:`MeshError` for an empty mesh, a bad name or a size below 1.
     """
 
@@ -118,10 +121,24 @@ class Mesh:
             if self.index_along(rank, names) == 0:
                 yield self.group(rank, names)
 
-    def link(self, axes: str | Sequence[str]) -> Link:
-        """The slowest link among ``axes``."""
+    def link(self, axes: str | Sequence[str]) -> Route:
+        """The links that a group along ``axes`` uses; consecutive ranks share a node."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
-        return min((self.hardware.link(self.shape, self.index(a)) for a in names), key=lambda link: link.bandwidth)
+        numbers = tuple(self.index(a) for a in names)
+        return self.hardware.route(*_spread(self.shape, numbers, self.hardware.devices_per_node))
+
+    def crosses(self, axes: str | Sequence[str]) -> bool:
+        """Whether a group along ``axes`` spans several nodes."""
+        return self.link(axes).nodes > 1
 
     def __str__(self) -> str:
         return ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _spread(shape: tuple[int, ...], axes: tuple[int, ...], per_node: int) -> tuple[int, int]:
+    """(ranks on the fullest node, nodes) of a group along ``axes`` of a row-major grid."""
+    strides = [math.prod(shape[a + 1 :]) for a in axes]
+    offsets = itertools.product(*(range(0, shape[a] * stride, stride) for a, stride in zip(axes, strides, strict=True)))
+    nodes = Counter(sum(offset) // per_node for offset in offsets)
+    return max(nodes.values()), len(nodes)

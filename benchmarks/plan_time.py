@@ -29,7 +29,7 @@ from autoshard.models import Llama, LlamaConfig
 from autoshard.passes.capture.export import capture
 from autoshard.passes.codegen.emit import codegen
 from autoshard.passes.lower.lowering import lower
-from autoshard.passes.propagate.network import propagate
+from autoshard.passes.propagate import propagate
 from autoshard.plans.describe import describe
 
 MESH = {"dp": 8, "tp": 8}

@@ -12,17 +12,19 @@ import itertools
 import json
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.passes.search import CostNetwork, Memory, Solution, solve
+from autoshard.passes.search import CostNetwork, Memory, Row, Solution, solve
 
 Array = NDArray[np.float64]
 Placements = tuple[str, ...]  # one per mesh axis: "I", "R", "P" or the digit of the sharded tensor dim
 
 LATENCY, BANDWIDTH, FLOPS, MEMORY_BANDWIDTH = 1e-5, 5e10, 4e14, 2e12  # s, bytes/s, 1/s, bytes/s
+HIDING = 0.8  # the part of the compute that communication can hide behind
 
 
 class Llama:
@@ -41,6 +43,8 @@ class Llama:
         self.layouts: list[tuple[Placements, ...]] = []  # of every node's result, per strategy
         self.bytes: list[float] = []
         self.held: list[Array] = []  # bytes: an op keeps its result for the backward pass, a parameter has an optimizer
+        self.parameters: set[int] = set()
+        self.uses: list[tuple[int, tuple[Placements, ...]]] = []  # of every edge: the source, the layouts wanted
         self._memo: dict[tuple[object, ...], Array] = {}
 
     def numel(self, term: str) -> float:
@@ -79,6 +83,7 @@ class Llama:
         for i, source in enumerate(inputs):
             wanted = tuple(tuple(s[i] for s in strategy) for strategy in strategies)
             self.edges.append((source, node, self.edge(self.layouts[source], wanted, self.bytes[source])))
+            self.uses.append((source, wanted))
         return node
 
     def add(self, costs: Array, layouts: tuple[Placements, ...], term: str, parameter: bool = False) -> int:
@@ -103,20 +108,25 @@ class Llama:
         if key not in self._memo:
             ways = [math.prod(n for n, p in zip(self.mesh, x, strict=True) if p != "I") for x in layouts]
             self._memo[key] = np.array([24 * self.numel(term) / way / MEMORY_BANDWIDTH for way in ways])
+        self.parameters.add(len(self.nodes))
         return self.add(self._memo[key], layouts, term, parameter=True)
 
-    def edge(self, have: tuple[Placements, ...], want: tuple[Placements, ...], size: float) -> Array:
-        """Seconds to redistribute, forward and backward, axis by axis."""
-        key = ("edge", have, want, size)
+    def edge(
+        self, have: tuple[Placements, ...], want: tuple[Placements, ...], size: float, only: int | None = None
+    ) -> Array:
+        """Seconds to redistribute, forward and backward, axis by axis; ``only``: on this axis."""
+        key = ("edge", have, want, size, only)
         if key not in self._memo:
             rows, columns = list(dict.fromkeys(have)), list(dict.fromkeys(want))
-            small = np.array([[self.redistribute(a, b, size) for b in columns] for a in rows])
+            axes = range(len(self.mesh)) if only is None else (only,)
+            small = np.array([[self.redistribute(a, b, size, axes) for b in columns] for a in rows])
             self._memo[key] = small[np.ix_([rows.index(a) for a in have], [columns.index(b) for b in want])]
         return self._memo[key]
 
-    def redistribute(self, have: Placements, want: Placements, size: float) -> float:
+    def redistribute(self, have: Placements, want: Placements, size: float, axes: Iterable[int]) -> float:
         seconds = 0.0
-        for axis, n in enumerate(self.mesh):
+        for axis in axes:
+            n = self.mesh[axis]
             local = size / math.prod(m for k, m in enumerate(self.mesh) if k != axis and have[k].isdigit())
             a, b = ("S" if p.isdigit() else p for p in (have[axis], want[axis]))
             rounds = {"IR": 2, "SI": 1, "SR": 2, "IS": 1, "PI": 2, "PR": 4, "PS": 2}.get(a + b, 0)
@@ -173,6 +183,26 @@ class Llama:
         self.op([logits], "b s v -> O")
         return CostNetwork(tuple(self.nodes), tuple(self.edges))
 
+    def rows(self, network: CostNetwork, memory: float) -> tuple[CostNetwork, tuple[Row, ...]]:
+        """Parameters' traffic hides behind ``HIDING`` of the compute, one link per axis; ``memory``: bytes, a hard limit."""
+        zeros, hiding, rows = {}, {}, []
+        for vector in network.nodes:
+            hiding.setdefault(id(vector), -HIDING * vector)
+        for _, _, matrix in network.edges:
+            zeros.setdefault(id(matrix), np.zeros(matrix.shape))
+        movable = [source in self.parameters for source, _ in self.uses]
+        edges = tuple(
+            (i, j, zeros[id(m)] if moves else m) for moves, (i, j, m) in zip(movable, network.edges, strict=True)
+        )
+        for axis in range(len(self.mesh)):
+            traffic = tuple(
+                self.edge(self.layouts[source], wanted, self.bytes[source], axis) if moves else None
+                for moves, (source, wanted) in zip(movable, self.uses, strict=True)
+            )
+            rows.append(Row(tuple(hiding[id(vector)] for vector in network.nodes), traffic, 0.0, 1.0))
+        rows.append(Row(tuple(self.held), (None,) * len(edges), memory))
+        return CostNetwork(network.nodes, edges), tuple(rows)
+
 
 def iopddl(path: Path) -> tuple[CostNetwork, Memory]:
     """A contest instance: costs of 10^18 are forbidden choices."""
@@ -191,11 +221,11 @@ def iopddl(path: Path) -> tuple[CostNetwork, Memory]:
     return CostNetwork(nodes, edges), Memory(usage, problem["usage_limit"], intervals)
 
 
-def report(name: str, network: CostNetwork, solution: Solution, seconds: float) -> None:
+def report(name: str, network: CostNetwork, solution: Solution, seconds: float, used: float) -> None:
     sizes = [vector.size for vector in network.nodes]
     print(
         f"{name}: {len(sizes)} nodes of up to {max(sizes)} strategies, {len(network.edges)} edges\n"
-        f"  cost {solution.cost:.9g}, lower bound {solution.lower_bound:.9g}, exact {solution.exact}, {seconds:.2f} s\n"
+        f"  cost {solution.cost:.9g}, lower bound {solution.lower_bound:.9g}, exact {solution.exact}, {seconds:.2f} s, of CPU {used:.2f} s\n"
         f"  {solution.stats}"
     )
 
@@ -205,7 +235,11 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     llama = commands.add_parser("llama", help="a synthetic Llama-3-8B")
     llama.add_argument("--layers", type=int, default=32)
-    llama.add_argument("--memory", type=float, help="limit on what the strategies hold in sum, GiB per rank")
+    llama.add_argument(
+        "--memory",
+        type=float,
+        help="limit on what the strategies hold in sum, GiB per rank; then traffic of parameters hides behind compute",
+    )
     llama.add_argument("--time-limit", type=float)
     llama.add_argument("--mesh", default="4,8", help="sizes of the mesh axes")
     contest = commands.add_parser("iopddl", help="a contest instance, with its memory limit")
@@ -216,17 +250,17 @@ def main() -> None:
     if options.command == "llama":
         mesh = tuple(map(int, options.mesh.split(",")))
         model = Llama(mesh)
-        network, memory = model.build(options.layers), None
+        network, memory, rows = model.build(options.layers), None, ()
         if options.memory:
-            memory = Memory(tuple(model.held), options.memory * 2**30)
+            network, rows = model.rows(network, options.memory * 2**30)
         name = f"llama, {options.layers} layers, mesh {mesh}"
     else:
-        network, memory = iopddl(options.path)
+        network, memory, rows = *iopddl(options.path), ()
         name = options.path.name
         memory = None if options.no_memory else memory
-    start = time.perf_counter()
-    solution = solve(network, memory=memory, time_limit=options.time_limit)
-    report(name, network, solution, time.perf_counter() - start)
+    start, used = time.perf_counter(), time.process_time()
+    solution = solve(network, rows=rows, memory=memory, time_limit=options.time_limit)
+    report(name, network, solution, time.perf_counter() - start, time.process_time() - used)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ FLOORS = (
     ("compiler",),
     ("stages",),
     ("plans", "viz", "initialise"),
-    ("passes.codegen",),
+    ("passes.codegen", "passes.memory"),
     ("passes.lower",),
     ("passes.capture", "passes.propagate"),
     ("passes.rules", "passes.redistribute"),

@@ -25,9 +25,13 @@ from autoshard.passes.ir.assignment import Assignment, canonical
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alternatives import alternatives
-from autoshard.passes.propagate.edges import EdgeTables, conversion_seconds, readings
+from autoshard.passes.propagate.cost import local_numel
+from autoshard.passes.propagate.edges import EdgeTables, Link, conversion_parts, readings
+from autoshard.passes.propagate.fusion import traffic
+from autoshard.passes.propagate.keep import Side
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.op_space import axis_strategies, op_space
+from autoshard.passes.propagate.step_time import movable_values
 from autoshard.passes.redistribute import redistribution
 from autoshard.passes.rules import rule_for
 from autoshard.plans.plan import Plan
@@ -114,12 +118,14 @@ def compiled(
 def check_sums(found: Compiled) -> None:
     """What must hold of every plan."""
     cost, plan = found.plan.cost, found.plan
-    assert cost.total_s == cost.compute_s + cost.comm_s
+    assert cost.total_s == cost.compute_s + cost.exposed_s + cost.bubble_s
+    assert 0 <= cost.hidden_s <= cost.comm_s
     assert cost.total_s >= plan.lower_bound * (1 - 1e-9)
     assert cost.total_s == pytest.approx(found.program.assignment.solution.cost, rel=1e-9)
-    assert cost.compute_s == pytest.approx(sum(c.seconds for c in plan.choices.values()), rel=1e-9)
-    listed = sum(c.seconds for c in plan.choices.values()) + sum(c.seconds for c in plan.collectives)
-    assert listed + cost.local_s == pytest.approx(cost.total_s - cost.merged_s, rel=1e-9)
+    ran = sum(c.seconds for c in plan.choices.values())
+    assert cost.compute_s == pytest.approx(ran + cost.optimizer_s, rel=1e-9)
+    sent = sum(c.seconds for c in plan.collectives)
+    assert sent + cost.local_s == pytest.approx(cost.comm_s - cost.merged_s, rel=1e-9, abs=1e-9 * cost.total_s)
     assert cost.merged_s >= -1e-9 * cost.total_s
 
 
@@ -154,15 +160,15 @@ def eight_heads() -> Graph:
 
 
 def test_what_goes_together_is_saved_on_top() -> None:
-    """Eight losses reduced at once: the hinted program is faster than the free one, its objective is not."""
-    graph, mesh = eight_heads(), autoshard.Mesh({"tp": 4}, "h100")
+    """Eight losses reduced at once: one latency instead of eight."""
+    graph, mesh = eight_heads(), autoshard.Mesh({"tp": 4}, replace(PRESETS["h100"], overlap=0.0))
     free, hinted = compiled(graph, mesh), compiled(graph, mesh, {"*": "colwise"})
-    assert free.plan.cost.total_s < hinted.plan.cost.total_s
-    latency = mesh.hardware.node.seconds(0.0, 4)
+    assert free.plan.cost.total_s <= hinted.plan.cost.total_s
+    latency = mesh.link("tp").seconds(0.0, 4)
     assert hinted.plan.cost.merged_s == pytest.approx(7 * latency, rel=1e-2)
-    assert hinted.plan.cost.total_s - hinted.plan.cost.merged_s < free.plan.cost.total_s - free.plan.cost.merged_s
     assert "\nmerged on top: −73.6 µs\n" in str(hinted.plan)
-    assert "merged on top" not in str(free.plan)
+    whole = compiled(graph, mesh, {"*": "replicate"})
+    assert "merged on top" not in str(whole.plan)
 
 
 def test_a_bucket_pays_one_latency() -> None:
@@ -244,15 +250,21 @@ def by_hand(graph: Graph, mesh: autoshard.Mesh, assignment: Assignment) -> float
     def read(value: str, dst: Layout) -> float:
         return moved(value, assignment.shared.get(value, assignment.layouts[value]), dst)
 
+    compute, touched = 0.0, traffic(graph)
     total = sum(moved(value, assignment.layouts[value], shared) for value, shared in assignment.shared.items())
     for node in graph.nodes:
         choice = assignment.choices[node.name]
         uses = [Layout(mesh, assignment.use(node, i)) for i in range(len(node.inputs))]
         placed = [x.placements for x in (*uses, *(assignment.layouts[o] for o in node.outputs))]
-        total += costs.node_seconds(node, graph, mesh, choice, costs.node_flops(node, graph, rule_for(node.op)), placed)
+        flops = costs.node_flops(node, graph, rule_for(node.op))
+        compute += costs.node_seconds(node, graph, mesh, choice, flops, placed, touched[node.name]).step
         total += sum(read(value, dst) for value, dst in set(zip(node.inputs, uses, strict=True)))
     outputs = zip(graph.outputs, assignment.outputs, strict=True)
-    return total + sum(read(out.name, layout) for out, layout in outputs if isinstance(out, Ref) and layout is not None)
+    total += sum(read(out.name, layout) for out, layout in outputs if isinstance(out, Ref) and layout is not None)
+    # The only weight is the first: its gather and the reduction of its gradient hide behind nothing.
+    shard, size = local_numel(graph.types["p_w"], assignment.layouts["p_w"].placements, mesh), 4
+    written = shard * (4 + 3) * size  # read: value, gradient, two moments; written: value, two moments
+    return total + compute + mesh.hardware.memory_seconds(written)
 
 
 @pytest.mark.parametrize("rows", [64, 1 << 20])
@@ -270,7 +282,7 @@ def test_the_total_is_the_least_of_all_choices(rows: int, training: bool) -> Non
     found = compiled(graph, mesh)
     every = [objective(a) for a in every_assignment(found.program.assignment)]
     assert len(every) > 500
-    best = min(o.compute_s + o.comm_s for o in every)
+    best = min(o.total_s for o in every)
     assert found.plan.cost.total_s == pytest.approx(best, rel=1e-9)
     assert found.plan.lower_bound == pytest.approx(best, rel=1e-9)
 
@@ -306,33 +318,33 @@ def test_what_an_alternative_costs_is_the_difference_of_totals(
 ) -> None:
     graph, mesh = small(axes, rows)
     assignment = compiled(graph, mesh, hints).program.assignment
-    total = sum((objective(assignment).compute_s, objective(assignment).comm_s))
+    total = objective(assignment).total_s
     found = alternatives(assignment, limit=100)
     assert all(found.values())
     for node in graph.nodes:
         for labels, more in found[node.name]:
-            other = objective(changed(assignment, node, labels))
-            assert other.compute_s + other.comm_s - total == pytest.approx(more, abs=1e-9 * total)
+            other = objective(changed(assignment, node, labels)).total_s
+            assert other - total == pytest.approx(more, abs=1e-9 * total)
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
 def test_the_searchs_tables_hold_the_prices_that_alternatives_ask_for(mesh: dict[str, int]) -> None:
     graph, on = small(mesh, 1 << 12)
-    tables = EdgeTables(graph, on)
     layouts = list(itertools.product((R, I, P, Shard(0), Shard(1)), repeat=on.ndim))
     for value in (i.name for i in graph.inputs):
-        tables.collect(value, layouts)
-        searched = tables.table(value, layouts, layouts, None)
-        type_, parameter = graph.types[value], value in graph.parameters
+        link = Link("definition", Side(layouts), "reader", Side(layouts), value)
+        searched, _ = EdgeTables(graph, on, [link], held=False).of(link)
+        case = graph.types[value], value in graph.parameters, value in movable_values(graph)
         for (i, a), (j, b) in itertools.product(enumerate(layouts), repeat=2):
-            assert searched[i, j] == conversion_seconds(type_, on, [a], [b], parameter)[0, 0]
+            asked = conversion_parts(case[0], on, [a], [b], *case[1:])
+            assert list(searched[i, j]) == list(asked[0, 0])
 
 
 def test_a_weight_that_moves_from_cut_to_cut_is_not_gathered_again() -> None:
     """Two all-to-alls of 7.5 µs and their bytes, forward and backward."""
     graph, mesh = small({"tp": 2}, 64)
     type_ = graph.types["p_w"]
-    price = lambda a, b: conversion_seconds(type_, mesh, [(a,)], [(b,)], True)[0, 0]  # noqa: E731
+    price = lambda a, b: float(conversion_parts(type_, mesh, [(a,)], [(b,)], True, False).blocking[0, 0])  # noqa: E731
     assert price(Shard(0), Shard(1)) == pytest.approx(15.0e-6, rel=5e-3)
     assert price(Shard(0), R) == pytest.approx(22.5e-6, rel=5e-3)
     assert price(Shard(0), I) == pytest.approx(15.0e-6, rel=5e-3)
@@ -345,7 +357,7 @@ def test_a_value_that_one_operation_reads_three_times_is_paid_once_per_layout() 
     assert len(set(node.inputs)) == 1
     space = op_space(node, graph, autoshard.Mesh({"tp": 2}, "h100"))
     paid = [
-        placed if mask is None else list(itertools.compress(placed, mask)) for _, placed, mask in readings(node, space)
+        placed if mask is None else list(itertools.compress(placed, mask)) for *_, placed, mask in readings(node, space)
     ]
     layouts = sum(len(set(choice)) for choice in zip(*space.inputs, strict=True))
     assert sum(map(len, paid)) == layouts < 3 * len(space.choices)

@@ -68,7 +68,7 @@ def test_memory_adds_up(llama: Plan) -> None:
     assert sum(parts.values()) == pytest.approx(llama.cost.memory_bytes)
     stored = sum(local_bytes(llama, n) for n, kind in llama.kinds.items() if kind == "parameter")
     assert parts["parameters"] == stored
-    assert parts["optimizer state (Adam)"] == 2 * stored  # float32 parameters: two float32 moments
+    assert parts["optimizer state (adamw)"] == 2 * stored  # float32 parameters: two float32 moments
 
 
 def test_mfu_counts_the_models_flops_only(llama: Plan) -> None:

@@ -8,25 +8,30 @@ from dataclasses import replace
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program, Statement, Step
 from autoshard.passes.ir.sizes import Size, free_symbols
 from autoshard.passes.lower.blocks import module_of
 from autoshard.passes.lower.bucket import regathered
+from autoshard.passes.memory import simulate
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alternatives import alternatives, cheapest_use
 from autoshard.passes.propagate.edges import forward_seconds
-from autoshard.passes.propagate.network import state_bytes
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.op_space import axis_strategies
+from autoshard.passes.propagate.step_time import movable_values
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.checks import has_rule
-from autoshard.passes.rules.facts import is_view
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import TOGETHER, Choice, Collective, Cost
+from autoshard.plans.report import utilisation
 
 
-def describe(program: Program, title: str = "") -> Plan:
-    """The plan of a program: what a user sees, and what another compilation can reuse."""
+def describe(program: Program, title: str = "", optimizer: str = "adamw", memory: Memory | None = None) -> Plan:
+    """The plan of a program: what a user sees, and what another compilation can reuse.
+
+    ``memory``: what the step holds with this ``optimizer``, where it is known already.
+    """
     graph, mesh, assignment = program.graph, program.mesh, program.assignment
     found = tuple(_collectives(program))
     others, searched = alternatives(assignment), objective(assignment)
@@ -44,7 +49,8 @@ def describe(program: Program, title: str = "") -> Plan:
             source=node.source,
             labels=labels,
             flops=work,
-            seconds=searched.compute[node.name],
+            seconds=searched.operations[node.name].compute.step,
+            backward_s=searched.operations[node.name].compute.backward,
             has_rule=has_rule(node, graph),
             inputs=tuple(public.get(n, n) for n in node.inputs),
             outputs=node.outputs,
@@ -53,25 +59,23 @@ def describe(program: Program, title: str = "") -> Plan:
         )
     kinds = {i.fqn: i.kind for i in graph.inputs}
     layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
-    memory = sum(
-        state_bytes(graph.types[i.name], assignment.layouts[i.name].placements, mesh)
-        for i in graph.inputs
-        if i.kind == "parameter"
-    ) + _activation_bytes(program)
+    memory = simulate(program, optimizer) if memory is None else memory
     local = sum(_step_seconds(step)[2] for step in _steps(program.statements))
-    return Plan(
+    plan = Plan(
         mesh=mesh,
         layouts=layouts,
         collectives=found,
         cost=Cost(
             compute_s=searched.compute_s,
             comm_s=searched.comm_s,
-            total_s=searched.compute_s + searched.comm_s,
-            memory_bytes=memory,
+            total_s=searched.total_s,
+            memory_bytes=memory.peak,
             flops=flops,
             flops_per_rank=share,
             local_s=local,
             merged_s=searched.comm_s - sum(c.seconds for c in found) - local,
+            exposed_s=searched.exposed_s,
+            optimizer_s=searched.optimizer,
         ),
         lower_bound=assignment.solution.lower_bound,
         choices=choices,
@@ -86,34 +90,27 @@ def describe(program: Program, title: str = "") -> Plan:
         modules={path: name for node in graph.nodes for path, name in node.module_types},
         dtypes={public.get(n, n): str(t.dtype).removeprefix("torch.") for n, t in graph.types.items()},
         differentiable=tuple(public.get(n, n) for n, t in graph.types.items() if t.grad),
+        memory=memory,
+        optimizer=optimizer,
     )
-
-
-def _activation_bytes(program: Program) -> float:
-    """What a training step keeps for the backward: every op's results that carry a gradient, views not counted."""
-    if not program.graph.training:
-        return 0.0
-    kept = 0.0
-    for node in program.graph.nodes:
-        if is_view(node.op):
-            continue
-        for name in node.outputs:
-            type_ = program.types[name]
-            if type_.grad:
-                numel = costs.local_numel(type_, program.layouts[name].placements, program.mesh)
-                kept += numel * type_.dtype.itemsize
-    return kept
+    mfu, hfu = utilisation(plan)
+    return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu))
 
 
 def _collectives(program: Program) -> Iterator[Collective]:
     """Forward collectives in program order, then backward ones in reverse."""
     found: list[Collective] = []
-    again = regathered(program)
+    again, movable = regathered(program), movable_values(program.graph)
+
+    def of_step(part: Statement, again: bool) -> Iterator[Collective]:
+        moved = part.value in movable
+        return (replace(c, movable=moved) for c in _of_step(program, part, again))
+
     for s in program.statements:
         if s.members and not s.parameter:
-            found += _together([c for part in s.members for c in _of_step(program, part, False)], program)
+            found += _together([c for part in s.members for c in of_step(part, False)], program)
         elif s.step is not None:  # of a bucket of parameters every member is listed, at its share of the time
-            parts = [c for part in s.parts for c in _of_step(program, part, part.outputs[0] in again)]
+            parts = [c for part in s.parts for c in of_step(part, part.outputs[0] in again)]
             found += _shared(parts, program.mesh) if s.members else parts
         elif s.node is not None:
             found += _of_node(program, s)
@@ -131,7 +128,7 @@ def _shared(parts: Sequence[Collective], mesh: Mesh) -> list[Collective]:
         every = calls[c.kind, c.phase]
         if len(every) == 1 or not sum(every):
             return c.seconds
-        return mesh.link(c.axes).seconds(sum(every), mesh.size_of(c.axes)) * c.bytes / sum(every)
+        return mesh.link(c.axes).seconds(sum(every), c.kind) * c.bytes / sum(every)
 
     return [replace(c, seconds=share(c)) for c in parts]
 

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from autoshard.errors import PlanError
-from autoshard.hardware import Hardware, Link
+from autoshard.hardware import Hardware
 from autoshard.layout import Invariant, Layout, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.memory import Memory
 
 Kind = TypeVar("Kind", bound="Record")
 
@@ -38,6 +39,8 @@ class Collective:
     seconds: float = 0.0
     op: str = ""
     """the operation it is made for, a key of :attr:`Record.choices`; "" for an output of the model"""
+    movable: bool = False
+    """whether it may run beside compute: it moves a parameter or its gradient"""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -52,14 +55,17 @@ class Collective:
 class Cost:
     """Predicted cost of one step on one rank: seconds, bytes of memory, FLOPs of matmul-like ops.
 
-    ``total_s`` = ``compute_s`` + ``comm_s`` is what the search minimises. The plan's collectives take ``comm_s`` -
-    ``local_s`` - ``merged_s``.
+    ``total_s`` = ``compute_s`` + ``exposed_s`` + ``bubble_s`` is what the search minimises. The plan's collectives take
+    ``comm_s`` - ``local_s`` - ``merged_s``; ``hidden_s`` of ``comm_s`` run beside compute.
     """
 
     compute_s: float
+    """operations, forward and backward, and the optimizer"""
     comm_s: float
+    """all communication, hidden or not"""
     total_s: float
     memory_bytes: float
+    """the peak of :attr:`Record.memory`"""
     flops: float
     """of the whole model, forward and backward"""
     flops_per_rank: float
@@ -69,6 +75,21 @@ class Cost:
     merged_s: float = 0.0
     """the part of ``comm_s`` that the program saves, because what one collective brings serves several readers or what
     goes together pays one latency; the search does not count it"""
+    exposed_s: float = 0.0
+    """the communication that compute does not hide"""
+    bubble_s: float = 0.0
+    """waiting for other stages"""
+    optimizer_s: float = 0.0
+    """the part of ``compute_s`` that updates the parameters"""
+    mfu: float = 0.0
+    """model FLOPs per rank over what the hardware could do in ``total_s``"""
+    hfu: float = 0.0
+    """the same of the FLOPs that the busiest rank runs"""
+
+    @property
+    def hidden_s(self) -> float:
+        """The communication that runs beside compute."""
+        return self.comm_s - self.exposed_s
 
 
 @dataclass(frozen=True)
@@ -82,6 +103,9 @@ class Choice:
     """per mesh axis: the factor that is cut, or I, R, P(…)"""
     flops: float = 0.0
     seconds: float = 0.0
+    """compute, forward and backward"""
+    backward_s: float = 0.0
+    """the part of ``seconds`` in the backward"""
     has_rule: bool = True
     inputs: tuple[str, ...] = ()
     """per operand: the value's name"""
@@ -129,6 +153,10 @@ class Record:
     """name → dtype, such as float32"""
     differentiable: tuple[str, ...] = ()
     """names of the values that carry a gradient"""
+    memory: Memory = field(default_factory=Memory)
+    """what the busiest rank holds, and when it holds most"""
+    optimizer: str = "adamw"
+    """whose state is counted"""
     like: str = ""
     """the expert's plan that was asked for, as text; "" for none"""
     candidates: tuple[Candidate, ...] = ()
@@ -140,7 +168,7 @@ class Record:
             {
                 "format": 1,
                 "mesh": dict(zip(self.mesh.axes, self.mesh.shape, strict=True)),
-                "hardware": asdict(self.mesh.hardware),
+                "hardware": self.mesh.hardware.to_dict(),
                 "training": self.training,
                 "cost": asdict(self.cost),
                 "lower_bound": self.lower_bound,
@@ -157,6 +185,8 @@ class Record:
                 "modules": dict(self.modules),
                 "dtypes": dict(self.dtypes),
                 "differentiable": list(self.differentiable),
+                "memory": asdict(self.memory),
+                "optimizer": self.optimizer,
                 "like": self.like,
                 "candidates": [
                     {
@@ -175,10 +205,7 @@ class Record:
         """The plan that :meth:`to_json` wrote. Raises :class:`PlanError` for anything else."""
         try:
             data = json.loads(text)
-            hardware = data["hardware"]
-            hardware = Hardware(
-                **{**hardware, "node": Link(**hardware["node"]), "network": Link(**hardware["network"])}
-            )
+            hardware = Hardware.from_dict(data["hardware"])
             mesh = Mesh(data["mesh"], hardware)
             return cls(
                 mesh=mesh,
@@ -198,6 +225,8 @@ class Record:
                 modules=data.get("modules", {}),
                 dtypes=data.get("dtypes", {}),
                 differentiable=tuple(data.get("differentiable", ())),
+                memory=_memory_from(data.get("memory", {})),
+                optimizer=data.get("optimizer", "adamw"),
                 like=data.get("like", ""),
                 candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
             )
@@ -223,6 +252,10 @@ def _choice_from(data: Mapping[str, Any]) -> Choice:
     lists = {k: tuple(data.get(k, ())) for k in ("labels", "inputs", "outputs", "uses")}
     alternatives = tuple((tuple(labels), seconds) for labels, seconds in data.get("alternatives", ()))
     return Choice(**{**data, **lists, "alternatives": alternatives})
+
+
+def _memory_from(data: Mapping[str, Any]) -> Memory:
+    return Memory(**{**data, "curve": tuple((op, phase, size) for op, phase, size in data.get("curve", ()))})
 
 
 def _candidate_from(data: Mapping[str, Any], hardware: Hardware) -> Candidate:

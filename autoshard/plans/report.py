@@ -143,16 +143,18 @@ def utilisation(plan: Record) -> tuple[float, float]:
 
 
 def _headline(plan: Record) -> Text:
-    cost, mfu = plan.cost, utilisation(plan)
-    share = cost.comm_s / cost.total_s if cost.total_s else 0.0
+    cost = plan.cost
+    share = cost.exposed_s / cost.total_s if cost.total_s else 0.0
     what = "training step" if plan.training else "inference"
     lines = [
         f"{plan.title or 'Plan'} on {plan.mesh.hardware.name}, mesh {plan.mesh}: {plan.mesh.size} ranks, {what}",
         f"predicted step {show_seconds(cost.total_s)} = compute {show_seconds(cost.compute_s)} + communication "
-        f"{show_seconds(cost.comm_s)} ({share:.0%}); {_proof(plan)}",
+        f"{show_seconds(cost.exposed_s)} ({share:.0%}); {_proof(plan)}",
         f"{show_flops(cost.flops)} in all, {show_flops(cost.flops_per_rank)} on the busiest rank; "
-        f"MFU {mfu[0]:.1%}, HFU {mfu[1]:.1%}",
+        f"MFU {cost.mfu:.1%}, HFU {cost.hfu:.1%}",
     ]
+    if cost.hidden_s > 1e-9 * cost.total_s:
+        lines.insert(2, f"{show_seconds(cost.hidden_s)} of communication hidden behind compute")
     if abs(cost.merged_s) > 1e-9 * cost.total_s:
         lines.insert(2, f"merged on top: {show_seconds(-cost.merged_s).replace('-', '−')}")
     return Text("\n".join(lines))
@@ -270,31 +272,21 @@ def _collectives(plan: Record) -> Table:
 
 
 def memory_parts(plan: Record) -> dict[str, float]:
-    """Bytes per rank: parameters, their gradients, Adam's two float32 moments, kept activations."""
-    parts = {"parameters": 0.0, "gradients": 0.0, "optimizer state (Adam)": 0.0}
-    trained = set(plan.differentiable)
-    for name, kind in plan.kinds.items():
-        if kind != "parameter":
-            continue
-        size = local_bytes(plan, name)
-        parts["parameters"] += size
-        if name in trained:
-            parts["gradients"] += size
-            parts["optimizer state (Adam)"] += 2 * size * max(4, itemsize(plan, name)) / itemsize(plan, name)
-    if plan.training:
-        parts["activations kept for the backward"] = max(0.0, plan.cost.memory_bytes - sum(parts.values()))
+    """Bytes of the busiest rank at the step's peak, by part; they add up to the peak."""
+    names = {"optimizer": f"optimizer state ({plan.optimizer})", "activations": "activations kept for the backward"}
+    parts = {names.get(what, what): size for what, size in plan.memory.at_peak.items()}
     return {k: v for k, v in parts.items() if v or k == "parameters"}
 
 
 def _memory(plan: Record) -> Table:
     limit = plan.mesh.hardware.memory_bytes
-    table = _table("Memory per rank", "what", ">bytes", ">share")
+    table = _table("Memory per rank at the peak", "what", ">bytes", ">share")
     parts = memory_parts(plan)
     total = sum(parts.values())
     for what, size in parts.items():
         _add(table, what, show_bytes(size), f"{size / total:.0%}" if total else "")
     room = f"{total / limit:.0%} of {show_bytes(limit)}" if limit < 1e15 else ""
-    _add(table, "together", show_bytes(total), room)
+    _add(table, f"together, at {plan.memory.moment}", show_bytes(total), room)
     return table
 
 

@@ -177,7 +177,9 @@ def _all_reduce(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[
 
 def _reduce_scatter(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     total = _reduced(move, xs)
-    return [total.narrow(move.dim, *c).contiguous() for c in comm.chunks(move.size, move.axes)]
+    # Copies: a view would keep the whole sum alive.
+    parts = (total.narrow(move.dim, *c) for c in comm.chunks(move.size, move.axes))
+    return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
 
 def _all_gather(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autoshard.plans.record import Choice, Collective, Record
-from autoshard.plans.report import hot_spots, local_bytes, memory_parts, short_op
+from autoshard.plans.report import hot_spots, short_op
 from autoshard.runtime import profiling
-from autoshard.viz.tree import is_view
 
 _BACKWARD_SHARE = 2 / 3
 """of an operation's predicted time, where a gradient flows: two products against one, twice the memory traffic"""
@@ -94,50 +93,13 @@ def _compute(name: str, choice: Choice, phase: str, trained: frozenset[str]) -> 
 
 
 def memory_over_time(plan: Record) -> tuple[tuple[float, float], ...]:
-    """(seconds, bytes on the fullest rank) whenever it changes.
-
-    In training: parameters, gradients and optimizer state all the time, each result from its forward to its
-    backward. In inference: parameters, and each value until it is last read. Views hold nothing of their own.
-    """
-    parts = memory_parts(plan)
-    now = sum(size for what, size in parts.items() if not what.startswith("activations"))
-    trained = _trained(plan)
-    held = {name: _held(plan, c, trained) for name, c in plan.choices.items()}
-    freed = _freed_by(plan) if not plan.training else {}
-    points = [(0.0, now)]
-    for event in timeline(plan):
-        if event.stream != "compute":
-            continue
-        if event.phase == "backward":
-            now -= held[event.op]
-        else:
-            now += held[event.op]
-            now -= sum(held[name] for name in freed.get(event.op, ()))
-        points.append((event.start + event.seconds, now))
-    return tuple(points)
-
-
-def _held(plan: Record, choice: Choice, trained: frozenset[str]) -> float:
-    if is_view(choice):
-        return 0.0
-    kept = (o for o in choice.outputs if not plan.training or o in trained)
-    return float(sum(local_bytes(plan, o) for o in kept))
-
-
-def _freed_by(plan: Record) -> dict[str, list[str]]:
-    """Operation → the operations whose results nobody reads after it (a view keeps its operand alive)."""
-    base: dict[str, str] = {}
-    last: dict[str, str] = {}
-    for name, choice in plan.choices.items():
-        for value in choice.inputs:
-            if value in base:
-                last[base[value]] = name
-        owner = base.get(choice.inputs[0], name) if is_view(choice) and choice.inputs else name
-        base.update(dict.fromkeys(choice.outputs, owner))
-    freed: dict[str, list[str]] = {}
-    for name, reader in last.items():
-        freed.setdefault(reader, []).append(name)
-    return freed
+    """(seconds, the most bytes on the busiest rank meanwhile), at the end of each operation's forward and backward."""
+    ends = {(e.op, e.phase): e.start + e.seconds for e in timeline(plan) if e.stream == "compute"}
+    held = sum(plan.memory.at_peak.get(part, 0.0) for part in ("parameters", "optimizer", "buffers"))
+    points = [(0.0, held)]
+    for op, phase, size in plan.memory.curve:
+        points.append((ends.get((op, phase), points[-1][0]), size))
+    return (*points, (points[-1][0], held))
 
 
 def trace_json(plan: Record) -> str:

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from autoshard.passes.ir.graph import Graph, Node, refs
-from autoshard.passes.lower.blocks import block_path
+from autoshard.passes.ir.paths import block_path
 
 _VALUES = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript)
 _TAKE_APART = frozenset({"split", "chunk", "unbind", "tensor_split", "topk", "sort"})

@@ -5,8 +5,9 @@ from __future__ import annotations
 from autoshard.passes.codegen.source_text import op_name
 from autoshard.passes.codegen.user_names import module_names, user_names
 from autoshard.passes.ir.graph import TensorType
+from autoshard.passes.ir.paths import block_path
 from autoshard.passes.ir.program import Program, Statement
-from autoshard.passes.lower.blocks import Segment, block_path
+from autoshard.passes.lower.blocks import Segment
 
 _SAME_VALUE = frozenset(
     "view _unsafe_view reshape permute transpose t expand contiguous clone unsqueeze squeeze _to_copy alias detach".split()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from autoshard.layout import Invariant, Layout, Placement, R, chunk
@@ -88,6 +88,11 @@ class Assignment:
     solution: Solution
     given: frozenset[str] = frozenset()
     """values whose layout was asked for, by a hint or by an earlier compilation"""
+    again: Mapping[str, int] = field(default_factory=dict)
+    """node → 1: the conversions of its operands are made again in the backward; 2: it is computed again, from operands that
+    are converted again; absent: what autograd keeps of it is kept"""
+    shared_again: frozenset[str] = frozenset()
+    """values whose conversion into the shared layout is made again in the backward"""
 
     @cached_property
     def pinned(self) -> frozenset[str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from autoshard.passes.ir.graph import Graph, Node, refs
+from autoshard.passes.ir.paths import block_path
 from autoshard.passes.ir.program import Program, Statement, reads
-
-_INDEXED = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -23,12 +21,6 @@ class Segment:
     """local names it reads that are made outside, in order of first use; its own parameters are not listed"""
     outputs: tuple[str, ...] = ()
     """local names made inside that are read outside"""
-
-
-def block_path(fqn: str) -> str:
-    """The outermost numbered module of ``fqn``: ``model.layers.3`` of ``model.layers.3.mlp``; "" if there is none."""
-    found = _INDEXED.match(fqn)
-    return found.group() if found else ""
 
 
 def block_of(node: Node | None) -> str:

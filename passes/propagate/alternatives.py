@@ -10,9 +10,10 @@ import numpy as np
 
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import Node
-from autoshard.passes.propagate.edges import conversion_seconds, paid, readings
-from autoshard.passes.propagate.objective import wanted
+from autoshard.passes.propagate.edges import conversion_parts, paid, readings
+from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
+from autoshard.passes.propagate.step_time import Parts, movable_values
 
 Alternative = tuple[tuple[str, ...], float]
 """(a label per mesh axis, seconds more per step)"""
@@ -33,6 +34,8 @@ class _Alternatives:
         self.assignment, self.limit = assignment, limit
         self.graph, self.mesh = assignment.graph, assignment.mesh
         self.spaces = OpSpaces(self.graph, self.mesh)
+        self.total, self.overlap = objective(assignment).parts, self.mesh.hardware.overlap
+        self.movable = movable_values(self.graph)
         self.found: dict[Any, tuple[Alternative, ...]] = {}
         self.targets = wanted(assignment) | {n: [x.placements] for n, x in assignment.shared.items()}
 
@@ -46,20 +49,22 @@ class _Alternatives:
             return ()
         sources = {name: self.assignment.source(name).placements for name in node.inputs}
         targets = tuple(tuple(self.targets[name]) for name in node.outputs)
-        owned = tuple(name in self.graph.parameters for name in node.inputs)
+        owned = tuple((name in self.graph.parameters, name in self.movable) for name in (*node.inputs, *node.outputs))
         key = (id(space), current, tuple(sources[n] for n in node.inputs), targets, owned)
         if key not in self.found:
-            seconds = space.seconds.copy()
-            for name, placed, mask in readings(node, space):
-                seconds += paid(self._seconds(name, [sources[name]], placed)[0], mask)
+            parts = space.parts
+            for _, name, placed, mask in readings(node, space):
+                parts += paid(self._parts(name, [sources[name]], placed)[0], mask)
             for name, asked, placed in zip(node.outputs, targets, space.outputs, strict=True):
-                if asked:
-                    seconds += self._seconds(name, placed, asked).sum(axis=1)
-            self.found[key] = self._best(space, seconds - seconds[current], current)
+                for target in asked:
+                    parts += self._parts(name, placed, [target])[:, 0]
+            others = self.total + (parts - parts[current])
+            self.found[key] = self._best(space, others.step(self.overlap) - self.total.step(self.overlap), current)
         return self.found[key]
 
-    def _seconds(self, name: str, sources: Sequence[Placements], targets: Sequence[Placements]) -> np.ndarray:
-        return conversion_seconds(self.graph.types[name], self.mesh, sources, targets, name in self.graph.parameters)
+    def _parts(self, name: str, sources: Sequence[Placements], targets: Sequence[Placements]) -> Parts:
+        parameter, movable = name in self.graph.parameters, name in self.movable
+        return conversion_parts(self.graph.types[name], self.mesh, sources, targets, parameter, movable)
 
     def _best(self, space: OpSpace, extra: np.ndarray, current: int) -> tuple[Alternative, ...]:
         order = [int(i) for i in np.argsort(extra, kind="stable") if i != current and math.isfinite(extra[i])]

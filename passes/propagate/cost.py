@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
+
+import torch
 
 from autoshard.layout import Placement, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Internal
+from autoshard.passes.propagate.fusion import Traffic
 from autoshard.passes.rules.base import Rule
+from autoshard.passes.rules.factors import argument
 from autoshard.passes.rules.facts import facts_of, is_view
+
+aten = torch.ops.aten
+
+ATTENTION = aten.scaled_dot_product_attention.default
+LOOKS_UP = frozenset({aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor})
+"""operations that read of their first operand no more than they give"""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -58,12 +70,12 @@ def backward_factor(node: Node, graph: Graph) -> float:
 
 def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:
     """(ring bytes per rank, seconds) of a collective inside an op's local form."""
-    ranks = mesh.size_of(collective.axes)
+    ranks, link = mesh.size_of(collective.axes), mesh.link(collective.axes)
     if collective.kind == "halo":  # neighbours send each other one message
-        return collective.bytes, mesh.link(collective.axes).seconds(collective.bytes, 2)
+        return collective.bytes, link.seconds(collective.bytes, "permute")
     passes = 2 if collective.kind == "all_reduce" else 1
     moved = passes * (ranks - 1) / ranks * collective.bytes
-    return moved, mesh.link(collective.axes).seconds(moved, ranks)
+    return moved, link.seconds(moved, collective.kind)
 
 
 def node_flops(node: Node, graph: Graph, rule: Rule | None) -> float:
@@ -73,6 +85,18 @@ def node_flops(node: Node, graph: Graph, rule: Rule | None) -> float:
     return float(rule.flops(node, graph.example)) * (1.0 + backward_factor(node, graph))
 
 
+class Seconds(NamedTuple):
+    """Seconds of one operation, forward and backward."""
+
+    forward: float
+    backward: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """Both."""
+        return self.forward + self.backward
+
+
 def node_seconds(
     node: Node,
     graph: Graph,
@@ -80,24 +104,69 @@ def node_seconds(
     choice: Sequence[Strategy],
     flops: float,
     placements: Sequence[tuple[Placement, ...]],
-) -> float:
-    """Forward plus backward time of ``node`` under ``choice``; ``placements``: of every operand, then every result."""
-    if is_view(node.op):
-        return 0.0
-    names = (*node.inputs, *node.outputs)
-    moved = 0.0
-    for name, placed in zip(names, placements, strict=True):
-        type_ = graph.types[name]
-        moved += local_numel(type_, placed, mesh) * type_.dtype.itemsize
-    if not names:
-        return 0.0
+    traffic: Traffic | None = None,
+) -> Seconds:
+    """Time of ``node`` under ``choice``: of its products or of its traffic to memory, whichever is longer, and of launches.
+
+    ``flops``: :func:`node_flops`; ``placements``: of every operand, then every result; ``traffic``: what of them is read
+    and written, None: all of it. The backward moves twice the bytes of the forward: it reads the gradients, too.
+    """
+    names, device = (*node.inputs, *node.outputs), mesh.hardware
+    if is_view(node.op) or not names:
+        return Seconds(0.0)
+    shapes = [local_shape(graph.types[n].shape, p, mesh) for n, p in zip(names, placements, strict=True)]
+    sizes = [math.prod(x) * graph.types[n].dtype.itemsize for n, x in zip(names, shapes, strict=True)]
+    touched = (True,) * len(sizes) if traffic is None else (*traffic.reads, *traffic.writes)
+    moved = sum(itertools.compress(sizes, touched))
+    if node.op in LOOKS_UP:
+        moved -= max(0, sizes[0] - sizes[len(node.inputs)])
+    launch = device.kernel_latency * (traffic is None or traffic.launches)
+    wanting = [x for n, x in zip(node.inputs, shapes, strict=False) if graph.types[n].grad][:2]
+    trained = any(graph.types[o].grad for o in node.outputs)
+    work = flops * divided(choice, mesh)
+    forward = work / (1.0 + backward_factor(node, graph))
     dtype = graph.types[names[-1]].dtype
-    share = divided(choice, mesh)
-    hardware = mesh.hardware
-    grad = any(graph.types[o].grad for o in node.outputs)
-    if not grad:
-        return hardware.compute_seconds(flops * share, moved, dtype)
-    forward = flops / (1.0 + backward_factor(node, graph))
-    return hardware.compute_seconds(forward * share, moved, dtype) + hardware.compute_seconds(
-        (flops - forward) * share, 2 * moved, dtype
-    )
+    if node.op is ATTENTION:
+        pairs = _computed(node, choice)
+        keys = graph.types[node.inputs[1]].shape[-2]
+        ahead = device.attention_seconds(pairs * forward, int(keys), dtype, backward=False)
+        back = device.attention_seconds(2.5 * pairs * forward, int(keys), dtype, backward=True)
+    else:
+        ahead = device.product_seconds(forward, shapes[-1], dtype) if flops else 0.0
+        each = (work - forward) / max(1, len(wanting))
+        back = math.fsum(device.product_seconds(each, x, dtype) for x in wanting) if flops else 0.0
+    seconds = launch + max(ahead, device.memory_seconds(moved))
+    if not trained:
+        return Seconds(seconds)
+    products = max(1, len(wanting)) if flops else 1
+    return Seconds(seconds, launch * products + max(back, device.memory_seconds(2 * moved)))
+
+
+def _computed(node: Node, choice: Sequence[Strategy]) -> float:
+    """Pairs of query and key that attention computes over pairs that count.
+
+    With a causal mask half of them count. The kernel leaves the others out, but not where queries or keys are cut: then
+    the mask is a tensor, and the rank that holds the last queries needs all keys anyway.
+    """
+    cut = any(s.divides and s.label in ("queries", "keys") for s in choice)
+    return 2.0 if cut and argument(node, "is_causal") else 1.0
+
+
+def inside_seconds(found: Sequence[Internal], mesh: Mesh) -> Seconds:
+    """Time of the collectives inside an op's local form."""
+    spent = {"forward": 0.0, "backward": 0.0}
+    for c in found:
+        spent[c.phase] += internal_cost(c, mesh)[1]
+    return Seconds(**spent)
+
+
+def optimizer_seconds(type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
+    """Time of Adam's update of a parameter stored with ``placements``: it is bound by memory traffic.
+
+    Read: the value, its gradient and two float32 moments; written: the value and both moments. One fused kernel updates
+    many parameters, so a single one pays no launch.
+    """
+    if not type_.grad:
+        return 0.0
+    size = type_.dtype.itemsize
+    return mesh.hardware.memory_seconds(local_numel(type_, placements, mesh) * (3 * size + 4 * max(4, size)))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,87 +11,174 @@ from autoshard.layout import Invariant, Layout, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements
 from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.keep import Copies, Side, kept
 from autoshard.passes.propagate.op_space import OpSpace
-from autoshard.passes.redistribute import cost_matrix
+from autoshard.passes.propagate.step_time import Parts, movable_values
+from autoshard.passes.redistribute import cost_matrix, link_matrices
 
 
-def conversion_seconds(
-    type_: TensorType, mesh: Mesh, sources: Sequence[Placements], targets: Sequence[Placements], parameter: bool
-) -> np.ndarray:
-    """Seconds per step to bring a value from each source (row) to each target (column): forward and backward.
+def conversion_parts(
+    type_: TensorType,
+    mesh: Mesh,
+    sources: Sequence[Placements],
+    targets: Sequence[Placements],
+    parameter: bool,
+    movable: bool,
+) -> Parts:
+    """What it takes per step to bring a value from each source (row) to each target (column): forward and backward.
 
-    A parameter that is gathered is not kept: it is gathered once more in the backward (FSDP).
+    A ``parameter`` that is gathered is not kept: it is gathered once more in the backward (FSDP). ``movable``: see
+    :func:`~autoshard.passes.propagate.step_time.movable_values`.
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
-    seconds = cost_matrix(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown)
-    if not (parameter and type_.grad):
-        return seconds
-    gathered = np.array([[_gathers(x, y) for y in b] for x in a]).reshape(seconds.shape)
-    return seconds + np.where(gathered, forward_seconds(type_, a, b), 0.0)
+    node, network = link_matrices(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown)
+    if parameter and type_.grad:
+        gathered = _gathers(a, b)
+        again = forward_matrices(type_, a, b)
+        node, network = (x + np.where(gathered, y, 0.0) for x, y in zip((node, network), again, strict=True))
+    return as_parts(node, network, movable)
+
+
+def as_parts(node: np.ndarray, network: np.ndarray, movable: bool) -> Parts:
+    """Seconds of conversions inside a node and between nodes, as blocking or movable communication."""
+    if not movable:
+        return Parts(blocking=node + network)
+    never = np.isinf(node + network)  # what is impossible costs all, however much compute could hide
+    return Parts(
+        np.zeros(()), np.zeros(()), np.where(never, np.inf, 0.0), *(np.where(never, 0.0, x) for x in (node, network))
+    )
+
+
+def forward_matrices(
+    type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds, inside a node and between nodes, of the conversions of the value alone, without its gradient's."""
+    a, b = ([layout.without_gradient() for layout in side] for side in (sources, targets))
+    return link_matrices(a, b, type_.shape, type_.dtype, False, type_.unknown)
 
 
 def forward_seconds(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-    """Seconds of the conversions of the value alone, without its gradient's."""
+    """:func:`forward_matrices` added up."""
     a, b = ([layout.without_gradient() for layout in side] for side in (sources, targets))
     return cost_matrix(a, b, type_.shape, type_.dtype, False, type_.unknown)
 
 
-def _gathers(source: Layout, target: Layout) -> bool:
-    """Whether an axis that cuts the source leaves the target whole."""
-    pairs = zip(source.placements, target.placements, strict=True)
-    return any(isinstance(a, Shard) and isinstance(b, Replicate | Invariant) for a, b in pairs)
+def _gathers(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+    """Whether an axis that cuts the source (row) leaves the target (column) whole."""
+    cut = np.array([[isinstance(p, Shard) for p in x.placements] for x in sources])
+    whole = np.array([[isinstance(p, Replicate | Invariant) for p in x.placements] for x in targets])
+    found: np.ndarray = (cut[:, None, :] & whole[None, :, :]).any(axis=2)
+    return found
 
 
-Reading = tuple[str, Sequence[Placements], np.ndarray | None]
-"""a value, how it is read under each choice, and where that is to be paid (None: everywhere)"""
+Reading = tuple[int, str, Sequence[Placements], np.ndarray | None]
+"""the operand's place, the value, how it is read under each choice, and where that is to be paid (None: everywhere)"""
 
 
 def readings(node: Node, space: OpSpace) -> Iterator[Reading]:
     """Every operand of ``node``; a value read several times pays once per layout."""
     earlier: dict[str, list[Sequence[Placements]]] = {}
-    for name, placed in zip(node.inputs, space.inputs, strict=True):
+    for position, (name, placed) in enumerate(zip(node.inputs, space.inputs, strict=True)):
         before = earlier.setdefault(name, [])
         new = np.array([all(p != other[i] for other in before) for i, p in enumerate(placed)])
         if new.any():
-            yield name, placed, None if new.all() else new
+            yield position, name, placed, None if new.all() else new
         before.append(placed)
 
 
-def paid(table: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """``table`` with 0 in the columns where ``mask`` says that nothing is to be paid."""
-    return table if mask is None else np.where(mask, table, 0.0)
+def paid(parts: Parts, mask: np.ndarray | None) -> Parts:
+    """``parts`` with 0 in the columns where ``mask`` says that nothing is to be paid."""
+    return parts if mask is None else Parts(*(np.where(mask, x, 0.0) if x.ndim else x for x in parts))
 
 
-@dataclass
+class Link(NamedTuple):
+    """An edge of the network: from the definition of a value, or its shared layout, to a reader."""
+
+    source: str
+    """variable"""
+    given: Side
+    reader: str
+    """variable"""
+    asked: Side
+    value: str
+    mask: np.ndarray | None = None
+    """the reader's choices under which it is to be paid; None: all"""
+
+
 class EdgeTables:
-    """:func:`conversion_seconds` for many edges: one matrix per tensor type, cut per edge; equal edges share a table."""
+    """The tables of many links: one matrix per tensor type, cut per link; equal links share tables.
 
-    graph: Graph
-    mesh: Mesh
-    known: dict[TensorType, dict[Placements, int]] = field(default_factory=dict)
-    matrices: dict[tuple[TensorType, bool], np.ndarray] = field(default_factory=dict)
-    codes: dict[tuple[TensorType, int], tuple[np.ndarray, Sequence[Placements]]] = field(default_factory=dict)
-    tables: dict[Any, np.ndarray] = field(default_factory=dict)
+    ``held``: whether bytes are asked for beside seconds.
+    """
 
-    def collect(self, value: str, placed: Sequence[Placements]) -> None:
-        """Note that ``value`` may lie so, before the first :meth:`table` is asked for."""
+    def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool) -> None:
+        self.graph, self.mesh, self.held = graph, mesh, held
+        self.movable = movable_values(graph)
+        self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
+        self.known: dict[TensorType, dict[Placements, int]] = {}
+        self.alive: list[Sequence[Placements]] = []
+        self.matrices: dict[Any, Parts] = {}
+        self.copies: dict[Any, Copies] = {}
+        self.tables: dict[Any, tuple[Parts, np.ndarray | None]] = {}
+        for link in links:
+            self._collect(link.value, link.given.placed)
+            self._collect(link.value, link.asked.placed)
+
+    def _collect(self, value: str, placed: Sequence[Placements]) -> None:
         type_ = self.graph.types[value]
         if (type_, id(placed)) in self.codes:
             return
         known = self.known.setdefault(type_, {})
-        codes = np.array([known.setdefault(p, len(known)) for p in placed], dtype=np.int64)
-        self.codes[type_, id(placed)] = (codes, placed)
+        self.codes[type_, id(placed)] = np.array([known.setdefault(p, len(known)) for p in placed], dtype=np.int64)
+        self.alive.append(placed)
 
-    def table(
-        self, value: str, a: Sequence[Placements], b: Sequence[Placements], mask: np.ndarray | None
-    ) -> np.ndarray:
-        """Seconds from each of ``a`` (row) to each of ``b`` (column)."""
-        type_, parameter = self.graph.types[value], value in self.graph.parameters
-        key = (type_, id(a), id(b), parameter, None if mask is None else mask.tobytes())
+    def of(self, link: Link) -> tuple[Parts, np.ndarray | None]:
+        """What a link takes, and its bytes [states of the source, states of the reader]; None where all are 0."""
+        case = (self.graph.types[link.value], link.value in self.graph.parameters, link.value in self.movable)
+        key = (*case, link.given.key, link.asked.key, None if link.mask is None else link.mask.tobytes())
         if key not in self.tables:
-            if (type_, parameter) not in self.matrices:
-                known = tuple(self.known[type_])
-                self.matrices[type_, parameter] = conversion_seconds(type_, self.mesh, known, known, parameter)
-            cut = np.ix_(self.codes[type_, id(a)][0], self.codes[type_, id(b)][0])
-            self.tables[key] = paid(self.matrices[type_, parameter][cut], mask)
+            if case not in self.matrices:
+                known = tuple(self.known[case[0]])
+                self.matrices[case] = conversion_parts(case[0], self.mesh, known, known, *case[1:])
+            rows, columns = (self.codes[case[0], id(side.placed)] for side in (link.given, link.asked))
+            parts = self.matrices[case][np.ix_(rows, columns)]
+            self.tables[key] = self._held(link, parts, rows, columns) if self.held else (paid(parts, link.mask), None)
         return self.tables[key]
+
+    def _held(self, link: Link, parts: Parts, rows: np.ndarray, columns: np.ndarray) -> tuple[Parts, np.ndarray | None]:
+        copies, cut = self._copies(link.value), np.ix_(rows, columns)
+        found = kept(link.given, link.asked, Copies(copies.made[cut], copies.shares[cut], copies.own[rows]))
+        tags = (len(link.given.tags), len(link.asked.tags))
+        mask = None if link.mask is None else np.tile(link.mask, tags[1])
+        parts = Parts(*(np.tile(x, tags) if x.ndim else x for x in parts))
+        if found.again.any() and link.value not in self.graph.parameters:  # a gather that the backward makes anyway
+            again = self._again(link.value)[cut]
+            again = Parts(*(np.where(found.again, np.tile(x, tags), 0.0) if x.ndim else x for x in again))
+            parts = parts + again
+        if found.forbidden.any():
+            parts = parts + Parts(blocking=np.where(found.forbidden, np.inf, 0.0))
+        held = found.held if mask is None else np.where(mask, found.held, 0.0)
+        return paid(parts, mask), held if held.any() else None
+
+    def _again(self, value: str) -> Parts:
+        """What the conversions of the forward take."""
+        type_, movable = self.graph.types[value], value in self.movable
+        if ("again", type_, movable) not in self.matrices:
+            layouts = [Layout(self.mesh, p) for p in self.known[type_]]
+            self.matrices["again", type_, movable] = as_parts(*forward_matrices(type_, layouts, layouts), movable)
+        return self.matrices["again", type_, movable]
+
+    def _copies(self, value: str) -> Copies:
+        type_, parameter = self.graph.types[value], value in self.graph.parameters
+        if (type_, parameter) not in self.copies:
+            known = tuple(self.known[type_])
+            layouts = [Layout(self.mesh, p) for p in known]
+            own = np.array([costs.local_numel(type_, p, self.mesh) for p in known], dtype=float) * type_.dtype.itemsize
+            codes: dict[Placements, int] = {}
+            plain = np.array([codes.setdefault(x.without_gradient().placements, len(codes)) for x in layouts])
+            shares = plain[:, None] == plain[None, :]
+            # Of a parameter that is gathered the copy is not kept: conversion_parts counts a second gather.
+            free = shares | _gathers(layouts, layouts) if parameter else shares
+            self.copies[type_, parameter] = Copies(np.where(free, 0.0, own[None, :]), shares, own)
+        return self.copies[type_, parameter]

@@ -1,17 +1,18 @@
-"""Choose a layout for every definition and every use: build the cost network of a graph and solve it exactly.
+"""The cost network of a graph: its variables, the tables between them, and what a solution of it means.
 
-Variables of the network: an op's strategy (one per mesh axis, combined), an input's layout, and for every value with
-several readers its *shared* layout, which all readers convert from. So one redistribution serves all readers that want
-the same layout, and the network stays pairwise. Costs are seconds: roofline compute of an op on its local shapes,
-forward and backward, and the redistribution between the layouts at the two ends of an edge.
+Variables: an op's strategy (one per mesh axis, combined), an input's layout, and for every value with several readers its
+*shared* layout, which all readers convert from. So one redistribution serves all readers that want the same layout, and
+the network stays pairwise. Costs are seconds: compute of an op on its local shapes, forward and backward, and the
+redistribution between the layouts at the two ends of an edge; conversions of parameters hide behind compute
+(:mod:`~autoshard.passes.propagate.step_time`). Where memory counts every variable has tags beside its
+layouts (:mod:`~autoshard.passes.propagate.keep`), and every table of seconds one of bytes.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,141 +21,258 @@ import numpy as np
 from autoshard.layout import I, Layout, Placement, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
-from autoshard.passes.ir.graph import Graph, Ref, TensorType
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.edges import EdgeTables, readings
+from autoshard.passes.propagate.edges import EdgeTables, Link, readings
+from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
-from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
-from autoshard.passes.search import CostNetwork, Memory, Solution, solve
+from autoshard.passes.propagate.keep import ABSENT, AGAIN, NEEDED, Keeps, KeepTables, Side, is_passive
+from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
+from autoshard.passes.propagate.step_time import Parts
+from autoshard.passes.search import CostNetwork, Row, Solution
 
-log = logging.getLogger("autoshard.plan")
+Offer = Callable[[Node], tuple[int, ...]]
+"""the states ``again`` that an operation may have"""
 
 
-def propagate(
-    graph: Graph,
-    mesh: Mesh,
-    constraints: Mapping[str, Constraint | Limit],
-    memory_budget: float | None = None,
-    asked: Mapping[str, AskedOf] | None = None,
-) -> Assignment:
-    """The cheapest assignment of ``graph`` on ``mesh`` that satisfies ``constraints``.
+ZERO = Parts()
 
-    ``memory_budget``: bytes per rank for parameters, gradients and optimizer state. ``asked``: node name → what its
-    strategies are restricted to, by an expert's plan. Raises
-    :class:`~autoshard.errors.PlanError` if nothing fits, :class:`~autoshard.errors.HintError` from constraints.
-    """
-    network = _Network(graph, mesh, constraints, asked)
-    network.build()
-    solution = network.solve(memory_budget)
-    return network.assignment(solution)
+
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """A choice of the network; the number of a state is its tag's place times choices plus its choice."""
+
+    choices: tuple[Any, ...]
+    """strategies of an op, or placements of a value"""
+    tags: tuple[int, ...] = (0,)
+    parts: Parts = ZERO
+    """seconds, per state"""
+    kept: np.ndarray | None = None
+    """bytes that it holds at the end of the forward, per state"""
+    stays: np.ndarray | None = None
+    """bytes that it holds at the end of the backward, per state"""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A network, what hides behind compute, and its rows of bytes where memory counts."""
+
+    network: CostNetwork
+    hiding: tuple[Row, ...]
+    kept: tuple[Row, ...] = ()
+    """bytes at the end of the forward, and of the backward; their limit is still to be set"""
 
 
 @dataclass
-class _Network:
+class Network:
+    """The network of ``graph``. ``offer``: what may be made again; None where memory does not count."""
+
     graph: Graph
     mesh: Mesh
     constraints: Mapping[str, Constraint | Limit]
-    asked: Mapping[str, AskedOf] | None = None
-    variables: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """variable → the placements (or choices) its states stand for; names: a value, "node:…", "shared:…", "out:i" """
-    seconds: list[np.ndarray] = field(default_factory=list)
-    index: dict[str, int] = field(default_factory=dict)
-    links: list[tuple[str, Sequence[Placements], str, Sequence[Placements], str, np.ndarray | None]] = field(
-        default_factory=list
-    )
-    """(variable, its placements of the value, other variable, its placements, value, mask or None)"""
-    shared_states: dict[Any, tuple[Placements, ...]] = field(default_factory=dict)
+    spaces: OpSpaces
+    keeps: KeepTables
+    offer: Offer | None = None
+    optimizer: str = "adamw"
+    variables: dict[str, Variable] = field(default_factory=dict)
+    """by name: a value, "node:…", "shared:…", "out:i" """
+    links: list[Link] = field(default_factory=list)
+    known: dict[Any, Any] = field(default_factory=dict)
+    """one object for what is equal, so that equal layers give identical tables"""
 
-    def __post_init__(self) -> None:
-        self.spaces = OpSpaces(self.graph, self.mesh, self.asked)
+    def build(self) -> Built:
+        """Variables and links, then their tables."""
+        self._variables()
+        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None)
+        found = [tables.of(link) for link in self.links]
+        numbers = {name: i for i, name in enumerate(self.variables)}
+        sizes = [len(v.choices) * len(v.tags) for v in self.variables.values()]
+        edges = [
+            (numbers[link.source], numbers[link.reader], parts)
+            for link, (parts, _) in zip(self.links, found, strict=True)
+        ]
+        nodes = [v.parts for v in self.variables.values()]
+        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap)
+        if self.offer is None:
+            return Built(network, hiding)
+        kept = Row(tuple(v.kept for v in self.variables.values()), tuple(held for _, held in found), math.inf)
+        stays = Row(tuple(v.stays for v in self.variables.values()), (None,) * len(edges), math.inf)
+        return Built(network, hiding, (kept, stays))
 
-    def build(self) -> None:
+    def _variables(self) -> None:
         graph = self.graph
-        readers: dict[str, list[tuple[str, Sequence[Placements], np.ndarray | None]]] = {n: [] for n in graph.types}
+        needed = self._needed()
+        readers: dict[str, list[tuple[str, Side, np.ndarray | None]]] = {n: [] for n in graph.types}
         for node in graph.nodes:
             space = self.spaces[node]
-            self._add(f"node:{node.name}", space.choices, space.seconds)
-            for name, placed, mask in readings(node, space):
-                readers[name].append((f"node:{node.name}", placed, mask))
+            tags = self._tags(node, needed)
+            self.variables[f"node:{node.name}"] = self._operation(node, space, tags)
+            for name, side, mask in self._reads(node, space, tags):
+                readers[name].append((f"node:{node.name}", side, mask))
         for i, out in enumerate(graph.outputs):
             if isinstance(out, Ref):
                 states = self._output_states(out.name)
-                self._add(f"out:{i}", states, np.zeros(len(states)))
-                readers[out.name].append((f"out:{i}", states, None))
+                self.variables[f"out:{i}"] = Variable(states)
+                readers[out.name].append((f"out:{i}", Side(states), None))
         for fqn, name in graph.mutations.items():
-            states = ((R,) * self.mesh.ndim,)
-            self._add(f"mutation:{fqn}", states, np.zeros(1))
-            readers[name].append((f"mutation:{fqn}", states, None))
+            states = self._once(("mutation",), ((R,) * self.mesh.ndim,))
+            self.variables[f"mutation:{fqn}"] = Variable(states)
+            readers[name].append((f"mutation:{fqn}", Side(states), None))
         for value in graph.inputs:
             states = self._input_states(value.name, value.kind)
-            self._add(value.name, states, np.zeros(len(states)))
-            self._connect(value.name, states, value.name, readers[value.name])
+            self.variables[value.name] = self._input(value.name, states)
+            self._connect(value.name, Side(states, fixed=True), value.name, readers[value.name], needed)
         for node in graph.nodes:
             for slot, name in enumerate(node.outputs):
-                self._connect(f"node:{node.name}", self.spaces[node].outputs[slot], name, readers[name])
+                side = self._definition(node, slot, self.variables[f"node:{node.name}"].tags)
+                self._connect(f"node:{node.name}", side, name, readers[name], needed)
 
-    def _add(self, variable: str, states: Sequence[Any], seconds: np.ndarray) -> None:
-        self.index[variable] = len(self.seconds)
-        self.variables[variable] = tuple(states)
-        self.seconds.append(seconds)
+    # --- operations ---
+
+    def _needed(self) -> frozenset[str]:
+        """Values that the backward may need: what some choice keeps, or would be made again from."""
+        if self.offer is None:
+            return frozenset()
+        found: set[str] = set()
+        for node in reversed(self.graph.nodes):
+            keeps = self.keeps.of(node, self.spaces[node])
+            again = (is_passive(node) and not found.isdisjoint(node.outputs)) or 2 in self.offer(node)
+            found.update(n for n, saves in zip(node.inputs, keeps.operands, strict=True) if again or saves.any())
+        return frozenset(found)
+
+    def _tags(self, node: Node, needed: frozenset[str]) -> tuple[int, ...]:
+        if self.offer is None:
+            return (0,)
+        if not is_passive(node):
+            return self.offer(node)
+        return self._passive(not needed.isdisjoint(node.outputs), any(self.offer(node)))
+
+    @staticmethod
+    def _passive(needed: bool, again: bool) -> tuple[int, ...]:
+        return (ABSENT,) if not needed else (ABSENT, NEEDED, AGAIN) if again else (ABSENT, NEEDED)
+
+    def _operation(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Variable:
+        if self.offer is None:
+            return Variable(space.choices, tags, space.parts)
+        key = ("operation", id(space), tags, is_passive(node))
+        if key not in self.known:
+            passive, keeps = is_passive(node), self.keeps.of(node, space)
+            own = keeps.private.copy()
+            for slot, saves in enumerate(keeps.results):
+                own += np.where(saves, self._bytes(node.outputs[slot], space.outputs[slot]), 0.0)
+            again = [not passive and tag == 2 for tag in tags]
+            once = Parts(compute=space.compute[0], blocking=space.inside[0])
+            each = [space.parts + once if a else space.parts for a in again]
+            parts = Parts(*(np.concatenate(x) if x[0].ndim else x[0] for x in zip(*each, strict=True)))
+            kept = np.concatenate([np.zeros_like(own) if a or passive else own for a in again])
+            self.known[key] = parts, kept if kept.any() else None
+        return Variable(space.choices, tags, *self.known[key])
+
+    def _reads(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> list[tuple[str, Side, np.ndarray | None]]:
+        found = []
+        for position, name, placed, mask in readings(node, space):
+            saves = None
+            if self.offer is not None:
+                saves = self._saves(node, position, self.keeps.of(node, space), space)
+            found.append((name, Side(placed, tags, is_passive(node), saves), mask))
+        return found
+
+    def _saves(self, node: Node, position: int, keeps: Keeps, space: OpSpace) -> np.ndarray:
+        """Per choice whether autograd keeps the operand, as it is read here or at a later place in the same layout."""
+        result: np.ndarray = keeps.operands[position].copy()
+        for other in range(position + 1, len(node.inputs)):
+            if node.inputs[other] == node.inputs[position] and keeps.operands[other].any():
+                pairs = zip(space.inputs[position], space.inputs[other], strict=True)
+                result |= keeps.operands[other] & np.array([a == b for a, b in pairs])
+        return result
+
+    def _definition(self, node: Node, slot: int, tags: tuple[int, ...]) -> Side:
+        space = self.spaces[node]
+        holds = self.keeps.of(node, space).results[slot] if self.offer is not None else None
+        return Side(
+            space.outputs[slot], tags, is_passive(node), None, holds if holds is not None and holds.any() else None
+        )
+
+    # --- edges ---
 
     def _connect(
         self,
         variable: str,
-        defined: Sequence[Placements],
+        defined: Side,
         value: str,
-        readers: list[tuple[str, Sequence[Placements], np.ndarray | None]],
+        readers: list[tuple[str, Side, np.ndarray | None]],
+        needed: frozenset[str],
     ) -> None:
         """Edges from a definition to its readers, through a shared-layout variable where there are several."""
         constraint = self.constraints.get(value)
         by_hint = isinstance(constraint, Constraint) and value not in self.graph.parameters
         if len(readers) > 1 or by_hint:
-            states = self._shared_states(value, defined, readers)
+            states = self._shared_states(value, defined.placed, [side.placed for _, side, _ in readers])
             if by_hint and constraint is not None:
                 states = constraint.allowed(states, self.graph.types[value], self.mesh)
+            tags: tuple[int, ...] = (0,)
+            if self.offer is not None:
+                again = any(AGAIN in side.tags for _, side, _ in readers)
+                tags = self._passive(value in needed, again and value not in self.graph.parameters)
             shared = f"shared:{value}"
-            self._add(shared, states, np.zeros(len(states)))
-            self.links.append((variable, defined, shared, states, value, None))
-            variable, defined = shared, states
-        for reader, placed, mask in readers:
-            self.links.append((variable, defined, reader, placed, value, mask))
+            self.variables[shared] = Variable(states, tags)
+            passive = self.offer is not None
+            self.links.append(Link(variable, defined, shared, Side(states, tags, passive), value))
+            variable, defined = shared, Side(states, tags, passive, fixed=value in self.graph.parameters)
+        for reader, side, mask in readers:
+            self.links.append(Link(variable, defined, reader, side, value, mask))
 
     def _shared_states(
-        self,
-        value: str,
-        defined: Sequence[Placements],
-        readers: list[tuple[str, Sequence[Placements], np.ndarray | None]],
+        self, value: str, defined: Sequence[Placements], read: Sequence[Sequence[Placements]]
     ) -> tuple[Placements, ...]:
-        key = (self.graph.types[value], id(defined), *(id(placed) for _, placed, _ in readers))
-        if key not in self.shared_states:
+        key = (self.graph.types[value], id(defined), *map(id, read))
+        if key not in self.known:
             union = dict.fromkeys(defined)
-            for _, placed, _ in readers:
+            for placed in read:
                 union.update(dict.fromkeys(placed))
             if isinstance(self.constraints.get(value), Constraint):
                 union.update(dict.fromkeys(_placeable(self.graph.types[value], self.mesh)))
-            self.shared_states[key] = tuple(union)
-        return self.shared_states[key]
+            self.known[key] = tuple(union)
+        states: tuple[Placements, ...] = self.known[key]
+        return states
+
+    # --- inputs and outputs ---
+
+    def _input(self, name: str, states: tuple[Placements, ...]) -> Variable:
+        type_ = self.graph.types[name]
+        if name not in self.graph.parameters:
+            return Variable(states)
+        key = ("parameter", type_, id(states))
+        if key not in self.known:
+            trained, size = type_.grad and self.graph.training, self._bytes(name, states)
+            shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
+            state = np.array([optimizer_bytes(self.optimizer, x, type_.dtype) if trained else 0.0 for x in shapes])
+            seconds = np.array([costs.optimizer_seconds(type_, placed, self.mesh) for placed in states])
+            parts = Parts(optimizer=seconds) if type_.grad else ZERO
+            self.known[key] = parts, size + state, size + state + (size if trained else 0.0)
+        return Variable(states, (0,), *self.known[key])
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
         """An input is given whole on every rank; a parameter may be kept in shards."""
         type_ = self.graph.types[name]
         whole = I if type_.grad else R
         if kind != "parameter":
-            return ((whole,) * self.mesh.ndim,)
+            return self._once(("whole", whole), ((whole,) * self.mesh.ndim,))
         states = _placeable(type_, self.mesh, replicated=whole)
         if name in self.constraints:
             states = self.constraints[name].allowed(states, type_, self.mesh, whole)
-        return self._canonical(("parameter", type_, self.constraints.get(name)), states)
+        return self._once(("parameter", type_, self.constraints.get(name)), states)
 
     def _output_states(self, name: str) -> tuple[Placements, ...]:
         """Scalars come back whole; other outputs keep a layout that can be put together again."""
         type_ = self.graph.types[name]
         whole = I if type_.grad else R
         if not type_.shape:
-            return self._canonical(("scalar", type_.grad), ((whole,) * self.mesh.ndim,))
+            return self._once(("scalar", type_.grad), ((whole,) * self.mesh.ndim,))
         states = _placeable(type_, self.mesh, replicated=whole)
-        if not self.asked or name not in self.graph.producers:
-            return self._canonical(("output", type_), states)
+        if not self.spaces.asked or name not in self.graph.producers:
+            return self._once(("output", type_), states)
         made = self._made(name)
         return tuple(s for s in states if all(not isinstance(p, Shard) or p in m for p, m in zip(s, made, strict=True)))
 
@@ -164,62 +282,43 @@ class _Network:
         states = self.spaces[node].outputs[node.outputs.index(name)]
         return tuple(frozenset(s[axis] for s in states) for axis in range(self.mesh.ndim))
 
-    def _canonical(self, key: Any, states: tuple[Placements, ...]) -> tuple[Placements, ...]:
-        """The same tuple object for the same key, so that equal layers give identical tables."""
-        return self.shared_states.setdefault(key, states)
+    def _once(self, key: Any, states: tuple[Placements, ...]) -> tuple[Placements, ...]:
+        """The same tuple object for the same key."""
+        found: tuple[Placements, ...] = self.known.setdefault(key, states)
+        return found
 
-    # --- solving ---
+    def _bytes(self, value: str, placed: Sequence[Placements]) -> np.ndarray:
+        type_ = self.graph.types[value]
+        return np.array([costs.local_numel(type_, p, self.mesh) for p in placed], dtype=float) * type_.dtype.itemsize
 
-    def solve(self, memory_budget: float | None) -> Solution:
-        tables = EdgeTables(self.graph, self.mesh)
-        for _, a, _, b, value, _ in self.links:
-            tables.collect(value, a)
-            tables.collect(value, b)
-        edges = tuple(
-            (self.index[u], self.index[v], tables.table(value, a, b, mask)) for u, a, v, b, value, mask in self.links
-        )
-        network = CostNetwork(tuple(self.seconds), edges)
-        log.info("cost network: %d variables, %d edges", len(self.seconds), len(edges))
-        if memory_budget is None:
-            return solve(network)
-        return solve(network, memory=Memory(self._memory(), memory_budget))
-
-    def _memory(self) -> tuple[np.ndarray, ...]:
-        """Bytes per rank that each state of each variable keeps for the whole step."""
-        usage = [np.zeros(len(s)) for s in self.seconds]
-        for value in self.graph.inputs:
-            if value.kind == "parameter":
-                type_ = self.graph.types[value.name]
-                states = self.variables[value.name]
-                usage[self.index[value.name]] = np.array([state_bytes(type_, s, self.mesh) for s in states])
-        return tuple(usage)
+    # --- what a solution means ---
 
     def assignment(self, solution: Solution) -> Assignment:
-        chosen = {v: states[solution.choice[self.index[v]]] for v, states in self.variables.items()}
-        layouts: dict[str, Layout] = {}
+        """The layouts, strategies and states that ``solution`` chose."""
+        chosen: dict[str, Any] = {}
+        tags: dict[str, int] = {}
+        places: dict[str, int] = {}
+        for (name, variable), state in zip(self.variables.items(), solution.choice, strict=True):
+            tag, places[name] = divmod(state, len(variable.choices))
+            chosen[name], tags[name] = variable.choices[places[name]], variable.tags[tag]
+        layouts = {i.name: Layout(self.mesh, chosen[i.name]) for i in self.graph.inputs}
         choices: dict[str, tuple[Strategy, ...]] = {}
-        for value in self.graph.inputs:
-            layouts[value.name] = Layout(self.mesh, chosen[value.name])
+        again: dict[str, int] = {}
         for node in self.graph.nodes:
-            space = self.spaces[node]
-            state = solution.choice[self.index[f"node:{node.name}"]]
-            choices[node.name] = space.choices[state]
+            at = f"node:{node.name}"
+            choices[node.name] = chosen[at]
             for slot, name in enumerate(node.outputs):
-                layouts[name] = Layout(self.mesh, space.outputs[slot][state])
+                layouts[name] = Layout(self.mesh, self.spaces[node].outputs[slot][places[at]])
+            if tags[at] > (NEEDED if is_passive(node) else 0):
+                again[node.name] = 1 if is_passive(node) else tags[at]
         shared = {v.removeprefix("shared:"): Layout(self.mesh, s) for v, s in chosen.items() if v.startswith("shared:")}
         outputs = tuple(
             Layout(self.mesh, chosen[f"out:{i}"]) if isinstance(out, Ref) else None
             for i, out in enumerate(self.graph.outputs)
         )
+        remade = frozenset(v for v in shared if tags[f"shared:{v}"] == AGAIN)
         given = frozenset(self.constraints)
-        return Assignment(self.graph, self.mesh, layouts, shared, choices, outputs, solution, given)
-
-
-def state_bytes(type_: TensorType, placements: Placements, mesh: Mesh) -> float:
-    """Bytes per rank for a parameter: value, and when trained its gradient and Adam's two float32 moments."""
-    numel = costs.local_numel(type_, placements, mesh)
-    each = type_.dtype.itemsize
-    return numel * (2 * each + 2 * max(4, each) if type_.grad else each)
+        return Assignment(self.graph, self.mesh, layouts, shared, choices, outputs, solution, given, again, remade)
 
 
 def _placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = None) -> tuple[Placements, ...]:

@@ -2,70 +2,142 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from autoshard.layout import R
+import numpy as np
+
+from autoshard.layout import Layout, R
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.edges import conversion_seconds
-from autoshard.passes.propagate.op_space import internal_collectives, signature
+from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices
+from autoshard.passes.propagate.keep import KeepTables, is_passive
+from autoshard.passes.propagate.op_space import internal_collectives, signature, traffic_on
+from autoshard.passes.propagate.step_time import Parts, movable_values, summed
 from autoshard.passes.rules import rule_for
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Seconds of one step on the busiest rank."""
+    """What one step takes on the busiest rank."""
 
-    compute: Mapping[str, float]
+    operations: Mapping[str, OpSeconds]
     """per node"""
-    internal: float
-    """collectives inside the ops' local forms"""
-    conversions: float
+    conversions: Parts
     """between the layouts of definitions and uses"""
+    optimizer: float
+    overlap: float
+    """the share of the compute that can hide movable communication"""
+    again: Mapping[str, Parts] = field(default_factory=dict)
+    """what is made again in the backward: per node that is computed again, and per value that is converted again"""
+
+    @cached_property
+    def parts(self) -> Parts:
+        """All of it."""
+        found = [op.parts for op in self.operations.values()]
+        return summed((*found, self.conversions, *self.again.values(), Parts(optimizer=np.array(self.optimizer))))
 
     @property
     def compute_s(self) -> float:
-        return sum(self.compute.values())
+        return float(self.parts.compute + self.parts.optimizer)
 
     @property
     def comm_s(self) -> float:
-        return self.internal + self.conversions
+        """All communication."""
+        return float(self.parts.communication())
+
+    @property
+    def exposed_s(self) -> float:
+        """The communication that compute does not hide."""
+        return float(self.parts.exposed(self.overlap))
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.exposed_s
+
+
+@dataclass(frozen=True)
+class OpSeconds:
+    """Of one operation: its compute, and the collectives inside its local form."""
+
+    compute: costs.Seconds
+    inside: costs.Seconds
+
+    @property
+    def parts(self) -> Parts:
+        return Parts(compute=np.array(self.compute.step), blocking=np.array(self.inside.step))
 
 
 def objective(assignment: Assignment) -> Objective:
     """The objective of the search on ``assignment``, whether it was searched for or given."""
     graph, mesh = assignment.graph, assignment.mesh
-    ops: dict[object, tuple[float, float]] = {}
-    compute: dict[str, float] = {}
-    internal = 0.0
+    known: dict[object, OpSeconds] = {}
+    touched = traffic_on(graph, mesh)
+    operations: dict[str, OpSeconds] = {}
     for node in graph.nodes:
         choice = assignment.choices[node.name]
-        key = (signature(node, graph), choice)
-        if key not in ops:
+        traffic = touched.get(node.name)
+        key = (signature(node, graph), choice, traffic)
+        if key not in known:
             placed = (
                 *(assignment.use(node, i) for i in range(len(node.inputs))),
                 *(assignment.made(node, i) for i in range(len(node.outputs))),
             )
             flops = costs.node_flops(node, graph, rule_for(node.op))
             inside = internal_collectives(node, graph, mesh, choice, placed)
-            ops[key] = (
-                costs.node_seconds(node, graph, mesh, choice, flops, placed),
-                sum(costs.internal_cost(c, mesh)[1] for c in inside),
-            )
-        compute[node.name], sent = ops[key]
-        internal += sent
-    prices: dict[object, float] = {}
-    conversions = 0.0
+            compute = costs.node_seconds(node, graph, mesh, choice, flops, placed, traffic)
+            known[key] = OpSeconds(compute, costs.inside_seconds(inside, mesh))
+        operations[node.name] = known[key]
+    prices: dict[object, Parts] = {}
+    conversions: list[Parts] = []
+    movable = movable_values(graph)
     for value, src, dst in _conversions(assignment):
         if src == dst:
             continue
-        parameter = value in graph.parameters
-        case = (graph.types[value], src, dst, parameter)
+        case = (graph.types[value], src, dst, value in graph.parameters, value in movable)
         if case not in prices:
-            prices[case] = float(conversion_seconds(graph.types[value], mesh, (src,), (dst,), parameter)[0, 0])
-        conversions += prices[case]
-    return Objective(compute, internal, conversions)
+            prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:])[0, 0]
+        conversions.append(prices[case])
+    stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
+    optimizer = math.fsum(costs.optimizer_seconds(type_, placed, mesh) for type_, placed in stored)
+    again = _again(assignment, operations, movable)
+    return Objective(operations, summed(conversions), optimizer, mesh.hardware.overlap, again)
+
+
+def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable: frozenset[str]) -> dict[str, Parts]:
+    """The forward of operations that are computed again, and of conversions that the backward needs again."""
+    graph, mesh = assignment.graph, assignment.mesh
+    found: dict[str, Parts] = {}
+    if not assignment.again and not assignment.shared_again:
+        return found
+
+    def convert(value: str, src: Placements, dst: Placements) -> None:
+        type_ = graph.types[value]
+        sides = [Layout(mesh, src)], [Layout(mesh, dst)]
+        parts = as_parts(*forward_matrices(type_, *sides), value in movable)[0, 0]
+        found[value] = found[value] + parts if value in found else parts
+
+    for value in assignment.shared_again:
+        convert(value, assignment.layouts[value].placements, assignment.shared[value].placements)
+    keeps = KeepTables(graph, mesh)
+    for node in graph.nodes:
+        state = assignment.again.get(node.name, 0)
+        if state == 2:
+            op = operations[node.name]
+            found[node.name] = Parts(compute=np.array(op.compute.forward), blocking=np.array(op.inside.forward))
+        if state:
+            passive = is_passive(node)
+            placed = [assignment.use(node, i) for i in range(len(node.inputs))]
+            saves = frozenset() if passive or state == 2 else keeps.chosen(node, assignment)
+            needed = (
+                n for i, n in enumerate(zip(node.inputs, placed, strict=True)) if state == 2 or passive or i in saves
+            )
+            for name, uses in dict.fromkeys(needed):
+                if name not in graph.parameters:
+                    convert(name, assignment.source(name).placements, uses)
+    return found
 
 
 def _conversions(assignment: Assignment) -> Iterator[tuple[str, Placements, Placements]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from autoshard.passes.ir.assignment import Placements, Strategy, made, used
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.fusion import Traffic, traffic
+from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site
 from autoshard.passes.rules.exact import exact, is_single_in_double
@@ -28,10 +31,23 @@ class OpSpace:
     """The combined strategies of one op; shared by all nodes with the same signature."""
 
     choices: tuple[tuple[Strategy, ...], ...]
-    seconds: np.ndarray
+    compute: np.ndarray
+    """float64 [2, choices]: seconds of the forward and of the backward"""
+    inside: np.ndarray
+    """float64 [2, choices]: the same of the collectives inside the local form"""
     inputs: tuple[tuple[Placements, ...], ...]
     """per operand, per choice"""
     outputs: tuple[tuple[Placements, ...], ...]
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What every choice takes."""
+        return Parts(compute=self.compute.sum(axis=0), blocking=self.inside.sum(axis=0))
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """float64 [choices]: all of it, forward and backward."""
+        return self.parts.compute + self.parts.blocking
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +85,30 @@ def signature(node: Node, graph: Graph) -> Any:
     return (node.op, repr(arguments), tuple(graph.types[o] for o in node.outputs))
 
 
-def op_space(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf = ()) -> OpSpace:
+class _Priced(NamedTuple):
+    choice: tuple[Strategy, ...]
+    compute: costs.Seconds
+    inside: costs.Seconds
+
+    @property
+    def step(self) -> float:
+        return self.compute.step + self.inside.step
+
+
+def op_space(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf = (), traffic: Traffic | None = None) -> OpSpace:
     """All combinations of per-axis strategies that the sizes allow; of equals in layout only the cheapest stays.
 
-    ``asked``: what they are restricted to.
+    ``asked``: what they are restricted to; ``traffic``: see :func:`costs.node_seconds`.
     """
-    best: dict[Any, tuple[float, tuple[Strategy, ...]]] = {}
+    best: dict[Any, _Priced] = {}
     for choices in _as_asked(_combined(node, graph, mesh, asked), asked or (None,) * mesh.ndim):
-        best = _priced(choices, node, graph, mesh)
+        best = _priced(choices, node, graph, mesh, traffic)
         if best:
             break
     return OpSpace(
-        choices=tuple(choice for _, choice in best.values()),
-        seconds=np.array([seconds for seconds, _ in best.values()]),
+        choices=tuple(found.choice for found in best.values()),
+        compute=np.array([found.compute for found in best.values()]).T,
+        inside=np.array([found.inside for found in best.values()]).T,
         inputs=tuple(tuple(ins[i] for ins, _ in best) for i in range(len(node.inputs))),
         outputs=tuple(tuple(outs[i] for _, outs in best) for i in range(len(node.outputs))),
     )
@@ -106,23 +133,23 @@ def _as_asked(choices: Sequence[tuple[Strategy, ...]], asked: AskedOf) -> Iterat
 
 
 def _priced(
-    choices: Sequence[tuple[Strategy, ...]], node: Node, graph: Graph, mesh: Mesh
-) -> dict[Any, tuple[float, tuple[Strategy, ...]]]:
-    """(layouts of operands, of results) → the seconds of the cheapest choice with them, and that choice."""
+    choices: Sequence[tuple[Strategy, ...]], node: Node, graph: Graph, mesh: Mesh, traffic: Traffic | None
+) -> dict[Any, _Priced]:
+    """(layouts of operands, of results) → the cheapest choice with them."""
     grads_in = [graph.types[name].grad for name in node.inputs]
     grads_out = [graph.types[name].grad for name in node.outputs]
     flops = costs.node_flops(node, graph, rule_for(node.op))
-    best: dict[Any, tuple[float, tuple[Strategy, ...]]] = {}
+    best: dict[Any, _Priced] = {}
     for choice in choices:
         ins = tuple(used(choice, i, g) for i, g in enumerate(grads_in))
         outs = tuple(made(choice, i, g) for i, g in enumerate(grads_out))
         inside = internal_collectives(node, graph, mesh, choice, (*ins, *outs))
         if inside and is_single_in_double(node, graph):
             continue
-        seconds = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs))
-        seconds += sum(costs.internal_cost(c, mesh)[1] for c in inside)
-        if (ins, outs) not in best or seconds < best[ins, outs][0]:
-            best[ins, outs] = (seconds, choice)
+        compute = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs), traffic)
+        found = _Priced(choice, compute, costs.inside_seconds(inside, mesh))
+        if (ins, outs) not in best or found.step < best[ins, outs].step:
+            best[ins, outs] = found
     return best
 
 
@@ -133,19 +160,24 @@ class OpSpaces:
     """
 
     def __init__(self, graph: Graph, mesh: Mesh, asked: Mapping[str, AskedOf] | None = None) -> None:
-        self.graph, self.mesh = graph, mesh
+        self.graph, self.mesh, self.traffic = graph, mesh, traffic_on(graph, mesh)
         self.asked = asked or {}
         self._of: dict[str, OpSpace] = {}
         self._known: dict[Any, OpSpace] = {}
 
     def __getitem__(self, node: Node) -> OpSpace:
         if node.name not in self._of:
-            asked = self.asked.get(node.name, ())
-            key = signature(node, self.graph), asked
+            asked, traffic = self.asked.get(node.name, ()), self.traffic.get(node.name)
+            key = signature(node, self.graph), asked, traffic
             if key not in self._known:
-                self._known[key] = op_space(node, self.graph, self.mesh, asked)
+                self._known[key] = op_space(node, self.graph, self.mesh, asked, traffic)
             self._of[node.name] = self._known[key]
         return self._of[node.name]
+
+
+def traffic_on(graph: Graph, mesh: Mesh) -> Mapping[str, Traffic]:
+    """What every node reads and writes; empty where the hardware runs every operation by itself: all of it."""
+    return traffic(graph) if mesh.hardware.fuses else {}
 
 
 def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:

@@ -27,6 +27,8 @@ class Prices:
     space: Space
     piece: Ints
     """per move: elements of the smaller chunk, the unit of volume"""
+    crossing: npt.NDArray[np.bool_]
+    """per move: whether its group spans several nodes"""
 
 
 @lru_cache(maxsize=64)
@@ -59,7 +61,12 @@ def price(
     if uneven.any() or cut.any():
         forbidden = uneven.any(axis=1) | cut.any(axis=1)
         total[forbidden], seconds[forbidden] = FORBIDDEN, np.inf
-    return Prices(total, seconds, (-(-sizes // graph.cuts)).prod(axis=1), graph, piece)
+    return Prices(total, seconds, (-(-sizes // graph.cuts)).prod(axis=1), graph, piece, _crossing(mesh, graph))
+
+
+def _crossing(mesh: Mesh, graph: Space) -> npt.NDArray[np.bool_]:
+    crosses = cache(lambda group: mesh.crosses([mesh.axes[a] for a in group]))
+    return np.array([crosses(m.group) for m in graph.moves], np.bool_)
 
 
 def _uneven(shape: tuple[int, ...], graph: Space) -> npt.NDArray[np.bool_]:
@@ -87,14 +94,13 @@ def _rate(
 ) -> tuple[float, float]:
     """(seconds, seconds per byte) of one move: α-β for each collective, memory traffic for a local copy."""
     link = mesh.link([mesh.axes[a] for a in group])
-    # A permute is one message, however many ranks take part.
-    n = 2 if forward == "permute" else graph.count(group)
     fixed, rate = local_step(mesh.hardware), 0.0
     for kind in (forward, backward):
         volume = graph.volume(kind, group, order) / graph.ranks
-        if volume:
-            fixed += link.seconds(0.0, n)
-            rate += volume / link.bandwidth
+        if kind is not None and volume:
+            latency, per_byte = link.rate(kind)
+            fixed += latency
+            rate += volume * per_byte
     written = {"slice": 1.0, "partial": 1.0, "pad": float(graph.count(group))}.get(forward, 0.0)
     return fixed, rate + (1 + written) * (written > 0) / _copy_bandwidth(mesh.hardware)
 
@@ -107,5 +113,5 @@ def local_step(hardware: Hardware) -> float:
 def _copy_bandwidth(hardware: Hardware) -> float:
     """Bytes per second of a local copy; a network without latency is an ideal one, beside which copies are free."""
     if hardware.node.latency:
-        return hardware.memory_bandwidth
+        return 1.0 / hardware.memory_seconds(1.0)
     return 1e9 * max(hardware.memory_bandwidth, hardware.node.bandwidth, hardware.network.bandwidth)

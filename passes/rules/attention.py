@@ -171,9 +171,12 @@ def _gathered(site: Site, name: str, axes: tuple[str, ...]) -> Internal:
 
 
 def _flops(node: Node, graph: Graph) -> float:
-    """Two products per pair of query and key, also where a causal mask hides the pair."""
-    shapes = _shapes(node, graph)
-    return 2.0 * math.prod(weights_shape(node, graph)) * (shapes["query"][-1] + shapes["value"][-1])
+    """Two products per pair of query and key; those that a causal mask hides are not counted."""
+    shapes, weights = _shapes(node, graph), weights_shape(node, graph)
+    queries, keys = weights[-2:]
+    seen = min(queries, keys)
+    pairs = queries * keys if not argument(node, "is_causal") else seen * (seen + 1) / 2 + (queries - seen) * keys
+    return 2.0 * math.prod(weights[:-2]) * pairs * (shapes["query"][-1] + shapes["value"][-1])
 
 
 def _is_fused(node: Node, types: Types) -> bool:

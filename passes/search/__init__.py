@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.passes.search.network import CostNetwork, Memory, Solution
+from autoshard.passes.search.network import CostNetwork, Memory, Row, Solution
 from autoshard.passes.search.solver import solve
 
-__all__ = ["CostNetwork", "Memory", "Solution", "solve"]
+__all__ = ["CostNetwork", "Memory", "Row", "Solution", "solve"]

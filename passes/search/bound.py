@@ -5,7 +5,7 @@ Source: Kolmogorov, Convergent tree-reweighted message passing (2006), in the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,16 +34,14 @@ class Dual:
     ``bound`` is a lower bound of the optimum: the sum of every table's minimum. It never falls.
     """
 
-    def __init__(self, network: Eliminator, extra: Mapping[int, Array] | None = None, constant: float = 0.0) -> None:
-        """``extra`` vectors are added to the nodes' costs, ``constant`` to the total (prices of memory)."""
+    def __init__(self, network: Eliminator, constant: float = 0.0) -> None:
+        """``constant`` is added to the total."""
         self.order = sorted(network.alive)
         rank = {node: k for k, node in enumerate(self.order)}
         arrays = network.tables.arrays
         self.node = {i: np.array(arrays[network.factors[i,]]) for i in self.order if (i,) in network.factors}
         for i in self.order:
             self.node.setdefault(i, np.zeros(network.sizes[i]))
-            if extra is not None:
-                self.node[i] = self.node[i] + extra[i]
         self.edges: dict[Scope, _Edge] = {}
         self.after: dict[int, list[Scope]] = {i: [] for i in self.order}
         self.before: dict[int, list[Scope]] = {i: [] for i in self.order}

@@ -59,10 +59,9 @@ class Eliminator:
         self.sizes = list(sizes)
         self.factors: dict[Scope, int] = {}
         self.touching: list[set[Scope]] = [set() for _ in sizes]
-        self.constant = 0.0
+        self.scalars: list[int] = []  # tables without an axis
         self.steps: list[Step | Pruned] = []
         self.alive = set(range(len(sizes)))
-        self.usage: dict[int, int] = {}  # tables of what the strategies of a node hold; where it varies the node stays
 
     @classmethod
     def of(cls, network: CostNetwork, tables: Tables) -> Eliminator:
@@ -78,16 +77,20 @@ class Eliminator:
         """The network as it is, with the same tables and without the steps that led there."""
         new = Eliminator(self.tables, self.sizes)
         new.factors, new.touching = dict(self.factors), [set(scopes) for scopes in self.touching]
-        new.constant, new.alive, new.usage = self.constant, set(self.alive), dict(self.usage)
+        new.scalars, new.alive = list(self.scalars), set(self.alive)
         return new
 
     def insert(self, scope: Scope, table: int) -> None:
         """Add a factor; factors of one scope are summed."""
         if not scope:
-            self.constant += float(self.tables.arrays[table])
+            self.scalars.append(table)
             return
         old = self.factors.get(scope)
         self.factors[scope] = table if old is None else self.tables.add(old, table)
+        self.touch(scope)
+
+    def touch(self, scope: Scope) -> None:
+        """The nodes of ``scope`` are joined."""
         for node in scope:
             self.touching[node].add(scope)
 
@@ -144,7 +147,7 @@ class Eliminator:
         Among equals the node with the oldest tables comes first: equal positions of equal layers go one after the
         other, and a chain of equal layers is halved again and again, so its tables are found in the memo.
         """
-        heap = [self._key(node, order) for node in sorted(self.alive) if self.free(node)]
+        heap = [self._key(node, order) for node in sorted(self.alive)]
         current = {key[-1]: key for key in heap}
         heapq.heapify(heap)
         while heap:
@@ -153,7 +156,7 @@ class Eliminator:
             if current.get(node) != key or key[0] > max_weight or (key[0] and len(self.neighbours(node)) > max_degree):
                 continue
             del current[node]
-            for other in filter(self.free, self.eliminate(node)):
+            for other in self.eliminate(node):
                 current[other] = self._key(other, order)
                 heapq.heappush(heap, current[other])
 
@@ -205,12 +208,7 @@ class Eliminator:
                 continue
             total: Array = np.zeros(())
             for scope, table in step.factors:
-                total = (
-                    total
-                    + self.tables.arrays[table][
-                        tuple(slice(None) if other == step.node else choice[other] for other in scope)
-                    ]
-                )
+                total = total + self.tables.at(table, tuple(None if k == step.node else choice[k] for k in scope))
             choice[step.node] = int(np.argmin(total))
         return choice
 
@@ -219,19 +217,10 @@ class Eliminator:
         """How many strategies the nodes that are left have in sum."""
         return sum(self.sizes[node] for node in self.alive)
 
-    def held(self, node: int) -> Array:
-        """What each of the node's strategies holds."""
-        table = self.usage.get(node)
-        return np.zeros(self.sizes[node]) if table is None else self.tables.arrays[table]
-
     @property
-    def gone(self) -> dict[int, float]:
-        """What each eliminated node holds, whichever strategy it takes."""
-        return {node: float(self.held(node)[0]) for node in self.usage.keys() - self.alive}
-
-    def free(self, node: int) -> bool:
-        """Whether the node may be eliminated: all its strategies hold the same."""
-        return node not in self.usage or bool(np.ptp(self.held(node)) == 0)
+    def constant(self) -> float:
+        """What every choice costs."""
+        return sum(float(self.tables.arrays[table]) for table in self.scalars)
 
     def cost(self, choice: dict[int, int]) -> float:
         """The cost of a choice for all nodes that are left."""

@@ -29,10 +29,16 @@ def entries(factors: Iterable[tuple[Scope, Array]]) -> int:
 
 @dataclass(frozen=True)
 class Limit:
-    """Σ usage[node][strategy of node] ≤ limit."""
+    """Σ amounts[scope][strategies of its nodes] ≤ limit; more costs ``price`` a unit. The scopes are among the factors'."""
 
-    usage: Mapping[int, Array]
+    amounts: Mapping[Scope, Array]
     limit: float
+    price: float = math.inf
+
+    @property
+    def unit(self) -> float:
+        """The solver's tolerances are absolute: rows are written in units of the largest amount."""
+        return max((float(np.abs(a).max()) for a in self.amounts.values()), default=0.0) or 1.0
 
 
 @dataclass(frozen=True)
@@ -74,15 +80,17 @@ def solve_core(
     upper: float = math.inf,
     limits: Sequence[Limit] = (),
     time_limit: float = math.inf,
+    most_nodes: int | None = None,
+    most_entries: float = math.inf,
 ) -> CoreSolution:
     """Minimise the sum of vectors and matrices over one strategy per node.
 
     Variables: x[i, s] binary, y[edge, s, t] ≥ 0 with Σ_t y = x[i, s] and Σ_s y = x[j, t] (the local polytope, whose
-    LP is mostly integral on these networks). ``upper``: nothing that costs more is of interest. ``time_limit``: s.
+    LP is mostly integral on these networks). ``upper``: nothing that costs more is of interest. ``time_limit``: s;
+    ``most_nodes``: of the branch and bound; ``most_entries``: variables beyond which it is not tried.
     """
     if not factors:
-        fits = all(limit.limit >= 0 for limit in limits)
-        return CoreSolution({} if fits else None, 0.0 if fits else math.inf, True)
+        return CoreSolution({}, 0.0, True)
     least = {scope: float(array.min()) for scope, array in factors}
     constant = sum(least.values())
     if math.isinf(constant):
@@ -91,13 +99,18 @@ def solve_core(
     reduced = [
         (scope, np.where(array - least[scope] <= ceiling, array - least[scope], np.inf)) for scope, array in factors
     ]
-    if entries(reduced) > ENTRIES_PER_SECOND * time_limit:
+    if entries(reduced) > min(most_entries, ENTRIES_PER_SECOND * time_limit):
         return CoreSolution(None, constant, False)
     largest = max((float(array[np.isfinite(array)].max()) for _, array in reduced), default=0.0)
     scale = SCALE / min(ceiling, largest) if min(ceiling, largest) > 0 else 1.0
     lp, start = _programme(reduced, sizes, scale, limits)
     highs = highspy.Highs()
-    options = {"output_flag": False, "random_seed": 0, "threads": 1, "mip_rel_gap": 0.0, "mip_abs_gap": 0.0}
+    options: dict[str, bool | int | float] = {"output_flag": False, "random_seed": 0, "threads": 1}
+    options |= {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0}
+    if limits:
+        options |= {"mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9}
+    if most_nodes is not None:
+        options["mip_max_nodes"] = most_nodes
     for name, value in options.items():
         highs.setOptionValue(name, value)
     if math.isfinite(time_limit):
@@ -125,6 +138,7 @@ def _programme(
     binaries = sum(sizes[node] for node in nodes)
     cost = [np.zeros(binaries)]
     rows = _Rows()
+    exceeding = [rows.reserve(1, -math.inf, limit.limit / limit.unit) for limit in limits]
     for node in nodes:
         columns = start[node] + np.arange(sizes[node])
         rows.put(np.full(sizes[node], rows.reserve(1, 1.0, 1.0)), columns, 1.0)
@@ -132,6 +146,7 @@ def _programme(
     for scope, array in factors:
         if len(scope) == 1:
             cost[0][start[scope[0]] : start[scope[0]] + array.size] = array
+            _count(rows, limits, exceeding, scope, start[scope[0]] + np.arange(array.size), (np.arange(array.size),))
             continue
         pairs = np.nonzero(np.isfinite(array))
         columns = count + np.arange(len(pairs[0]))
@@ -141,22 +156,40 @@ def _programme(
             first = rows.reserve(sizes[node], 0.0, 0.0)
             rows.put(first + index, columns, 1.0)
             rows.put(first + np.arange(sizes[node]), start[node] + np.arange(sizes[node]), -1.0)
-    for limit in limits:
-        row = rows.reserve(1, -math.inf, limit.limit)
-        for node, usage in limit.usage.items():
-            used = np.flatnonzero(usage)
-            rows.put(np.full(len(used), row), start[node] + used, usage[used])
-    return _assemble(np.concatenate(cost) * scale, binaries, rows), start
+        _count(rows, limits, exceeding, scope, columns, pairs)
+    soft = [(row, limit) for row, limit in zip(exceeding, limits, strict=True) if math.isfinite(limit.price)]
+    for column, (row, limit) in enumerate(soft, count):
+        rows.put(np.array([row]), np.array([column]), -1.0)
+        cost.append(np.array([limit.price * limit.unit]))
+    return _assemble(np.concatenate(cost) * scale, binaries, len(soft), rows), start
 
 
-def _assemble(cost: Array, binaries: int, rows: _Rows) -> highspy.HighsLp:
+def _count(
+    rows: _Rows,
+    limits: Sequence[Limit],
+    exceeding: Sequence[int],
+    scope: Scope,
+    columns: NDArray[np.intp],
+    pairs: tuple[NDArray[np.intp], ...],
+) -> None:
+    """What the choices of one factor, its ``pairs``, contribute to the limits."""
+    for row, limit in zip(exceeding, limits, strict=True):
+        if scope in limit.amounts:
+            amounts = limit.amounts[scope][pairs] / limit.unit
+            used = np.flatnonzero(amounts)
+            rows.put(np.full(len(used), row), columns[used], amounts[used])
+
+
+def _assemble(cost: Array, binaries: int, excesses: int, rows: _Rows) -> highspy.HighsLp:
     row, column, value = np.concatenate(rows.row), np.concatenate(rows.column), np.concatenate(rows.value)
     order = np.lexsort((row, column))
     allowed = np.isfinite(cost)
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(cost), len(rows.lower)
     lp.col_cost_ = np.where(allowed, cost, 0.0)
-    lp.col_lower_, lp.col_upper_ = np.zeros(len(cost)), np.where(allowed, 1.0, 0.0)
+    most = np.where(allowed, 1.0, 0.0)
+    most[len(cost) - excesses :] = highspy.kHighsInf
+    lp.col_lower_, lp.col_upper_ = np.zeros(len(cost)), most
     lp.row_lower_, lp.row_upper_ = np.array(rows.lower), np.array(rows.upper)
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum(np.bincount(column, minlength=len(cost)))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,27 @@ class CostNetwork:
         """The total cost of one strategy per node."""
         total = sum(float(vector[s]) for vector, s in zip(self.nodes, choice, strict=True))
         return total + sum(float(matrix[choice[i], choice[j]]) for i, j, matrix in self.edges)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sum over the choices: Σ nodes[i][s_i] + Σ edges[e][s_i, s_j]. What exceeds ``limit`` costs ``price`` a unit.
+
+    ``nodes``: float64 [n_i] per node of the network; ``edges``: float64 [n_i, n_j] per edge, in its order; None: zeros.
+    ``price`` inf: the limit must not be exceeded. Amounts are finite and may be negative. Share arrays where the network
+    shares its own.
+    """
+
+    nodes: tuple[Array | None, ...]
+    edges: tuple[Array | None, ...]
+    limit: float
+    price: float = math.inf
+
+    def used(self, network: CostNetwork, choice: tuple[int, ...]) -> float:
+        """The sum for one strategy per node."""
+        total = sum(float(vector[s]) for vector, s in zip(self.nodes, choice, strict=True) if vector is not None)
+        pairs = zip(self.edges, network.edges, strict=True)
+        return total + sum(float(m[choice[i], choice[j]]) for m, (i, j, _) in pairs if m is not None)
 
 
 @dataclass(frozen=True)

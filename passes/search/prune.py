@@ -51,13 +51,12 @@ class Pruner:
         """Indices of the strategies that must stay; empty where the network is infeasible."""
         scopes = sorted(network.touching[node])
         key = tuple(sorted((network.factors[scope], scope.index(node), len(scope)) for scope in scopes))
-        held = None if network.free(node) else network.usage[node]
-        known = self._kept.get((held, key))
+        known = self._kept.get(key)
         if known is None:
-            known = self._kept[held, key] = self._compute(network.sizes[node], key, held)
+            known = self._kept[key] = self._compute(network.sizes[node], key)
         return known
 
-    def _compute(self, size: int, key: tuple[tuple[int, int, int], ...], held: int | None) -> Classes:
+    def _compute(self, size: int, key: tuple[tuple[int, int, int], ...]) -> Classes:
         own: Array = np.zeros(size)
         for table, axis, rank in key:
             array = self.tables.arrays[table]
@@ -72,14 +71,8 @@ class Pruner:
                     return feasible
                 classes = self.tables.classes(table, axis)[feasible]
                 gain += least[np.ix_(classes, classes)]
-        if held is not None:  # what holds more memory beats nothing
-            usage = self.tables.arrays[held][feasible]
-            gain[usage[None, :] > usage[:, None]] = -np.inf
-            equal = usage[None, :] == usage[:, None]
-        else:
-            equal = np.ones(gain.shape, dtype=bool)
         index = np.arange(len(feasible))
-        beaten = (gain > 0) | ((gain == 0) & (~equal | (index[None, :] < index[:, None])))
+        beaten = (gain > 0) | ((gain == 0) & (index[None, :] < index[:, None]))
         kept: Classes = feasible[~beaten.any(axis=1)]
         return kept
 
@@ -90,7 +83,9 @@ class Pruner:
             rows = np.unique(self.tables.classes(table, axis), return_index=True)[1]
             columns = np.unique(self.tables.classes(table, 1 - axis), return_index=True)[1]
             small = array[np.ix_(rows, columns)] if axis == 0 else array[np.ix_(columns, rows)].T
-            self._least[table, axis] = _least(small) if len(rows) ** 2 * len(columns) <= MAX_COMPARISONS else None
+            self._least[table, axis] = (
+                least_difference(small) if len(rows) ** 2 * len(columns) <= MAX_COMPARISONS else None
+            )
         return self._least[table, axis]
 
 
@@ -99,13 +94,12 @@ def restrict(network: Eliminator, node: int, kept: Classes) -> None:
     for scope in sorted(network.touching[node]):
         axes = [kept if other == node else None for other in scope]
         network.factors[scope] = network.tables.take(network.factors[scope], axes)
-    if node in network.usage:
-        network.usage[node] = network.tables.take(network.usage[node], [kept])
     network.sizes[node] = len(kept)
     network.steps.append(Pruned(node, tuple(kept.tolist())))
 
 
-def _least(array: Array) -> Array:
+def least_difference(array: Array) -> Array:
+    """[a, b] = min over x of array[a, x] − array[b, x]."""
     other = np.where(np.isinf(array), HUGE, array)
     result = np.empty((len(array), len(array)))
     step = max(1, BLOCK // array.size)

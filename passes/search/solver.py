@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -16,11 +16,12 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.eliminate import Eliminator, Step
-from autoshard.passes.search.memory import rows_of, solve_within
 from autoshard.passes.search.milp import entries, solve_core
-from autoshard.passes.search.network import CostNetwork, Memory, Solution
+from autoshard.passes.search.network import CostNetwork, Memory, Row, Solution
 from autoshard.passes.search.prune import NO_CHOICE, Pruner, restrict
+from autoshard.passes.search.stacked import stack_memory, stack_rows
 from autoshard.passes.search.tables import Tables
+from autoshard.passes.search.within import solve_within
 
 # Entries of the largest join that elimination computes without a second thought, and at all (the MILP's turn beyond).
 EASY_JOIN = 20_000_000
@@ -67,30 +68,33 @@ class _Run:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def solve(network: CostNetwork, *, time_limit: float | None = None, memory: Memory | None = None) -> Solution:
+def solve(
+    network: CostNetwork,
+    *,
+    rows: Sequence[Row] = (),
+    memory: Memory | None = None,
+    effort: float = 1.0,
+    time_limit: float | None = None,
+) -> Solution:
     """The cheapest strategy per node; ties go to the lowest index.
 
-    ``time_limit``: seconds after which the best choice so far is returned, with ``exact=False`` and a valid lower
-    bound; it bounds the MILP and message passing (with ``memory`` and None: 30 s). ``memory``: see :class:`Memory`.
-    Costs are rounded to 2^-50 of the sum of the tables' ranges, so that float64 sums are exact and do not depend on
-    their order: forbid with ``inf``, not with a huge number. Raises PlanError when no choice is feasible.
+    ``rows``: sums that cost, or must not, exceed a limit, see :class:`Row`; cost and bound then include what the excess
+    costs. ``memory``: see :class:`Memory` (instead of rows). ``effort`` scales the work that is spent on the proof where
+    rows bind: the same work, and so the same choice, in every run. ``time_limit``: seconds after which the best choice so
+    far is returned, with ``exact=False`` and a valid lower bound. Costs are rounded to 2^-50 of the sum of the tables'
+    ranges, so that float64 sums are exact and do not depend on their order: forbid with ``inf``, not with a huge number.
+    Raises PlanError when no choice is feasible, with the least usage found.
     """
     limit = math.inf if time_limit is None else time_limit
-    exponent = grid(network)
-    tables = Tables()
-    pruner = Pruner(tables)
-    if memory is None:
-        return _solve(on_grid(network, exponent), network, pruner, time.perf_counter() + limit)
+    pruner = Pruner(Tables())
+    if memory is None and not rows:
+        return _solve(on_grid(network, grid(network)), network, pruner, time.perf_counter() + limit)
 
-    def relaxed(penalised: CostNetwork, deadline: float) -> Solution:
-        return _solve(on_grid(penalised, exponent), penalised, pruner, deadline, milp=False)
+    def relaxed(priced: CostNetwork, deadline: float) -> Solution:
+        return _solve(on_grid(priced, grid(priced)), priced, pruner, deadline, milp=False)
 
-    def make() -> tuple[Eliminator, Pruner]:
-        fresh = Eliminator.of(on_grid(network, exponent), tables)
-        fresh.usage = {i: tables.intern(usage) for i, usage in enumerate(rows_of(network, memory).usage)}
-        return fresh, pruner
-
-    return solve_within(network, memory, relaxed, make, limit)
+    problem = stack_rows(network, rows) if memory is None else stack_memory(network, memory)
+    return solve_within(problem, relaxed, limit, effort)
 
 
 def _solve(rounded: CostNetwork, network: CostNetwork, pruner: Pruner, deadline: float, milp: bool = True) -> Solution:

@@ -14,6 +14,8 @@ from autoshard.passes.search.network import Array
 BLOCK = 1 << 16
 
 Classes = NDArray[np.intp]
+Span = tuple[int, tuple[int, ...]]
+"""a table and the axes of a join that it spans, ascending"""
 
 
 class Tables:
@@ -39,6 +41,11 @@ class Tables:
             self.arrays.append(array_c)
         self._by_id[id(array)] = (array, number)
         return number
+
+    def at(self, a: int, index: tuple[int | None, ...]) -> Array:
+        """The entries along the only axis whose index is None."""
+        row: Array = self.arrays[a][tuple(slice(None) if i is None else i for i in index)]
+        return row
 
     def add(self, a: int, b: int) -> int:
         """The sum of two tables of one shape."""
@@ -88,14 +95,14 @@ class Tables:
             self._classes[a, axis] = known
         return known
 
-    def eliminate(self, factors: tuple[tuple[int, tuple[int, ...]], ...], rank: int) -> int:
+    def eliminate(self, factors: tuple[Span, ...], rank: int) -> int:
         """min over the last of ``rank`` + 1 axes of the sum of ``factors``: a table of the first ``rank`` axes.
 
         A factor is (table, the axes it spans, ascending); each spans the last axis.
         """
         return self._remember(("eliminate", factors, rank), lambda: self._eliminate(factors, rank))
 
-    def _eliminate(self, factors: tuple[tuple[int, tuple[int, ...]], ...], rank: int) -> Array:
+    def _eliminate(self, factors: tuple[Span, ...], rank: int) -> Array:
         kept, where = zip(*(self._representatives(factors, axis, rank) for axis in range(rank + 1)), strict=True)
         parts = []
         for table, axes in factors:
@@ -108,15 +115,13 @@ class Tables:
             for position, axis in enumerate(axes[:-1]):
                 shape[axis + 1] = part.shape[position + 1]
             parts.append(np.ascontiguousarray(part).reshape(shape))
-        reduced = _min_sum(parts, tuple(len(k) for k in kept[:-1]))
+        reduced = min_sum(parts, tuple(len(k) for k in kept[:-1]))
         for axis in range(rank):
             if len(kept[axis]) != len(where[axis]):
                 reduced = reduced.take(where[axis], axis)
         return reduced
 
-    def _representatives(
-        self, factors: tuple[tuple[int, tuple[int, ...]], ...], axis: int, rank: int
-    ) -> tuple[Classes, Classes]:
+    def _representatives(self, factors: tuple[Span, ...], axis: int, rank: int) -> tuple[Classes, Classes]:
         """(indices that stand for the classes along one axis, for every index its class).
 
         On the eliminated axis a vector of its own only decides which of a class is the cheapest.
@@ -140,7 +145,7 @@ class Tables:
         return np.array(kept, dtype=np.intp), where
 
 
-def _min_sum(parts: list[Array], shape: tuple[int, ...]) -> Array:
+def min_sum(parts: list[Array], shape: tuple[int, ...]) -> Array:
     """min over axis 0 of the broadcast sum of ``parts``, whose axis 0 is common and whose other axes are 1 or full."""
     if not shape:
         return np.asarray(sum(parts[1:], parts[0]).min(), dtype=np.float64)

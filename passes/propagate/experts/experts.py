@@ -125,7 +125,9 @@ def _ulysses(context: Context, ranks: int) -> OnAxis:
     asked = dict(ulysses(context.families, context.products, context.batch))
     held = {n: a for n, a in asked.items() if a is not None}
     free = {v for node in context.graph.nodes if node.name not in held for v in node.inputs}
-    note = "" if any(a.cuts for a in held.values()) else "no dim of the activations is a sequence, so that all is searched"
+    note = (
+        "" if any(a.cuts for a in held.values()) else "no dim of the activations is a sequence, so that all is searched"
+    )
     return OnAxis(held, {p: WHOLE for p in context.graph.parameters if p not in free}, note=note)
 
 

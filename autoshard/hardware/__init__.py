@@ -1,0 +1,9 @@
+"""What devices and their links can do: the constants of the cost model, as presets, measured, or from a file."""
+
+from __future__ import annotations
+
+from autoshard.hardware.device import Hardware, free_memory
+from autoshard.hardware.link import Link, Rate, Route
+from autoshard.hardware.presets import PRESETS, hardware
+
+__all__ = ["PRESETS", "Hardware", "Link", "Rate", "Route", "free_memory", "hardware"]

@@ -1,0 +1,136 @@
+"""One device type: what its kernels reach of the data sheet, and its links."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoshard.errors import MeshError
+from autoshard.hardware.link import Link, Rate, Route
+
+TILE = (128, 256)
+"""rows and columns of the result that one unit computes at a time: the tile of cuBLAS's fastest kernels"""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One device type. ``flops`` in FLOP/s (bf16 dense peak), ``memory_bandwidth`` B/s, ``memory_bytes`` B."""
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    memory_bytes: float
+    node: Link
+    """the link between devices of one node"""
+    network: Link
+    """the link between nodes, per device"""
+    devices_per_node: int = 8
+    efficiency: float = 0.7
+    """what kernels reach of ``flops``, and of ``memory_bandwidth`` where ``memory_efficiency`` does not say"""
+    kernel_latency: float = 7e-6
+    """seconds of the smallest kernel"""
+    overlap: float = 0.0
+    """how fast compute runs while collectives run beside it, relative to compute alone; 0: nothing can run beside it"""
+    memory_efficiency: float = 0.0
+    units: int = 0
+    """multiprocessors: a product's last wave of tiles leaves some of them idle; 0: not counted"""
+    attention: tuple[tuple[int, float, float], ...] = ()
+    """(keys, forward, backward): the share of ``flops`` that fused attention reaches at this length"""
+    fuses: bool = False
+    """whether chains of elementwise operations run as one kernel (torch.compile)"""
+    dtypes: tuple[tuple[str, float], ...] = ()
+    """(dtype, FLOP/s) where products were measured; else a wider float runs at half the speed per doubling"""
+
+    def route(self, inside: int, nodes: int) -> Route:
+        """The links of a group with ``inside`` ranks on each of ``nodes`` nodes."""
+        return Route(self.node, self.network, inside, nodes)
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Peak FLOP/s for matmuls in ``dtype``; wider floats run at a half of it per doubling."""
+        measured = dict(self.dtypes).get(str(dtype).removeprefix("torch."))
+        if measured is not None:
+            return measured
+        bits = 8 * dtype.itemsize if dtype.is_floating_point else 16
+        return self.flops / max(1.0, bits / 16)
+
+    def memory_seconds(self, moved: float) -> float:
+        """Time to read and write ``moved`` bytes."""
+        return moved / (self.memory_bandwidth * (self.memory_efficiency or self.efficiency))
+
+    def product_seconds(self, flops: float, result: tuple[int, ...], dtype: torch.dtype) -> float:
+        """Time of ``flops`` operations of a matrix product whose result has this local shape."""
+        return flops * self._waves(result) / (self.peak(dtype) * self.efficiency)
+
+    def _waves(self, result: tuple[int, ...]) -> float:
+        """Tiles that there is time for over tiles that there are: 1 where the last wave is full.
+
+        Where one wave is not full, products are split along the contraction, too.
+        """
+        if not self.units or len(result) < 2:
+            return 1.0
+        tiles = math.ceil(math.prod(result[:-1]) / TILE[0]) * math.ceil(result[-1] / TILE[1])
+        return math.ceil(tiles / self.units) * self.units / tiles if tiles > self.units else 1.0
+
+    def attention_seconds(self, flops: float, keys: int, dtype: torch.dtype, backward: bool) -> float:
+        """Time of ``flops`` operations of fused attention over ``keys`` keys."""
+        if not self.attention:
+            return flops / (self.peak(dtype) * self.efficiency)
+        rows = sorted(self.attention)
+        if len(rows) == 1 or keys <= rows[0][0]:
+            share = rows[0][1 + backward]
+        else:
+            below, above = next((p for p in itertools.pairwise(rows) if keys <= p[1][0]), (rows[-1], rows[-1]))
+            part = math.log(keys / below[0]) / math.log(above[0] / below[0]) if below is not above else 0.0
+            share = below[1 + backward] + part * (above[1 + backward] - below[1 + backward])
+        return flops / (self.peak(dtype) * share)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Hardware:
+        """The inverse of :meth:`to_dict`. Fields that are missing have their defaults, unknown ones are not read.
+
+        Raises KeyError, TypeError or ValueError where it is no hardware.
+        """
+        known = {f.name: data[f.name] for f in fields(Hardware) if f.name in data}
+        for name in ("attention", "dtypes"):
+            known[name] = tuple(tuple(row) for row in known.get(name, ()))
+        for name in ("node", "network"):
+            link = data[name]
+            rates = tuple(Rate(str(k), int(n), float(a), float(b)) for k, n, a, b in link.get("rates", ()))
+            known[name] = Link(float(link["latency"]), float(link["bandwidth"]), rates)
+        return Hardware(**known)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON; :meth:`load` and ``Mesh(..., hardware="cluster.json")`` read it."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Hardware:
+        """What :meth:`save` wrote. Raises :class:`MeshError` where the file is missing or holds something else."""
+        try:
+            return Hardware.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise MeshError(f"the hardware file {str(path)!r} cannot be read: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise MeshError(
+                f"{str(path)!r} is no hardware that Hardware.save wrote ({error!r}); autoshard.calibrate() measures one"
+            ) from error
+
+
+def free_memory() -> int | None:
+    """Bytes of main memory that this machine can still give; None where it does not say (it is no Linux)."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,0 +1,111 @@
+"""Links between devices, and the route of a group over them. Times are α-β: latency plus ring bytes over bandwidth.
+
+Ring bytes are what one rank puts on the wire: (n-1)/n of the whole for an all-gather or a reduce-scatter, twice that for
+an all-reduce, (n-1) pieces for an all-to-all, one message for a permute.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_SAME_AS = {
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_gather",
+    "permute": "all_gather",
+    "all_reduce": "all_gather",
+}
+
+
+class Rate(NamedTuple):
+    """What was measured of one kind of collective among ``ranks`` ranks."""
+
+    kind: str
+    """all_gather, reduce_scatter, all_reduce, all_to_all or permute"""
+    ranks: int
+    latency: float
+    """seconds"""
+    bandwidth: float
+    """ring bytes per second and rank"""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """``latency`` seconds per ring step and ``bandwidth`` bytes per second per rank, where no rate was measured."""
+
+    latency: float
+    bandwidth: float
+    rates: tuple[Rate, ...] = ()
+    """by kind and number of ranks; a kind that was not measured goes as an all-gather"""
+
+    def rate(self, kind: str, ranks: int) -> tuple[float, float]:
+        """(seconds, seconds per ring byte) of a collective among ``ranks`` ranks.
+
+        Between two measured sizes of the group both are interpolated: along the number of ranks, of an all-reduce along
+        its logarithm (rings and trees). Beyond the largest, latency goes on along the same line.
+        """
+        if ranks <= 1:
+            return 0.0, 0.0
+        known = sorted((r for r in self.rates if r.kind == kind), key=lambda r: r.ranks)
+        if not known and kind != "all_gather" and self.rates:
+            return self.rate(_SAME_AS[kind], 2 if kind == "permute" else ranks)
+        if not known:
+            return self.latency * (1 + 0.25 * (ranks - 1)), 1.0 / self.bandwidth
+        at = (lambda n: math.log2(n)) if kind == "all_reduce" else float
+        if len(known) == 1 or ranks <= known[0].ranks:
+            return known[0].latency, 1.0 / known[0].bandwidth
+        below, above = next((p for p in itertools.pairwise(known) if ranks <= p[1].ranks), (known[-2], known[-1]))
+        part = (at(ranks) - at(below.ranks)) / (at(above.ranks) - at(below.ranks))
+        latency = below.latency + part * (above.latency - below.latency)
+        inside = min(part, 1.0)
+        return latency, (1 - inside) / below.bandwidth + inside / above.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Of a group with ``inside`` ranks on each of ``nodes`` nodes: the links it uses.
+
+    Where it spans nodes, every rank has its own network card: what a ring or a tree sends from node to node leaves
+    through as many cards as the group has ranks there. An all-to-all sends to every rank by itself, so that most of it
+    goes through the rank's own card.
+    """
+
+    node: Link
+    network: Link
+    inside: int
+    nodes: int
+
+    @property
+    def ranks(self) -> int:
+        return self.inside * self.nodes
+
+    def rate(self, kind: str) -> tuple[float, float]:
+        """(seconds, seconds per ring byte) of a collective of this kind."""
+        latency, per_byte = self._rate(kind)
+        if kind == "all_reduce":  # never slower than in two steps
+            (a, b), (c, d) = self._rate("reduce_scatter"), self._rate("all_gather")
+            return min(latency, a + c), min(per_byte, (b + d) / 2)
+        return latency, per_byte
+
+    def seconds(self, ring_bytes: float, kind: str = "all_gather") -> float:
+        """Time of one collective that puts ``ring_bytes`` on the wire per rank."""
+        latency, per_byte = self.rate(kind)
+        return latency + per_byte * ring_bytes
+
+    def _rate(self, kind: str) -> tuple[float, float]:
+        ranks, inside, nodes = self.ranks, self.inside, self.nodes
+        if ranks <= 1:
+            return 0.0, 0.0
+        if nodes == 1:
+            return self.node.rate(kind, 2 if kind == "permute" else inside)
+        (near, beside), (far, across) = self.node.rate(kind, max(2, inside)), self.network.rate(kind, nodes)
+        if kind == "permute":
+            return near + far, across
+        if kind == "all_to_all":
+            crossing = (ranks - inside) / (ranks - 1)
+            return near + far, max(crossing * across, (1 - crossing) * beside)
+        crossing = (nodes - 1) / nodes * ranks / (ranks - 1)
+        steps = 1 if kind == "all_reduce" else inside  # a ring goes through all ranks, a tree's depth is that of nodes
+        return near + far * steps, max(beside if inside > 1 else 0.0, crossing * across / inside)

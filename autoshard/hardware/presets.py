@@ -1,0 +1,137 @@
+"""Devices by name. Peaks are the vendors' data sheets (dense bf16); what is reached of them is measured, by others:
+
+- matrix products: OpenXLA's table of cuBLAS on H100 (``xla/service/gpu/model/matmul_interpolator_data.h``, sm_90). Its
+  largest products, 4 × (1024…2048 × 4096 × 4096), reach 773 to 779 of 989 TFLOP/s; its smallest, 256 × 256 × 256, takes
+  5.2 µs. A100: 271 of 312 (Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS).
+- attention: cuDNN on H100, head dim 128, causal (Shah et al. 2024, "FlashAttention-3", figures 5 and 6), by length; on
+  A100 FlashAttention-2 (Dao 2023, figures 5 to 7): 0.6 forward, 0.55 backward.
+- memory: fused softmax and norms reach 3.01 of 3.35 TB/s on H100 (Guo, Dao et al. 2025, "QuACK: getting memory-bound
+  kernels to speed of light"); torch.compile's kernels are at par with them ("SOTA normalization performance with
+  torch.compile", pytorch.org 2026). Other GPUs are taken to reach the same share.
+- collectives: NCCL on H100, algorithm bandwidth of an all-gather in one node 537, 434 and 394 GB/s among 2, 4 and 8, of
+  an all-reduce 324, 236 and 267 (AutoParallel's tables), here as ring bytes: times (n-1)/n and 2(n-1)/n. Latencies of 2
+  and 8 nodes of 8 in the same tables, less those of one node, per rank of a node for rings. A network card of 400 Gb/s
+  carries 48 GB/s (384 GB/s of ring bytes among 8 nodes of 8). A100: 230 GB/s of ring bytes in a node (NVIDIA's nccl-tests).
+- beside collectives computation is 18.9 % slower on average (Lee et al. 2025, "Characterizing Compute-Communication
+  Overlap in GPU-Accelerated Distributed Deep Learning", arXiv 2507.03114).
+
+Where nothing is named kernels reach 70 % of the data sheet, and a link's latency is that of published NCCL measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from autoshard.errors import MeshError
+from autoshard.hardware.device import Hardware
+from autoshard.hardware.link import Link, Rate
+
+GB = 1e9
+BESIDE = 1 / 1.189
+
+_H100_NODE = Link(
+    8e-6,
+    345 * GB,
+    tuple(
+        Rate(kind, ranks, latency, bandwidth * GB)
+        for kind, rows in {
+            "all_gather": ((2, 8e-6, 537 / 2), (4, 17e-6, 434 * 3 / 4), (8, 30e-6, 394 * 7 / 8)),
+            "all_reduce": ((2, 10e-6, 324), (4, 15e-6, 236 * 3 / 2), (8, 31e-6, 267 * 7 / 4)),
+        }.items()
+        for ranks, latency, bandwidth in rows
+    ),
+)
+_NETWORK_RATES = (("all_gather", 2, 5e-6, 1.0), ("all_gather", 8, 33e-6, 1.0))
+_TREE_RATES = (("all_reduce", 2, 22e-6, 1.0), ("all_reduce", 8, 78e-6, 0.73))  # 160 of 219 GB/s that the cards allow
+
+
+def _network(bandwidth: float) -> Link:
+    """NCCL between nodes, with latencies as on H100; ``bandwidth`` of one card."""
+    rates = (Rate(kind, n, latency, part * bandwidth) for kind, n, latency, part in (*_NETWORK_RATES, *_TREE_RATES))
+    return Link(15e-6, bandwidth, tuple(rates))
+
+
+def _nvlink(bandwidth: float) -> Link:
+    """NCCL inside a node, with latencies as on H100 and one bandwidth for rings of any size."""
+    return Link(8e-6, bandwidth, tuple(r._replace(bandwidth=bandwidth) for r in _H100_NODE.rates))
+
+
+_H100 = Hardware(
+    "h100",
+    989.4e12,
+    3352e9,
+    80e9,
+    _H100_NODE,
+    _network(48 * GB),
+    efficiency=779 / 989.4,
+    kernel_latency=5e-6,
+    overlap=BESIDE,
+    memory_efficiency=3.01 / 3.352,
+    units=132,
+    attention=(
+        *((length, forward / 989.4, backward / 989.4) for length, forward, backward in (
+            (512, 315, 305), (1024, 410, 408), (2048, 484, 465), (4096, 518, 499), (8192, 529, 518), (16384, 539, 516),
+        )),
+    ),
+    fuses=True,
+)  # fmt: skip
+
+_A100 = replace(
+    _H100,
+    name="a100",
+    flops=312e12,
+    memory_bandwidth=2039e9,
+    node=_nvlink(230 * GB),
+    network=_network(24 * GB),
+    efficiency=271 / 312,
+    units=108,
+    attention=((1024, 0.6, 0.55),),
+)
+
+_OTHER = Hardware(
+    "", 0.0, 0.0, 0.0, Link(6e-6, 448 * GB), Link(15e-6, 50 * GB), kernel_latency=5e-6, overlap=BESIDE, fuses=True
+)
+
+PRESETS: dict[str, Hardware] = {
+    h.name: h
+    for h in (
+        _A100,
+        _H100,
+        replace(_H100, name="h200", memory_bandwidth=4800e9, memory_bytes=141e9),
+        replace(_OTHER, name="mi325x", flops=1300e12, memory_bandwidth=6000e9, memory_bytes=256e9),
+        replace(
+            _OTHER, name="tpu_v5p", flops=459e12, memory_bandwidth=2765e9, memory_bytes=96e9,
+            node=Link(3e-6, 600 * GB), network=Link(15e-6, 25 * GB), devices_per_node=4096,
+        ),
+        replace(
+            _OTHER, name="trainium2", flops=667e12, memory_bandwidth=2900e9, memory_bytes=96e9,
+            node=Link(6e-6, 512 * GB), devices_per_node=16,
+        ),
+        # A laptop or CI machine: gloo over loopback. autoshard.calibrate() measures it.
+        Hardware(
+            "cpu", 1e11, 20e9, 64e9, Link(60e-6, 1.5 * GB), Link(200e-6, 1 * GB), devices_per_node=1 << 30,
+            kernel_latency=2e-6,
+        ),
+        # Communication is next to free: FLOPs decide, bytes on the wire break ties, memory traffic comes last. So all
+        # matmul-like work that can be split is split, with the fewest bytes.
+        Hardware(
+            "ideal_network", 989.4e12, 1e21, 1e18, Link(0.0, 1e18), Link(0.0, 1e18), devices_per_node=1 << 30,
+            efficiency=1.0, kernel_latency=0.0,
+        ),
+    )
+}  # fmt: skip
+
+
+def hardware(which: str | Hardware) -> Hardware:
+    """A preset by name, a file that :meth:`Hardware.save` wrote, or ``which`` itself. Raises :class:`MeshError`."""
+    if isinstance(which, Hardware):
+        return which
+    if which in PRESETS:
+        return PRESETS[which]
+    if which.endswith(".json") or Path(which).is_file():
+        return Hardware.load(which)
+    names = ", ".join(PRESETS)
+    raise MeshError(
+        f"unknown hardware {which!r}. Known: {names}; or pass an autoshard.Hardware, or a file that Hardware.save wrote."
+    )

@@ -1,0 +1,76 @@
+"""Which statements run again in the backward: those whose results are not kept, though the backward needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoshard.passes.ir.graph import Node
+from autoshard.passes.ir.program import Program, Statement, reads
+from autoshard.passes.rules.facts import is_view, saved
+
+
+def run_again(program: Program) -> tuple[Statement, ...]:
+    """The parts of ``program``'s statements that run again in the backward, in order; views are not listed.
+
+    What these read is there in the backward: kept, or made again itself. Nothing keeps what they make.
+    """
+    assignment = program.assignment
+    if not assignment.again and not assignment.shared_again:
+        return ()
+    parts = [part for s in program.statements for part in s.parts]
+    copies = _copies(parts, program)
+    needed: set[str] = set()
+    found: list[Statement] = []
+    for part in reversed(parts):
+        node = part.node if part.step is None else None
+        wanted = not needed.isdisjoint(part.outputs)
+        if node is None:
+            if wanted and part.outputs[0] in copies:
+                found.append(part)
+                needed.update(reads(part))
+            continue
+        keeps = saved(node, program.graph.types)
+        operands = reads(part)
+        if assignment.again.get(node.name) == 2 and (wanted or keeps.results or keeps.intermediates):
+            found.append(part)
+            needed.update(operands)
+        elif is_view(node.op):
+            needed.update(operands if wanted else ())
+        else:
+            needed.update(_kept(node, operands, keeps.operands))
+    return tuple(reversed(found))
+
+
+def _kept(node: Node, operands: Sequence[str], positions: frozenset[int]) -> list[str]:
+    """Local names of the operands that autograd keeps; of a local form that reads in another order, all."""
+    return [operands[i] for i in positions] if len(operands) == len(node.inputs) else list(operands)
+
+
+def _copies(parts: Sequence[Statement], program: Program) -> frozenset[str]:
+    """Converted copies that are made again: where nobody keeps them who has nothing made again."""
+    assignment = program.assignment
+    readers: dict[str, list[Statement]] = {}
+    for part in parts:
+        for name in reads(part):
+            readers.setdefault(name, []).append(part)
+
+    def remade(name: str, part: Statement) -> bool:
+        if part.value in assignment.shared_again and program.layouts[name] == assignment.shared.get(part.value):
+            return True
+        nodes = [s.node for s in readers.get(name, ()) if s.step is None and s.node is not None]
+        steps = [s for s in readers.get(name, ()) if s.step is not None]
+        keeping = [n for n in nodes if _needs(n, name, readers, program)]
+        return all(assignment.again.get(n.name) for n in keeping) and (
+            bool(keeping) or any(remade(o, s) for s in steps for o in s.outputs)
+        )
+
+    conversions = (p for p in parts if p.step is not None and p.value not in program.graph.parameters)
+    return frozenset(o for p in conversions for o in p.outputs if remade(o, p))
+
+
+def _needs(node: Node, name: str, readers: dict[str, list[Statement]], program: Program) -> bool:
+    """Whether ``node`` keeps the local value, shows its memory, or is made again from it."""
+    if is_view(node.op) or program.assignment.again.get(node.name) == 2:
+        return True
+    part = next(s for s in readers[name] if s.node is node)
+    return name in _kept(node, reads(part), saved(node, program.graph.types).operands)

@@ -1,0 +1,99 @@
+"""The cheapest program whose peak is within the memory budget: search, simulate, and search again with what was learnt.
+
+The search knows parameters, what optimizers keep of them, and activations that are kept, as sums over its choices. The
+rest (temporaries, gathered parameters, gradients on their way) it learns from the simulation of the plan it found: the
+limit of its sums is the budget less that rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from autoshard.errors import PlanError
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Assignment
+from autoshard.passes.ir.memory import Memory
+from autoshard.passes.ir.program import Program
+from autoshard.passes.lower.blocks import hoisted
+from autoshard.passes.lower.bucket import bucket
+from autoshard.passes.lower.lowering import lower
+from autoshard.passes.lower.together import together
+from autoshard.passes.memory.simulate import simulate
+from autoshard.passes.propagate.planner import Planner
+
+log = logging.getLogger("autoshard.plan")
+
+SHARE = 0.9
+"""of the hardware's memory: the budget where none is given"""
+ROUNDS = 5
+"""searches under a limit, at most"""
+CLOSE = 0.01
+"""limits that differ by less, as a part of the budget, are one"""
+
+
+def lowered(assignment: Assignment) -> Program:
+    """The program of an assignment: redistributions as statements, those together that can go together."""
+    return bucket(hoisted(together(lower(assignment.graph, assignment))))
+
+
+def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Memory]:
+    """The cheapest program found whose peak is within ``memory_budget`` bytes per rank, and its memory.
+
+    ``memory_budget``: default 90 % of the hardware's memory. Raises :class:`PlanError` where none is found: with the
+    least peak that was, what it consists of, and what helps; :class:`HintError` from constraints.
+    """
+    mesh, optimizer = planner.mesh, planner.optimizer
+    budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
+    closest = _tried(planner.cheapest(), optimizer)
+    if closest[1].peak <= budget:
+        return closest
+    best: tuple[Program, Memory] | None = None
+    for stage in planner.stages:
+        for program, memory in _searched(planner, stage, budget, closest[1]):
+            closest = min(closest, (program, memory), key=lambda found: found[1].peak)
+            if memory.peak <= budget and (best is None or _seconds(program) < _seconds(best[0])):
+                best = program, memory
+    if best is None:
+        raise PlanError(_does_not_fit(closest[1], budget, mesh))
+    return best
+
+
+def _searched(planner: Planner, stage: str, budget: float, memory: Memory) -> Iterator[tuple[Program, Memory]]:
+    """Plans under limits that come closer and closer to the budget less what the search does not know of."""
+    rest = memory.at_peak["temporaries"] + memory.at_peak["buffers"]
+    limits: list[float] = []
+    while len(limits) < ROUNDS and all(abs(budget - rest - x) > CLOSE * budget for x in limits):
+        limits.append(budget - rest)
+        log.info("%s: peak %.4g B, budget %.4g B: choices may hold %.4g B", stage, memory.peak, budget, limits[-1])
+        try:
+            assignment, held = planner.within(limits[-1], stage)
+        except PlanError:
+            if len(limits) > 1:
+                return
+            assignment, held = planner.least(stage)
+        program, memory = found = _tried(assignment, planner.optimizer)
+        rest = memory.peak - held
+        yield found
+
+
+def _seconds(program: Program) -> float:
+    return program.assignment.solution.cost
+
+
+def _tried(assignment: Assignment, optimizer: str) -> tuple[Program, Memory]:
+    program = lowered(assignment)
+    return program, simulate(program, optimizer)
+
+
+def _does_not_fit(memory: Memory, budget: float, mesh: Mesh) -> str:
+    largest = max(memory.at_peak, key=lambda part: memory.at_peak[part])
+    helps = {
+        "activations": "recompute, a smaller batch per rank, micro-batches, or more ranks on an axis that cuts the batch or "
+        "the sequence",
+        "temporaries": "a smaller batch per rank, or more ranks on an axis that cuts the largest operation",
+    }.get(largest, "more ranks on an axis that may cut parameters, or an optimizer that keeps less")
+    return (
+        f"no plan within {budget / 1e9:.4g} GB per rank was found on {mesh}: the least peak found is "
+        f"{memory.peak / 1e9:.4g} GB, at {memory.moment} ({memory.dominant()}). What helps: {helps}."
+    )

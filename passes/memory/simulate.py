@@ -1,0 +1,352 @@
+"""The memory of one training step (or of a forward): a program's statements forward, then backward, storage by storage.
+
+Locals live until the function that they belong to returns, as in the emitted code; what autograd keeps lives until its
+operation's backward; gradients of parameters appear as the backward goes. Collectives hand over contiguous copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.passes.ir.graph import Ref
+from autoshard.passes.ir.memory import Memory, optimizer_bytes
+from autoshard.passes.ir.program import Program, Statement, reads
+from autoshard.passes.lower.again import run_again
+from autoshard.passes.lower.blocks import segments
+from autoshard.passes.lower.bucket import regathered
+from autoshard.passes.rules.facts import saved
+from autoshard.passes.rules.rehearsal import Form, Made, Outcome, Rehearsal
+
+PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
+
+
+def simulate(program: Program, optimizer: str = "adamw") -> Memory:
+    """The memory of ``program`` on the busiest rank. ``optimizer``: a name in :data:`OPTIMIZERS`."""
+    return _Simulation(program, optimizer).run()
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A statement that has run: what its backward needs."""
+
+    statement: Statement
+    operands: tuple[str, ...]
+    outputs: tuple[str, ...]
+    outcome: Outcome
+    kept: tuple[int, ...]
+    """storages"""
+
+
+@dataclass
+class _Heap:
+    """Storages, who holds them, and how much there is at any time."""
+
+    sizes: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    """holders: locals, gradients, the caller"""
+    saved: list[int] = field(default_factory=list)
+    """holders among what autograd keeps"""
+    alive: float = 0.0
+    kept: float = 0.0
+
+    def new(self, size: int) -> int:
+        """A storage that nobody holds yet."""
+        for column, value in ((self.sizes, size), (self.held, 0), (self.saved, 0)):
+            column.append(value)
+        return len(self.sizes) - 1
+
+    def hold(self, storage: int, by: int = 1) -> None:
+        before = self.held[storage] + self.saved[storage]
+        self.held[storage] += by
+        self._changed(storage, before)
+
+    def save(self, storage: int, by: int = 1) -> None:
+        before, was = self.held[storage] + self.saved[storage], self.saved[storage]
+        self.saved[storage] += by
+        self.kept += self.sizes[storage] * ((self.saved[storage] > 0) - (was > 0))
+        self._changed(storage, before)
+
+    def _changed(self, storage: int, before: int) -> None:
+        self.alive += self.sizes[storage] * ((self.held[storage] + self.saved[storage] > 0) - (before > 0))
+
+
+class _Simulation:
+    def __init__(self, program: Program, optimizer: str) -> None:
+        self.program, self.graph, self.mesh = program, program.graph, program.mesh
+        self.rehearsal = Rehearsal(program.mesh)
+        self.heap = _Heap()
+        self.forms: dict[str, Form] = {}
+        self.storage: dict[str, int] = {}
+        self.fixed: set[int] = set()
+        """storages of parameters and buffers, which are counted apart"""
+        self.tape: list[_Ran] = []
+        self.gradient: dict[str, int] = {}
+        """local name → the storage of its gradient"""
+        self.again = regathered(program) if self.graph.training else set()
+        self.constant = dict.fromkeys(("parameters", "optimizer", "buffers"), 0.0)
+        self.gradients = self.activations = 0.0
+        self.best = Memory()
+        self.curve: dict[tuple[str, str], float] = {}
+        """(operation, phase) → the most bytes while it ran"""
+        self.curve_at = ""
+        self.reached: set[str] = set()
+        """parameters that have a gradient by now"""
+        self.uses: Counter[int] = Counter()
+        """storages that are not kept but made again → operations that would keep them"""
+        self.stretch: dict[int, int] = {}
+        """these, other than gathered parameters → the segment that makes them again"""
+        self.parts = run_again(program)
+        self.runs_again = {id(part) for part in self.parts}
+        self.segment = 0
+        self.maker: dict[int, Statement] = {}
+        """these → the statement that made them"""
+        self.spared: set[int] = set()
+        """those of them that autograd would keep"""
+        for value in self.graph.inputs:
+            self._input(value.name, value.kind, optimizer)
+
+    def run(self) -> Memory:
+        for self.segment, segment in enumerate(segments(self.program)):
+            for s in segment.statements:
+                self._forward(s)
+            if segment.path:
+                self._leave({o for s in segment.statements for o in s.outputs} - set(segment.outputs))
+        self.activations = self.heap.kept
+        returned = {out.name for out in self.program.outputs if isinstance(out, Ref)}
+        returned |= set(self.program.mutations.values())
+        self._leave(set(self.storage) - returned - {i.name for i in self.graph.inputs})
+        if self.graph.training:
+            self._ends()
+            for ran in reversed(self.tape):
+                self._backward(ran)
+            self._seen(None, "step", 0.0)
+        grads = sum(self._bytes(i.name) for i in self.graph.inputs if self._trained(i.name))
+        constant = self.constant
+        return Memory(
+            constant["parameters"],
+            grads,
+            constant["optimizer"],
+            constant["buffers"],
+            self.activations,
+            self.best.temporaries,
+            self.best.peak,
+            self.best.at_peak,
+            self.best.moment,
+            tuple((op, phase, size) for (op, phase), size in self.curve.items()),
+            self._recomputed(),
+        )
+
+    def _recomputed(self) -> dict[str, float]:
+        found: Counter[str] = Counter()
+        for part in self.parts:
+            found[_name(part)] += 0
+        for storage in self.spared:
+            found[_name(self.maker[storage])] += self.heap.sizes[storage]
+        return dict(found)
+
+    # --- what is there ---
+
+    def _input(self, name: str, kind: str, optimizer: str) -> None:
+        form = self._form(name)
+        size = math.prod(form.shape) * form.dtype.itemsize
+        if kind in ("parameter", "buffer", "constant"):
+            self.constant["parameters" if kind == "parameter" else "buffers"] += size
+            size = 0
+        if self._trained(name):
+            self.constant["optimizer"] += optimizer_bytes(optimizer, form.shape, form.dtype)
+        self.storage[name] = self.heap.new(size)
+        self.heap.hold(self.storage[name])
+        self.fixed.add(self.storage[name])
+        self.forms[name] = form
+
+    def _trained(self, name: str) -> bool:
+        return self.graph.training and name in self.graph.parameters and self.graph.types[name].grad
+
+    def _form(self, name: str) -> Form:
+        type_ = self.program.types[name]
+        shape = self.program.layouts[name].max_local_shape(type_.example.shape)
+        strides = [1] * len(shape)
+        for d in range(len(shape) - 2, -1, -1):
+            strides[d] = strides[d + 1] * max(1, shape[d + 1])
+        return Form(tuple(shape), tuple(strides), type_.dtype, type_.grad and self.graph.training)
+
+    def _bytes(self, name: str) -> float:
+        form = self.forms[name]
+        return math.prod(form.shape) * form.dtype.itemsize
+
+    def _seen(self, s: Statement | None, phase: str, more: float) -> None:
+        """Note the moment, at which ``more`` bytes are there than what is held."""
+        parts = dict(self.constant) | {
+            "gradients": self.gradients,
+            "activations": self.heap.kept,
+            "temporaries": self.heap.alive - self.heap.kept + more,
+        }
+        peak = sum(parts.values())
+        key = (s.node.name if s is not None and s.node is not None else self.curve_at, phase)
+        if key[0] or phase == "step":
+            self.curve_at = key[0]
+            self.curve[key] = max(self.curve.get(key, 0.0), peak)
+        if peak > self.best.peak:
+            at = {name: parts.get(name, 0.0) for name in PARTS}
+            self.best = Memory(temporaries=at["temporaries"], peak=peak, at_peak=at, moment=_moment(s, phase))
+
+    def _leave(self, names: Iterable[str]) -> None:
+        """The function that these locals belong to returns."""
+        for name in names:
+            if name in self.storage:
+                self.heap.hold(self.storage.pop(name), -1)
+
+    # --- forward ---
+
+    def _forward(self, s: Statement) -> None:
+        if s.members and s.call.fn in ("enter_parameters", "gather_parameters"):
+            self._bucket(s)
+            return
+        for part in s.parts:
+            operands = tuple(dict.fromkeys(reads(part)))
+            forms = {name: self.forms[name] for name in operands}
+            outcome = self.rehearsal.run(part.call, forms, self.graph.training) or self._guess(part, operands)
+            self._seen(part, "forward", outcome.forward_peak)
+            self._made(part, operands, outcome, outcome.kept)
+
+    def _made(self, s: Statement, operands: tuple[str, ...], outcome: Outcome, kept: Sequence[int]) -> None:
+        new = [self.heap.new(size) for size in outcome.new]
+
+        def storage(number: int) -> int:
+            return self.storage[operands[number]] if number >= 0 else new[~number]
+
+        asked = kept
+        if id(s) in self.runs_again:
+            kept = (*kept, *range(len(operands)))  # what it is made again from
+            self.stretch.update(dict.fromkeys(new, self.segment))
+            self.maker.update(dict.fromkeys(new, s))
+            self.uses.update(dict.fromkeys(new, 0))
+        self.spared.update(x for x in map(storage, asked) if x in self.stretch)
+        keeps = tuple(x for x in dict.fromkeys(map(storage, kept)) if x not in self.fixed)
+        for x in keeps:
+            if x in self.uses:
+                self.uses[x] += 1
+            else:
+                self.heap.save(x)
+        for name, made in zip(s.outputs, outcome.made, strict=False):
+            if name != "_" and made is not None:
+                self.storage[name] = storage(made.storage)
+                self.heap.hold(self.storage[name])
+                self.forms[name] = made.form
+        if self.graph.training:
+            self.tape.append(_Ran(s, operands, s.outputs, outcome, keeps))
+
+    def _bucket(self, s: Statement) -> None:
+        """Parameters that go together: views of one buffer where they are gathered, the parameters where not."""
+        operands, gathers = tuple(reads(s)), s.call.fn == "gather_parameters"
+        forms = [self._form(o) for o in s.outputs]
+        sizes = [math.prod(f.shape) * f.dtype.itemsize for f in forms]
+        if gathers:
+            made = tuple(Made(form, ~0) for form in forms)
+            outcome = Outcome(made, (sum(sizes),), (), 2 * sum(sizes), tuple(sizes), 0)
+            self._seen(s, "forward", sum(sizes))
+        else:
+            outcome = Outcome(tuple(Made(form, i) for i, form in enumerate(forms)), ())
+        self._made(s, operands, outcome, ())
+        if gathers and self.again.intersection(s.outputs):
+            self.uses[self.storage[s.outputs[0]]] = 0
+
+    def _guess(self, s: Statement, operands: tuple[str, ...]) -> Outcome:
+        """Of a statement that cannot run without data: contiguous results; what the rule says that autograd keeps."""
+        forms = [None if o == "_" else self._form(o) for o in s.outputs]
+        sizes = [0 if f is None else math.prod(f.shape) * f.dtype.itemsize for f in forms]
+        made = tuple(None if f is None else Made(f, ~i) for i, f in enumerate(forms))
+        kept: list[int] = []
+        if s.node is not None and s.step is None and self.graph.training:
+            found = saved(s.node, self.graph.types)
+            names = [n for i, n in enumerate(reads(s)) if i in found.operands and i < len(s.node.inputs)]
+            kept = [operands.index(n) for n in names]
+            kept += [~slot for i, slot in enumerate(s.node.output_slots) if i in found.results]
+        grads = tuple(int(self._bytes(o)) if self.forms[o].grad else None for o in operands)
+        return Outcome(made, tuple(sizes), tuple(kept), sum(sizes), grads, sum(g or 0 for g in grads))
+
+    # --- backward ---
+
+    def _ends(self) -> None:
+        """Gradients of what is returned: of scalars (losses), or of all where none is scalar."""
+        names = [out.name for out in self.program.outputs if isinstance(out, Ref)]
+        names = [n for n in dict.fromkeys(names) if self.forms[n].grad]
+        for name in [n for n in names if not self.forms[n].shape] or names:
+            self._give(name, self.heap.new(int(self._bytes(name))))
+
+    def _give(self, name: str, storage: int) -> None:
+        """``name`` gets a gradient, or one more summand of it."""
+        if name in self.graph.parameters:
+            if self._trained(name) and name not in self.reached:
+                self.reached.add(name)
+                self.gradients += self._bytes(name)
+            return
+        self.heap.hold(storage)
+        if name in self.gradient:  # the sum is made in the memory of one of them
+            self._seen(None, "backward", 0.0)
+            self.heap.hold(storage, -1)
+        else:
+            self.gradient[name] = storage
+
+    def _backward(self, ran: _Ran) -> None:
+        given = [name for name in ran.outputs if name in self.gradient]
+        if given:
+            for storage in (x for x in ran.kept if x in self.uses and not self.heap.held[x]):
+                self._make_again(storage)
+            if ran.statement.members and ran.statement.call.fn in ("enter_parameters", "gather_parameters"):
+                self._reduced(ran)
+            else:
+                self._passed(ran, given)
+        for name in given:
+            self.heap.hold(self.gradient.pop(name), -1)
+        for storage in ran.kept:
+            if storage not in self.uses:
+                self.heap.save(storage, -1)
+            else:
+                self.uses[storage] -= 1
+                if not self.uses[storage] and self.heap.held[storage]:
+                    self.heap.hold(storage, -1)
+
+    def _make_again(self, storage: int) -> None:
+        """What is made again together is there from its first use in the backward on, each until its last."""
+        together = [storage]
+        if storage in self.stretch:
+            together = [x for x, at in self.stretch.items() if at == self.stretch[storage]]
+        for x in together:
+            if self.uses[x] and not self.heap.held[x]:
+                self.heap.hold(x)
+
+    def _passed(self, ran: _Ran, given: Sequence[str]) -> None:
+        outcome = ran.outcome
+        self._seen(ran.statement, "backward", outcome.backward_peak)
+        for name, gradient in zip(ran.operands, outcome.gradients, strict=False):
+            if gradient is None or not self.forms[name].grad:
+                continue
+            if gradient >= 0:
+                self._give(name, self.heap.new(gradient))
+            elif ran.outputs[-1 - gradient] in self.gradient:
+                self._give(name, self.gradient[ran.outputs[-1 - gradient]])
+
+    def _reduced(self, ran: _Ran) -> None:
+        """A bucket's gradients, copied into one buffer and reduced."""
+        present = [(p, o) for p, o in zip(ran.operands, ran.outputs, strict=True) if o in self.gradient]
+        flat = sum(self._bytes(o) for _, o in present)
+        self._seen(ran.statement, "backward", flat)
+        for p, _ in present:
+            self._give(p, self.heap.new(0))
+
+
+def _name(part: Statement) -> str:
+    """The value whose conversion it is, or the operation."""
+    return part.value if part.step is not None else part.node.name if part.node is not None else ""
+
+
+def _moment(s: Statement | None, phase: str) -> str:
+    if s is None:
+        return "the optimizer's step" if phase == "step" else phase
+    where = s.node.fqn if s.node is not None else ""
+    name = str(s.call.fn).removeprefix("aten.").removesuffix(".default")
+    return f"the {phase} of {name} in {where or '(root)'}"

@@ -1,0 +1,103 @@
+"""What an operation reads from and writes to memory where chains of elementwise operations run as one kernel.
+
+As torch.compile does it: an elementwise operation, a norm, a softmax, a reduction or a loss is computed where its operands are
+made and where its results are read, if these are such operations, too. What stays in such a chain is neither written nor read,
+and only an operation that writes something launches a kernel. Conversions between layouts do not end a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autoshard.passes.ir.graph import Graph, Node, Ref
+from autoshard.passes.rules.facts import is_view, saved
+
+aten = torch.ops.aten
+
+CHAINED = frozenset(
+    {
+        aten.layer_norm.default,
+        aten.rms_norm.default,
+        aten.native_layer_norm.default,
+        aten.group_norm.default,
+        aten.softmax.int,
+        aten._softmax.default,
+        aten.log_softmax.int,
+        aten._log_softmax.default,
+        aten.cross_entropy_loss.default,
+        aten.nll_loss_forward.default,
+        aten.mse_loss.default,
+        aten.dropout.default,
+        aten.native_dropout.default,
+        aten.to.dtype,
+        aten._to_copy.default,
+        aten.cat.default,
+    }
+)
+"""operations in chains that torch tags neither as elementwise nor as reductions"""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Per operand whether it is read from memory, per result whether it is written there."""
+
+    reads: tuple[bool, ...]
+    writes: tuple[bool, ...]
+
+    @property
+    def launches(self) -> bool:
+        """Whether it is a kernel of its own, or the end of a chain."""
+        return any(self.writes)
+
+
+def is_chained(node: Node) -> bool:
+    """Whether ``node`` runs in one kernel with its neighbours of the kind."""
+    tags = node.op.tags
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or node.op in CHAINED
+
+
+def traffic(graph: Graph) -> Mapping[str, Traffic]:
+    """Node name → its traffic. Views are neither read nor written."""
+    kernel, base = _kernels(graph), _bases(graph)
+    written = {out.name for out in graph.outputs if isinstance(out, Ref)} | set(graph.mutations.values())
+    for node in graph.nodes:
+        if not is_view(node.op):
+            kept = saved(node, graph.types).operands if node.op in CHAINED else ()
+            written.update(n for i, n in enumerate(node.inputs) if i in kept or kernel[base[n]] != kernel[node.name])
+    written = {base[name] for name in written}
+    found = {}
+    for node in graph.nodes:
+        if is_view(node.op):
+            found[node.name] = Traffic((False,) * len(node.inputs), (False,) * len(node.outputs))
+        else:
+            reads = tuple(kernel[base[n]] != kernel[node.name] for n in node.inputs)
+            unread = (o for o in node.outputs if not graph.uses[o])
+            alone = kernel[node.name][1] != ""
+            found[node.name] = Traffic(reads, tuple(alone or o in written or o in unread for o in node.outputs))
+    return found
+
+
+def _kernels(graph: Graph) -> dict[str, tuple[int, str]]:
+    """Node or input of the graph → the kernel it is computed in: the operations before it that end chains, and for an
+    operation that is in no chain its name. So a value that is read again after such an operation has gone to memory."""
+    depth = {i.name: 0 for i in graph.inputs}
+    found = {i.name: (0, i.name) for i in graph.inputs}
+    for node in graph.nodes:
+        ends = not is_chained(node) and not is_view(node.op)
+        deepest = max((depth[name] for name in node.inputs), default=0) + ends
+        depth.update(dict.fromkeys(node.outputs, deepest))
+        found[node.name] = (deepest, node.name if ends else "")
+        found.update(dict.fromkeys(node.outputs, found[node.name]))
+    return found
+
+
+def _bases(graph: Graph) -> dict[str, str]:
+    """Value → what it is a view of, or itself."""
+    base = {name: name for name in graph.types}
+    for node in graph.nodes:
+        if is_view(node.op) and node.inputs:
+            base.update(dict.fromkeys(node.outputs, base[node.inputs[0]]))
+    return base

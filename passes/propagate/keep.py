@@ -1,0 +1,202 @@
+"""What autograd keeps, as tables of the cost network: bytes beside the seconds, and what may be made again instead.
+
+Every variable has *tags* beside its layouts. An operation's tag is its state ``again``: 0, nothing is made again; 1, the
+conversions of its operands are made again in the backward; 2, it is computed again. A view holds no memory: its tags, and
+those of a value's shared layout, say whether the backward needs the value (``NEEDED``, ``AGAIN``) or not (``ABSENT``).
+
+On an edge from the definition of a value to a reader, where the reader needs the value (autograd keeps that operand, or
+the reader is computed again):
+
+- read as it is defined, it must be there in the backward: its bytes, unless its definition is made again or holds it anyway;
+- read in another layout, that copy is kept: its bytes; or the conversion is made again: its seconds once more, and the
+  value must be there as it is defined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
+from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.program import Call
+from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.op_space import OpSpace, site_of
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.facts import is_view, saved
+from autoshard.passes.rules.rehearsal import Form, Rehearsal
+
+ABSENT, NEEDED, AGAIN = 0, 1, 2
+"""tags of views and of shared layouts: the backward does not need the value; it does, and a converted copy is kept; it
+does, and the conversion is made again"""
+
+
+@dataclass(frozen=True, eq=False)
+class Keeps:
+    """What autograd keeps of one operation, per choice of its op space."""
+
+    operands: tuple[np.ndarray, ...]
+    """per operand: bool [choices]"""
+    results: tuple[np.ndarray, ...]
+    """per result: bool [choices]"""
+    private: np.ndarray
+    """bytes of what is neither [choices]"""
+
+
+class KeepTables:
+    """:class:`Keeps` of operations; those of one op space share them."""
+
+    def __init__(self, graph: Graph, mesh: Mesh) -> None:
+        self.graph, self.mesh = graph, mesh
+        self.rehearsal = Rehearsal(mesh)
+        self.known: dict[int, Keeps] = {}
+
+    def of(self, node: Node, space: OpSpace) -> Keeps:
+        """What autograd keeps of ``node``."""
+        if id(space) not in self.known:
+            self.known[id(space)] = self._of(node, space)
+        return self.known[id(space)]
+
+    def chosen(self, node: Node, assignment: Assignment) -> frozenset[int]:
+        """Positions of the operands that autograd keeps under the strategy that was chosen."""
+        ins = [assignment.use(node, i) for i in range(len(node.inputs))]
+        outs = [assignment.made(node, i) for i in range(len(node.outputs))]
+        return self._kept(node, assignment.choices[node.name], (*ins, *outs))[0]
+
+    def _of(self, node: Node, space: OpSpace) -> Keeps:
+        count = len(space.choices)
+        operands = tuple(np.zeros(count, dtype=bool) for _ in node.inputs)
+        results = tuple(np.zeros(count, dtype=bool) for _ in node.outputs)
+        private = np.zeros(count)
+        if self.graph.training and any(self.graph.types[o].grad for o in node.outputs):
+            for i, choice in enumerate(space.choices):
+                placed = [p[i] for p in (*space.inputs, *space.outputs)]
+                ins, outs, private[i] = self._kept(node, choice, placed)
+                for position in ins:
+                    operands[position][i] = True
+                for position in outs:
+                    results[position][i] = True
+        return Keeps(operands, results, private)
+
+    def _kept(
+        self, node: Node, choice: tuple[Strategy, ...], placed: Sequence[Placements]
+    ) -> tuple[frozenset[int], frozenset[int], float]:
+        """Positions of operands and of results, and bytes beside them."""
+        types = self.graph.types
+        call = self._local_form(node, choice, placed)
+        if call is not None:
+            names = dict.fromkeys(node.inputs)
+            local = {n: self._form(n, placed[node.inputs.index(n)]) for n in names}
+            outcome = self.rehearsal.run(call, local, True)
+            if outcome is not None:
+                given = list(names)
+                ins = frozenset(i for i, n in enumerate(node.inputs) if given.index(n) in outcome.kept)
+                made = [outcome.made[s] if s < len(outcome.made) else None for s in node.output_slots]
+                outs = frozenset(i for i, m in enumerate(made) if m is not None and m.storage in outcome.kept)
+                seen = {m.storage for m in made if m is not None}
+                rest = sum(outcome.new[~s] for s in outcome.kept if s < 0 and s not in seen)
+                return ins, outs, float(rest)
+        local_types = {
+            n: TensorType(costs.local_shape(types[n].shape, p, self.mesh), types[n].dtype, types[n].grad)
+            for n, p in zip((*node.inputs, *node.outputs), placed, strict=True)
+        }
+        found = saved(node, local_types)
+        return found.operands, found.results, float(sum(t.nbytes for t in found.intermediates))
+
+    def _local_form(self, node: Node, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Call | None:
+        """What runs on one rank, where that is not the same op on local tensors."""
+        rule = rule_for(node.op)
+        if rule is None or rule.local is None or not any(s.divides for s in choice):
+            return None
+        call = rule.local(site_of(node, self.graph, self.mesh, choice, placed).example)
+        nested = any(isinstance(x, Call) for x in (*call.args, *call.kwargs.values()))
+        return call if isinstance(call.fn, str) or nested else None
+
+    def _form(self, name: str, placed: Placements) -> Form:
+        type_ = self.graph.types[name]
+        shape = costs.local_shape(type_.shape, placed, self.mesh)
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        return Form(shape, tuple(strides), type_.dtype, type_.grad)
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One end of an edge: how a value lies under each choice, and what each tag means for it."""
+
+    placed: Sequence[Placements]
+    tags: tuple[int, ...] = (0,)
+    passive: bool = False
+    """whether it is no operation that computes: a view, or a shared layout"""
+    saves: np.ndarray | None = None
+    """of a reader: whether autograd keeps the operand [choices]; None: never"""
+    holds: np.ndarray | None = None
+    """of a definition: whether it holds the value anyway [choices]; None: never"""
+    fixed: bool = False
+    """whether the definition is there all the time: an input of the graph"""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for sides whose tables are equal, as long as both live."""
+        arrays = (None if a is None else a.tobytes() for a in (self.saves, self.holds))
+        return (id(self.placed), self.tags, self.passive, *arrays, self.fixed)
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """What conversions mean for memory, from each layout of a definition (row) to each of a reader (column)."""
+
+    made: np.ndarray
+    """bytes of the copy that it makes; 0 where it shares the memory, or where nothing keeps the copy"""
+    shares: np.ndarray
+    """whether both are one memory"""
+    own: np.ndarray
+    """bytes of the value in each layout of the definition [rows]"""
+
+
+class Kept(NamedTuple):
+    """Tables of one edge; a state's number is its tag's place times choices plus its choice."""
+
+    again: np.ndarray
+    """whether the conversion is made again in the backward"""
+    forbidden: np.ndarray
+    """whether the reader needs what is not there in the backward"""
+    held: np.ndarray
+    """bytes"""
+
+
+def kept(source: Side, reader: Side, copies: Copies) -> Kept:
+    """What an edge holds, for all tags of its two sides."""
+    rows = []
+    for tag in source.tags:
+        blocks = [_block(source, tag, reader, other, copies) for other in reader.tags]
+        rows.append([np.hstack(column) for column in zip(*blocks, strict=True)])
+    return Kept(*(np.vstack(column) for column in zip(*rows, strict=True)))
+
+
+def _block(source: Side, source_tag: int, reader: Side, tag: int, copies: Copies) -> Kept:
+    count = len(reader.placed)
+    if reader.passive:
+        needs, again = np.full(count, tag != ABSENT), tag == AGAIN
+    else:
+        saves = reader.saves if reader.saves is not None else np.zeros(count, dtype=bool)
+        needs, again = saves | (tag == 2), tag >= 1
+    never = np.zeros(copies.made.shape, dtype=bool)
+    remade = needs & ~copies.shares if again else never
+    held = np.zeros(never.shape) if again else np.where(needs, copies.made, 0.0)
+    if source.fixed or (not source.passive and source_tag == 2):
+        return Kept(remade, never, held)
+    present = needs & (copies.shares | again)
+    if source.passive:
+        return Kept(remade, present if source_tag == ABSENT else never, held)
+    own = copies.own if source.holds is None else np.where(source.holds, 0.0, copies.own)
+    return Kept(remade, never, held + np.where(present, own[:, None], 0.0))
+
+
+def is_passive(node: Node) -> bool:
+    """Whether ``node`` only shows memory of its operand."""
+    return is_view(node.op)

@@ -1,0 +1,143 @@
+"""What the backward may make again instead of having it kept: the states that each operation is offered.
+
+"none": nothing. "blocks": every repeated module (``layers.3``) keeps what comes in, and is computed again. "selective":
+attention matrices are computed again (Korthikanti et al., arXiv:2205.05198); where a fused kernel keeps none, the results of
+elementwise operations and norms are, those of products are kept (as torchtitan's selective checkpointing).
+``{pattern of modules: True | False}``: modules whose path matches are computed again as blocks are, or are kept. "auto": the
+search decides for every operation.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+
+from autoshard.errors import HintError, PlanError
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.paths import block_path
+from autoshard.passes.propagate.fusion import is_chained
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.facts import is_view, saved
+
+Recompute = str | Mapping[str, bool]
+Offer = Callable[[Node], tuple[int, ...]]
+
+SETTINGS = ("auto", "none", "blocks", "selective")
+
+
+def offer(graph: Graph, recompute: Recompute) -> Offer:
+    """The states ``again`` that each operation may have. Raises :class:`PlanError` for an unknown setting."""
+    if not graph.training or recompute == "none":
+        return lambda node: (0,)
+    if isinstance(recompute, Mapping):
+        return _fixed(_within(graph, _matched(graph, recompute)))
+    match recompute:
+        case "blocks":
+            return _fixed(_within(graph, {node.name: block_path(node.fqn) for node in graph.nodes}))
+        case "selective":
+            return _fixed(_selective(graph))
+        case "auto":
+            return _free(graph)
+    raise PlanError(
+        f"recompute={recompute!r} is not one of {', '.join(map(repr, SETTINGS))} or {{pattern: True | False}}"
+    )
+
+
+def _fixed(states: Mapping[str, int]) -> Offer:
+    return lambda node: (states.get(node.name, 0),)
+
+
+def _free(graph: Graph) -> Offer:
+    """Products may have their operands converted again without being computed again."""
+
+    def offered(node: Node) -> tuple[int, ...]:
+        rule = rule_for(node.op)
+        return (0, 1, 2) if rule is not None and rule.flops is not None else (0, 2)
+
+    return offered
+
+
+def _matched(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:
+    """Node → the module that is computed again with it, for modules that a pattern with True matches last."""
+    found: dict[str, str] = {}
+    used: set[str] = set()
+    for node in graph.nodes:
+        path = node.fqn.split(".") if node.fqn else []
+        for depth in range(len(path), 0, -1):
+            module = ".".join(path[:depth])
+            asked = [pattern for pattern in patterns if fnmatch.fnmatch(module, pattern)]
+            used.update(asked)
+            if asked and patterns[asked[-1]]:
+                found[node.name] = module
+            if asked:
+                break
+    if missing := [pattern for pattern in patterns if pattern not in used]:
+        raise HintError(f"recompute: the pattern {missing[0]!r} matches no module of the model")
+    return found
+
+
+def _within(graph: Graph, module: Mapping[str, str]) -> dict[str, int]:
+    """States that keep what comes into each module ("": into none) from outside, and make all inside again.
+
+    What is not needed inside is not computed again: in the end of a module the last product and sum, for example.
+    """
+    states: dict[str, int] = {}
+    needed: set[str] = set()
+    for node in reversed(graph.nodes):
+        at = module.get(node.name, "")
+        if not at:
+            continue
+        leaves = any(module.get(user.name) != at for o in node.outputs for user in graph.uses[o])
+        keeps = saved(node, graph.types)
+        wanted = bool(keeps.results or keeps.intermediates) or not needed.isdisjoint(node.outputs)
+        states[node.name] = 2 if wanted and not leaves else 1
+        inputs = node.inputs if states[node.name] == 2 else [node.inputs[i] for i in keeps.operands]
+        if is_view(node.op) and not needed.isdisjoint(node.outputs):
+            inputs = node.inputs
+        needed.update(inputs)
+    return states
+
+
+def _selective(graph: Graph) -> dict[str, int]:
+    """Attention matrices and what they are made from, up to the products; without any, elementwise operations."""
+    found = {node.name: 2 for node in graph.nodes if _keeps_matrix(node, graph)}
+    products = {n.name for n in graph.nodes if _multiplies(n, graph)}
+    for node in graph.nodes:  # from a product of activations to the next one
+        if node.name in products and (between := _until_product(node, graph, products)):
+            found.update(dict.fromkeys((node.name, *between), 2))
+    if found:
+        return found
+    return {n.name: 2 for n in graph.nodes if is_chained(n) and block_path(n.fqn)}
+
+
+def _keeps_matrix(node: Node, graph: Graph) -> bool:
+    """Whether an op of attention keeps more beside its operands and results than both have."""
+    rule = rule_for(node.op)
+    if rule is None or rule.flops is None:
+        return False
+    inside = sum(t.nbytes for t in saved(node, graph.types).intermediates)
+    return inside > sum(graph.types[n].nbytes for n in (*node.inputs, *node.outputs))
+
+
+def _multiplies(node: Node, graph: Graph) -> bool:
+    """Whether it is a product of activations."""
+    rule = rule_for(node.op)
+    return rule is not None and rule.flops is not None and graph.parameters.isdisjoint(node.inputs)
+
+
+def _until_product(node: Node, graph: Graph, products: set[str]) -> list[str]:
+    """Operations from ``node``'s result to a product of activations, where nothing else reads on the way."""
+    found: list[str] = []
+    values = set(node.outputs)
+    open_ = list(graph.uses[node.outputs[0]])
+    while open_:
+        user = open_.pop()
+        if user.name in products:
+            continue
+        if not (is_chained(user) or is_view(user.op)):
+            return []
+        if user.name not in found:
+            found.append(user.name)
+            values.update(user.outputs)
+            open_ += [u for o in user.outputs for u in graph.uses[o]]
+    return found

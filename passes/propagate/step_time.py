@@ -1,0 +1,101 @@
+"""The time of a step from its parts: what computes, what the next operation waits for, and what hides behind compute.
+
+    T = C + O + B + Σ over link classes max(M, C + (1 − η)·M) − C
+
+C compute, O the optimizer, B *blocking* communication (activations: the next operation waits for them), M *movable*
+communication on one link class, inside a node or between nodes: conversions of parameters, whose source is there from
+the start (a gather can be prefetched) or whose result nobody awaits before the optimizer (a reduction of gradients).
+While it runs, compute runs at the speed η (:attr:`~autoshard.hardware.Hardware.overlap`) of what it has alone: hidden
+communication costs (1 − η)·M, and more than C / η of it cannot hide. What can hide behind nothing, the first gather and
+the last reduction, counts as blocking: see :func:`movable_values`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.search.network import Array
+
+
+def _zero() -> Array:
+    return np.zeros(())
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Seconds per step on the busiest rank, for one choice or for an array of them; parts of several things add up."""
+
+    compute: Array = field(default_factory=_zero)
+    optimizer: Array = field(default_factory=_zero)
+    blocking: Array = field(default_factory=_zero)
+    node: Array = field(default_factory=_zero)
+    """movable, on the link inside a node"""
+    network: Array = field(default_factory=_zero)
+    """movable, on the link between nodes"""
+
+    def __iter__(self) -> Iterator[Array]:
+        return (getattr(self, f.name) for f in fields(self))
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(*(x + y for x, y in zip(self, other, strict=True)))
+
+    def __sub__(self, other: Parts) -> Parts:
+        return Parts(*(x - y for x, y in zip(self, other, strict=True)))
+
+    def __getitem__(self, index: Any) -> Parts:
+        """Of some of the choices; a part that is the same for all, 0, stays one number."""
+        return Parts(*(x[index] if x.ndim else x for x in self))
+
+    def communication(self) -> Array:
+        """All communication, hidden or not."""
+        return self.blocking + self.node + self.network
+
+    def exposed(self, overlap: float) -> Array:
+        """Communication that compute does not hide."""
+        exposed = self.blocking + self.slowing(overlap)
+        for excess in self.excess(overlap):
+            exposed = exposed + np.maximum(0.0, excess)
+        return exposed
+
+    def slowing(self, overlap: float) -> Array:
+        """What movable communication costs in any case: compute runs slower beside it."""
+        return np.multiply(1.0 - overlap, self.node + self.network)
+
+    def excess(self, overlap: float) -> tuple[Array, Array]:
+        """Per link class: the movable communication that more compute would hide; below 0 where there is more compute."""
+        return overlap * self.node - self.compute, overlap * self.network - self.compute
+
+    def step(self, overlap: float) -> Array:
+        """The time of the step."""
+        return self.compute + self.optimizer + self.exposed(overlap)
+
+
+def summed(parts: Iterable[Parts]) -> Parts:
+    """The sum of parts that are one number each."""
+    return Parts(*(np.array(math.fsum(map(float, column))) for column in zip(*parts, strict=True)))
+
+
+def movable_values(graph: Graph) -> frozenset[str]:
+    """Values whose conversions can move in time: parameters, and what is computed from them alone, such as their casts.
+
+    Not those of the first weight (of two dims or more) and of the parameters read before it: before it is gathered
+    nothing can be computed, and after its gradient nothing is left that could hide the reduction.
+    """
+    found, first = set(graph.parameters), set[str]()
+    complete = False
+    for node in graph.nodes:
+        read = dict.fromkeys(node.inputs)
+        if read and all(name in found for name in read):
+            found.update(node.outputs)
+            first.update(node.outputs if any(name in first for name in read) else ())
+        elif not complete:
+            weights = [name for name in read if name in found]
+            first.update(weights)
+            complete = any(len(graph.types[name].shape) >= 2 for name in weights)
+    return frozenset(found - first)

@@ -1,0 +1,269 @@
+"""What a statement makes, keeps and needs in between: found by running it, forward and backward, on tensors without data.
+
+Nothing is tabled: autograd itself says what it keeps of an op or of a function of the runtime, and a dispatch mode sees
+every tensor in between. Statements that are equal in all that matters run once, so that equal layers cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard import runtime
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.graph import Ref
+from autoshard.passes.ir.program import Call, Local, Offset
+from autoshard.passes.ir.walk import map_tree
+from autoshard.runtime.communicator import Communicator, bind, in_order_of
+from autoshard.runtime.move import LOCAL, Move
+
+aten = torch.ops.aten
+
+
+class Form(NamedTuple):
+    """A local tensor, but for its data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Form:
+        return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        """Such a tensor on the meta device."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta").requires_grad_(self.grad)
+
+
+class Made(NamedTuple):
+    """One result. ``storage``: the number of the operand whose memory it shares, or ~n: the n-th new storage."""
+
+    form: Form
+    storage: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One statement's memory. Storages are numbered as in :class:`Made`."""
+
+    made: tuple[Made | None, ...]
+    new: tuple[int, ...]
+    """bytes of each new storage that outlives the statement: of results, or kept"""
+    kept: tuple[int, ...] = ()
+    """storages that autograd keeps"""
+    forward_peak: int = 0
+    """most bytes of new tensors at once in the forward"""
+    gradients: tuple[int | None, ...] = ()
+    """per operand: bytes of its gradient; None where it gets none, -1 - n where it is the gradient of result n"""
+    backward_peak: int = 0
+    """most bytes of new tensors at once in the backward, those of ``gradients`` included"""
+
+
+class Rehearsal:
+    """Runs statements of programs for rank 0 of a mesh, which holds the largest parts."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.comm = _Absent(dict(zip(mesh.axes, mesh.shape, strict=True)), 0)
+        self.known: dict[Any, Outcome | None] = {}
+
+    def run(self, call: Call, operands: Mapping[str, Form], training: bool) -> Outcome | None:
+        """The outcome of ``call``, whose :class:`Ref` name ``operands``; None where it needs data."""
+        numbers = {name: i for i, name in enumerate(operands)}
+        key = (
+            repr(map_tree(call, lambda x: numbers[x.name] if isinstance(x, Ref) else x)),
+            *operands.values(),
+            training,
+        )
+        if key not in self.known:
+            try:
+                with bind(self.comm), torch.set_grad_enabled(training):
+                    self.known[key] = self._run(call, operands)
+            except Exception:
+                self.known[key] = None
+        return self.known[key]
+
+    def _run(self, call: Call, operands: Mapping[str, Form]) -> Outcome:
+        given = {name: form.empty() for name, form in operands.items()}
+        seen = _Storages(given.values())
+        kept: list[torch.Tensor] = []
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            kept.append(x)
+            return x
+
+        with seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            made = _flat(self._value(call, given))
+        forward_peak = seen.peak
+        numbers = {_storage(x): i for i, x in enumerate(given.values())}
+        new: list[int] = []
+
+        def number(x: torch.Tensor) -> int:
+            if _storage(x) not in numbers:
+                numbers[_storage(x)] = ~len(new)
+                new.append(x.untyped_storage().nbytes())
+            return numbers[_storage(x)]
+
+        results = tuple(None if x is None else Made(Form.of(x), number(x)) for x in made)
+        keeps = tuple(dict.fromkeys(number(x) for x in kept))
+        old = _Storages([*given.values(), *kept, *(x for x in made if x is not None)])
+        del kept[:]
+        gradients, backward_peak = _backward(made, list(given.values()), old)
+        return Outcome(results, tuple(new), keeps, forward_peak, gradients, backward_peak)
+
+    def _value(self, tree: Any, given: Mapping[str, torch.Tensor]) -> Any:
+        """``tree`` with tensors for references and numbers for lengths, its calls run."""
+
+        def value(item: Any) -> Any:
+            match item:
+                case Ref():
+                    return given[item.name]
+                case Local():
+                    return self.comm.chunk(int(item.size), self.comm.active(item.axes))[1]
+                case Offset():
+                    return 0
+                case Call():
+                    return _called(item)
+            return item
+
+        return map_tree(tree, value)
+
+
+def _called(call: Call) -> Any:
+    if isinstance(call.fn, str):
+        return getattr(runtime, call.fn)(*call.args, **call.kwargs)
+    if call.fn is aten.scaled_dot_product_attention.default:
+        return _attention(*call.args, **call.kwargs)
+    kwargs = dict(call.kwargs)
+    if any(a.name == "device" for a in call.fn._schema.arguments):
+        kwargs["device"] = torch.device("meta")
+    return call.fn(*call.args, **kwargs)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernel that devices choose: one that keeps no attention matrix, where it can be used."""
+    plain = len(query.shape) == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if plain and not dropout_p and not (attn_mask is not None and attn_mask.requires_grad):
+        mask = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        out: torch.Tensor = flash(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+        return out
+    made: torch.Tensor = aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return made
+
+
+def _backward(
+    made: Sequence[torch.Tensor | None], operands: Sequence[torch.Tensor], seen: _Storages
+) -> tuple[tuple[int | None, ...], int]:
+    """The gradients of ``operands``, and the most bytes that are new to ``seen`` at once."""
+    ends = [x for x in made if x is not None and x.requires_grad]
+    wanting = [x for x in operands if x.requires_grad]
+    if not ends or not wanting:
+        return (None,) * len(operands), 0
+    given = [torch.empty_like(x, requires_grad=False) for x in ends]
+    places = iter([i for i, x in enumerate(made) if x is not None and x.requires_grad])
+    sources = {_storage(g): -1 - i for g, i in zip(given, places, strict=True)}
+    seen.ignore(given)
+    with seen:
+        found = iter(torch.autograd.grad(ends, wanting, given, allow_unused=True))
+    result: list[int | None] = []
+    for x in operands:
+        g = next(found) if x.requires_grad else None
+        result.append(None if g is None else sources.get(_storage(g), g.numel() * g.element_size()))
+    return tuple(result), seen.peak
+
+
+class _Storages(TorchDispatchMode):
+    """Counts the bytes of storages that are new, other than those of ``known``, as they come and go."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ignored: dict[int, StorageWeakRef] = {}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        self.ignore(known)
+
+    def ignore(self, known: Iterable[torch.Tensor]) -> None:
+        """Do not count these. Weak references keep their addresses from being used again."""
+        self.ignored.update({_storage(x): StorageWeakRef(x.untyped_storage()) for x in known})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for key in [k for k, (ref, _) in self.alive.items() if ref.expired()]:
+            del self.alive[key]
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor) and _storage(x) not in self.ignored:
+                storage = x.untyped_storage()
+                self.alive[_storage(x)] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, sum(n for _, n in self.alive.values()))
+        return out
+
+
+def _storage(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _flat(made: Any) -> list[torch.Tensor | None]:
+    results = made if isinstance(made, tuple | list) else (made,)
+    return [x if isinstance(x, torch.Tensor) else None for x in results]
+
+
+class _Absent(Communicator):
+    """A rank without others: moves have the shapes and the gradients of real ones."""
+
+    device = torch.device("meta")
+
+    def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Communicator.apply`."""
+        if x.requires_grad and torch.is_grad_enabled():
+            moved: torch.Tensor = _Moved.apply(self, move, x)  # type: ignore[no-untyped-call]
+            return moved
+        return self.execute(move, x)
+
+    def execute(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+        """``move`` without autograd."""
+        if move.verb in LOCAL:
+            return in_order_of(x, self.local(move, x))
+        shape = list(x.shape)
+        if move.exchange is not None:
+            shape[move.dim] = move.exchange.wanted[self.index(move.axes)][1]
+        elif move.dim >= 0 and not move.order:
+            gathers = move.source == "S"
+            shape[move.dim] = move.size if gathers else self.chunk(move.size, move.axes)[1]
+        if move.to_dim >= 0:
+            shape[move.to_dim] = self.chunk(move.to_size, move.axes)[1]
+        return in_order_of(x, x.new_empty(shape))
+
+    def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :meth:`Communicator.shared`."""
+        return fn(*args, **kwargs)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: _Absent, move: Move, x: torch.Tensor) -> torch.Tensor:
+        ctx.comm, ctx.move = comm, move
+        return comm.execute(move, x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, None, ctx.comm.execute(ctx.move.backward(), gradient)

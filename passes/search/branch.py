@@ -1,0 +1,84 @@
+"""Branch and bound over the prices: where two choices that are nearly the cheapest differ most, one or the other.
+
+A gap that prices leave comes from a few large decisions that do not average out over many layers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import numpy as np
+
+from autoshard.errors import PlanError
+from autoshard.passes.search.network import Array
+from autoshard.passes.search.prices import Part, Search, maximise_bound
+from autoshard.passes.search.stacked import Choice
+from autoshard.passes.search.tables import Classes
+
+# Iterations of the bound of a branch, and how many branches are looked at for effort 1.
+ITERATIONS = 8
+BRANCHES = 24
+
+
+def branch(search: Search, enough: float, effort: float) -> int:
+    """Narrow the gap of a search to ``enough``; returns how many branches were looked at."""
+    leaves: list[tuple[float, int, Part]] = [(search.part.bound, 0, search.part)]
+    made = 0
+    while leaves and made < BRANCHES * effort and search.gap(leaves[0][0]) > enough and not search.late:
+        bound, _, part = heapq.heappop(leaves)
+        split = _split(part)
+        if split is None:  # nothing tells its cheapest choices apart
+            heapq.heappush(leaves, (bound, made, part))
+            break
+        node, halves = split
+        for kept in halves:
+            made += 1
+            half = part.restricted({node: kept})
+            half.bound = -math.inf
+            try:
+                maximise_bound(search, half, ITERATIONS, enough / 2)
+            except PlanError:
+                continue
+            half.bound = max(half.bound, bound)
+            heapq.heappush(leaves, (half.bound, made, half))
+        leaves = [leaf for leaf in leaves if leaf[0] < search.total]
+        heapq.heapify(leaves)
+    search.bound = max(search.bound, min([search.total, *(bound for bound, _, _ in leaves)]))
+    return made
+
+
+def _split(part: Part) -> tuple[int, tuple[Classes, Classes]] | None:
+    """The node whose strategies in two near-best choices differ most in what they use, and these two kinds of them."""
+    parts = sorted(part.mixture, key=lambda weighted: -weighted[0])[:2]
+    if len(parts) < 2:
+        return None
+    first, second = (_renumbered(part, cut.choice) for _, cut in parts)
+    uses = _uses(part, (first, second))
+    change = [u[:, a] - u[:, b] for u, a, b in zip(uses, first, second, strict=True)]
+    node = int(np.argmax([np.abs(c).sum() for c in change]))
+    if not change[node].any():
+        return None
+    # how far each strategy is on the way from the second choice's to the first's
+    way = change[node] @ (uses[node] - uses[node][:, [second[node]]]) / (change[node] @ change[node])
+    return node, (np.flatnonzero(way < 0.5), np.flatnonzero(way >= 0.5))
+
+
+def _renumbered(part: Part, choice: Choice) -> Choice:
+    return tuple(int(np.searchsorted(number, s)) for number, s in zip(part.numbers, choice, strict=True))
+
+
+def _uses(part: Part, choices: tuple[Choice, Choice]) -> list[Array]:
+    """Per node [rows, strategies]: what each uses at the best prices, beside what the others do in ``choices`` on average."""
+    problem = part.problem
+    uses = [np.zeros((len(part.prices), n)) for n in problem.sizes]
+    for scope, number in problem.factors.items():
+        stack = problem.stacks[number]
+        rows = len(stack) - 1
+        if len(scope) == 1:
+            uses[scope[0]][:rows] += stack[1:]
+            continue
+        for choice in choices if rows else ():
+            uses[scope[0]][:rows] += stack[1:, :, choice[scope[1]]] / 2
+            uses[scope[1]][:rows] += stack[1:, choice[scope[0]]] / 2
+    return [part.prices[:, None] * used for used in uses]

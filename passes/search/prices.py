@@ -1,0 +1,191 @@
+"""Lagrangian prices of the rows: a bound on the cheapest choice, and choices that are nearly the cheapest.
+
+For prices p between 0 and what the rows cost, L(p) = min over choices of cost + p · (used − limits) is a lower bound.
+Source: Held and Karp (1971); Kelley, The cutting-plane method (1960), in a box, for its maximum.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import highspy
+import numpy as np
+
+from autoshard.errors import PlanError
+from autoshard.passes.search.dominance import Dominance
+from autoshard.passes.search.network import Array, CostNetwork, Solution
+from autoshard.passes.search.relaxation import Elimination, easy
+from autoshard.passes.search.stacked import Choice, Stacked
+from autoshard.passes.search.tables import Classes
+
+Relaxed = Callable[[CostNetwork, float], Solution]
+"""solves a network without rows as far as the quick methods get, until a deadline"""
+
+# The gap that counts as none, and the part of the bound that a step must promise to be made.
+GAP = 1e-9
+LEAST_STEP = 1e-6
+# A row may be exceeded by this part of what its amounts sum to at most: the rounding of the sum.
+SLACK = 1e-13
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A choice seen: L(p) ≤ cost + p · slope. It was the cheapest at ``prices``."""
+
+    choice: Choice
+    cost: float
+    slope: Array
+    prices: Array
+
+
+@dataclass
+class Part:
+    """Some of all choices, those of ``problem``: the best bound of what they cost, and the prices that give it.
+
+    ``numbers``: of every node what its strategies were called first; choices are told in these numbers. ``mixture``: parts
+    of the cuts whose mean would be the best choice if choices could be mixed.
+    """
+
+    problem: Stacked
+    numbers: tuple[Classes, ...]
+    prices: Array
+    bound: float = -math.inf
+    cuts: list[Cut] = field(default_factory=list)
+    mixture: list[tuple[float, Cut]] = field(default_factory=list)
+
+    @cached_property
+    def elimination(self) -> Elimination | None:
+        return easy(self.problem) if self.problem.live is None else None
+
+    def restricted(self, kept: Mapping[int, Classes]) -> Part:
+        """With only some strategies of the nodes named."""
+        numbers = tuple(number[kept[i]] if i in kept else number for i, number in enumerate(self.numbers))
+        left = {i: set(numbers[i].tolist()) for i in kept}
+        cuts = [cut for cut in self.cuts if all(cut.choice[i] in strategies for i, strategies in left.items())]
+        return replace(self, problem=self.problem.restricted(kept), numbers=numbers, cuts=cuts, mixture=[])
+
+    def original(self, choice: Sequence[int]) -> Choice:
+        """A choice of the problem in the numbers of the first."""
+        return tuple(int(number[s]) for number, s in zip(self.numbers, choice, strict=True))
+
+
+class Search:
+    """The state of one search: the best choice, a bound of what all cost, and the part of the choices that is left."""
+
+    def __init__(self, problem: Stacked, relaxed: Relaxed, deadline: float) -> None:
+        self.first = problem
+        self.relaxed, self.deadline = relaxed, deadline
+        self.total, self.bound = math.inf, -math.inf
+        self.choice: Choice | None = None
+        self.slack = SLACK * problem.scale
+        self.solved = 0
+        left, numbers = Dominance(problem).run()
+        self.part = Part(left, tuple(numbers), np.zeros(len(problem.limits)))
+
+    def offer(self, choice: Choice) -> tuple[float, Array]:
+        """Take a choice if it is the best; returns its cost and by how much it exceeds the limits."""
+        cost, over = self.first.cost(choice), self.first.used(choice) - self.first.limits
+        paid = over > self.slack
+        total = cost + float((over[paid] * self.first.prices[paid]).sum())
+        if total < self.total:
+            self.choice, self.total = choice, total
+        return cost, over
+
+    def cheapest(self, part: Part, prices: Array, unit: float = 1.0) -> tuple[Choice, float, bool]:
+        """(the best choice found at ``prices`` and ``unit`` for the cost, a bound of its value, whether they are equal)."""
+        self.solved += 1
+        if part.elimination is not None:
+            choice, value = part.elimination.solve(prices[None], unit)
+            return part.original(choice), value, True
+        found = self.relaxed(part.problem.priced(prices, unit), self.deadline)
+        return part.original(found.choice), found.lower_bound, found.exact
+
+    def relax(self, part: Part, prices: Array) -> float:
+        """The bound that ``prices`` give; takes the choice, and its cut."""
+        choice, value, _ = self.cheapest(part, prices)
+        cut = Cut(choice, *self.offer(choice), prices)
+        if all(c.choice != choice for c in part.cuts):
+            part.cuts.append(cut)
+        return value - float(prices @ part.problem.limits)
+
+    def gap(self, bound: float) -> float:
+        """Between the best choice and a bound, as a part of the cost."""
+        return math.inf if self.choice is None else max(self.total - bound, 0.0) / (abs(self.total) or 1.0)
+
+    @property
+    def closed(self) -> bool:
+        return self.gap(self.bound) <= GAP
+
+    @property
+    def late(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+
+def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP, deadline: float = math.inf) -> None:
+    """Prices that maximise the bound of a part, by cutting planes in a box around the best prices; from those it has."""
+    count = len(part.problem.limits)
+    prices, radius = part.prices, np.full(count, math.inf)
+    for step in range(iterations):
+        try:
+            value = search.relax(part, prices)
+        except PlanError:
+            if step == 0:
+                raise
+            return
+        better = value > part.bound
+        if better:
+            part.bound, part.prices = value, prices
+        elif np.isfinite(radius).all():
+            radius = radius / 2
+        if search.gap(part.bound) <= gap or count == 0 or search.late or time.perf_counter() > deadline:
+            return
+        if not np.isfinite(radius).all():
+            radius = _first_radius(part)
+        prices, model, held = _master(part, radius)
+        if held and better:
+            radius = radius * 2
+        if model - part.bound <= LEAST_STEP * abs(model):
+            if not held:
+                return
+            radius = radius * 4
+
+
+def _first_radius(part: Part) -> Array:
+    """The box to begin with: the rows' prices, where the limit is hard a few times the cost over what is too much."""
+    cut, problem = part.cuts[-1], part.problem
+    unit = 8 * max(abs(cut.cost), 1e-300)
+    most = np.maximum(np.abs(cut.slope), 1e-3 * np.maximum(np.abs(problem.limits), 1e-300))
+    hard = np.where(cut.slope > 0, unit / most, unit / most.max(initial=1e-300))
+    return np.where(np.isfinite(problem.prices), problem.prices, hard)
+
+
+def _master(part: Part, radius: Array) -> tuple[Array, float, bool]:
+    """The cutting-plane model in the box: (its best prices, its value, whether the radius keeps it from better ones)."""
+    centre, most = part.prices, part.problem.prices
+    count = len(centre)
+    low, high = np.maximum(0.0, centre - radius), np.minimum(most, centre + radius)
+    unit = np.where(radius > 0, radius, 1.0)  # of the prices
+    cost = max(abs(cut.cost) for cut in part.cuts) or 1.0
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    for a, b in zip(low / unit, high / unit, strict=True):
+        highs.addVar(float(a), float(b))
+    highs.addVar(-highspy.kHighsInf, highspy.kHighsInf)
+    highs.changeColCost(count, -1.0)
+    index = np.arange(count + 1)
+    for cut in part.cuts:
+        row = np.append(-cut.slope * unit / cost, 1.0)
+        highs.addRow(-highspy.kHighsInf, cut.cost / cost, count + 1, index, row)
+    highs.run()
+    solution = highs.getSolution()
+    found = np.asarray(solution.col_value)
+    parts = np.abs(np.asarray(solution.row_dual)).tolist()
+    part.mixture = [(weight, cut) for weight, cut in zip(parts, part.cuts, strict=True) if weight > 1e-6]
+    prices = np.clip(found[:count] * unit, low, high)
+    at_low = (prices <= low + 1e-9 * radius) & (low > 0)
+    at_high = (prices >= high - 1e-9 * radius) & (high < most)
+    return prices, float(found[count] * cost), bool((at_low | at_high).any())

@@ -1,0 +1,250 @@
+"""A cost network and what its rows sum, as one: every table is a stack, the cost first, then the quantities of the rows."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.errors import PlanError
+from autoshard.passes.search.eliminate import Scope
+from autoshard.passes.search.network import Array, CostNetwork, Memory, Row
+from autoshard.passes.search.tables import Classes
+
+Choice = tuple[int, ...]
+
+
+class Stacks:
+    """Numbers stacks of tables, equal ones alike: by the identity of their parts first, by content after that."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Array] = []
+        self._by_parts: dict[tuple[object, ...], int] = {}
+        self._compact: dict[int, tuple[Array, tuple[Classes, ...]]] = {}
+        self._by_content: dict[tuple[tuple[int, ...], bytes], int] = {}
+
+    def number(self, cost: Array, amounts: Sequence[Array | None], transposed: bool = False) -> int:
+        """The number of the stack; None: zeros, left out at the end."""
+        key = (transposed, id(cost), *(None if part is None else id(part) for part in amounts))
+        if key not in self._by_parts:
+            while amounts and amounts[-1] is None:
+                amounts = amounts[:-1]
+            zeros = np.zeros(cost.shape)
+            stack = np.stack([cost, *(zeros if part is None else part for part in amounts)], dtype=np.float64)
+            self._by_parts[key] = self.of(stack.swapaxes(-1, -2) if transposed else stack)
+        return self._by_parts[key]
+
+    def add(self, a: int, b: int) -> int:
+        a, b = sorted((a, b), key=lambda k: (len(self.arrays[k]), k))
+        if ("sum", a, b) not in self._by_parts:
+            total = self.arrays[b].copy()
+            total[: len(self.arrays[a])] += self.arrays[a]
+            self._by_parts["sum", a, b] = self.of(total)
+        return self._by_parts["sum", a, b]
+
+    def compact(self, number: int) -> tuple[Array, tuple[Classes, ...]]:
+        """The stack with equal slices along an axis stored once, and per axis which slice stands for every index."""
+        if number not in self._compact:
+            stack, maps = self.arrays[number], []
+            if stack.ndim == 2:
+                maps.append(np.arange(stack.shape[1]))
+            for axis in range(1, stack.ndim if stack.ndim > 2 else 1):
+                where, first = classes(stack if axis == 1 else stack.swapaxes(1, 2))
+                stack = stack.take(first, axis)
+                maps.append(where)
+            self._compact[number] = stack, tuple(maps)
+        return self._compact[number]
+
+    def of(self, stack: Array) -> int:
+        stack = np.ascontiguousarray(stack)
+        content = stack.shape, hashlib.blake2b(stack.data, digest_size=16).digest()
+        number = self._by_content.setdefault(content, len(self.arrays))
+        if number == len(self.arrays):
+            self.arrays.append(stack)
+        return number
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """``factors``: (i,) of every node and (i, j), i < j, of joined pairs → the number of a stack.
+
+    In ``store``: float64 [1 + quantities, n_i] or [1 + quantities, n_i, n_j]: the cost, then the amounts of the quantities;
+    those left out at the end are zero. Row r sums quantity r over everything or, with ``live`` [rows, nodes], the only
+    quantity over the nodes i with live[r, i] = 1.
+    """
+
+    sizes: tuple[int, ...]
+    factors: Mapping[Scope, int]
+    store: Stacks
+    limits: Array
+    prices: Array
+    live: Array | None = None
+
+    @property
+    def stacks(self) -> Sequence[Array]:
+        return self.store.arrays
+
+    @property
+    def scale(self) -> Array:
+        """Per row what its amounts sum to at most, and its limit."""
+        if self.live is None:
+            used = set(self.factors.values())
+            most = {n: np.abs(self.stacks[n][1:]).max(axis=tuple(range(1, self.stacks[n].ndim))) for n in used}
+            total = np.zeros(len(self.limits))
+            for number in self.factors.values():
+                total[: len(most[number])] += most[number]
+        else:
+            total = self.live @ np.array([self._amounts(i).max() for i in range(len(self.sizes))])
+        scale: Array = np.maximum(total + np.abs(self.limits), 1e-300)
+        return scale
+
+    def _amounts(self, node: int) -> Array:
+        """What each strategy of a node holds (with ``live``)."""
+        stack = self.stacks[self.factors[node,]]
+        return stack[1] if len(stack) > 1 else np.zeros(self.sizes[node])
+
+    def used(self, choice: Choice) -> Array:
+        """The sum of every row."""
+        if self.live is not None:
+            held: Array = self.live @ np.array([self._amounts(i)[s] for i, s in enumerate(choice)])
+            return held
+        total = np.zeros(len(self.limits))
+        for scope, number in self.factors.items():
+            stack = self.stacks[number]
+            amounts = stack[1:, choice[scope[0]]] if len(scope) == 1 else stack[1:, choice[scope[0]], choice[scope[1]]]
+            total[: len(amounts)] += amounts
+        return total
+
+    def cost(self, choice: Choice) -> float:
+        """The cost without what the rows add."""
+        at = ((self.stacks[number], [choice[i] for i in scope]) for scope, number in self.factors.items())
+        return sum(float(stack[(0, *place)]) for stack, place in at)
+
+    def priced(self, weights: Array, unit: float = 1.0) -> CostNetwork:
+        """Costs times ``unit`` plus the rows' sums at the prices ``weights``, [rows] or (with ``live`` None) [nodes, rows].
+
+        An edge takes the prices of its first node. Equal tables are one array.
+        """
+        if self.live is not None:
+            weights = (weights @ self.live)[:, None]
+        made: dict[tuple[int, bytes], Array] = {}
+        uniform = weights.tobytes() if weights.ndim == 1 else None
+
+        def table(number: int, i: int) -> Array:
+            at = weights if uniform is not None else weights[i]
+            key = (number, uniform or at.tobytes())
+            if key not in made:
+                made[key] = value(self.stacks[number], at, unit)
+            return made[key]
+
+        nodes = tuple(table(self.factors[i,], i) for i in range(len(self.sizes)))
+        edges = tuple((s[0], s[1], table(number, s[0])) for s, number in self.factors.items() if len(s) == 2)
+        return CostNetwork(nodes, edges)
+
+    def costless(self) -> Stacked:
+        """Nothing costs, what is forbidden stays so."""
+        made: dict[int, int] = {}
+        for number in self.factors.values():
+            if number not in made:
+                stack = self.stacks[number]
+                made[number] = self.store.of(np.concatenate([np.where(np.isinf(stack[:1]), np.inf, 0.0), stack[1:]]))
+        return replace(self, factors={scope: made[number] for scope, number in self.factors.items()})
+
+    def restricted(self, kept: Mapping[int, Classes]) -> Stacked:
+        """Only the ``kept`` strategies of the nodes named, numbered anew."""
+        made: dict[tuple[object, ...], int] = {}
+        keys = {i: k.tobytes() for i, k in kept.items()}
+
+        def table(scope: Scope, number: int) -> int:
+            key = (number, *(keys.get(i) for i in scope))
+            if key not in made:
+                stack = self.stacks[number]
+                for axis, i in enumerate(scope):
+                    stack = stack.take(kept[i], axis + 1) if i in kept else stack
+                made[key] = self.store.of(stack)
+            return made[key]
+
+        factors = {scope: table(scope, number) for scope, number in self.factors.items()}
+        sizes = tuple(len(kept[i]) if i in kept else n for i, n in enumerate(self.sizes))
+        return replace(self, sizes=sizes, factors=factors)
+
+
+def value(stack: Array, weights: Array, unit: float) -> Array:
+    """Cost times ``unit`` plus amounts times ``weights``; what is forbidden stays so."""
+    table: Array = np.where(np.isinf(stack[0]), np.inf, 0.0) if unit == 0 else stack[0] * unit
+    for amounts, weight in zip(stack[1:], weights.tolist(), strict=False):
+        table = table + weight * amounts if weight else table
+    return table
+
+
+def classes(stack: Array) -> tuple[Classes, Classes]:
+    """Of a stack [quantities, rows, columns]: every row's class of equal ones, and the first row of every class."""
+    seen: dict[bytes, int] = {}
+    rows = np.ascontiguousarray(stack.swapaxes(0, 1))
+    found = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], dtype=np.intp)
+    return found, np.unique(found, return_index=True)[1]
+
+
+def stack_rows(network: CostNetwork, rows: Sequence[Row]) -> Stacked:
+    """The network with its rows."""
+    stacks = Stacks()
+    for k, row in enumerate(rows):
+        _check(network, row, k)
+    factors: dict[Scope, int] = {}
+    for i, vector in enumerate(network.nodes):
+        factors[i,] = stacks.number(vector, [row.nodes[i] for row in rows])
+    for e, (i, j, matrix) in enumerate(network.edges):
+        scope = (min(i, j), max(i, j))
+        number = stacks.number(matrix, [row.edges[e] for row in rows], transposed=i > j)
+        factors[scope] = stacks.add(factors[scope], number) if scope in factors else number
+    sizes = tuple(vector.size for vector in network.nodes)
+    return Stacked(sizes, factors, stacks, np.array([r.limit for r in rows]), np.array([r.price for r in rows]))
+
+
+def _check(network: CostNetwork, row: Row, number: int) -> None:
+    tables = [*network.nodes, *(matrix for _, _, matrix in network.edges)]
+    amounts = [*row.nodes, *row.edges]
+    if len(row.nodes) != len(network.nodes) or len(row.edges) != len(network.edges):
+        raise PlanError(f"row {number} needs one entry per node and per edge of the network")
+    if any(a is not None and a.shape != table.shape for a, table in zip(amounts, tables, strict=True)):
+        raise PlanError(f"row {number}: an array of amounts has another shape than the costs beside it")
+    if not all(np.isfinite(a).all() for a in {id(a): a for a in amounts if a is not None}.values()):
+        raise PlanError(f"row {number}: amounts must be finite; forbid a choice in the costs")
+    if not math.isfinite(row.limit) or not row.price >= 0:
+        raise PlanError(f"row {number} needs a finite limit and a price of at least 0, got {row.limit} and {row.price}")
+
+
+def stack_memory(network: CostNetwork, memory: Memory) -> Stacked:
+    """The network with a row per largest set of nodes that live at once and could exceed the limit."""
+    count = len(network.nodes)
+    if len(memory.usage) != count or any(u.shape != v.shape for u, v in zip(memory.usage, network.nodes, strict=True)):
+        raise PlanError("memory: usage needs one vector per node, as long as the node's costs")
+    if memory.limit <= 0:
+        raise PlanError(f"memory: the limit must be positive, got {memory.limit}")
+    intervals = memory.intervals or ((0, 1),) * count
+    stacks = Stacks()
+    factors: dict[Scope, int] = {}
+    for i, (vector, usage) in enumerate(zip(network.nodes, memory.usage, strict=True)):
+        factors[i,] = stacks.number(vector, [usage])
+    for i, j, matrix in network.edges:
+        scope = (min(i, j), max(i, j))
+        number = stacks.number(matrix, [], transposed=i > j)
+        factors[scope] = stacks.add(factors[scope], number) if scope in factors else number
+    live = _live(intervals, np.array([usage.max() for usage in memory.usage]) / memory.limit)
+    sizes = tuple(vector.size for vector in network.nodes)
+    return Stacked(sizes, factors, stacks, np.full(len(live), memory.limit), np.full(len(live), np.inf), live)
+
+
+def _live(intervals: Sequence[tuple[int, int]], most: Array) -> Array:
+    """[row, node]: who is alive at the moments that matter."""
+    moments = sorted({start for start, end in intervals if start < end})
+    sets = {frozenset(i for i, (start, end) in enumerate(intervals) if start <= t < end): None for t in moments}
+    tight = [s for s in sets if most[list(s)].sum() > 1]
+    tight = [s for s in tight if not any(s < other for other in tight)]
+    live = np.zeros((len(tight), len(intervals)))
+    for r, members in enumerate(tight):
+        live[r, list(members)] = 1.0
+    return live

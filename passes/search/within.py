@@ -1,0 +1,174 @@
+"""The cheapest choice with rows: prices for the bound, mixtures and branches for the gap, the MILP for what is small."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.errors import PlanError
+from autoshard.passes.search.bound import Dual
+from autoshard.passes.search.branch import branch
+from autoshard.passes.search.eliminate import Eliminator
+from autoshard.passes.search.milp import Limit, solve_core
+from autoshard.passes.search.mixture import mix
+from autoshard.passes.search.network import Solution
+from autoshard.passes.search.prices import GAP, Part, Relaxed, Search, maximise_bound
+from autoshard.passes.search.prune import NO_CHOICE
+from autoshard.passes.search.stacked import Choice, Stacked
+from autoshard.passes.search.tables import Classes, Tables
+
+# Iterations of the bound, at first and when strategies that are too dear are gone, for effort 1.
+FIRST_ITERATIONS = 12
+ITERATIONS = 48
+# Of a problem of many layers a gap of this part of the cost is not worth more: its plan would lose its regularity.
+ENOUGH = 1e-3
+# Sweeps of message passing.
+SWEEPS = 8
+# A problem of up to so many entries goes to the MILP as it is, and up to so many when what is too dear is gone.
+SMALL = 2_000
+MILP_ENTRIES = 30_000
+# Entries times nodes of the MILP's tree, for effort 1.
+MILP_WORK = 20_000_000
+# The MILP first looks only this far above the bound, as a part of it; each failure looks four times as far.
+FIRST_LOOK = 0.002
+MAX_LOOKS = 6
+
+
+def solve_within(problem: Stacked, relaxed: Relaxed, limit: float, effort: float) -> Solution:
+    """The cheapest choice of ``problem``; ``relaxed`` solves a network without rows; ``limit``: seconds."""
+    begin = time.perf_counter()
+    search = Search(problem, relaxed, begin + limit)
+    stats: dict[str, object] = {"rows": len(problem.limits)}
+    maximise_bound(search, search.part, 1)
+    if search.choice is None:
+        fit(search, effort)
+    maximise_bound(search, search.part, math.ceil(FIRST_ITERATIONS * effort))
+    search.bound = search.part.bound
+    small = _entries(search.part.problem) <= SMALL
+    enough = GAP if small else ENOUGH
+    if small:
+        stats["looks"] = close_gap(search, effort)
+    elif search.gap(search.bound) > enough:
+        thin(search)
+        maximise_bound(search, search.part, math.ceil(ITERATIONS * effort), enough)
+        search.bound = max(search.bound, search.part.bound)
+        stats["mixtures"] = mix(search, enough, effort)
+        stats["branches"] = branch(search, enough, effort)
+        if search.gap(search.bound) > enough:
+            stats["looks"] = close_gap(search, effort)
+    if search.choice is None:
+        raise PlanError("no choice within the limits of all rows was found")
+    stats |= {"solved": search.solved, "seconds": round(time.perf_counter() - begin, 3)}
+    lower = search.total if search.closed else min(search.bound, search.total)
+    return Solution(search.choice, search.total, lower, search.closed, stats)
+
+
+def _entries(problem: Stacked) -> int:
+    return sum(math.prod(problem.sizes[i] for i in scope) for scope in problem.factors)
+
+
+def fit(search: Search, effort: float) -> None:
+    """A choice within the hard limits, whatever it costs. Raises PlanError with the least usage found if there is none."""
+    problem, part = search.first, search.part
+    hard = np.flatnonzero(np.isinf(problem.prices))
+    if problem.live is None and len(hard) == 1:
+        weights = np.zeros(len(problem.limits))
+        weights[hard] = 1.0
+        choice, _, exact = search.cheapest(part, weights, unit=0.0)
+    else:
+        prices = np.where(np.isinf(problem.prices), 1 / problem.scale, 0.0)
+        only = Search(replace(part.problem.costless(), prices=prices), search.relaxed, search.deadline)
+        maximise_bound(only, only.part, math.ceil(ITERATIONS * effort))
+        only.bound = only.part.bound
+        if only.total > 0 and not only.closed:
+            close_gap(only, effort)
+        if only.choice is None:
+            raise PlanError(NO_CHOICE)
+        choice, exact = part.original(only.choice), only.closed
+    search.offer(choice)
+    if search.choice is None:
+        raise PlanError(_unfit(problem, choice, hard, "" if exact else " found"))
+
+
+def _unfit(problem: Stacked, choice: Choice, hard: np.ndarray, found: str) -> str:
+    used, limits = problem.used(choice)[hard], problem.limits[hard]
+    k = int(np.argmax(used - limits))
+    return f"no choice fits the limit of {limits[k]:.6g}: the least{found} that any choice uses is {used[k]:.6g}"
+
+
+def thin(search: Search) -> None:
+    """Drop the strategies that no choice better than the best one contains."""
+    part = search.part
+    kept = _within_reach(part, search.total * (1 + GAP) if search.total > 0 else search.total * (1 - GAP), SWEEPS)
+    dropped = {i: k for i, k in enumerate(kept) if len(k) < part.problem.sizes[i]}
+    if all(map(len, kept)):
+        search.part = part.restricted(dropped)
+
+
+def close_gap(search: Search, effort: float) -> int:
+    """Prune by the Lagrangian bound and solve what is left as a MILP, looking further and further above the bound."""
+    small = _entries(search.part.problem) <= SMALL
+    looks, reach = 0, 0.0 if small else FIRST_LOOK * abs(search.bound)
+    while not search.closed and not search.late:
+        last = looks == MAX_LOOKS or not 0 < reach < math.inf
+        target = search.total if last else min(search.total, search.bound + reach)
+        looks += 1
+        completed = _look(search, target, effort, 0 if small else SWEEPS)
+        if last or not completed or target == search.total:
+            break
+        reach *= 4
+    return looks
+
+
+def _look(search: Search, target: float, effort: float, sweeps: int) -> bool:
+    """Search all choices that cost at most ``target``; returns whether this was completed (then the bound is known)."""
+    try:
+        kept = _within_reach(search.part, target + GAP * abs(target), sweeps)
+    except PlanError:
+        kept = []
+    if not kept or not all(map(len, kept)):  # nothing costs that little
+        search.bound = max(search.bound, target)
+        return True
+    lower, completed = solve_programme(search, kept, target, effort)
+    search.bound = max(search.bound, min(lower, target, search.total))
+    return completed
+
+
+def _within_reach(part: Part, upper: float, sweeps: int) -> list[Classes]:
+    """Per node the strategies that some choice of cost up to ``upper`` may contain, by message passing."""
+    network = Eliminator.of(part.problem.priced(part.prices), Tables())
+    dual = Dual(network, constant=-float(part.prices @ part.problem.limits))
+    for _ in range(sweeps):
+        dual.sweep(upper)
+    return [dual.kept[i] for i in range(len(part.problem.sizes))]
+
+
+def solve_programme(search: Search, kept: list[Classes], target: float, effort: float) -> tuple[float, bool]:
+    """Offers what the MILP finds among the ``kept``; returns (lower bound of these, whether it was solved to the end)."""
+    part = search.part.restricted(dict(enumerate(kept)))
+    problem = part.problem
+    core = [(scope, problem.stacks[number][0]) for scope, number in sorted(problem.factors.items())]
+    limits = []
+    for r, (limit, price) in enumerate(zip(problem.limits, problem.prices, strict=True)):
+        stacks = ((scope, problem.stacks[number]) for scope, number in problem.factors.items())
+        if problem.live is None:
+            amounts = {scope: stack[1 + r] for scope, stack in stacks if len(stack) > 1 + r}
+        else:
+            alive = problem.live[r]
+            amounts = {scope: stack[1] for scope, stack in stacks if len(stack) > 1 and alive[scope[0]]}
+        limits.append(Limit(amounts, float(limit), float(price)))
+    found = solve_core(
+        core,
+        problem.sizes,
+        upper=target,
+        limits=limits,
+        time_limit=max(search.deadline - time.perf_counter(), 1.0),
+        most_nodes=math.ceil(MILP_WORK * effort / max(_entries(problem), 1)),
+        most_entries=math.ceil(MILP_ENTRIES * effort),
+    )
+    if found.choice is not None:
+        search.offer(part.original([found.choice[i] for i in range(len(problem.sizes))]))
+    return found.lower_bound, found.exact

@@ -1,0 +1,52 @@
+"""Predicted memory against what is counted when the rank modules run: bytes that autograd keeps, and the peak."""
+
+from __future__ import annotations
+
+import pytest
+from memory_truth import kept_bytes, peak_bytes
+
+import autoshard
+from autoshard import models
+from autoshard.compiler import Wishes, build, captured
+from autoshard.passes.ir.graph import Graph
+
+FAMILIES = ("mlp", "gpt", "llama", "moe", "dlrm", "vit")
+MESHES: tuple[dict[str, int], ...] = ({"tp": 1}, {"dp": 2}, {"tp": 2, "dp": 2})
+
+GRAPHS: dict[str, Graph] = {}
+
+
+def graph_of(family: str) -> Graph:
+    if family not in GRAPHS:
+        reference = models.get(family)
+        args, kwargs = reference.inputs(batch=8, seq=32)
+        GRAPHS[family] = captured(reference.model().train(), args, kwargs, training=True)
+    return GRAPHS[family]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_bytes_are_those_that_autograd_keeps(family: str, axes: dict[str, int]) -> None:
+    compiled = build(graph_of(family), autoshard.Mesh(axes, "ideal_network"))
+    assert compiled.plan.memory.activations == pytest.approx(kept_bytes(compiled), rel=0.005)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_peak_is_the_tracked_one(family: str) -> None:
+    compiled = build(graph_of(family), autoshard.Mesh({"tp": 1}), Wishes(optimizer="sgd"))
+    memory = compiled.plan.memory
+    assert memory.peak == pytest.approx(peak_bytes(compiled), rel=0.05)
+    assert sum(memory.at_peak.values()) == pytest.approx(memory.peak)
+
+
+@pytest.mark.parametrize(("optimizer", "numbers"), [("adamw", 2), ("momentum", 1), ("sgd", 0)])
+def test_the_optimizers_state_is_counted(optimizer: str, numbers: int) -> None:
+    plan = build(graph_of("mlp"), autoshard.Mesh({"tp": 1}), Wishes(optimizer=optimizer)).plan
+    assert plan.memory.optimizer == numbers * plan.memory.parameters
+    assert plan.optimizer == optimizer
+    assert autoshard.Plan.from_json(plan.to_json()).memory == plan.memory
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(autoshard.PlanError, match=r"optimizer='adamax2' is not known\. Known: adamw"):
+        build(graph_of("mlp"), autoshard.Mesh({"tp": 1}), Wishes(optimizer="adamax2"))
