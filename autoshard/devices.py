@@ -16,7 +16,7 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.experts.roles import named_by_role
 from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.plans.plan import Plan
-from autoshard.plans.record import Candidate, Cost
+from autoshard.plans.record import Candidate
 from autoshard.plans.report import show_seconds
 from autoshard.runtime.autocast import without_autocast
 
@@ -39,13 +39,13 @@ def planned_for(graph: Graph, devices: int, hardware: Hardware, wishes: Wishes, 
         raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
     if isinstance(wishes.like, Mapping):
         raise PlanError("like by axis or by module needs a mesh: give mesh=, or a plan's name for all axes")
-    best: tuple[Mesh, Cost] | None = None
-    tried: list[tuple[Mesh, Cost]] = []
+    best: Candidate | None = None
+    tried: list[Candidate] = []
     notes: list[str] = []
     for shape in shapes(devices, hardware.devices_per_node):
         mesh = Mesh({f"axis{i}": n for i, n in enumerate(shape)}, hardware)
         floor = least_seconds(graph, mesh)
-        if best is not None and floor >= best[1].total_s:
+        if best is not None and floor >= best.cost.total_s:
             notes.append(f"{_shown(mesh)} was not searched: with all communication free it takes {show_seconds(floor)}")
             continue
         try:
@@ -53,14 +53,14 @@ def planned_for(graph: Graph, devices: int, hardware: Hardware, wishes: Wishes, 
         except PlanError as error:
             notes.append(f"{_shown(mesh)} has no plan: {error}")
             continue
-        found = Mesh(named_by_role(graph, program.assignment), hardware), plan.cost
-        tried.append(found)
-        log.info("mesh %s: %s", found[0], show_seconds(plan.cost.total_s))
-        if best is None or plan.cost.total_s < best[1].total_s * (1 - TIE):
-            best = found
+        named = Mesh(named_by_role(graph, program.assignment), hardware)
+        tried.append(Candidate(named, plan.cost, plan.memory, ""))
+        log.info("mesh %s: %s", named, show_seconds(plan.cost.total_s))
+        if best is None or plan.cost.total_s < best.cost.total_s * (1 - TIE):
+            best = tried[-1]
     if best is None:
         raise PlanError(f"no mesh of {devices} {hardware.name} has a plan: {'; '.join(notes)}")
-    _, plan = planned(graph, best[0], wishes, title)
+    _, plan = planned(graph, best.mesh, wishes, title)
     return replace(plan, candidates=tuple(_judged(tried, best)), notes=(*plan.notes, *notes))
 
 
@@ -107,14 +107,13 @@ def least_seconds(graph: Graph, mesh: Mesh) -> float:
     return float(sum(spaces[node].seconds.min() for node in graph.nodes))
 
 
-def _judged(tried: list[tuple[Mesh, Cost]], best: tuple[Mesh, Cost]) -> Iterator[Candidate]:
+def _judged(tried: list[Candidate], best: Candidate) -> Iterator[Candidate]:
     """The runners-up by their cost, with what they lost by."""
-    won = best[1]
-    for mesh, cost in sorted(tried, key=lambda found: found[1].total_s):
-        if mesh is best[0]:
-            continue
+    won = best.cost
+    for found in sorted((c for c in tried if c is not best), key=lambda c: c.cost.total_s):
+        cost = found.cost
         more = cost.total_s - won.total_s
-        parts = (("compute", cost.compute_s - won.compute_s), ("communication", cost.comm_s - won.comm_s))
+        parts = (("compute", cost.compute_s - won.compute_s), ("communication", cost.exposed_s - won.exposed_s))
         what, by = max(parts, key=lambda part: part[1])
         slower = f"{show_seconds(more)} slower: {show_seconds(by)} more {what}"
-        yield Candidate(mesh, cost, slower if more > TIE * won.total_s else "as fast, but of more axes")
+        yield replace(found, why=slower if more > TIE * won.total_s else "as fast, but of more axes")

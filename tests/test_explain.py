@@ -78,7 +78,6 @@ def test_an_operation_and_what_it_sends() -> None:
           reads blocks.1.down.weight [64, 256] as S(1)@tp
           makes linear_3 [256, 64] as P@tp
           sends 98.3 kB by all_reduce@tp forward
-          sends 98.3 kB by all_reduce@tp backward
         """,
     )
 
@@ -104,7 +103,8 @@ def test_plans_side_by_side() -> None:
     text = planned("megatron").diff(planned("ddp"))
     parts = text.split("\n\n")
     assert [line.split("  ")[0] for line in parts[0].splitlines()] == [
-        "", "step", "compute", "communication", "sent per rank", "memory per rank", "busiest rank",
+        "", "step", "compute", "communication", "of it hidden", "sent per rank", "memory per rank",
+        "", "", "", "", "", "", "busiest rank",
     ]  # fmt: skip
     assert [" ".join(line.split()) for part in parts[1:] for line in part.splitlines()] == [
         "Layouts that differ",
@@ -168,15 +168,6 @@ def test_a_number_of_devices() -> None:
     assert fixed.cost == plan.cost
     assert "dp" in plan.mesh.axes
     assert autoshard.Plan.from_json(plan.to_json()) == plan
-
-
-def test_tensor_axes_inside_a_node_and_data_across() -> None:
-    """Where links decide: gradients, which are fewer, over the slow one, activations over the fast one."""
-    links = autoshard.Link(1e-6, 4e11), autoshard.Link(1e-6, 1e11)
-    pairs = autoshard.Hardware("pairs", 1e15, 1e14, 8e10, *links, devices_per_node=2, kernel_latency=0.0)
-    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4))).to("meta")
-    mesh = autoshard.plan(model, None, (torch.zeros(8192, 4096, device="meta"),), devices=4, hardware=pairs).mesh
-    assert dict(zip(mesh.axes, mesh.shape, strict=True)) == {"dp": 2, "tp": 2}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,10 @@ from autoshard.plans.record import Record
 from autoshard.plans.report import globbed, numbers, show_bytes, show_flops, show_layout, show_seconds
 
 
+PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
+"""of :class:`~autoshard.passes.ir.memory.Memory`"""
+
+
 def diff(plan: Record, other: Record) -> str:
     """What ``plan`` (left) and ``other`` (right) cost and hold, and where they differ; equal blocks in one line."""
     heading = ("", _name(plan, "this plan"), _name(other, "other plan"))
@@ -36,8 +40,10 @@ def _costs(plan: Record, other: Record) -> list[tuple[str, str, str]]:
         ("step", show_seconds(a.total_s), f"{show_seconds(b.total_s)}{_times(a.total_s, b.total_s)}"),
         ("compute", show_seconds(a.compute_s), show_seconds(b.compute_s)),
         ("communication", show_seconds(a.comm_s), show_seconds(b.comm_s)),
+        ("of it hidden", show_seconds(a.hidden_s), show_seconds(b.hidden_s)),
         ("sent per rank", show_bytes(sent[0]), show_bytes(sent[1])),
         ("memory per rank", show_bytes(a.memory_bytes), show_bytes(b.memory_bytes)),
+        *((f"  {x}", show_bytes(getattr(plan.memory, x)), show_bytes(getattr(other.memory, x))) for x in PARTS),
         ("busiest rank", show_flops(a.flops_per_rank), show_flops(b.flops_per_rank)),
     ]
 
