@@ -22,7 +22,9 @@ from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
     from autoshard.api import compile, plan, score  # noqa: A004  the public name
+    from autoshard.check.calibration import calibrate
     from autoshard.check.coverage import CoverageReport, coverage
+    from autoshard.check.measurement import Measured, measure
     from autoshard.check.verification import VerifyReport, verify
     from autoshard.module.base import ShardedModule
     from autoshard.module.gradients import clip_grad_norm_
@@ -46,6 +48,9 @@ _LAZY = {
     "deferred_init": "autoshard.initialise.deferred",
     "materialise": "autoshard.initialise.deferred",
     "register_rule": "autoshard.testing",
+    "calibrate": "autoshard.check.calibration",
+    "measure": "autoshard.check.measurement",
+    "Measured": "autoshard.check.measurement",
     "coverage": "autoshard.check.coverage",
     "CoverageReport": "autoshard.check.coverage",
     "redistribution": "autoshard.passes.redistribute",
@@ -69,6 +74,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Link",
+    "Measured",
     "Mesh",
     "MeshError",
     "Partial",
@@ -81,11 +87,13 @@ __all__ = [
     "Shard",
     "ShardedModule",
     "VerifyReport",
+    "calibrate",
     "clip_grad_norm_",
     "compile",
     "coverage",
     "deferred_init",
     "materialise",
+    "measure",
     "plan",
     "redistribution",
     "register_rule",

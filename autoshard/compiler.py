@@ -123,6 +123,6 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[
         return program, simulate(program, wishes.optimizer)
     given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
-        limits = {**expert.limits, **given}
-        planner = Planner(graph, mesh, limits, wishes.optimizer, expert.asked, wishes.recompute)
+        asked = expert.asked, wishes.recompute, expert.regathers
+        planner = Planner(graph, mesh, {**expert.limits, **given}, wishes.optimizer, *asked)
         return fitting(planner, wishes.memory_budget)

@@ -12,7 +12,7 @@ from torch import nn
 
 import autoshard
 from autoshard.cli import main
-from autoshard.devices import shapes
+from autoshard.devices import divided, shapes
 
 
 class Block(nn.Module):
@@ -150,11 +150,21 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_shapes() -> None:
-    """Every division in one and two axes, in three those that a node's edge falls between; order within a link is one."""
-    assert list(shapes(8, 8)) == [(8,), (2, 4), (2, 2, 2)]
-    assert list(shapes(16, 8)) == [(16,), (2, 8), (4, 4), (8, 2), (2, 2, 4)]
+    """Every division in one and two axes; inside a node their order is one."""
+    assert list(shapes(8, 8)) == [(8,), (2, 4)]
+    assert list(shapes(16, 8)) == [(16,), (2, 8), (4, 4), (8, 2)]
     assert list(shapes(7, 8)) == [(7,)]
-    assert list(shapes(64, 8))[-2:] == [(2, 4, 8), (8, 2, 4)]
+    assert list(shapes(1, 8)) == [(1,)]
+
+
+def test_the_best_is_divided_once_more() -> None:
+    """Where a node ends, else the largest axis."""
+    assert divided((4, 16), 8) == (4, 2, 8)
+    assert divided((16, 4), 8) == (8, 2, 4)
+    assert divided((8, 8), 8) == (4, 2, 8)
+    assert divided((2, 4), 8) == (2, 2, 2)
+    assert divided((64,), 8) == (8, 8)
+    assert divided((3, 5), 8) == (3, 5)
 
 
 def test_a_number_of_devices() -> None:

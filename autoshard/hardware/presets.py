@@ -1,13 +1,14 @@
 """Devices by name. Peaks are the vendors' data sheets (dense bf16); what is reached of them is measured, by others:
 
-- matrix products: OpenXLA's table of cuBLAS on H100 (``xla/service/gpu/model/matmul_interpolator_data.h``, sm_90). Its
-  largest products, 4 × (1024…2048 × 4096 × 4096), reach 773 to 779 of 989 TFLOP/s; its smallest, 256 × 256 × 256, takes
-  5.2 µs. A100: 271 of 312 (Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS).
-- attention: cuDNN on H100, head dim 128, causal (Shah et al. 2024, "FlashAttention-3", figures 5 and 6), by length; on
-  A100 FlashAttention-2 (Dao 2023, figures 5 to 7): 0.6 forward, 0.55 backward.
-- memory: fused softmax and norms reach 3.01 of 3.35 TB/s on H100 (Guo, Dao et al. 2025, "QuACK: getting memory-bound
-  kernels to speed of light"); torch.compile's kernels are at par with them ("SOTA normalization performance with
-  torch.compile", pytorch.org 2026). Other GPUs are taken to reach the same share.
+- matrix products: cuBLAS with normally distributed data reaches 716 of 989 TFLOP/s on H100 (Shankhdhar 2024, "Outperforming
+  cuBLAS on H100: a worklog") and 258 of 312 on A100 (He 2024, "Strangely, matrix multiplications on GPUs run faster when
+  given predictable data"), both 8192 cubed; with other data the clock stays higher. The loss in the last wave of tiles is
+  as in OpenXLA's table for H100 (``gpu/model/matmul_interpolator_data.h``, sm_90).
+- attention: what ``scaled_dot_product_attention`` runs by default, FlashAttention-2: on H100 with head dim 128 by length
+  (Shah et al. 2024, "FlashAttention-3", figures 5 and 6), on A100 0.6 forward and 0.55 backward (Dao 2023,
+  "FlashAttention-2", figures 5 to 7).
+- memory: 70 % of the data sheet, and 7 µs for the smallest kernel (AutoParallel's roofline). Kernels that are tuned one by
+  one reach 3.01 of 3.35 TB/s on H100 (Guo, Dao et al. 2025, "QuACK: getting memory-bound kernels to speed of light").
 - collectives: NCCL on H100, algorithm bandwidth of an all-gather in one node 537, 434 and 394 GB/s among 2, 4 and 8, of
   an all-reduce 324, 236 and 267 (AutoParallel's tables), here as ring bytes: times (n-1)/n and 2(n-1)/n. Latencies of 2
   and 8 nodes of 8 in the same tables, less those of one node, per rank of a node for rings. A network card of 400 Gb/s
@@ -64,14 +65,14 @@ _H100 = Hardware(
     80e9,
     _H100_NODE,
     _network(48 * GB),
-    efficiency=779 / 989.4,
-    kernel_latency=5e-6,
+    efficiency=716 / 989.4,
+    kernel_latency=7e-6,
     overlap=BESIDE,
-    memory_efficiency=3.01 / 3.352,
+    memory_efficiency=0.7,
     units=132,
     attention=(
         *((length, forward / 989.4, backward / 989.4) for length, forward, backward in (
-            (512, 315, 305), (1024, 410, 408), (2048, 484, 465), (4096, 518, 499), (8192, 529, 518), (16384, 539, 516),
+            (512, 191, 214), (1024, 260, 260), (2048, 298, 291), (4096, 319, 310), (8192, 333, 318), (16384, 335, 322),
         )),
     ),
     fuses=True,
@@ -84,13 +85,13 @@ _A100 = replace(
     memory_bandwidth=2039e9,
     node=_nvlink(230 * GB),
     network=_network(24 * GB),
-    efficiency=271 / 312,
+    efficiency=258 / 312,
     units=108,
     attention=((1024, 0.6, 0.55),),
 )
 
 _OTHER = Hardware(
-    "", 0.0, 0.0, 0.0, Link(6e-6, 448 * GB), Link(15e-6, 50 * GB), kernel_latency=5e-6, overlap=BESIDE, fuses=True
+    "", 0.0, 0.0, 0.0, Link(6e-6, 448 * GB), Link(15e-6, 50 * GB), kernel_latency=7e-6, overlap=BESIDE, fuses=True
 )
 
 PRESETS: dict[str, Hardware] = {

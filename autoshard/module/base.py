@@ -30,6 +30,7 @@ from autoshard.plans.plan import Plan
 from autoshard.plans.record import Collective
 from autoshard.runtime.autocast import without_autocast
 from autoshard.runtime.exactly import is_of_other_values
+from autoshard.runtime.module import RankModule
 
 log = logging.getLogger("autoshard")
 
@@ -280,6 +281,10 @@ class ShardedModule(Fixed):
         return self._of.tensor(fqn)
 
     # --- running ---
+
+    def rank_modules(self) -> list[RankModule]:
+        """What the rank runs that runs in this thread, of every compilation that ran: its own rank, or rank 0."""
+        raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on the mesh."""

@@ -32,6 +32,7 @@ from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
 from autoshard.plans.plan import Plan
+from autoshard.runtime.module import RankModule
 
 FIRST_CALLS = 8
 """how many calls are checked for equal inputs; AUTOSHARD_CHECK=inputs checks all"""
@@ -233,6 +234,10 @@ class DistributedModule(ShardedModule):
         self._agreement.finish()
         first = len(program.outputs)
         return leaves, {fqn: results[first + i].detach() for i, fqn in enumerate(program.mutations)}
+
+    def rank_modules(self) -> list[RankModule]:
+        """See :meth:`ShardedModule.rank_modules`."""
+        return list(self._loaded.values())
 
     def _rank_module(self, executable: Executable) -> Any:
         if id(executable) not in self._loaded:

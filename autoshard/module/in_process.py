@@ -15,6 +15,7 @@ from autoshard.module.simulate import cut, join, joined
 from autoshard.passes.ir.graph import Ref
 from autoshard.runtime.communicator import Executed
 from autoshard.runtime.in_process import World
+from autoshard.runtime.module import RankModule
 
 
 class InProcessModule(ShardedModule):
@@ -31,6 +32,10 @@ class InProcessModule(ShardedModule):
     def record(self, log: list[Executed] | None) -> None:
         """Append every collective that is really executed to ``log`` (None: stop)."""
         self._world.log = log
+
+    def rank_modules(self) -> list[RankModule]:
+        """See :meth:`ShardedModule.rank_modules`."""
+        return [modules[0] for modules in self._rank_modules.values()]
 
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         return nn.Parameter(_real(p, initial), requires_grad=p.requires_grad)

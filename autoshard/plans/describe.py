@@ -8,7 +8,7 @@ from dataclasses import replace
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.memory import Memory
+from autoshard.passes.ir.memory import Memory, Recomputed
 from autoshard.passes.ir.program import Program, Statement, Step
 from autoshard.passes.ir.sizes import Size, free_symbols
 from autoshard.passes.lower.blocks import module_of
@@ -17,7 +17,7 @@ from autoshard.passes.memory import simulate
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alternatives import alternatives, cheapest_use
 from autoshard.passes.propagate.edges import forward_seconds
-from autoshard.passes.propagate.objective import objective
+from autoshard.passes.propagate.objective import Objective, objective
 from autoshard.passes.propagate.op_space import axis_strategies
 from autoshard.passes.propagate.step_time import movable_values
 from autoshard.passes.rules import rule_for
@@ -25,6 +25,7 @@ from autoshard.passes.rules.checks import has_rule
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import TOGETHER, Choice, Collective, Cost
 from autoshard.plans.report import utilisation
+from autoshard.plans.schedule import step_end
 
 
 def describe(program: Program, title: str = "", optimizer: str = "adamw", memory: Memory | None = None) -> Plan:
@@ -34,14 +35,15 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
     """
     graph, mesh, assignment = program.graph, program.mesh, program.assignment
     found = tuple(_collectives(program))
-    others, searched = alternatives(assignment), objective(assignment)
+    others, searched = alternatives(assignment), objective(assignment, optimizer)
     public = {i.name: i.fqn for i in graph.inputs}
     choices = {}
     flops = share = 0.0
     for node in graph.nodes:
         choice = assignment.choices[node.name]
         work = costs.node_flops(node, graph, rule_for(node.op))
-        flops, share = flops + work, share + work * costs.divided(choice, mesh)
+        forward = work / (1.0 + costs.backward_factor(node, graph)) if assignment.again.get(node.name) == 2 else 0.0
+        flops, share = flops + work, share + (work + forward) * costs.divided(choice, mesh)
         labels = tuple(s.label for s in choice)
         choices[node.name] = Choice(
             op=str(node.op),
@@ -56,6 +58,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
             outputs=node.outputs,
             uses=tuple(str(Layout(mesh, assignment.use(node, i))) for i in range(len(node.inputs))),
             alternatives=others.get(node.name, ()),
+            again=assignment.again.get(node.name, 0),
         )
     kinds = {i.fqn: i.kind for i in graph.inputs}
     layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
@@ -92,9 +95,24 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
         differentiable=tuple(public.get(n, n) for n, t in graph.types.items() if t.grad),
         memory=memory,
         optimizer=optimizer,
+        recomputed=tuple(_recomputed(program, memory, searched)),
+        shared_again=tuple(sorted(public.get(n, n) for n in assignment.shared_again)),
     )
     mfu, hfu = utilisation(plan)
-    return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu))
+    return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu, schedule_s=step_end(plan)))
+
+
+def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterator[Recomputed]:
+    """What is made again, in order of the program, as far as it counts."""
+    nodes = {n.name: n for n in program.graph.nodes}
+    for name in dict.fromkeys((*memory.spared, *searched.again)):
+        computed = name in nodes and nodes[name].name in program.assignment.again
+        node = nodes.get(name) or program.graph.producers.get(name)
+        parts = searched.again.get(name)
+        seconds = 0.0 if parts is None else float(parts.compute + parts.communication())
+        what = "computed" if computed and program.assignment.again[name] == 2 else "converted"
+        if seconds or memory.spared.get(name):
+            yield Recomputed(name, node.fqn if node is not None else "", what, memory.spared.get(name, 0.0), seconds)
 
 
 def _collectives(program: Program) -> Iterator[Collective]:

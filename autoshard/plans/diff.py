@@ -9,7 +9,6 @@ from itertools import zip_longest
 from autoshard.plans.record import Record
 from autoshard.plans.report import globbed, numbers, show_bytes, show_flops, show_layout, show_seconds
 
-
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
 """of :class:`~autoshard.passes.ir.memory.Memory`"""
 

@@ -44,7 +44,9 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh) -> Assignment:
     bound = plan.lower_bound if _same_costs(plan, graph, mesh) else 0.0
     given = frozenset(fqns.get(n, n) for n in plan.given)
     solution = Solution((), plan.cost.total_s, bound, False)
-    return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, given)
+    again = {name: choice.again for name, choice in plan.choices.items() if choice.again}
+    shared_again = frozenset(fqns.get(n, n) for n in plan.shared_again)
+    return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, given, again, shared_again)
 
 
 def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:

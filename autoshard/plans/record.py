@@ -11,7 +11,7 @@ from autoshard.errors import PlanError
 from autoshard.hardware import Hardware
 from autoshard.layout import Invariant, Layout, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.memory import Memory
+from autoshard.passes.ir.memory import Memory, Recomputed
 
 Kind = TypeVar("Kind", bound="Record")
 
@@ -81,6 +81,9 @@ class Cost:
     """waiting for other stages"""
     optimizer_s: float = 0.0
     """the part of ``compute_s`` that updates the parameters"""
+    schedule_s: float = 0.0
+    """when the last event of the timeline ends (:mod:`autoshard.plans.schedule`): what the search does not see is which
+    collective finds which compute to hide behind, and what collectives save that go together"""
     mfu: float = 0.0
     """model FLOPs per rank over what the hardware could do in ``total_s``"""
     hfu: float = 0.0
@@ -114,6 +117,8 @@ class Choice:
     """per operand: the layout it is read in, as text"""
     alternatives: tuple[tuple[tuple[str, ...], float], ...] = ()
     """the next best strategies: (labels, seconds more per step if everything else stays)"""
+    again: int = 0
+    """1: the conversions of its operands are made again in the backward; 2: it is computed again"""
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,10 @@ class Record:
     """what the busiest rank holds, and when it holds most"""
     optimizer: str = "adamw"
     """whose state is counted"""
+    recomputed: tuple[Recomputed, ...] = ()
+    """what the backward makes again instead of having it kept"""
+    shared_again: tuple[str, ...] = ()
+    """values whose conversion into the shared layout is made again in the backward"""
     like: str = ""
     """the expert's plan that was asked for, as text; "" for none"""
     candidates: tuple[Candidate, ...] = ()
@@ -188,6 +197,8 @@ class Record:
                 "differentiable": list(self.differentiable),
                 "memory": asdict(self.memory),
                 "optimizer": self.optimizer,
+                "recomputed": [asdict(r) for r in self.recomputed],
+                "shared_again": list(self.shared_again),
                 "like": self.like,
                 "candidates": [
                     {
@@ -229,6 +240,8 @@ class Record:
                 differentiable=tuple(data.get("differentiable", ())),
                 memory=_memory_from(data.get("memory", {})),
                 optimizer=data.get("optimizer", "adamw"),
+                recomputed=tuple(Recomputed(**r) for r in data.get("recomputed", ())),
+                shared_again=tuple(data.get("shared_again", ())),
                 like=data.get("like", ""),
                 candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
             )

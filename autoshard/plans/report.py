@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.layout import Invariant, Layout, Replicate
+from autoshard.passes.ir.memory import Recomputed
 from autoshard.plans.record import Choice, Collective, Record
 
 WIDTH = 120
@@ -37,7 +38,10 @@ def plan_table(plan: Record) -> RenderableType:
     parts: list[RenderableType] = [_headline(plan), _parameters(plan)]
     if plan.collectives:
         parts.append(_collectives(plan))
-    parts += [_memory(plan), _dominates(plan)]
+    parts.append(_memory(plan))
+    if plan.recomputed:
+        parts.append(_recomputed(plan))
+    parts.append(_dominates(plan))
     if any(not c.has_rule for c in plan.choices.values()):
         parts.append(_without_rule(plan))
     parts += [Text(f"\n{note}", "yellow") for note in plan.notes if not note.startswith("replicated: no rule")]
@@ -287,6 +291,33 @@ def _memory(plan: Record) -> Table:
         _add(table, what, show_bytes(size), f"{size / total:.0%}" if total else "")
     room = f"{total / limit:.0%} of {show_bytes(limit)}" if limit < 1e15 else ""
     _add(table, f"together, at {plan.memory.moment}", show_bytes(total), room)
+    return table
+
+
+def recomputed_rows(plan: Record) -> list[tuple[str, str, int, float, float]]:
+    """(module, operations, how many, bytes not kept, seconds paid) of what is made again, equal layers folded."""
+    rows: dict[str, list[Recomputed]] = {}
+    for r in plan.recomputed:
+        rows.setdefault(globbed(r.fqn) or "(root)", []).append(r)
+
+    def names(found: list[Recomputed]) -> str:
+        ops = dict.fromkeys(
+            short_op(plan.choices[r.name]) if r.what == "computed" and r.name in plan.choices else "conversions"
+            for r in found
+        )
+        return ", ".join(ops)
+
+    folded = [
+        (where, names(found), len(found), sum(r.bytes for r in found), sum(r.seconds for r in found))
+        for where, found in rows.items()
+    ]
+    return sorted(folded, key=lambda row: -row[3])
+
+
+def _recomputed(plan: Record) -> Table:
+    table = _table("Made again in the backward", "module", "what", "", ">bytes saved", ">time")
+    for where, what, count, size, seconds in recomputed_rows(plan):
+        _add(table, where, what, f"×{count}" if count > 1 else "", show_bytes(size), show_seconds(seconds))
     return table
 
 

@@ -86,6 +86,11 @@ class RankModule(Block):
         with regather() if self.GATHERS else contextlib.nullcontext():
             return super().__call__(*args, **kwargs)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that are bound, of this rank."""
+        found = (scope._parameters[leaf] for scope, leaf in self._slots.values())
+        return [x for x in found if x is not None]
+
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """Original names of all parameters and buffers it reads."""

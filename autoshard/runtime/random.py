@@ -56,13 +56,34 @@ def dropout(
     if p == 1.0:
         return x * 0.0
     noise = in_memory_order(order, lambda s: current().shared(_noise, (s, p, x.dtype, x.device), {}), shape)
-    return x * _part(noise, dims)
+    dropped: torch.Tensor = _Drop.apply(x, _part(noise, dims), p)  # type: ignore[no-untyped-call]
+    return dropped
+
+
+class _Drop(torch.autograd.Function):
+    """``x * noise``; one byte per element is kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
+        ctx.save_for_backward(noise != 0)
+        ctx.p = p
+        return x * noise
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (kept,) = ctx.saved_tensors
+        return gradient * _scaled(kept.to(gradient.dtype), ctx.p), None, None
+
+
+def _scaled(kept: torch.Tensor, p: float) -> torch.Tensor:
+    """What eager dropout multiplies with, of ones where an element is kept; as ATen rounds it."""
+    return kept.div_(1 - p) if kept.device.type == "cpu" else kept.mul_(1 / (1 - p))
 
 
 def _noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What eager dropout multiplies with; every step as ATen does it, so that it takes the same draws."""
     if device.type == "cpu":
-        return torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p).div_(1 - p)
+        return _scaled(torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p), p)
     ones = torch.ones(shape, dtype=dtype, device=device)
     return torch.native_dropout(ones, p, True)[0]
 

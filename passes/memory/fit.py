@@ -26,9 +26,9 @@ log = logging.getLogger("autoshard.plan")
 
 SHARE = 0.9
 """of the hardware's memory: the budget where none is given"""
-ROUNDS = 5
+ROUNDS = 4
 """searches under a limit, at most"""
-CLOSE = 0.01
+CLOSE = 0.02
 """limits that differ by less, as a part of the budget, are one"""
 
 
@@ -49,32 +49,31 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     if closest[1].peak <= budget:
         return closest
     best: tuple[Program, Memory] | None = None
-    for stage in planner.stages:
-        for program, memory in _searched(planner, stage, budget, closest[1]):
-            closest = min(closest, (program, memory), key=lambda found: found[1].peak)
-            if memory.peak <= budget and (best is None or _seconds(program) < _seconds(best[0])):
-                best = program, memory
+    for program, memory in _searched(planner, budget, *closest):
+        closest = min(closest, (program, memory), key=lambda found: found[1].peak)
+        if memory.peak <= budget and (best is None or _seconds(program) < _seconds(best[0])):
+            best = program, memory
     if best is None:
         raise PlanError(_does_not_fit(closest[1], budget, mesh))
     return best
 
 
-def _searched(planner: Planner, stage: str, budget: float, memory: Memory) -> Iterator[tuple[Program, Memory]]:
+def _searched(planner: Planner, budget: float, program: Program, memory: Memory) -> Iterator[tuple[Program, Memory]]:
     """Plans under limits that come closer and closer to the budget less what the search does not know of."""
-    rest = memory.at_peak["temporaries"] + memory.at_peak["buffers"]
-    limits: list[float] = []
-    while len(limits) < ROUNDS and all(abs(budget - rest - x) > CLOSE * budget for x in limits):
-        limits.append(budget - rest)
-        log.info("%s: peak %.4g B, budget %.4g B: choices may hold %.4g B", stage, memory.peak, budget, limits[-1])
+    limit = budget - (memory.peak - planner.held(program.assignment))
+    for number in range(ROUNDS):
+        log.info("peak %.4g B, budget %.4g B: choices may hold %.4g B", memory.peak, budget, limit)
         try:
-            assignment, held = planner.within(limits[-1], stage)
+            assignment, held = planner.within(limit)
         except PlanError:
-            if len(limits) > 1:
+            if number:
                 return
-            assignment, held = planner.least(stage)
+            assignment, held = planner.least()
         program, memory = found = _tried(assignment, planner.optimizer)
-        rest = memory.peak - held
         yield found
+        before, limit = limit, budget - (memory.peak - held)
+        if limit < before + CLOSE * budget and memory.peak <= budget:
+            return
 
 
 def _seconds(program: Program) -> float:

@@ -17,7 +17,7 @@ from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.again import run_again
 from autoshard.passes.lower.blocks import segments
 from autoshard.passes.lower.bucket import regathered
-from autoshard.passes.rules.facts import saved
+from autoshard.passes.rules.facts import is_view, saved
 from autoshard.passes.rules.rehearsal import Form, Made, Outcome, Rehearsal
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
@@ -109,7 +109,8 @@ class _Simulation:
             self._input(value.name, value.kind, optimizer)
 
     def run(self) -> Memory:
-        for self.segment, segment in enumerate(segments(self.program)):
+        for number, segment in enumerate(segments(self.program)):
+            self.segment = number
             for s in segment.statements:
                 self._forward(s)
             if segment.path:
@@ -219,7 +220,8 @@ class _Simulation:
             return self.storage[operands[number]] if number >= 0 else new[~number]
 
         asked = kept
-        if id(s) in self.runs_again:
+        copied = s.node is not None and is_view(s.node.op) and s.step is None and new  # a reshape that cannot be a view
+        if id(s) in self.runs_again or (copied and any(self.storage[o] in self.stretch for o in operands)):
             kept = (*kept, *range(len(operands)))  # what it is made again from
             self.stretch.update(dict.fromkeys(new, self.segment))
             self.maker.update(dict.fromkeys(new, s))

@@ -14,6 +14,7 @@ from autoshard.layout import Placement, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.fusion import Traffic
 from autoshard.passes.rules.base import Rule
@@ -160,13 +161,14 @@ def inside_seconds(found: Sequence[Internal], mesh: Mesh) -> Seconds:
     return Seconds(**spent)
 
 
-def optimizer_seconds(type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
-    """Time of Adam's update of a parameter stored with ``placements``: it is bound by memory traffic.
+def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
+    """Time of the optimizer's update of a parameter stored with ``placements``: it is bound by memory traffic.
 
-    Read: the value, its gradient and two float32 moments; written: the value and both moments. One fused kernel updates
-    many parameters, so a single one pays no launch.
+    Read: the value, its gradient and the state; written: the value and the state. One fused kernel updates many
+    parameters, so a single one pays no launch.
     """
-    if not type_.grad:
+    if not type_.grad or optimizer == "none":
         return 0.0
-    size = type_.dtype.itemsize
-    return mesh.hardware.memory_seconds(local_numel(type_, placements, mesh) * (3 * size + 4 * max(4, size)))
+    shape = local_shape(type_.shape, placements, mesh)
+    state = optimizer_bytes(optimizer, shape, type_.dtype)
+    return mesh.hardware.memory_seconds(3 * math.prod(shape) * type_.dtype.itemsize + 2 * state)

@@ -153,17 +153,20 @@ class EdgeTables:
         mask = None if link.mask is None else np.tile(link.mask, tags[1])
         parts = Parts(*(np.tile(x, tags) if x.ndim else x for x in parts))
         if found.again.any() and link.value not in self.graph.parameters:  # a gather that the backward makes anyway
-            again = self._again(link.value)[cut]
-            again = Parts(*(np.where(found.again, np.tile(x, tags), 0.0) if x.ndim else x for x in again))
-            parts = parts + again
+            waits = [not link.asked.passive and tag == 2 for tag in link.asked.tags]
+            for waiting in set(waits):
+                where = found.again & np.repeat(np.array(waits) == waiting, len(columns))
+                again = self._again(link.value, waiting)[cut]
+                parts += Parts(*(np.where(where, np.tile(x, tags), 0.0) if x.ndim else x for x in again))
         if found.forbidden.any():
             parts = parts + Parts(blocking=np.where(found.forbidden, np.inf, 0.0))
         held = found.held if mask is None else np.where(mask, found.held, 0.0)
         return paid(parts, mask), held if held.any() else None
 
-    def _again(self, value: str) -> Parts:
-        """What the conversions of the forward take."""
-        type_, movable = self.graph.types[value], value in self.movable
+    def _again(self, value: str, waits: bool) -> Parts:
+        """What the conversions of the forward take in the backward, whose source may be there long before they are needed;
+        but ``waits``: for an operation that is computed again."""
+        type_, movable = self.graph.types[value], value in self.movable or not waits
         if ("again", type_, movable) not in self.matrices:
             layouts = [Layout(self.mesh, p) for p in self.known[type_]]
             self.matrices["again", type_, movable] = as_parts(*forward_matrices(type_, layouts, layouts), movable)

@@ -46,6 +46,8 @@ class Keeps:
     """per result: bool [choices]"""
     private: np.ndarray
     """bytes of what is neither [choices]"""
+    work: np.ndarray
+    """most bytes beside these while its backward runs: gradients of results and of operands [choices]"""
 
 
 class KeepTables:
@@ -72,22 +74,24 @@ class KeepTables:
         count = len(space.choices)
         operands = tuple(np.zeros(count, dtype=bool) for _ in node.inputs)
         results = tuple(np.zeros(count, dtype=bool) for _ in node.outputs)
-        private = np.zeros(count)
+        private, work = np.zeros(count), np.zeros(count)
         if self.graph.training and any(self.graph.types[o].grad for o in node.outputs):
             for i, choice in enumerate(space.choices):
                 placed = [p[i] for p in (*space.inputs, *space.outputs)]
-                ins, outs, private[i] = self._kept(node, choice, placed)
+                ins, outs, private[i], work[i] = self._kept(node, choice, placed)
                 for position in ins:
                     operands[position][i] = True
                 for position in outs:
                     results[position][i] = True
-        return Keeps(operands, results, private)
+        return Keeps(operands, results, private, work)
 
     def _kept(
         self, node: Node, choice: tuple[Strategy, ...], placed: Sequence[Placements]
-    ) -> tuple[frozenset[int], frozenset[int], float]:
-        """Positions of operands and of results, and bytes beside them."""
+    ) -> tuple[frozenset[int], frozenset[int], float, float]:
+        """Positions of operands and of results, bytes beside them, and bytes of work in the backward."""
         types = self.graph.types
+        pairs = list(zip((*node.inputs, *node.outputs), placed, strict=True))
+        results = sum(self._bytes(n, p) for n, p in pairs[len(node.inputs) :] if types[n].grad)
         call = self._local_form(node, choice, placed)
         if call is not None:
             names = dict.fromkeys(node.inputs)
@@ -100,18 +104,24 @@ class KeepTables:
                 outs = frozenset(i for i, m in enumerate(made) if m is not None and m.storage in outcome.kept)
                 seen = {m.storage for m in made if m is not None}
                 rest = sum(outcome.new[~s] for s in outcome.kept if s < 0 and s not in seen)
-                return ins, outs, float(rest)
+                return ins, outs, float(rest), results + outcome.backward_peak
         local_types = {
             n: TensorType(costs.local_shape(types[n].shape, p, self.mesh), types[n].dtype, types[n].grad)
-            for n, p in zip((*node.inputs, *node.outputs), placed, strict=True)
+            for n, p in pairs
         }
         found = saved(node, local_types)
-        return found.operands, found.results, float(sum(t.nbytes for t in found.intermediates))
+        inside = float(sum(t.nbytes for t in found.intermediates))
+        operands = sum(self._bytes(n, p) for n, p in pairs[: len(node.inputs)] if types[n].grad)
+        return found.operands, found.results, inside, results + operands
+
+    def _bytes(self, name: str, placed: Placements) -> float:
+        type_ = self.graph.types[name]
+        return float(costs.local_numel(type_, placed, self.mesh) * type_.dtype.itemsize)
 
     def _local_form(self, node: Node, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Call | None:
         """What runs on one rank, where that is not the same op on local tensors."""
         rule = rule_for(node.op)
-        if rule is None or rule.local is None or not any(s.divides for s in choice):
+        if rule is None or rule.local is None:
             return None
         call = rule.local(site_of(node, self.graph, self.mesh, choice, placed).example)
         nested = any(isinstance(x, Call) for x in (*call.args, *call.kwargs.values()))

@@ -23,6 +23,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.memory import optimizer_bytes
+from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.edges import EdgeTables, Link, readings
 from autoshard.passes.propagate.hiding import stepping
@@ -80,6 +81,10 @@ class Network:
     links: list[Link] = field(default_factory=list)
     known: dict[Any, Any] = field(default_factory=dict)
     """one object for what is equal, so that equal layers give identical tables"""
+
+    def __post_init__(self) -> None:
+        self.views = frozenset(n.name for n in self.graph.nodes if is_passive(n))
+        self.tail = _tail(self.graph) if self.offer is not None else frozenset()
 
     def build(self) -> Built:
         """Variables and links, then their tables."""
@@ -155,9 +160,10 @@ class Network:
     def _operation(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Variable:
         if self.offer is None:
             return Variable(space.choices, tags, space.parts)
-        key = ("operation", id(space), tags, is_passive(node))
+        key = ("operation", id(space), tags, is_passive(node), node.name in self.tail)
         if key not in self.known:
             passive, keeps = is_passive(node), self.keeps.of(node, space)
+            work = keeps.work if node.name in self.tail else np.zeros(len(space.choices))
             own = keeps.private.copy()
             for slot, saves in enumerate(keeps.results):
                 own += np.where(saves, self._bytes(node.outputs[slot], space.outputs[slot]), 0.0)
@@ -165,7 +171,7 @@ class Network:
             once = Parts(compute=space.compute[0], blocking=space.inside[0])
             each = [space.parts + once if a else space.parts for a in again]
             parts = Parts(*(np.concatenate(x) if x[0].ndim else x[0] for x in zip(*each, strict=True)))
-            kept = np.concatenate([np.zeros_like(own) if a or passive else own for a in again])
+            kept = np.concatenate([np.zeros_like(own) if passive else work if a else own + work for a in again])
             self.known[key] = parts, kept if kept.any() else None
         return Variable(space.choices, tags, *self.known[key])
 
@@ -248,7 +254,7 @@ class Network:
             trained, size = type_.grad and self.graph.training, self._bytes(name, states)
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
             state = np.array([optimizer_bytes(self.optimizer, x, type_.dtype) if trained else 0.0 for x in shapes])
-            seconds = np.array([costs.optimizer_seconds(type_, placed, self.mesh) for placed in states])
+            seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
             parts = Parts(optimizer=seconds) if type_.grad else ZERO
             self.known[key] = parts, size + state, size + state + (size if trained else 0.0)
         return Variable(states, (0,), *self.known[key])
@@ -293,6 +299,22 @@ class Network:
 
     # --- what a solution means ---
 
+    def states_of(self, name: str, variable: Variable, assignment: Assignment) -> list[int]:
+        """The states of a variable that stand for what ``assignment`` chose, and make nothing again."""
+        kind, _, rest = name.rpartition(":")
+        if kind == "node":
+            chosen: Any = assignment.choices[rest]
+        elif kind == "shared":
+            chosen = assignment.shared[rest].placements
+        elif kind == "out":
+            layout = assignment.outputs[int(rest)]
+            chosen = None if layout is None else layout.placements
+        else:
+            chosen = variable.choices[0] if kind == "mutation" else assignment.layouts[name].placements
+        place, count = variable.choices.index(chosen), len(variable.choices)
+        most = NEEDED if kind == "shared" or (kind == "node" and rest in self.views) else 0
+        return [t * count + place for t, tag in enumerate(variable.tags) if tag <= most or len(variable.tags) == 1]
+
     def assignment(self, solution: Solution) -> Assignment:
         """The layouts, strategies and states that ``solution`` chose."""
         chosen: dict[str, Any] = {}
@@ -319,6 +341,12 @@ class Network:
         remade = frozenset(v for v in shared if tags[f"shared:{v}"] == AGAIN)
         given = frozenset(self.constraints)
         return Assignment(self.graph, self.mesh, layouts, shared, choices, outputs, solution, given, again, remade)
+
+
+def _tail(graph: Graph) -> frozenset[str]:
+    """Operations after the last repeated module. They work when most is kept, so that their work counts with it."""
+    last = max((i for i, node in enumerate(graph.nodes) if block_path(node.fqn)), default=len(graph.nodes))
+    return frozenset(node.name for node in graph.nodes[last + 1 :])
 
 
 def _placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = None) -> tuple[Placements, ...]:

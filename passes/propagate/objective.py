@@ -70,7 +70,7 @@ class OpSeconds:
         return Parts(compute=np.array(self.compute.step), blocking=np.array(self.inside.step))
 
 
-def objective(assignment: Assignment) -> Objective:
+def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
     """The objective of the search on ``assignment``, whether it was searched for or given."""
     graph, mesh = assignment.graph, assignment.mesh
     known: dict[object, OpSeconds] = {}
@@ -101,9 +101,9 @@ def objective(assignment: Assignment) -> Objective:
             prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:])[0, 0]
         conversions.append(prices[case])
     stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
-    optimizer = math.fsum(costs.optimizer_seconds(type_, placed, mesh) for type_, placed in stored)
+    update = math.fsum(costs.optimizer_seconds(optimizer, type_, placed, mesh) for type_, placed in stored)
     again = _again(assignment, operations, movable)
-    return Objective(operations, summed(conversions), optimizer, mesh.hardware.overlap, again)
+    return Objective(operations, summed(conversions), update, mesh.hardware.overlap, again)
 
 
 def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable: frozenset[str]) -> dict[str, Parts]:
@@ -113,10 +113,10 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
     if not assignment.again and not assignment.shared_again:
         return found
 
-    def convert(value: str, src: Placements, dst: Placements) -> None:
+    def convert(value: str, src: Placements, dst: Placements, waits: bool = False) -> None:
         type_ = graph.types[value]
         sides = [Layout(mesh, src)], [Layout(mesh, dst)]
-        parts = as_parts(*forward_matrices(type_, *sides), value in movable)[0, 0]
+        parts = as_parts(*forward_matrices(type_, *sides), value in movable or not waits)[0, 0]
         found[value] = found[value] + parts if value in found else parts
 
     for value in assignment.shared_again:
@@ -136,7 +136,7 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
             )
             for name, uses in dict.fromkeys(needed):
                 if name not in graph.parameters:
-                    convert(name, assignment.source(name).placements, uses)
+                    convert(name, assignment.source(name).placements, uses, state == 2)
     return found
 
 

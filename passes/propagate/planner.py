@@ -16,7 +16,7 @@ from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.network import Built, Network
 from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
 from autoshard.passes.propagate.recompute import Recompute, offer
-from autoshard.passes.search import CostNetwork, solve
+from autoshard.passes.search import CostNetwork, Solution, solve
 
 log = logging.getLogger("autoshard.plan")
 
@@ -43,52 +43,64 @@ class Planner:
         optimizer: str = "adamw",
         asked: Mapping[str, AskedOf] | None = None,
         recompute: Recompute = "none",
+        regather: bool = False,
     ) -> None:
-        """``asked``: node name → what its strategies are restricted to, by an expert's plan."""
+        """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
+        :func:`~autoshard.passes.propagate.recompute.offer`."""
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
-        self.recompute = recompute
-        self.offers = {"none": offer(graph, "none"), "asked": offer(graph, recompute)}
-        self.built: dict[str, tuple[Network, Built]] = {}
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """What may be made again: first nothing, where that is left to the search."""
-        return ("none", "asked") if self.recompute == "auto" and self.graph.training else ("asked",)
+        self.offer = offer(graph, recompute, regather)
+        self.plain = not graph.training or (recompute in ("auto", "none") and not regather)
+        """whether nothing has to be made again"""
+        self.built: dict[bool, tuple[Network, Built]] = {}
 
     def cheapest(self) -> Assignment:
         """The fewest seconds, whatever memory it takes."""
-        plain = self.recompute in ("auto", "none") or not self.graph.training
-        network, built = self._network("" if plain else "asked")
+        network, built = self._network(limited=not self.plain)
         return network.assignment(solve(built.network, rows=built.hiding))
 
-    def within(self, limit: float, stage: str) -> tuple[Assignment, float]:
+    def within(self, limit: float) -> tuple[Assignment, float]:
         """The fewest seconds where what the choices hold is at most ``limit`` bytes per rank; and what they hold.
 
         Raises :class:`~autoshard.errors.PlanError` where nothing is that small.
         """
-        network, built = self._network(stage)
+        network, built = self._network(limited=True)
         rows = [*built.hiding, *(replace(row, limit=limit) for row in built.kept)]
         found = solve(built.network, rows=rows, effort=EFFORT)
-        return network.assignment(found), max(row.used(built.network, found.choice) for row in built.kept)
+        return network.assignment(found), _used(built, found)
 
-    def least(self, stage: str) -> tuple[Assignment, float]:
+    def least(self) -> tuple[Assignment, float]:
         """What holds least at the end of the forward; and how much that is at any time."""
-        network, built = self._network(stage)
+        network, built = self._network(limited=True)
         row, seconds = built.kept[0], built.network
         nodes = tuple(_smallest(s, row.nodes[i]) for i, s in enumerate(seconds.nodes))
         edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
         found = solve(CostNetwork(nodes, edges))
         found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False)
-        return network.assignment(found), max(row.used(seconds, found.choice) for row in built.kept)
+        return network.assignment(found), _used(built, found)
 
-    def _network(self, stage: str) -> tuple[Network, Built]:
-        """The network of a stage; "": without bytes."""
-        if stage not in self.built:
+    def held(self, assignment: Assignment) -> float:
+        """Bytes that the choices of ``assignment``, which makes nothing again, hold."""
+        network, built = self._network(limited=True)
+        nodes = []
+        for (name, variable), seconds in zip(network.variables.items(), built.network.nodes, strict=True):
+            allowed = network.states_of(name, variable, assignment)
+            only = np.full(len(seconds), np.inf)
+            only[allowed] = 0.0
+            nodes.append(only)
+        forbidden: dict[int, np.ndarray] = {}
+        for *_, table in built.network.edges:
+            forbidden.setdefault(id(table), np.where(np.isinf(table), np.inf, 0.0))
+        edges = tuple((a, b, forbidden[id(table)]) for a, b, table in built.network.edges)
+        return _used(built, solve(CostNetwork(tuple(nodes), edges)))
+
+    def _network(self, limited: bool) -> tuple[Network, Built]:
+        """The network; ``limited``: with bytes, and with what may be made again."""
+        if limited not in self.built:
             what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
-            network = Network(*what, self.offers.get(stage), self.optimizer)
+            network = Network(*what, self.offer if limited else None, self.optimizer)
             built = network.build()
-            self.built[stage] = network, built
+            self.built[limited] = network, built
             states = sum(map(len, built.network.nodes))
             log.info(
                 "cost network: %d variables, %d states, %d edges",
@@ -96,7 +108,11 @@ class Planner:
                 states,
                 len(built.network.edges),
             )
-        return self.built[stage]
+        return self.built[limited]
+
+
+def _used(built: Built, found: Solution) -> float:
+    return max(row.used(built.network, found.choice) for row in built.kept)
 
 
 def _smallest(seconds: np.ndarray, held: np.ndarray | None) -> np.ndarray:

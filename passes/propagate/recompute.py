@@ -25,8 +25,25 @@ Offer = Callable[[Node], tuple[int, ...]]
 SETTINGS = ("auto", "none", "blocks", "selective")
 
 
-def offer(graph: Graph, recompute: Recompute) -> Offer:
-    """The states ``again`` that each operation may have. Raises :class:`PlanError` for an unknown setting."""
+def offer(graph: Graph, recompute: Recompute, regather: bool = False) -> Offer:
+    """The states ``again`` that each operation may have. Raises :class:`PlanError` for an unknown setting.
+
+    ``regather``: whether products have their operands converted again in any case (Megatron's sequence parallelism).
+    """
+    found = _offer(graph, recompute)
+    if not regather or not graph.training:
+        return found
+    return lambda node: (
+        tuple(dict.fromkeys(max(1, state) for state in found(node))) if _is_product(node) else found(node)
+    )
+
+
+def _is_product(node: Node) -> bool:
+    rule = rule_for(node.op)
+    return rule is not None and rule.flops is not None
+
+
+def _offer(graph: Graph, recompute: Recompute) -> Offer:
     if not graph.training or recompute == "none":
         return lambda node: (0,)
     if isinstance(recompute, Mapping):
@@ -49,12 +66,7 @@ def _fixed(states: Mapping[str, int]) -> Offer:
 
 def _free(graph: Graph) -> Offer:
     """Products may have their operands converted again without being computed again."""
-
-    def offered(node: Node) -> tuple[int, ...]:
-        rule = rule_for(node.op)
-        return (0, 1, 2) if rule is not None and rule.flops is not None else (0, 2)
-
-    return offered
+    return lambda node: (0, 1, 2) if _is_product(node) else (0, 2)
 
 
 def _matched(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:
@@ -112,8 +124,7 @@ def _selective(graph: Graph) -> dict[str, int]:
 
 def _keeps_matrix(node: Node, graph: Graph) -> bool:
     """Whether an op of attention keeps more beside its operands and results than both have."""
-    rule = rule_for(node.op)
-    if rule is None or rule.flops is None:
+    if not _is_product(node):
         return False
     inside = sum(t.nbytes for t in saved(node, graph.types).intermediates)
     return inside > sum(graph.types[n].nbytes for n in (*node.inputs, *node.outputs))
@@ -121,8 +132,7 @@ def _keeps_matrix(node: Node, graph: Graph) -> bool:
 
 def _multiplies(node: Node, graph: Graph) -> bool:
     """Whether it is a product of activations."""
-    rule = rule_for(node.op)
-    return rule is not None and rule.flops is not None and graph.parameters.isdisjoint(node.inputs)
+    return _is_product(node) and graph.parameters.isdisjoint(node.inputs)
 
 
 def _until_product(node: Node, graph: Graph, products: set[str]) -> list[str]:

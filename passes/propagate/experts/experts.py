@@ -30,6 +30,8 @@ class Expert:
     """node name → what its strategies are restricted to"""
     limits: Mapping[str, Constraint | Limit] = field(default_factory=dict)
     """value → what its layout is restricted to"""
+    regathers: bool = False
+    """whether products have their operands converted again in the backward, as in Megatron's sequence parallelism"""
     notes: tuple[str, ...] = ()
     """what of the expert's plan this graph, or the run time, does not have"""
     text: str = ""
@@ -178,7 +180,8 @@ def asked_by(like: Any, graph: Graph, mesh: Mesh) -> Expert:
     for on_axis in found.values():
         limits.update(on_axis.outputs)
     notes = tuple(f"like={like!r} on {axis}: {x.note}" for axis, x in found.items() if x.note)
-    return Expert({n: asked for n, asked in of_nodes.items() if any(asked)}, limits, notes, repr(like))
+    regathers = "megatron-sp" in [x for x in _per_axis(like, mesh).values() if isinstance(x, str)]
+    return Expert({n: asked for n, asked in of_nodes.items() if any(asked)}, limits, regathers, notes, repr(like))
 
 
 def _per_axis(like: Any, mesh: Mesh) -> dict[str, Any]:

@@ -1,0 +1,230 @@
+"""Measure this machine: matrix products, memory, launches, collectives, and how much runs beside them, as a Hardware.
+
+Under torch.distributed the ranks measure together, so that what they share (cores, memory, cards) is shared as in training, and
+every rank gets the same numbers. In one process, processes with gloo are started for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autoshard.errors import MeshError
+from autoshard.hardware import Hardware, Link, Rate, free_memory
+from autoshard.mesh import Mesh, MeshLike
+from autoshard.runtime.move import Move
+from autoshard.runtime.process_group import TorchCommunicator
+
+
+def _move(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
+    """The move of ``size`` elements, and the shape of what a rank brings."""
+    axes = ("ranks",)
+    if kind == "all_reduce":
+        return Move("P", "I", axes), (size,)
+    if kind == "all_gather":
+        return Move("S", "R", axes, 0, size), (size // ranks,)
+    if kind == "reduce_scatter":
+        return Move("P", "S", axes, 0, size), (size,)
+    return Move("S", "S", axes, 0, ranks, 1, size // ranks), (1, size // ranks)
+
+
+def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
+    """What this machine does, measured: to plan for it, or to :meth:`~autoshard.hardware.Hardware.save`.
+
+    Args:
+        mesh: its number of ranks says how many processes are started where torch.distributed is not initialised
+            (default 2, at most one per core). Under torch.distributed every process measures, and has to call this.
+        quick: a few seconds; else more sizes, dtypes and repetitions.
+
+    Rates of collectives are those of groups of all ranks (and of half of them, if not ``quick``); for a cluster run it with
+    torchrun once on one node and once across nodes, and put the links together. Raises :class:`MeshError` where the
+    processes fail.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return _measured(quick)
+    ranks = min(2 if mesh is None else Mesh.of(mesh).size, max(2, os.cpu_count() or 2))
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "autoshard.check.calibration", "--folder", folder, "--world", str(ranks)]
+        command += [] if quick else ["--thorough"]
+        threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // ranks))}
+        environment = {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+        workers = [subprocess.Popen([*command, "--rank", str(r)], env=environment) for r in range(ranks)]
+        failed = [w for w in workers if w.wait()]
+        if failed:
+            raise MeshError(
+                f"{len(failed)} of {ranks} processes that measure this machine failed; see their output above"
+            )
+        return Hardware.load(Path(folder) / "hardware.json")
+
+
+def _worker() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--thorough", action="store_true")
+    for name in ("--rank", "--world"):
+        parser.add_argument(name, type=int)
+    options = parser.parse_args()
+    at = f"file://{options.folder / 'store'}"
+    dist.init_process_group("gloo", init_method=at, rank=options.rank, world_size=options.world)
+    found = _measured(not options.thorough)
+    if options.rank == 0:
+        found.save(options.folder / "hardware.json")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measured(quick: bool) -> Hardware:
+    """Every rank measures; what they found is put together as the slowest rank's."""
+    world = dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    clock = _Clock(device, 3 if quick else 9)
+    dtypes = [torch.float32, torch.bfloat16] if quick else [torch.float32, torch.float64, torch.bfloat16]
+    speeds = [(dtype, _agreed(_product_speed(clock, dtype, quick), min)) for dtype in dtypes]
+    bandwidth = _agreed(_bandwidth(clock), min)
+    latency = _agreed(_launch(clock), max)
+    rates = [
+        rate for n in sorted({world} if quick else {world, max(2, world // 2)}) for rate in _rates(clock, n, quick)
+    ]
+    whole = next((r for r in rates if r.kind == "all_gather" and r.ranks == world), None)
+    link = Link(whole.latency if whole else 0.0, whole.bandwidth if whole else 1e12, tuple(rates))
+    memory = (
+        torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else (free_memory() or 16e9) / _on_this_machine()
+    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return Hardware(
+        name=f"{name}, measured",
+        flops=max(speed * (1 if dtype.itemsize <= 2 else dtype.itemsize / 2) for dtype, speed in speeds),
+        memory_bandwidth=bandwidth,
+        memory_bytes=_agreed(memory, min),
+        node=link,
+        network=link,
+        devices_per_node=1 << 30,
+        efficiency=1.0,
+        kernel_latency=latency,
+        overlap=_agreed(_overlap(clock), min) if world > 1 else 0.0,
+        memory_efficiency=1.0,
+        dtypes=tuple((str(dtype).removeprefix("torch."), speed) for dtype, speed in speeds),
+    )
+
+
+def _on_this_machine() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def _agreed(value: float, pick: Callable[[Sequence[float]], float]) -> float:
+    """The slowest rank's, or the smallest: the same on every rank."""
+    found: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(found, float(value))
+    return pick(found)
+
+
+class _Clock:
+    """Medians of repetitions, after one to warm up."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+
+    def seconds(self, call: Callable[[], object], together: bool = False) -> float:
+        """Of one call. ``together``: all ranks begin at once."""
+        found = []
+        for i in range(self.repeats + 1):
+            if together:
+                dist.barrier()
+            self._wait()
+            begin = time.perf_counter()
+            call()
+            self._wait()
+            if i:
+                found.append(time.perf_counter() - begin)
+        return statistics.median(found)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _product_speed(clock: _Clock, dtype: torch.dtype, quick: bool) -> float:
+    """FLOP/s of the best of a few products."""
+    sizes = (4096, 8192) if clock.device.type == "cuda" else (256, 512) if quick else (256, 512, 1024)
+    speeds = []
+    for n in sizes:
+        a, b = (torch.rand(n, n, device=clock.device).to(dtype) for _ in range(2))
+        speeds.append(2.0 * n**3 / clock.seconds(partial(torch.matmul, a, b), together=True))
+    return max(speeds)
+
+
+def _bandwidth(clock: _Clock) -> float:
+    """Bytes per second that an addition reads and writes, of tensors that fit in no cache, into new memory."""
+    n = 1 << (28 if clock.device.type == "cuda" else 23)
+    a, b = (torch.ones(n, device=clock.device) for _ in range(2))
+    return 3 * 4 * n / clock.seconds(lambda: a + b, together=True)
+
+
+def _launch(clock: _Clock) -> float:
+    """Seconds of the smallest operation, forward and backward each."""
+    x, count = torch.ones(8, device=clock.device, requires_grad=True), 200
+
+    def run() -> None:
+        y = x
+        for _ in range(count):
+            y = y * x
+        y.sum().backward()
+
+    return clock.seconds(run, together=True) / (2 * count)
+
+
+def _rates(clock: _Clock, ranks: int, quick: bool) -> Iterator[Rate]:
+    """α and β of every kind among ``ranks`` ranks; groups of that many measure at once."""
+    world = dist.get_world_size()
+    if ranks < 2 or world % ranks:
+        return
+    first = dist.get_rank() // ranks * ranks
+    comm = TorchCommunicator({"ranks": ranks}, range(first, first + ranks))
+    small, large = (1 << 12, 1 << 20) if quick else (1 << 10, 1 << 22)
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        found: list[tuple[float, float]] = []
+        for size in (small, large):
+            move, shape = _move(kind, ranks, size)
+            x = torch.ones(shape, device=clock.device)
+            taken = clock.seconds(partial(comm.execute, move, x, "forward"), together=True)
+            found.append((move.ring_bytes(x, ranks), _agreed(taken, max)))
+        (few, short), (many, long) = found
+        per_byte = max(1e-15, (long - short) / (many - few))
+        yield Rate(kind, ranks, max(1e-9, short - few * per_byte), 1.0 / per_byte)
+
+
+def _overlap(clock: _Clock) -> float:
+    """How fast products run while an all-reduce runs beside them: T = C + (1 − η)·M, with about twice as much C as M."""
+    x = torch.ones(1 << (26 if clock.device.type == "cuda" else 20), device=clock.device)
+    a = torch.rand(256, 256, device=clock.device)
+    moved = clock.seconds(lambda: dist.all_reduce(x), together=True)
+    one = clock.seconds(lambda: a @ a)
+    count = max(4, int(2 * moved / one))
+
+    def compute() -> None:
+        for _ in range(count):
+            a @ a
+
+    def both() -> None:
+        work = dist.all_reduce(x, async_op=True)
+        compute()
+        work.wait()
+
+    alone, together = clock.seconds(compute, together=True), clock.seconds(both, together=True)
+    return min(1.0, max(0.0, 1.0 - (together - alone) / moved))
+
+
+if __name__ == "__main__":
+    _worker()

@@ -1,0 +1,186 @@
+"""Run a sharded model and compare with what its plan predicts: the time of a step, and memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.errors import AutoshardError
+from autoshard.module.base import ShardedModule
+from autoshard.plans.report import show_bytes, show_seconds
+from autoshard.runtime.module import RankModule
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of a step, forward and backward without the optimizer; seconds and bytes of the slowest or fullest rank."""
+
+    step_s: float
+    """the median"""
+    kept_bytes: int
+    """what autograd keeps at the end of the forward, beside parameters, buffers and inputs"""
+    peak_bytes: int
+    """the most that is alive, parameters, their gradients, buffers and inputs included; no optimizer's state"""
+    predicted_s: float
+    predicted_kept_bytes: float
+    predicted_peak_bytes: float
+    ranks: int
+    simulated: bool
+    """whether all ranks ran in this process: then seconds are of all of them, and bytes of rank 0"""
+
+    def __str__(self) -> str:
+        rows = (
+            ("step without optimizer", show_seconds, self.step_s, self.predicted_s),
+            ("kept for the backward", show_bytes, self.kept_bytes, self.predicted_kept_bytes),
+            ("peak", show_bytes, self.peak_bytes, self.predicted_peak_bytes),
+        )
+        lines = [f"{'':24}{'measured':>12}{'predicted':>12}{'ratio':>8}"]
+        for what, shown, got, expected in rows:
+            ratio = f"{got / expected:.2f}" if expected else ""
+            lines.append(f"{what:24}{shown(got):>12}{shown(expected):>12}{ratio:>8}")
+        if self.simulated:
+            lines.append(
+                f"all {self.ranks} ranks ran in this process: its time is no rank's; bytes are those of rank 0"
+            )
+        return "\n".join(lines)
+
+
+def measure(
+    sharded: ShardedModule, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, steps: int = 5
+) -> Measured:
+    """Run ``steps`` steps of ``sharded`` and say what they take, beside the prediction of its plan.
+
+    A step is the forward and, where gradients are recorded, the backward of the first scalar of the output, or of the sum
+    of it. Gradients that the parameters had are put back. Under torch.distributed every rank has to call it. Raises
+    :class:`AutoshardError` for ``steps`` below 1.
+    """
+    if steps < 1:
+        raise AutoshardError(f"steps is {steps!r}: at least one step is needed to measure")
+    given = dict(kwargs or {})
+    before = [(p, p.grad) for p in sharded.parameters()]
+    distributed = dist.is_available() and dist.is_initialized()
+    try:
+        _step(sharded, args, given)  # compiles, where that is to be done
+        times = []
+        for _ in range(steps):
+            if distributed:
+                dist.barrier()
+            _ready()
+            begin = time.perf_counter()
+            _step(sharded, args, given)
+            _ready()
+            times.append(time.perf_counter() - begin)
+        kept, peak = _memory(sharded, args, given)
+    finally:
+        for p, gradient in before:
+            p.grad = gradient
+    plan = sharded.plan
+    step_s, kept, peak = _slowest((statistics.median(times), kept, peak))
+    held = plan.memory
+    return Measured(
+        step_s=step_s,
+        kept_bytes=int(kept),
+        peak_bytes=int(peak),
+        predicted_s=plan.cost.total_s - plan.cost.optimizer_s,
+        predicted_kept_bytes=held.activations,
+        predicted_peak_bytes=held.peak - held.optimizer,
+        ranks=plan.mesh.size,
+        simulated=plan.mesh.size > 1 and not (distributed and dist.get_world_size() == plan.mesh.size),
+    )
+
+
+def _slowest(found: tuple[float, float, float]) -> tuple[float, float, float]:
+    """The largest of every number over all ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return found
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    step_s, kept, peak = (max(column) for column in zip(*every, strict=True))
+    return step_s, kept, peak
+
+
+def _ready() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _step(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    for p in sharded.parameters():
+        p.grad = None
+    loss = _loss(sharded(*args, **kwargs))
+    if loss is not None:
+        loss.backward()
+
+
+def _loss(output: Any) -> torch.Tensor | None:
+    ends = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+    return next((x for x in ends if not x.shape), ends[0].sum() if ends else None)
+
+
+def _memory(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, float]:
+    """(bytes that autograd keeps, most bytes alive), of the rank that runs in this thread."""
+    for p in sharded.parameters():
+        p.grad = None
+    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    given = {_key(x): x.untyped_storage().nbytes() for x in inputs}
+    kept: dict[int, torch.Tensor] = {}
+
+    def bound(module: RankModule, _: Any) -> None:
+        for x in module.tensors():
+            given[_key(x)] = _local(x).untyped_storage().nbytes()
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[_key(x)] = x
+        return x
+
+    hooks = [module.register_forward_pre_hook(bound) for module in sharded.rank_modules()]
+    try:
+        with _Alive(given) as alive:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                loss = _loss(sharded(*args, **kwargs))
+            size = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in given)
+            kept.clear()
+            if loss is not None:
+                loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return float(size), float(alive.peak + sum(given.values()))
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _key(x: torch.Tensor) -> int:
+    return int(_local(x).untyped_storage()._cdata)
+
+
+class _Alive(TorchDispatchMode):
+    """The most bytes of storages that were alive at once, beside the ``given`` ones."""
+
+    def __init__(self, given: Mapping[int, int]) -> None:
+        super().__init__()
+        self.given, self.peak = given, 0
+        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for key in [k for k, (ref, _) in self.found.items() if ref.expired() or k in self.given]:
+            del self.found[key]
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor) and _key(x) not in self.given:
+                storage = _local(x).untyped_storage()
+                alive = StorageWeakRef(storage)
+                self.found[_key(x)] = alive, storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self.found.values()))
+        return out

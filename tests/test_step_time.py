@@ -1,0 +1,337 @@
+"""The time of a step: what hides behind compute, kernels by kind and shape, links by group, the timeline, measurements."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoshard
+from autoshard import Hardware, Link, Mesh, Shard
+from autoshard.hardware import PRESETS, Rate
+from autoshard.passes.capture import capture
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.fusion import traffic
+from autoshard.passes.propagate.hiding import stepping
+from autoshard.passes.propagate.op_space import op_space
+from autoshard.passes.propagate.step_time import Parts, movable_values, summed
+from autoshard.passes.rules import rule_for
+from autoshard.passes.search import solve
+from autoshard.plans.plan import Plan
+from autoshard.plans.schedule import COMPUTE, step_end, timeline
+
+H100 = PRESETS["h100"]
+ALONE = replace(H100, overlap=0.0)
+
+
+class Mlp(nn.Module):
+    """Blocks of two products; the first weight is the embedding's."""
+
+    def __init__(self, layers: int = 3, width: int = 512) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList((nn.Linear(width, width), nn.Linear(width, width))) for _ in range(layers)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for up, down in self.blocks:  # type: ignore[misc]
+            x = x + down(F.silu(up(x)))
+        return x.square().mean()
+
+
+def mlp(rows: int = 1 << 16, **sizes: int) -> Graph:
+    with torch.device("meta"):
+        return capture(Mlp(**sizes), (torch.empty(rows, dtype=torch.long),), {}, training=True)
+
+
+def planned(hardware: Hardware | str = "h100", ranks: int = 4, rows: int = 1 << 16) -> Plan:
+    with torch.device("meta"):
+        model, tokens = Mlp(), torch.empty(rows, dtype=torch.long)
+    return autoshard.plan(model, Mesh({"dp": ranks}, hardware), (tokens,), like="fsdp", training=True)
+
+
+# --- what hides ---
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_search_finds_the_least_time_of_all_choices(seed: int) -> None:
+    r = np.random.default_rng(seed)
+    sizes, overlap = r.integers(2, 4, 4), float(r.choice([0.0, 0.5, 0.84, 1.0]))
+
+    def parts(*shape: int, compute: bool) -> Parts:
+        draw = [r.integers(0, 6, shape).astype(float) for _ in range(5)]
+        zero = np.zeros(())
+        return Parts(*draw[:3], zero, zero) if compute else Parts(zero, zero, draw[2], 3 * draw[3], 2 * draw[4])
+
+    nodes = [parts(n, compute=True) for n in sizes]
+    edges = [(i, i + 1, parts(sizes[i], sizes[i + 1], compute=False)) for i in range(3)]
+    network, rows = stepping([int(n) for n in sizes], nodes, edges, overlap)
+    assert bool(rows) == bool(overlap)
+
+    def step(choice: tuple[int, ...]) -> float:
+        found = [p[s] for p, s in zip(nodes, choice, strict=True)] + [p[choice[i], choice[j]] for i, j, p in edges]
+        total = summed(found)
+        return float(total.step(overlap))
+
+    every = {choice: step(choice) for choice in itertools.product(*(range(n) for n in sizes))}
+    found = solve(network, rows=rows)
+    assert found.cost == pytest.approx(min(every.values()), rel=1e-9)
+    assert every[found.choice] == pytest.approx(found.cost, rel=1e-9)
+    assert found.lower_bound <= found.cost * (1 + 1e-9)
+
+
+def test_time_is_the_longer_of_both_where_all_can_hide() -> None:
+    one = np.array(1.0)
+    for moved in (0.0, 0.5, 1.0, 3.0):
+        found = Parts(compute=one, node=np.array(moved))
+        beside = max(1.0 + 0.2 * moved, moved)  # compute runs at 0.8 of its speed as long as the collectives run
+        assert float(found.step(0.8)) == pytest.approx(beside)
+        assert float(found.step(0.0)) == pytest.approx(1.0 + moved)
+
+
+def test_what_can_move_are_parameters_behind_the_first_weight() -> None:
+    graph = mlp()
+    movable = movable_values(graph)
+    assert "p_embedding_weight" not in movable
+    assert sum("blocks" in name for name in movable) == 12 == len(movable)
+
+
+def test_gathers_hide_behind_compute() -> None:
+    beside, alone = planned().cost, planned(ALONE).cost
+    assert beside.hidden_s > 0.3 * beside.comm_s
+    assert alone.hidden_s == pytest.approx(0.0, abs=1e-12)
+    for cost in (beside, alone):
+        assert cost.total_s == cost.compute_s + cost.exposed_s + cost.bubble_s
+    assert beside.total_s < alone.total_s
+    assert beside.optimizer_s > 0
+
+
+def test_the_optimizer_takes_the_time_of_its_state() -> None:
+    type_, mesh = mlp().types["p_embedding_weight"], Mesh({"dp": 4})
+    whole, cut = ((costs.Shard(0),), (autoshard.Replicate(),))
+    seconds = {name: costs.optimizer_seconds(name, type_, cut, mesh) for name in ("adamw", "sgd", "none")}
+    size = 64 * 512 * 4
+    assert seconds["adamw"] == pytest.approx(H100.memory_seconds((3 + 4) * size))
+    assert seconds["sgd"] == pytest.approx(H100.memory_seconds(3 * size))
+    assert seconds["none"] == 0
+    assert costs.optimizer_seconds("adamw", type_, whole, mesh) == pytest.approx(seconds["adamw"] / 4)
+
+
+# --- kernels ---
+
+
+def seconds_of(graph: Graph, op: str, mesh: Mesh) -> dict[tuple[str, ...], costs.Seconds]:
+    (node,) = (n for n in graph.nodes if op in str(n.op))
+    flops = costs.node_flops(node, graph, rule_for(node.op))
+    space = op_space(node, graph, mesh)
+    return {
+        tuple(s.label for s in choice): costs.node_seconds(
+            node, graph, mesh, choice, flops, [p[i] for p in (*space.inputs, *space.outputs)]
+        )
+        for i, choice in enumerate(space.choices)
+    }
+
+
+def attention(causal: bool) -> Graph:
+    x = torch.empty(2, 8, 4096, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with torch.device("meta"):
+        return capture(Attention(causal), (x,), {}, training=True)
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=self.causal).square().mean()
+
+
+def test_the_causal_half_is_neither_counted_nor_computed() -> None:
+    (causal, full), mesh = (attention(c) for c in (True, False)), Mesh({"tp": 2})
+    half, whole = (seconds_of(g, "attention", mesh) for g in (causal, full))
+    assert half["heads",].forward < 0.55 * whole["heads",].forward
+    assert half["queries",].forward == pytest.approx(whole["queries",].forward, rel=1e-2)  # the mask is a tensor there
+    flops = [sum(costs.node_flops(n, g, rule_for(n.op)) for n in g.nodes) for g in (causal, full)]
+    assert flops[0] == pytest.approx(flops[1] * 4097 / 8192)
+
+
+def test_attention_reaches_what_was_measured_at_its_length() -> None:
+    flops = 1e15
+    for keys, forward, backward in ((1024, 260, 260), (4096, 319, 310), (32768, 335, 322), (128, 191, 214)):
+        for back, expected in ((False, forward), (True, backward)):
+            taken = H100.attention_seconds(flops, keys, torch.bfloat16, back)
+            assert flops / taken == pytest.approx(expected * 1e12)
+    between = 1e15 / H100.attention_seconds(1e15, 1448, torch.bfloat16, False)
+    assert 275e12 < between < 283e12
+
+
+def test_a_last_wave_of_one_tile_takes_as_long_as_a_full_one() -> None:
+    full, more = (H100.product_seconds(1e12, (128 * tiles, 256), torch.bfloat16) for tiles in (132, 133))
+    assert full == pytest.approx(1e12 / 716e12)
+    assert more / full == pytest.approx(264 / 133)
+    assert replace(H100, units=0).product_seconds(1e12, (128 * 133, 256), torch.bfloat16) == pytest.approx(full)
+
+
+def test_chains_of_elementwise_operations_are_one_kernel() -> None:
+    graph = mlp(layers=2)
+    touched = traffic(graph)
+    by_op = defaultdict(list)
+    for node in graph.nodes:
+        by_op[str(node.op)].append(touched[node.name])
+    assert all(t.reads == (True,) and t.writes == (True,) for t in by_op["aten.silu.default"])  # between two products
+    first, last = by_op["aten.add.Tensor"]
+    assert first.launches  # the residual stream outlives the next product
+    assert not last.launches  # the loss is computed where it is made
+    assert not any(by_op["aten.mean.default"][0].reads)
+    fused, alone = (Mesh({"dp": 1}, replace(H100, fuses=f)) for f in (True, False))
+    taken = [autoshard.compiler.build(graph, m).plan.cost.compute_s for m in (fused, alone)]
+    assert taken[0] < taken[1]
+
+
+# --- links ---
+
+
+def test_rates_of_collectives_are_those_measured() -> None:
+    one_node = Mesh({"tp": 8})
+    for kind, passes, gigabytes, latency in (("all_gather", 1, 394, 30e-6), ("all_reduce", 2, 267, 31e-6)):
+        size = 1e9
+        ring = passes * 7 / 8 * size
+        assert one_node.link("tp").seconds(ring, kind) == pytest.approx(latency + size / (gigabytes * 1e9))
+    assert one_node.link("tp").seconds(0.0, "reduce_scatter") == pytest.approx(30e-6)
+
+
+@pytest.mark.parametrize(("nodes", "gather", "reduce"), [(2, 70e-6, 53e-6), (8, 297e-6, 109e-6)])
+def test_groups_that_span_nodes_are_hierarchical(nodes: int, gather: float, reduce: float) -> None:
+    mesh = Mesh({"dp": nodes, "tp": 8})
+    whole = mesh.link(("dp", "tp"))
+    assert whole.seconds(0.0, "all_gather") == pytest.approx(gather, rel=0.05)
+    assert whole.seconds(0.0, "all_reduce") == pytest.approx(reduce, rel=0.05)
+    across = mesh.link("dp")
+    assert (across.inside, across.nodes) == (1, nodes)
+    assert [mesh.crosses(axes) for axes in ("dp", ("dp", "tp"), "tp")] == [True, True, False]
+    # A group with all cards of its nodes sends through all of them, one with a single rank per node through one.
+    assert across.rate("all_gather")[1] == pytest.approx(1 / 48e9)
+    assert whole.rate("all_gather")[1] < across.rate("all_gather")[1] / 4
+    # An all-to-all sends each rank its own: nearly all of it leaves the node, through the rank's own card.
+    assert whole.rate("all_to_all")[1] > 3 * whole.rate("all_gather")[1]
+    for route in (whole, across, mesh.link("tp")):
+        together, apart = route.rate("all_reduce"), [route.rate(k) for k in ("reduce_scatter", "all_gather")]
+        assert together[0] <= sum(a for a, _ in apart)
+        assert together[1] <= sum(b for _, b in apart) / 2
+
+
+def test_rates_between_measured_sizes_and_beyond() -> None:
+    link = Link(1.0, 1.0, (Rate("all_gather", 2, 1e-6, 4e9), Rate("all_gather", 6, 3e-6, 2e9)))
+    assert link.rate("all_gather", 1) == (0.0, 0.0)
+    assert link.rate("all_gather", 4) == pytest.approx((2e-6, (1 / 4e9 + 1 / 2e9) / 2))
+    assert link.rate("all_gather", 8) == pytest.approx((4e-6, 1 / 2e9))
+    assert link.rate("all_to_all", 6) == link.rate("all_gather", 6)
+    assert Link(1e-6, 1e9).rate("all_reduce", 5) == pytest.approx((2e-6, 1e-9))
+
+
+def test_hardware_is_saved_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    for hardware in PRESETS.values():
+        hardware.save(path)
+        assert Hardware.load(path) == hardware == Mesh({"dp": 2}, hardware=str(path)).hardware
+    path.write_text(json.dumps({"name": "half"}))
+    with pytest.raises(autoshard.MeshError, match="is no hardware that"):
+        Mesh({"dp": 2}, hardware=str(path))
+    with pytest.raises(autoshard.MeshError, match="cannot be read"):
+        Hardware.load(tmp_path / "none.json")
+    with pytest.raises(autoshard.MeshError, match="unknown hardware 'h1oo'"):
+        Mesh({"dp": 2}, hardware="h1oo")
+
+
+def test_a_plan_saved_before_there_were_rates_is_read() -> None:
+    plan = planned()
+    assert Plan.from_json(plan.to_json()).mesh == plan.mesh
+    data = json.loads(plan.to_json())
+    data["hardware"] = {
+        k: v for k, v in data["hardware"].items() if k not in ("attention", "units", "overlap", "fuses")
+    }
+    for link in ("node", "network"):
+        del data["hardware"][link]["rates"]
+    for name in ("exposed_s", "optimizer_s", "schedule_s", "mfu", "hfu", "bubble_s"):
+        del data["cost"][name]
+    assert Plan.from_json(json.dumps(data)).mesh.hardware.overlap == 0
+
+
+# --- the timeline ---
+
+
+@pytest.mark.parametrize("hardware", [H100, ALONE], ids=["beside", "alone"])
+def test_a_stream_does_one_thing_at_a_time(hardware: Hardware) -> None:
+    plan = planned(hardware)
+    events, cost = timeline(plan), plan.cost
+    streams = defaultdict(list)
+    for e in events:
+        streams[e.stream].append(e)
+    for found in streams.values():
+        for a, b in itertools.pairwise(sorted(found, key=lambda e: e.start)):
+            assert b.start >= (a.start + a.seconds) * (1 - 1e-12)
+    sent = sum(c.seconds for c in plan.collectives)
+    assert sum(e.seconds for e in events if e.stream != COMPUTE) == pytest.approx(sent)
+    assert cost.compute_s <= step_end(plan) <= cost.compute_s + sent + cost.local_s + 1e-12
+    assert cost.schedule_s == step_end(plan)
+    if not hardware.overlap:
+        assert step_end(plan) == pytest.approx(cost.compute_s + sent)
+
+
+def test_a_block_is_gathered_while_the_one_before_it_runs() -> None:
+    events = timeline(planned())
+    begins = {b: min(e.start for e in events if f"blocks.{b}." in e.fqn and e.stream == COMPUTE) for b in (1, 2)}
+    gathers = [e for e in events if "all_gather" in e.name and "blocks.2." in e.fqn and e.phase == "forward"]
+    assert gathers
+    assert all(begins[1] * (1 - 1e-9) <= e.start < begins[2] for e in gathers)
+    optimizer = events[-1]
+    assert optimizer.name == "optimizer"
+    assert optimizer.start >= max(e.start + e.seconds for e in events[:-1]) * (1 - 1e-12)
+
+
+# --- measurements ---
+
+
+def test_measure_counts_what_is_kept() -> None:
+    torch.manual_seed(0)
+    model, tokens = Mlp(layers=2, width=32), torch.randint(0, 64, (48,))
+    hints = {"tokens": Shard(0)}
+    sharded = autoshard.compile(model, Mesh({"dp": 2}, "ideal_network"), (tokens,), hints=hints, training=True)
+    kept = [torch.ones_like(p) for p in sharded.parameters()]
+    for p, gradient in zip(sharded.parameters(), kept, strict=True):
+        p.grad = gradient
+    found = autoshard.measure(sharded, (tokens,), steps=2)
+    assert all(p.grad is gradient for p, gradient in zip(sharded.parameters(), kept, strict=True))
+    assert found.kept_bytes == pytest.approx(sharded.plan.memory.activations, rel=0.02)
+    assert found.peak_bytes > found.kept_bytes
+    assert (found.simulated, found.ranks, found.step_s > 0) == (True, 2, True)
+    assert "all 2 ranks ran in this process" in str(found)
+    with pytest.raises(autoshard.AutoshardError, match="at least one step"):
+        autoshard.measure(sharded, (tokens,), steps=0)
+
+
+@pytest.mark.slow
+def test_calibration_of_this_machine(tmp_path: Path) -> None:
+    found = autoshard.calibrate()
+    assert 1e9 < found.flops < 1e14
+    assert 1e8 < found.memory_bandwidth < 1e12
+    assert 0 <= found.overlap <= 1
+    assert 1e-8 < found.kernel_latency < 1e-2
+    kinds = {(r.kind, r.ranks) for r in found.node.rates}
+    assert kinds == {(k, 2) for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}
+    found.save(tmp_path / "here.json")
+    plan = planned(str(tmp_path / "here.json"), ranks=2, rows=256)
+    assert plan.cost.total_s > 0
+    assert "measured" in str(plan)
