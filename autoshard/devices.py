@@ -121,7 +121,7 @@ def divided(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]:
     inner = 1
     for i in reversed(range(len(shape))):
         within = per_node // inner
-        if inner < per_node < inner * shape[i] and shape[i] % within == 0:
+        if within > 1 and inner * within == per_node < inner * shape[i] and shape[i] % within == 0:
             return *shape[:i], shape[i] // within, within, *shape[i + 1 :]
         inner *= shape[i]
     i = max(range(len(shape)), key=lambda i: shape[i])
