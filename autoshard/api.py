@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compiler import Wishes, captured, compiled, like_of
+from autoshard.compiler import Wishes, captured, compiled
 from autoshard.devices import planned_for
 from autoshard.errors import CaptureError, MeshError
 from autoshard.hardware import Hardware
@@ -24,6 +24,7 @@ from autoshard.module.in_process import InProcessModule
 from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.propagate.experts import like_of
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost

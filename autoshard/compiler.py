@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from autoshard import stages
-from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
@@ -24,7 +23,7 @@ from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.lower.parts import parted
 from autoshard.passes.memory import fitting, lowered, simulate
 from autoshard.passes.microbatch import MicroBatches, micro_batched
-from autoshard.passes.propagate.experts import asked_by
+from autoshard.passes.propagate.experts import Expert, asked_by, like_of
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.propagate.recompute import Recompute
@@ -94,16 +93,6 @@ def compiled(
     return build(graph, mesh, wishes, title=title or type(model).__name__)
 
 
-def like_of(model: nn.Module, like: Any) -> Any:
-    """``like`` with "tp_plan" as the plan that the model brings, as those of transformers do."""
-    if like == "tp_plan":
-        found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-        if not found:
-            raise PlanError(f"like='tp_plan': {type(model).__name__} has no tp_plan. Name a plan, such as 'megatron'")
-        return dict(found)
-    return {key: like_of(model, x) for key, x in like.items()} if isinstance(like, Mapping) else like
-
-
 def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
     """The first stage. ``options``: see :func:`capture`."""
     with stage("capture"):
@@ -131,21 +120,15 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
     if wishes.strict:
         check_rules(graph)
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
-        program, memory = _program(graph, mesh, wishes)
+        expert = asked_by(wishes.like, graph, mesh) if wishes.plan is None else Expert(text=wishes.plan.like)
+        program, memory = _program(graph, mesh, wishes, expert)
     program = parted(narrowed(program, decided))
     check_program(program)
     plan = describe(program, title, wishes.optimizer, memory)
-    return program, replace(plan, like=_told(wishes))
+    return program, replace(plan, like=expert.text, notes=(*expert.notes, *plan.notes))
 
 
-def _told(wishes: Wishes) -> str:
-    """The expert's plan that was followed, as text."""
-    if wishes.plan is not None:
-        return wishes.plan.like
-    return "" if wishes.like is None else repr(wishes.like)
-
-
-def _program(graph: Graph, mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]:
+def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:
     """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
     parts = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
     if wishes.plan is not None:
@@ -153,7 +136,6 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]
         return program, simulate(program, wishes.optimizer)
     given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
-        expert = asked_by(wishes.like, graph, mesh)
         limits, asked = {**expert.limits, **given}, (expert.asked, wishes.recompute, expert.regathers)
         planner = Planner(graph, mesh, limits, wishes.optimizer, *asked, parts)
         return fitting(planner, wishes.memory_budget)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from autoshard.compiler import Wishes, planned
 from autoshard.errors import MeshError, PlanError
 from autoshard.hardware import Hardware
+from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.experts.roles import named_by_role
@@ -18,85 +18,115 @@ from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Candidate, Cost
 from autoshard.plans.report import show_seconds
+from autoshard.runtime.autocast import without_autocast
 
 log = logging.getLogger("autoshard.plan")
 
-MOST_AXES = 3
 TIE = 1e-6
 """of two meshes whose plans are this close, as a share, the one with fewer axes is taken"""
 
 
+@without_autocast()  # its casts are in the graph
 def planned_for(graph: Graph, devices: int, hardware: Hardware, wishes: Wishes, title: str) -> Plan:
-    """The cheapest plan of ``graph`` on any mesh of ``devices``, with what else was tried in ``candidates``.
+    """The cheapest plan of ``graph`` found on a mesh of ``devices``, with what else was tried in ``candidates``.
 
-    One capture serves all. Meshes of few axes come first; one whose ideal division of the work already takes longer
-    than the best plan so far is not searched. The axes are named by what they are used for: dp, fsdp, cp, tp, ep.
-    Raises :class:`MeshError` for a number that is none, :class:`PlanError` where no mesh has a plan.
+    One capture serves all. Every mesh of one and two axes is tried; the best is divided once more (:func:`divided`).
+    One whose work alone takes longer than the best plan so far is not searched. The axes are named by what they are
+    used for: dp, fsdp, cp, tp, ep. Raises :class:`MeshError` for a number that is none, :class:`PlanError` where no
+    mesh has a plan.
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
     if isinstance(wishes.like, Mapping):
         raise PlanError("like by axis or by module needs a mesh: give mesh=, or a plan's name for all axes")
-    best: tuple[Mesh, Cost] | None = None
-    tried: list[tuple[Mesh, Cost]] = []
-    notes: list[str] = []
+    search = _Search(graph, hardware, wishes, title)
     for shape in shapes(devices, hardware.devices_per_node):
-        mesh = Mesh({f"axis{i}": n for i, n in enumerate(shape)}, hardware)
-        floor = least_seconds(graph, mesh)
-        if best is not None and floor >= best[1].total_s:
-            notes.append(f"{_shown(mesh)} was not searched: with all communication free it takes {show_seconds(floor)}")
-            continue
+        search.attempt(shape)
+    if search.best is not None:
+        search.attempt(divided(search.best.mesh.shape, hardware.devices_per_node))
+    return search.result()
+
+
+@dataclass
+class _Search:
+    """Meshes of one number of devices, and their plans."""
+
+    graph: Graph
+    hardware: Hardware
+    wishes: Wishes
+    title: str
+    plans: dict[tuple[int, ...], Plan] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    best: Plan | None = None
+
+    def attempt(self, shape: tuple[int, ...]) -> None:
+        """Plan for a mesh of this shape, unless it was tried or cannot be better than the best."""
+        if shape in self.plans:
+            return
+        mesh, shown = Mesh({f"axis{i}": n for i, n in enumerate(shape)}, self.hardware), " × ".join(map(str, shape))
+        floor = least_seconds(self.graph, mesh)
+        if self.best is not None and floor >= self.best.cost.total_s:
+            self.notes.append(f"a mesh of {shown} was not searched: its work alone takes {show_seconds(floor)}")
+            return
         try:
-            program, plan = planned(graph, mesh, wishes, title)
+            program, plan = planned(self.graph, mesh, self.wishes, self.title)
         except PlanError as error:
-            notes.append(f"{_shown(mesh)} has no plan: {error}")
-            continue
-        found = Mesh(named_by_role(graph, program.assignment), hardware), plan.cost
-        tried.append(found)
-        log.info("mesh %s: %s", found[0], show_seconds(plan.cost.total_s))
-        if best is None or plan.cost.total_s < best[1].total_s * (1 - TIE):
-            best = found
-    if best is None:
-        raise PlanError(f"no mesh of {devices} {hardware.name} has a plan: {'; '.join(notes)}")
-    _, plan = planned(graph, best[0], wishes, title)
-    return replace(plan, candidates=tuple(_judged(tried, best)), notes=(*plan.notes, *notes))
+            self.notes.append(f"a mesh of {shown} has no plan: {error}")
+            return
+        names = named_by_role(self.graph, program.assignment)
+        self.plans[shape] = plan = _renamed(plan, Mesh(names, self.hardware))
+        log.info("mesh %s: %s", plan.mesh, show_seconds(plan.cost.total_s))
+        if self.best is None or plan.cost.total_s < self.best.cost.total_s * (1 - TIE):
+            self.best = plan
+
+    def result(self) -> Plan:
+        """The best plan, made for the mesh with its names."""
+        if self.best is None:
+            raise PlanError(f"no mesh of these {self.hardware.name} has a plan: {'; '.join(self.notes)}")
+        best = self.best
+        _, plan = planned(self.graph, best.mesh, replace(self.wishes, like=None, plan=best), self.title)
+        others = sorted((p for p in self.plans.values() if p is not best), key=lambda p: p.cost.total_s)
+        runners_up = tuple(Candidate(p.mesh, p.cost, p.memory, _lost(p.cost, best.cost)) for p in others)
+        like = [note for note in best.notes if note.startswith("like=")]
+        return replace(plan, candidates=runners_up, notes=(*like, *plan.notes, *self.notes))
 
 
-def _shown(mesh: Mesh) -> str:
-    return f"a mesh of {' × '.join(map(str, mesh.shape))}"
+def _renamed(plan: Plan, mesh: Mesh) -> Plan:
+    """The choices of ``plan`` for a mesh with other names of axes: to be followed, for its texts have the old ones."""
+
+    def on(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+        return {name: Layout(mesh, layout.placements) for name, layout in layouts.items()}
+
+    outputs = tuple(None if x is None else Layout(mesh, x.placements) for x in plan.outputs)
+    return replace(plan, mesh=mesh, layouts=on(plan.layouts), shared=on(plan.shared), outputs=outputs)
 
 
 def shapes(devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
-    """Sizes of axes, outer to inner, whose product is ``devices``: one axis, two, then three.
+    """Sizes of one axis and of two, outer to inner, whose product is ``devices``.
 
-    Three only where a node's devices are some of the axes: others are coarser forms of these. Axes on one kind of link
-    can change places, so that their order counts once.
+    Inside a node two axes can change places, so that their order counts once.
     """
-    inside = math.gcd(devices, per_node)
-    outside = devices // inside
     yield (devices,)
-    seen = {(devices,)}
-    pairs = ((n, devices // n) for n in range(2, devices) if devices % n == 0)
-    for count, shape in itertools.chain(
-        ((2, pair) for pair in pairs),
-        ((3, (*a, *b)) for a in _split(outside) for b in _split(inside) if len(a) + len(b) == MOST_AXES),
-    ):
-        one_link = math.prod(shape) <= per_node
-        key = tuple(sorted(shape)) if one_link else shape
-        if key not in seen and len(shape) == count:
-            seen.add(key)
-            yield key
+    for outer in range(2, devices):
+        if devices % outer == 0 and (devices > per_node or outer * outer <= devices):
+            yield outer, devices // outer
 
 
-def _split(n: int, least: int = 2) -> Iterator[tuple[int, ...]]:
-    """Every way to write ``n`` as a product of ascending factors of at least 2; of 1 the empty one."""
-    if n == 1:
-        yield ()
-        return
-    for first in range(least, math.isqrt(n) + 1):
-        if n % first == 0:
-            yield from ((first, *rest) for rest in _split(n // first, first) if rest)
-    yield (n,)
+def divided(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]:
+    """``shape`` with one axis more: the axis across which a node ends divided there, else the largest in two.
+
+    >>> divided((4, 16), 8), divided((8, 8), 8), divided((2, 2), 8), divided((64,), 8)
+    ((4, 2, 8), (4, 2, 8), (2, 2), (8, 8))
+    """
+    inner = 1
+    for i in reversed(range(len(shape))):
+        within = per_node // inner
+        if within > 1 and inner * within == per_node < inner * shape[i] and shape[i] % within == 0:
+            return *shape[:i], shape[i] // within, within, *shape[i + 1 :]
+        inner *= shape[i]
+    i = max(range(len(shape)), key=lambda i: shape[i])
+    least = next((n for n in range(2, math.isqrt(shape[i]) + 1) if shape[i] % n == 0), 0)
+    return (*shape[:i], shape[i] // least, least, *shape[i + 1 :]) if least else shape
 
 
 def least_seconds(graph: Graph, mesh: Mesh) -> float:
@@ -105,14 +135,11 @@ def least_seconds(graph: Graph, mesh: Mesh) -> float:
     return float(sum(spaces[node].seconds.min() for node in graph.nodes))
 
 
-def _judged(tried: list[tuple[Mesh, Cost]], best: tuple[Mesh, Cost]) -> Iterator[Candidate]:
-    """The runners-up by their cost, with what they lost by."""
-    won = best[1]
-    for mesh, cost in sorted(tried, key=lambda found: found[1].total_s):
-        if mesh is best[0]:
-            continue
-        more = cost.total_s - won.total_s
-        parts = (("compute", cost.compute_s - won.compute_s), ("communication", cost.comm_s - won.comm_s))
-        what, by = max(parts, key=lambda part: part[1])
-        slower = f"{show_seconds(more)} slower: {show_seconds(by)} more {what}"
-        yield Candidate(mesh, cost, slower if more > TIE * won.total_s else "as fast, but of more axes")
+def _lost(cost: Cost, won: Cost) -> str:
+    """What a runner-up lost by."""
+    more = cost.total_s - won.total_s
+    if more <= TIE * won.total_s:
+        return "as fast"
+    parts = (("compute", cost.compute_s - won.compute_s), ("communication", cost.exposed_s - won.exposed_s))
+    what, by = max(parts, key=lambda part: part[1])
+    return f"{show_seconds(more)} slower: {show_seconds(by)} more {what}"

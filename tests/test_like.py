@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from harness import assert_equal_training, captured_once, collectives, double
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import autoshard
 import autoshard.models
+from autoshard import Mesh, Shard
+from autoshard.compiler import Wishes, captured
+from autoshard.compiler import planned as planned_on
+from autoshard.hardware import PRESETS
 from autoshard.models.llama import Llama, LlamaConfig
 
 BATCH, SEQ, LAYERS, VOCAB, WIDTH, HIDDEN = 8, 16, 2, 64, 32, 64
@@ -47,11 +54,13 @@ def once() -> Iterator[None]:
         yield
 
 
-def sent(axes: dict[str, int], like: Any) -> Counter[tuple[str, tuple[str, ...], str]]:
+def sent(
+    axes: dict[str, int], like: Any, hardware: str | autoshard.Hardware = "h100"
+) -> Counter[tuple[str, tuple[str, ...], str]]:
     """Bytes per kind, axes and phase, without scalars; the counters of a run say the same, and training is equal."""
     args, kwargs = tokens()
-    assert_equal_training(llama(), axes, args, kwargs, like=like, hardware="h100", steps=1)
-    sharded = autoshard.compile(llama(), autoshard.Mesh(axes), args, kwargs, like=like)
+    assert_equal_training(llama(), axes, args, kwargs, like=like, hardware=hardware, steps=1)
+    sharded = autoshard.compile(llama(), autoshard.Mesh(axes, hardware), args, kwargs, like=like)
     executed: list[Any] = []
     sharded.record(executed)
     sharded(*args, **kwargs).loss.backward()
@@ -86,7 +95,8 @@ def test_fsdp_gathers_twice_and_scatters_once() -> None:
 
 
 def test_hsdp_reduces_the_shard_over_the_replicas() -> None:
-    assert sent({"replica": 2, "shard": 2}, "hsdp") == {
+    bytes_count = replace(PRESETS["h100"], node=autoshard.Link(0.0, 1e9))  # latencies decide at these sizes
+    assert sent({"replica": 2, "shard": 2}, "hsdp", bytes_count) == {
         ("all_gather", ("shard",), "forward"): ring(2) * numel() * 8,
         ("all_gather", ("shard",), "backward"): ring(2) * numel(lambda n: "embedding" not in n) * 8,
         ("reduce_scatter", ("shard",), "backward"): ring(2) * numel() * 8,
@@ -166,3 +176,144 @@ def test_names_are_heard_everywhere(like: str) -> None:
             assert all(plan.shapes[n] == (1,) for n in whole)
         else:
             assert 0 < len(whole) < len(trained)
+
+
+# --- styles by module ---
+
+STYLES = {
+    "embedding": "embedding_rowwise",
+    "blocks.*.attention.q": "colwise", "blocks.*.attention.k": "colwise", "blocks.*.attention.v": "colwise",
+    "blocks.*.attention.out": "rowwise", "blocks.*.feed_forward.gate": "colwise", "blocks.*.feed_forward.up": "colwise",
+    "blocks.*.feed_forward.down": "rowwise",
+}  # fmt: skip
+"""a plan as transformers writes it"""
+
+
+def planned(like: Any, axes: dict[str, int] | None = None) -> autoshard.Plan:
+    args, kwargs = tokens()
+    return autoshard.plan(llama(), axes or {"tp": 4}, args, kwargs, like=like)
+
+
+def of_blocks(plan: autoshard.Plan) -> Counter[Any]:
+    """Bytes that blocks send along tp."""
+    return _bytes(c for c in plan.collectives if c.fqn.startswith("blocks") and c.axes == ("tp",))
+
+
+def test_styles_of_all_projections_are_megatron() -> None:
+    styled, megatron = planned(STYLES), planned("megatron")
+    weights = [n for n in styled.layouts if n.endswith("weight") and "norm" not in n and n != "head.weight"]
+    assert [str(styled.layouts[n]) for n in weights] == [str(megatron.layouts[n]) for n in weights]
+    assert of_blocks(styled) == of_blocks(megatron)
+    assert styled.like == repr(STYLES)
+
+
+def test_styles_are_for_the_axis_tp() -> None:
+    plan = planned({"dp": "ddp", "tp": STYLES}, {"tp": 2, "dp": 2})
+    assert str(plan.layouts["blocks.0.attention.out.weight"]) == "S(1)@tp I@dp"
+    alone = planned(STYLES, {"tp": 2, "dp": 2})
+    assert alone.layouts["blocks.0.attention.out.weight"]["tp"] == Shard(1)
+
+
+def test_the_head_is_gathered_where_its_style_says_so() -> None:
+    logits = BATCH * SEQ * VOCAB * 8
+    plan = planned({"head": "colwise_gather_output"})
+    assert plan.layouts["head.weight"]["tp"] == Shard(0)
+    gathered = [c.bytes for c in plan.collectives if c.kind == "all_gather" and c.phase == "forward"]
+    assert ring(4) * logits in gathered
+
+
+def test_the_end_of_a_name_is_enough() -> None:
+    """Plans of base models leave the beginning out."""
+    plan = planned({"*.attention.q": "colwise", "feed_forward.down": "rowwise"})
+    assert plan.layouts["blocks.1.attention.q.weight"]["tp"] == Shard(0)
+    assert plan.layouts["blocks.1.feed_forward.down.weight"]["tp"] == Shard(1)
+
+
+def test_sequence_parallel_modules_work_on_a_part_of_the_sequence() -> None:
+    plan = planned({"blocks.*.attention_norm": "sequence_parallel"})
+    inside = [c for c in plan.choices.values() if c.fqn == "blocks.1.attention_norm"]
+    assert inside
+    assert all(c.uses[0].startswith("S(1)@tp") for c in inside)
+
+
+def test_styles_of_parallelize_module() -> None:
+    given = {
+        "blocks.*.feed_forward.up": ColwiseParallel(),
+        "blocks.*.feed_forward.down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=torch.distributed.tensor.Replicate()),
+    }
+    named = {
+        "blocks.*.feed_forward.up": "colwise",
+        "blocks.*.feed_forward.down": "rowwise",
+        "head": "colwise_rep",
+    }
+    assert planned(given).layouts == planned(named).layouts
+
+
+def test_a_plan_that_the_model_brings() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).double()
+    inputs = {"input_ids": tokens()[0][0], "labels": tokens()[1]["labels"]}
+    report = assert_equal_training(model, {"tp": 2}, (), inputs, like="tp_plan", hardware="h100", steps=1)
+    layouts = report.plan.layouts
+    assert layouts["model.layers.0.self_attn.k_proj.weight"]["tp"] == Shard(0)
+    assert layouts["model.layers.0.mlp.down_proj.weight"]["tp"] == Shard(1)
+    assert layouts["model.embed_tokens.weight"]["tp"] == Shard(0)
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("like", "error"),
+    [
+        ("ring", "like='ring': this strategy is not there yet. There are replicate, ddp,"),
+        ("megatorn", "like='megatorn' is no expert's plan: do you mean 'megatron'? give a name, {mesh axis: name},"),
+        ({"dp": "ddp"}, "like names axis 'dp'; the mesh has tp"),
+        ({"head": "collwise"}, "like: 'head' is 'collwise', which is no style; do you mean 'colwise'?"),
+        ({"heads": "colwise"}, "like: 'heads' matches no module and no parameter. Nearest: head"),
+        (
+            {"head": "grouped_gemm"},
+            "like: 'head' is 'grouped_gemm', which parallelises over experts: that is not there",
+        ),
+        ({}, "like={}: give a name, {mesh axis: name}, or {pattern of modules: style}"),
+        ("tp_plan", "like='tp_plan': Llama has no tp_plan. Name a plan, such as 'megatron'"),
+    ],
+)
+def test_errors(like: Any, error: str) -> None:
+    with pytest.raises(autoshard.PlanError) as caught:
+        planned(like)
+    assert str(caught.value).startswith(error)
+
+
+# --- never above an expert ---
+
+
+def never_above(model: nn.Module, axes: dict[str, int], names: Iterable[Any], *inputs: Any) -> None:
+    graph = captured(model, *inputs, training=True)
+    free = planned_on(graph, Mesh(axes), Wishes())[1].cost.total_s
+    for like in names:
+        assert free <= planned_on(graph, Mesh(axes), Wishes(like=like))[1].cost.total_s * (1 + 1e-9), like
+
+
+def reference(family: str) -> tuple[nn.Module, Any, Any]:
+    found = autoshard.models.get(family)
+    with torch.device("meta"):
+        return found.model(), *found.inputs(batch=16)
+
+
+@pytest.mark.parametrize("family", ["gpt", "dlrm"])
+def test_the_free_plan_is_never_above_an_expert(family: str) -> None:
+    never_above(*reference(family)[:1], {"x": 4}, NAMES, *reference(family)[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"x": 4}, {"x": 2, "y": 4}, {"x": 2, "y": 2, "z": 2}], ids=["1", "2", "3"])
+@pytest.mark.parametrize("family", ["llama", "gpt", "moe", "dlrm", "vit", "mlp"])
+def test_on_every_model_and_up_to_three_axes(family: str, axes: dict[str, int]) -> None:
+    model, args, kwargs = reference(family)
+    mixed = dict(zip(axes, ("fsdp", "megatron-sp", "ulysses"), strict=False))
+    never_above(model, axes, (*NAMES, mixed), args, kwargs)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import autoshard
-from autoshard import Shard
-from autoshard.compiler import Compiled, Wishes, build, captured
+from autoshard.compiler import Wishes, build, captured
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.memory import fit
-from autoshard.passes.memory.fit import lowered
-from autoshard.passes.memory.simulate import simulate
-from autoshard.passes.propagate.network import Network
-from autoshard.passes.propagate.objective import objective
-from autoshard.passes.propagate.planner import Planner
 
 
 class Block(nn.Module):

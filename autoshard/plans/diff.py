@@ -9,11 +9,14 @@ from itertools import zip_longest
 from autoshard.plans.record import Record
 from autoshard.plans.report import globbed, numbers, show_bytes, show_flops, show_layout, show_seconds
 
+PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
+"""of :class:`~autoshard.passes.ir.memory.Memory`"""
+
 
 def diff(plan: Record, other: Record) -> str:
     """What ``plan`` (left) and ``other`` (right) cost and hold, and where they differ; equal blocks in one line."""
-    names = [_name(p, side) for p, side in ((plan, "this plan"), (other, "other plan"))]
-    parts = [_columns([("", *names), *_costs(plan, other)])]
+    heading = ("", _name(plan, "this plan"), _name(other, "other plan"))
+    parts = [_columns([heading, *_costs(plan, other)])]
     layouts = _layouts(plan, other)
     parts.append(
         "Layouts that differ\n" + _columns(layouts) if layouts else "All parameters, buffers and inputs lie alike"
@@ -31,15 +34,17 @@ def _name(plan: Record, side: str) -> str:
 
 def _costs(plan: Record, other: Record) -> list[tuple[str, str, str]]:
     a, b = plan.cost, other.cost
-    rows = [
+    sent = [sum(c.bytes for c in p.collectives) for p in (plan, other)]
+    return [
         ("step", show_seconds(a.total_s), f"{show_seconds(b.total_s)}{_times(a.total_s, b.total_s)}"),
         ("compute", show_seconds(a.compute_s), show_seconds(b.compute_s)),
         ("communication", show_seconds(a.comm_s), show_seconds(b.comm_s)),
-        ("sent per rank", *(show_bytes(sum(c.bytes for c in p.collectives)) for p in (plan, other))),
+        ("of it hidden", show_seconds(a.hidden_s), show_seconds(b.hidden_s)),
+        ("sent per rank", show_bytes(sent[0]), show_bytes(sent[1])),
         ("memory per rank", show_bytes(a.memory_bytes), show_bytes(b.memory_bytes)),
+        *((f"  {x}", show_bytes(getattr(plan.memory, x)), show_bytes(getattr(other.memory, x))) for x in PARTS),
         ("busiest rank", show_flops(a.flops_per_rank), show_flops(b.flops_per_rank)),
     ]
-    return [(what, left, right) for what, left, right in rows]
 
 
 def _times(a: float, b: float) -> str:

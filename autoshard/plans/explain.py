@@ -31,7 +31,8 @@ def explain(plan: Record, name: str) -> str:
         known = [n for n, kind in plan.kinds.items() if kind != "value"] + [m for m in plan.modules if m]
         near = difflib.get_close_matches(name, [*known, *plan.choices], n=3, cutoff=0.3)
         raise PlanError(
-            f"{name!r} is no parameter, buffer, input, module or operation of this plan. Nearest: {', '.join(near or known[:3])}"
+            f"{name!r} is no parameter, buffer, input, module or operation of this plan. "
+            f"Nearest: {', '.join(near or known[:3])}"
         )
     lines = [_of_module(plan, module) for module in found] or [_of_input(plan, n) for n in named]
     return "\n".join(line for part in lines for line in part)

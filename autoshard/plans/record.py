@@ -132,6 +132,7 @@ class Candidate:
 
     mesh: Mesh
     cost: Cost
+    memory: Memory
     why: str
 
 
@@ -208,6 +209,7 @@ class Record:
                     {
                         "mesh": dict(zip(c.mesh.axes, c.mesh.shape, strict=True)),
                         "cost": asdict(c.cost),
+                        "memory": asdict(c.memory),
                         "why": c.why,
                     }
                     for c in self.candidates
@@ -277,7 +279,8 @@ def _memory_from(data: Mapping[str, Any]) -> Memory:
 
 
 def _candidate_from(data: Mapping[str, Any], hardware: Hardware) -> Candidate:
-    return Candidate(Mesh(data["mesh"], hardware), Cost(**data["cost"]), data["why"])
+    memory = _memory_from(data["memory"])
+    return Candidate(Mesh(data["mesh"], hardware), Cost(**data["cost"]), memory, data["why"])
 
 
 def placement_from(text: str) -> Placement:

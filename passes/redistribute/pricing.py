@@ -91,7 +91,9 @@ def _rates(mesh: Mesh, kinds: tuple[str, ...], grad: bool, base: State) -> tuple
     """Per move: fixed seconds, and seconds per byte of the smaller chunk."""
     graph = space(mesh.shape, kinds, base)
     rate = cache(lambda *call: _rate(mesh, graph, *call))
+    launch = mesh.hardware.kernel_latency
     pairs = np.array([rate(m.kind, m.backward if grad else None, m.group, m.order) for m in graph.moves], np.float64)
+    pairs.reshape(-1, 2)[:, 0] += [launch * _launched(m.kind, m.backward, grad) for m in graph.moves]
     pairs = pairs.reshape(-1, 2)
     return pairs[:, 0].copy(), pairs[:, 1].copy()
 
@@ -110,6 +112,18 @@ def _rate(
             rate += volume * per_byte
     written = {"slice": 1.0, "partial": 1.0, "pad": float(graph.count(group))}.get(forward, 0.0)
     return fixed, rate + (1 + written) * (written > 0) / _copy_bandwidth(mesh.hardware)
+
+
+_KERNELS = {"slice": 1, "partial": 1, "pad": 2}
+_KERNELS_BACK = {"slice": 2, "partial": 1, "pad": 1, "leave": 1, "all_gather": 1}
+"""kernels that local steps launch, and those whose backward is local: a copy, or zeros and a copy into them
+
+Without them a gather of a small tensor would become an all-reduce of padded parts, which takes less time on the wire.
+"""
+
+
+def _launched(forward: str, backward: str | None, grad: bool) -> int:
+    return _KERNELS.get(forward, 0) + (_KERNELS_BACK.get(forward, 0) if grad and backward is None else 0)
 
 
 def local_step(hardware: Hardware) -> float:

@@ -24,7 +24,7 @@ def batch_of(families: Families) -> frozenset[Family]:
     best = ranked[0]
     if scores[best] == (0.0, 0.0):
         return frozenset()
-    alike = [f for f in ranked[1:] if _length(f, families) == _length(best, families) and places[f][0] == 0]
+    alike = [f for f in ranked[1:] if families.length(f) == families.length(best) and places[f][0] == 0]
     return frozenset({best, *(f for f in alike if _is_batch_too(f, families, inputs, best))})
 
 
@@ -39,11 +39,6 @@ def _independent(families: Families, found: frozenset[Family]) -> dict[Family, t
                 made = sum(families.graph.types[o].numel for o in node.outputs)
                 from_rules[family] = (flops + families.flops(node), elements + made)
     return from_rules
-
-
-def _length(family: Family, families: Families) -> int:
-    value, dim = family  # type: ignore[misc]
-    return int(families.graph.types[value].shape[dim])
 
 
 def _is_batch_too(family: Family, families: Families, inputs: list[str], batch: Family) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,10 @@ class Expert:
     """value → what its layout is restricted to"""
     regathers: bool = False
     """whether products have their operands converted again in the backward, as in Megatron's sequence parallelism"""
+    notes: tuple[str, ...] = ()
+    """what of the expert's plan this graph, or the run time, does not have"""
+    text: str = ""
+    """the expert's plan as it was asked for"""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class OnAxis:
     """parameter → the dims it may be cut along; none: it stays whole"""
     outputs: Mapping[str, Constraint] = field(default_factory=dict)
     """value → the layout that its readers convert from"""
+    note: str = ""
 
 
 @dataclass
@@ -77,32 +82,55 @@ def _replicate(context: Context, ranks: int) -> OnAxis:
 
 
 def _ddp(context: Context, ranks: int) -> OnAxis:
-    return OnAxis(context.along(context.batch), context.everywhere(WHOLE))
+    return OnAxis(context.along(context.batch), context.everywhere(WHOLE), note=_without_batch(context, ranks))
 
 
 def _fsdp(context: Context, ranks: int) -> OnAxis:
     """Parameters are kept in shards and read whole."""
     types = context.graph.types
     dims = {p: frozenset(range(len(types[p].shape))) for p in context.graph.parameters}
-    return OnAxis(context.along(context.batch), dims)
+    return OnAxis(context.along(context.batch), dims, note=_without_batch(context, ranks))
+
+
+def _zero(context: Context, ranks: int) -> OnAxis:
+    """What ZeRO-1 and 2 keep gathered, the run time gathers again: it has ZeRO-3."""
+    again = "planned as ZeRO-3: parameters are gathered again in the backward, since gathered ones are not kept yet"
+    on_axis = _fsdp(context, ranks)
+    return replace(on_axis, note="; ".join(filter(None, (again, on_axis.note))))
+
+
+def _without_batch(context: Context, ranks: int) -> str:
+    lengths = [context.families.length(f) for f in context.batch]
+    if not lengths:
+        return "no dim of the inputs is a batch, so that every rank does all the work"
+    if min(lengths) < ranks:
+        return f"a batch of {min(lengths)} cannot be cut over {ranks} ranks, so that every rank does all the work"
+    return ""
 
 
 def _megatron(context: Context, ranks: int) -> OnAxis:
     chosen = paired(context.families, context.products, ranks)
-    return OnAxis(context.along(chosen), _cut_along(chosen, context))
+    return OnAxis(context.along(chosen), _cut_along(chosen, context), note=_without_pairs(chosen, ranks))
 
 
 def _megatron_sp(context: Context, ranks: int) -> OnAxis:
     chosen = paired(context.families, context.products, ranks)
     asked = with_sequence(context.families, chosen, context.products, context.batch)
-    return OnAxis(dict(asked), _cut_along(chosen, context))
+    return OnAxis(dict(asked), _cut_along(chosen, context), note=_without_pairs(chosen, ranks))
+
+
+def _without_pairs(chosen: frozenset[Family], ranks: int) -> str:
+    return "" if chosen else f"no product of an activation and a weight can be cut in {ranks}"
 
 
 def _ulysses(context: Context, ranks: int) -> OnAxis:
     asked = dict(ulysses(context.families, context.products, context.batch))
     held = {n: a for n, a in asked.items() if a is not None}
     free = {v for node in context.graph.nodes if node.name not in held for v in node.inputs}
-    return OnAxis(held, {p: WHOLE for p in context.graph.parameters if p not in free})
+    note = (
+        "" if any(a.cuts for a in held.values()) else "no dim of the activations is a sequence, so that all is searched"
+    )
+    return OnAxis(held, {p: WHOLE for p in context.graph.parameters if p not in free}, note=note)
 
 
 def _cut_along(chosen: frozenset[Family], context: Context) -> dict[str, frozenset[int]]:
@@ -116,8 +144,8 @@ def _cut_along(chosen: frozenset[Family], context: Context) -> dict[str, frozens
 EXPERTS: dict[str, Callable[[Context, int], OnAxis]] = {
     "replicate": _replicate,
     "ddp": _ddp,
-    "zero1": _fsdp,
-    "zero2": _fsdp,
+    "zero1": _zero,
+    "zero2": _zero,
     "fsdp": _fsdp,
     "megatron": _megatron,
     "megatron-sp": _megatron_sp,
@@ -151,8 +179,9 @@ def asked_by(like: Any, graph: Graph, mesh: Mesh) -> Expert:
     }
     for on_axis in found.values():
         limits.update(on_axis.outputs)
+    notes = tuple(f"like={like!r} on {axis}: {x.note}" for axis, x in found.items() if x.note)
     regathers = "megatron-sp" in [x for x in _per_axis(like, mesh).values() if isinstance(x, str)]
-    return Expert({n: asked for n, asked in of_nodes.items() if any(asked)}, limits, regathers)
+    return Expert({n: asked for n, asked in of_nodes.items() if any(asked)}, limits, regathers, notes, repr(like))
 
 
 def _per_axis(like: Any, mesh: Mesh) -> dict[str, Any]:
@@ -174,6 +203,16 @@ def _per_axis(like: Any, mesh: Mesh) -> dict[str, Any]:
     for axis in hybrid:  # replicas outside, shards inside
         named[axis] = "fsdp" if axis == hybrid[-1] else "ddp"
     return named
+
+
+def like_of(model: object, like: Any) -> Any:
+    """``like`` with "tp_plan" as the plan that the model brings, as those of transformers do."""
+    if like == "tp_plan":
+        found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+        if not found:
+            raise PlanError(f"like='tp_plan': {type(model).__name__} has no tp_plan. Name a plan, such as 'megatron'")
+        return dict(found)
+    return {key: like_of(model, x) for key, x in like.items()} if isinstance(like, Mapping) else like
 
 
 _KINDS = "give a name, {mesh axis: name}, or {pattern of modules: style}"

@@ -6,7 +6,7 @@ the hidden features. What an expert means by "the batch" or "the heads" is one o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from autoshard.passes.propagate.op_space import Asked, axis_strategies, signatur
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view
 
-Family = Hashable
+Family = tuple[str, int]
 """a representative (value, dim) of dims that are cut together"""
 
 
@@ -51,7 +51,13 @@ class Families:
 
     def of(self, value: str, dim: int) -> Family:
         """The family of a dim; a dim that no operation cuts is alone in its own."""
-        return self._union[value, dim]
+        found: Family = self._union[value, dim]
+        return found
+
+    def length(self, family: Family) -> int:
+        """The length of the dims in it."""
+        value, dim = family
+        return int(self.graph.types[value].shape[dim])
 
     def of_all(self, values: Iterable[str]) -> frozenset[Family]:
         """The families of all dims of these values."""
@@ -60,7 +66,7 @@ class Families:
     def cut(self, node: Node, strategy: Strategy) -> Family | None:
         """The family that a strategy of ``node`` cuts; None for one that cuts no dim."""
         found = cut_dims(node, strategy)
-        return self._union[found[0]] if found else None
+        return self.of(*found[0]) if found else None
 
     def labels(self, node: Node, families: Iterable[Family]) -> frozenset[str]:
         """The strategies of ``node`` that cut one of ``families``."""

@@ -1,0 +1,194 @@
+"""Plans as answers: why something lies as it does, two plans side by side, the mesh of a number of devices."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import torch
+from harness import captured_once
+from torch import nn
+
+import autoshard
+from autoshard.cli import main
+from autoshard.devices import divided, shapes
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 256, bias=False)
+        self.down = nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+MODEL, X = Blocks(), torch.zeros(256, 64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def once() -> Iterator[None]:
+    with captured_once():
+        yield
+
+
+def planned(like: str | dict[str, str] | None, axes: dict[str, int] | None = None) -> autoshard.Plan:
+    return autoshard.plan(MODEL, axes or {"tp": 4}, (X,), like=like)
+
+
+def check(text: str, expected: str) -> None:
+    """The lines of ``expected``, without what they take: seconds are the cost model's affair."""
+    lines = [line.split(" in ")[0] if line.startswith("  runs") else line for line in text.splitlines()]
+    lines = [line.split(", ")[0] if line.startswith("  sends") else line for line in lines if "instead" not in line]
+    assert "\n".join(lines) == textwrap.dedent(expected).strip()
+
+
+def test_a_parameter() -> None:
+    check(
+        planned("megatron").explain("blocks.1.down.weight"),
+        """
+        blocks.1.down.weight: parameter, float32[64, 256]
+          lies S(1)@tp: 16.4 kB per rank; asked for by like='megatron'
+          read as S(1)@tp by linear_3 (linear in blocks.1.down), cut along k@tp
+          nothing is sent for it
+        """,
+    )
+
+
+def test_an_operation_and_what_it_sends() -> None:
+    check(
+        planned("megatron").explain("linear_3"),
+        """
+        linear_3: linear in blocks.1.down at test_explain.py:25
+          runs cut along k@tp
+          reads relu_1 [256, 256] as S(1)@tp
+          reads blocks.1.down.weight [64, 256] as S(1)@tp
+          makes linear_3 [256, 64] as P@tp
+          sends 98.3 kB by all_reduce@tp forward
+        """,
+    )
+
+
+def test_modules_by_pattern_and_alternatives() -> None:
+    text = planned("fsdp").explain("blocks.*.up")
+    assert [line for line in text.splitlines() if not line.startswith(" ")] == [
+        line for line in text.splitlines() if line.startswith("blocks.")
+    ]
+    assert text.count("(Linear): 1 operations") == 3
+    assert "    instead cut along" in text
+    assert "part of the cheapest plan" in planned(None).explain("blocks.0.up.weight")
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(autoshard.PlanError) as caught:
+        planned(None).explain("blocks.1.dwn.weight")
+    assert str(caught.value).startswith("'blocks.1.dwn.weight' is no parameter, buffer, input, module or operation of")
+    assert "blocks.1.down.weight" in str(caught.value)
+
+
+def test_plans_side_by_side() -> None:
+    text = planned("megatron").diff(planned("ddp"))
+    parts = text.split("\n\n")
+    assert [line.split("  ")[0] for line in parts[0].splitlines()] == [
+        "", "step", "compute", "communication", "of it hidden", "sent per rank", "memory per rank",
+        "", "", "", "", "", "", "busiest rank",
+    ]  # fmt: skip
+    assert [" ".join(line.split()) for part in parts[1:] for line in part.splitlines()] == [
+        "Layouts that differ",
+        "blocks.{0-2}.up.weight S(0)@tp R@tp",
+        "blocks.{0-2}.down.weight S(1)@tp R@tp",
+        "Operations that run otherwise",
+        "blocks.{0-2}.up n@tp ...0@tp",
+        "blocks.{0-2}.down k@tp ...0@tp",
+        "Collectives of a step",
+        "all_reduce@tp forward 3 × 98.3 kB 1 × 6 B",
+        "all_reduce@tp backward 2 × 98.3 kB 6 × 98.3 kB",
+    ]
+
+
+def test_a_plan_differs_from_itself_in_nothing() -> None:
+    plan = planned("fsdp")
+    assert "differ" not in plan.diff(plan)
+    assert "All parameters, buffers and inputs lie alike" in plan.diff(plan)
+
+
+def test_what_cannot_be_as_the_expert_has_it_is_told() -> None:
+    assert any("planned as ZeRO-3" in note for note in planned("zero1").notes)
+    many = planned("ddp", {"dp": 512})
+    assert many.notes[0] == (
+        "like='ddp' on dp: a batch of 256 cannot be cut over 512 ranks, so that every rank does all the work"
+    )
+    assert many.cost.flops_per_rank == many.cost.flops
+
+
+def test_like_survives_json() -> None:
+    plan = planned({"tp": "megatron"})
+    assert autoshard.Plan.from_json(plan.to_json()) == plan
+    assert autoshard.compile(MODEL, {"tp": 4}, (X,), plan=plan).plan.like == plan.like == "{'tp': 'megatron'}"
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["explain", "mlp", "blocks.0.up.weight", "--mesh", "dp=2,tp=2", "--like", "dp=fsdp,tp=megatron"]
+    assert main(asked) == 0
+    assert "asked for by like={'dp': 'fsdp', 'tp': 'megatron'}" in capsys.readouterr().out
+
+
+# --- the mesh as part of the plan ---
+
+
+def test_shapes() -> None:
+    """Every division in one and two axes; inside a node their order is one."""
+    assert list(shapes(8, 8)) == [(8,), (2, 4)]
+    assert list(shapes(16, 8)) == [(16,), (2, 8), (4, 4), (8, 2)]
+    assert list(shapes(7, 8)) == [(7,)]
+    assert list(shapes(1, 8)) == [(1,)]
+
+
+def test_the_best_is_divided_once_more() -> None:
+    """Where a node ends, else the largest axis."""
+    assert divided((4, 16), 8) == (4, 2, 8)
+    assert divided((16, 4), 8) == (8, 2, 4)
+    assert divided((8, 8), 8) == (4, 2, 8)
+    assert divided((2, 4), 8) == (2, 2, 2)
+    assert divided((64,), 8) == (8, 8)
+    assert divided((3, 5), 8) == (3, 5)
+
+
+def test_a_number_of_devices() -> None:
+    x = torch.zeros(1 << 16, 64, device="meta")
+    plan = autoshard.plan(MODEL, None, (x,), devices=16, hardware="h100")
+    assert plan.mesh.size == 16
+    costs = [c.cost.total_s for c in plan.candidates]
+    assert costs == sorted(costs)
+    assert plan.cost.total_s <= costs[0] * (1 + 1e-6)
+    fixed = autoshard.plan(MODEL, plan.mesh, (x,))
+    assert fixed.cost == plan.cost
+    assert "dp" in plan.mesh.axes
+    assert autoshard.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({}, "autoshard.plan needs a mesh, or devices=64 to search one"),
+        ({"mesh": {"tp": 2}, "devices": 2}, "autoshard.plan needs a mesh, or devices=64 to search one"),
+        ({"devices": 0}, "devices=0: a number of devices is an int of at least 1"),
+        ({"devices": 4, "like": {"tp": "megatron"}}, "like by axis or by module needs a mesh"),
+    ],
+)
+def test_errors_of_devices(asked: dict[str, object], error: str) -> None:
+    with pytest.raises(autoshard.AutoshardError, match=error):
+        autoshard.plan(MODEL, example_args=(X,), **asked)  # type: ignore[arg-type]
