@@ -62,7 +62,7 @@ def _sequence(plan: Record, trained: frozenset[str]) -> Iterator[Event]:
             "after"
             if c.value == c.op and c.phase == "forward"
             else "again"
-            if c.reason.endswith("(gathered again)")
+            if c.reason.endswith(("(gathered again)", "(made again)"))
             else c.phase
         )
         groups.setdefault((c.op, moment), []).append(c)
