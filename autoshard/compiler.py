@@ -108,7 +108,7 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
         graph, micro = micro_batched(graph, wishes.micro_batches)
     dump = stages.captured(graph)
     program, plan = planned(graph, mesh, wishes, title)
-    source = codegen(program, title)
+    source = codegen(program, title, plan.recomputed)
     stages.compiled(plan, program, source.text, dump)
     return Compiled(graph, program, plan, source, micro)
 

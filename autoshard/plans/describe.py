@@ -126,9 +126,9 @@ def _collectives(program: Program) -> Iterator[Collective]:
 
     for s in program.statements:
         if s.members and not s.parameter:
-            found += _together([c for part in s.members for c in of_step(part, False)], program)
+            found += _together([c for part in s.members for c in of_step(part, bool(s.again))], program)
         elif s.step is not None:  # of a bucket of parameters every member is listed, at its share of the time
-            parts = [c for part in s.parts for c in of_step(part, part.outputs[0] in again)]
+            parts = [c for part in s.parts for c in of_step(part, bool(s.again) or part.outputs[0] in again)]
             found += _shared(parts, program.mesh) if s.members else parts
         elif s.node is not None:
             found += _of_node(program, s)
@@ -192,9 +192,10 @@ def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective
         yield first
     if step.backward and program.types[s.value].grad:
         yield replace(first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward)
-    if again:
+    if again and step.is_collective:
         seconds = float(forward_seconds(program.types[s.value], (step.src,), (step.dst,))[0, 0])
-        yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} (gathered again)")
+        how = "gathered again" if s.parameter else "made again"
+        yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} ({how})")
 
 
 def _of_node(program: Program, s: Statement) -> Iterator[Collective]:
@@ -207,7 +208,10 @@ def _of_node(program: Program, s: Statement) -> Iterator[Collective]:
             continue
         moved, seconds = costs.internal_cost(c, mesh)
         reason = f"{node.op}: {c.what}"
-        yield Collective(c.kind, c.axes, c.phase, moved, node.fqn, reason, node.name, seconds, node.name)
+        found = Collective(c.kind, c.axes, c.phase, moved, node.fqn, reason, node.name, seconds, node.name)
+        yield found
+        if s.again and c.phase == "forward":
+            yield replace(found, phase="backward", reason=f"{reason} (made again)")
 
 
 def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:

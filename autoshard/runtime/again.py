@@ -21,8 +21,8 @@ from autoshard.runtime.autocast import without_autocast
 from autoshard.runtime.communicator import Communicator, current
 
 CHANGED = (
-    "{} was changed in place between forward and backward; what is made of it is not kept but made again in the backward, "
-    "so the backward cannot be right"
+    "{} was changed in place between forward and backward, which computes with it once more and so cannot be right. "
+    "Change it after the backward."
 )
 
 
@@ -72,6 +72,24 @@ class _Place(NamedTuple):
     offset: int = 0
 
 
+class Kept(NamedTuple):
+    """A tensor that is kept: without its place in the graph, which would hold itself, and as it was."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def get(self, what: str = "") -> torch.Tensor:
+        """It. Raises :class:`RuntimeMismatchError` if it was changed in place; ``what``: whose it is."""
+        if _version(self.tensor) != self.version:
+            what = what or f"a tensor of shape {list(self.tensor.shape)} that the backward needs"
+            raise RuntimeMismatchError(CHANGED.format(what))
+        return self.tensor
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
 _known: dict[int, tuple[StorageWeakRef, Source, int, torch.dtype]] = {}
 """Storages of values by address. The weak reference keeps the address from being used again."""
 
@@ -82,20 +100,20 @@ def can_be_made_again(value: torch.Tensor, source: Source, number: int) -> None:
     _known[storage._cdata] = (StorageWeakRef(storage), source, number, value.dtype)
 
 
-def keep(x: torch.Tensor) -> torch.Tensor | _Place:
+def keep(x: torch.Tensor) -> Kept | _Place:
     """What is kept of a tensor for the backward."""
     entry = _known.get(x.untyped_storage()._cdata)
     if entry is None or x.dtype != entry[3]:
-        return x
+        return Kept(x.detach(), _version(x))
     _, source, number, _ = entry
     source.packed += 1
     return _Place(source, number, x.shape, x.stride(), int(x.storage_offset()))
 
 
-def kept(x: torch.Tensor | _Place) -> torch.Tensor:
-    """The tensor that :func:`keep` was given."""
-    if isinstance(x, torch.Tensor):
-        return x
+def kept(x: Kept | _Place, what: str = "") -> torch.Tensor:
+    """The tensor that :func:`keep` was given. ``what``: whose it is, for errors."""
+    if isinstance(x, Kept):
+        return x.get(what)
     value = x.source.get(x.number)
     return value if x.size is None else value.as_strided(x.size, x.stride, x.offset)
 
@@ -153,17 +171,12 @@ class _Run:
         self.own = {x.untyped_storage()._cdata for x in inputs if isinstance(x, torch.Tensor)}
         # Inputs that are made again themselves are kept as places.
         self.inputs = [keep(x) if isinstance(x, torch.Tensor) else x for x in inputs]
-        self.versions = self._versions()
         self.values: dict[int, torch.Tensor] = {}
-
-    def _versions(self) -> list[int]:
-        return [x._version for x in self.inputs if isinstance(x, torch.Tensor)]
 
     def given(self) -> list[Any]:
         """The inputs, those that were not kept made again."""
-        if self.versions != self._versions():
-            raise RuntimeMismatchError(CHANGED.format(f"what {self.part.__name__} reads"))
-        return [kept(x) if isinstance(x, _Place) else x for x in self.inputs]
+        what = f"what {self.part.__name__} reads"
+        return [kept(x, what) if isinstance(x, Kept | _Place) else x for x in self.inputs]
 
     def repeat(self, *inputs: Any) -> None:
         """Run the part once more; what autograd saves is what it saved."""
@@ -197,7 +210,7 @@ class _Part(Source):
         self.comm, self.run, self.thread = comm, run, threading.get_ident()
         self.runs: Sequence[_Run] = ()
 
-    def keep(self, x: torch.Tensor) -> torch.Tensor | _Place:
+    def keep(self, x: torch.Tensor) -> Kept | _Place:
         """What is kept of a tensor that autograd saves inside: inputs as they are, all else as a number."""
         if x.untyped_storage()._cdata in self.run.own:
             return keep(x)

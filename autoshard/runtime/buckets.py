@@ -301,7 +301,7 @@ def carried(
         return [out[i * len(xs) : (i + 1) * len(xs)] for i in range(world.size)]
 
     key = f"{what} of {len(xs)} tensors, the first a {moves[0].key}"
-    with recorded(comm, moves[0], "forward", len(moves) if listed else 1):
+    with recorded(comm, moves[0], comm.phase, len(moves) if listed else 1):
         result: Tensors = world.meet(comm.rank, key, (moves, xs), joint)
     return result
 

@@ -40,6 +40,9 @@ class Communicator(ABC):
     device: torch.device | None = None
     """where new tensors of this rank go; None: torch's default"""
 
+    phase: str = "forward"
+    """in which forwards run: "backward" while one runs again"""
+
     micro_batch: tuple[int, int] = (0, 1)
     """which of how many micro-batches runs"""
 
@@ -71,8 +74,17 @@ class Communicator(ABC):
     def repeat(self, runs: Sequence[tuple[Callable[..., None], Sequence[Any]]]) -> None:
         """Run what each rank of this process ran before once more, in a backward."""
         ((run, inputs),) = runs
-        with bind(self):
+        with bind(self), self.in_backward():
             run(*inputs)
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Collectives of forwards inside count as the backward's."""
+        before, self.phase = self.phase, "backward"
+        try:
+            yield
+        finally:
+            self.phase = before
 
     def random_states(self) -> list[torch.Tensor]:
         """Of the generators that the next draw for all ranks takes its numbers from."""

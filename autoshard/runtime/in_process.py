@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import RuntimeMismatchError
-from autoshard.runtime.communicator import Communicator, Executed, bind, in_order_of
+from autoshard.runtime.communicator import Communicator, Executed, bind, current, in_order_of
 from autoshard.runtime.move import LOCAL, Move, piece, together
 from autoshard.runtime.profiling import named, recorded
 from autoshard.runtime.schedule import Joint, Schedule, Threads, ThreadState
@@ -129,13 +129,13 @@ class InProcessCommunicator(Communicator):
         if move.verb in LOCAL and not (x.requires_grad and torch.is_grad_enabled()):
             return in_order_of(x, self.local(move, x))
         move = named(move)
-        with recorded(self, move, "forward"):
+        with recorded(self, move, self.phase):
             result: torch.Tensor = self.world.meet(self.rank, move.key, (move, x), self._joint)
         return result
 
     def _joint(self, values: list[tuple[Move, torch.Tensor]]) -> Sequence[torch.Tensor]:
         moves, xs = zip(*values, strict=True)
-        return _joint(self.world, moves, xs, "forward")
+        return _joint(self.world, moves, xs, self.phase)
 
     def gathered(self, what: str, mine: Any) -> Sequence[Any]:
         """See :meth:`Communicator.gathered`."""
@@ -144,7 +144,12 @@ class InProcessCommunicator(Communicator):
 
     def repeat(self, runs: Sequence[tuple[Callable[..., None], Sequence[Any]]]) -> None:
         """See :meth:`Communicator.repeat`."""
-        self.world.run(lambda run, inputs: run(*inputs), list(runs))
+
+        def again(run: Callable[..., None], inputs: Sequence[Any]) -> None:
+            with current().in_backward():
+                run(*inputs)
+
+        self.world.run(again, list(runs))
 
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :meth:`Communicator.shared`: the last rank to arrive draws, and all get the one result."""

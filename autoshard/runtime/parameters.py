@@ -100,7 +100,7 @@ class _Move(torch.autograd.Function):
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
         ctx.owners = [(getattr(x.grad_fn, "pending", None), x.output_nr) for x in xs if x.requires_grad]
-        out = tuple(bucket.forward(xs, "forward"))
+        out = tuple(bucket.forward(xs, current().phase))
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in out]
         ctx.mark_non_differentiable(*(y for x, y in zip(xs, out, strict=True) if not x.requires_grad))
         return out
@@ -129,11 +129,11 @@ class _Move(torch.autograd.Function):
 
 def _through(bucket: Bucket, xs: Sequence[torch.Tensor]) -> Tensors:
     if not torch.is_grad_enabled():
-        return tuple(bucket.forward(xs, "forward"))
+        return tuple(bucket.forward(xs, current().phase))
     if any(x.requires_grad for x in xs):
         out: Tensors = _Move.apply(bucket, *xs)  # type: ignore[no-untyped-call]
     else:
-        out = tuple(bucket.forward(xs, "forward"))
+        out = tuple(bucket.forward(xs, current().phase))
     if _scope.depth and bucket.moves[0].verb == "all_gather":
         forget_freed()
         again = _Gather(bucket, tuple(xs))

@@ -155,9 +155,9 @@ class TorchCommunicator(Communicator):
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         move = named(move, always=True)
         if x.requires_grad and torch.is_grad_enabled():
-            result: torch.Tensor = _Differentiable.apply(self, move, "forward", x)  # type: ignore[no-untyped-call]
+            result: torch.Tensor = _Differentiable.apply(self, move, self.phase, x)  # type: ignore[no-untyped-call]
             return result
-        return self.execute(move, x, "forward")
+        return self.execute(move, x, self.phase)
 
     def execute(self, move: Move, x: torch.Tensor, phase: str) -> torch.Tensor:
         """``move`` on this rank's ``x``, without autograd."""

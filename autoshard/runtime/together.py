@@ -73,7 +73,8 @@ def _together(what: str, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> T
     return carried(what, moves, xs, _through) if moves and moves[0].axes else tuple(xs)
 
 
-def _through(bucket: Bucket, xs: Sequence[torch.Tensor], phase: str = "forward") -> Tensors:
+def _through(bucket: Bucket, xs: Sequence[torch.Tensor], phase: str = "") -> Tensors:
+    phase = phase or current().phase
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         out: Tensors = _Together.apply(bucket, phase, *xs)  # type: ignore[no-untyped-call]
         return out

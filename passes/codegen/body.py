@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 
 from autoshard.passes.codegen.printing import WIDTH, Expression, atom, expression
 from autoshard.passes.codegen.source_text import Names, layout_text, one_of, python_path, shape_text, step_comment
 from autoshard.passes.codegen.wanted import Wanted, is_next
-from autoshard.passes.ir.program import Program, Statement, reads
+from autoshard.passes.ir.memory import Recomputed
+from autoshard.passes.ir.program import Program, Statement, bytes_text, reads
 from autoshard.passes.lower.blocks import Segment, module_of
 from autoshard.passes.rules.facts import is_random
 
@@ -41,6 +43,11 @@ class Line:
             return f"({self.targets[0]},) = "
         return f"{', '.join(self.targets)}{self.rest} = " if self.targets else ""
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from other lines."""
+        return self.prefix, self.value.flat, self.comment, self.module, self.block, self.kind
+
     def lines(self, indent: str, mark: Callable[[str], str]) -> list[str]:
         """The text. ``mark``: module → what its lines end in until their numbers are known."""
         lines = self.value.lines(self.prefix, indent)
@@ -62,9 +69,16 @@ class Function(Line):
     body: tuple[Line, ...] = ()
     returned: str = ""
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """See :attr:`Line.key`."""
+        return *super().key, self.arguments, tuple(line.key for line in self.body), self.returned
+
     def lines(self, indent: str, mark: Callable[[str], str]) -> list[str]:
         """See :meth:`Line.lines`."""
-        head = Expression(f"def {self.value.flat}(", [atom(a) for a in self.arguments], "):").lines("", indent)
+        arguments = [atom(a) for a in self.arguments]
+        head = Expression(f"def {self.value.flat}(", arguments, "):").lines("", indent)
+        head = [f"{indent}# {self.comment}", *head] if self.comment else head
         inner = [text for line in self.body for text in line.lines(f"{indent}    ", mark)]
         return ["", *head, *inner, f"{indent}    return {self.returned}", ""]
 
@@ -77,6 +91,8 @@ class Body:
     wanted: Wanted
     path: str
     names: Names
+    recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
+    """what the backward makes again, by operation or value"""
     written: list[Line] = field(default_factory=list)
 
     def add(self, segment: Segment, kept: Collection[str]) -> None:
@@ -89,7 +105,8 @@ class Body:
                 end += len(statements)
                 self._dying(kept, last_read, end - 1)
                 later = {*kept, *(n for s in segment.statements[end:] for n in reads(s))}
-                self._part(replace(segment, statements=statements), later)
+                others = any(s.again not in (0, again) for s in segment.statements)
+                self._part(replace(segment, statements=statements), later, "" if others else segment.path)
                 continue
             for statement in statements:
                 self._dying(kept, last_read, end)
@@ -99,8 +116,11 @@ class Body:
     def _dying(self, kept: Collection[str], last_read: Mapping[str, int], now: int) -> None:
         self.names.dead = lambda name: name not in kept and last_read.get(name, -1) <= now
 
-    def _part(self, segment: Segment, later: Collection[str]) -> None:
-        """Write a part that runs again in the backward: a function of all that it reads, and its call."""
+    def _part(self, segment: Segment, later: Collection[str], whole: str) -> None:
+        """Write a part that runs again in the backward: a function of all that it reads, and its call.
+
+        ``whole``: the block, if it is its only part.
+        """
         made = {o for s in segment.statements for o in s.outputs}
         read = [n for n in dict.fromkeys(n for s in segment.statements for n in reads(s)) if n not in made]
         outputs = [o for s in segment.statements for o in s.outputs if o in later and o != "_"]
@@ -109,16 +129,21 @@ class Body:
         for name in read:
             own = name in self.wanted.inputs and self.wanted.inputs[name].kind != "input"
             inside.fresh(name, "_".join(self.wanted.inputs[name].fqn.split(".")[-2:]) if own else self.names.of[name])
-        body = Body(self.program, self.wanted, self.path, inside)
+        body = Body(self.program, self.wanted, self.path, inside, self.recomputed)
         body.add(replace(segment, statements=tuple(replace(s, again=0) for s in segment.statements)), outputs)
-        function = self.names.fresh("", f"{inside.of[outputs[0]]}_again")
+        function = self.names.fresh("", f"{self._title(segment, whole) or inside.of[outputs[0]]}_again")
         arguments = [inside.of[name] for name in read]
         returned = ", ".join(inside.of[o] for o in outputs)
-        whole = Function(
-            (), atom(function), "", arguments=tuple(arguments), body=tuple(body.written), returned=returned
+        self.written.append(
+            Function(
+                targets=(),
+                value=atom(function),
+                comment=self._gain(segment),
+                arguments=tuple(arguments),
+                body=tuple(body.written),
+                returned=returned,
+            )
         )
-        text = "\n".join(whole.lines("", lambda module: ""))
-        self.written.append(replace(whole, comment=text))  # what tells it from others
         parts = [atom(text) for text in (function, *(self.names.of[n] for n in read))]
         if any(s.node is not None and s.step is None and is_random(s.node) for s in segment.statements):
             parts.append(atom("draws=True"))
@@ -127,6 +152,23 @@ class Body:
             targets.append(self.names.fresh(o, inside.of[o], avoid=targets))
         module = self._module(segment.statements[0])
         self.written.append(Line(tuple(targets), Expression("runtime.again(", parts, ")"), "", module))
+
+    def _title(self, segment: Segment, whole: str) -> str:
+        """What all of a part is: a submodule of the block, or the block; "" where that says too little."""
+        paths = [s.node.fqn.split(".") for s in segment.statements if s.node is not None and s.step is None]
+        common = paths[0][: sum(len(set(names)) == 1 for names in zip(*paths, strict=False))] if paths else []
+        if len(common) > len(self.path.split(".") if self.path else []) and not common[-1].isdigit():
+            return common[-1]
+        return one_of(whole.rpartition(".")[0]) if whole and len(paths) > 1 else ""
+
+    def _gain(self, segment: Segment) -> str:
+        """What a part saves and costs, as text."""
+        parts = [part for s in segment.statements for part in s.parts]
+        names = dict.fromkeys(p.value if p.step is not None else p.node.name for p in parts if p.node is not None)
+        found = [self.recomputed[n] for n in names if n in self.recomputed]
+        kept, seconds = sum(r.bytes for r in found), sum(r.seconds for r in found)
+        paid = f", for {seconds * 1e6:.2g} µs" if seconds >= 1e-9 else ""
+        return f"runs again in the backward, keeps {bytes_text(kept)} less{paid}" if kept or paid else ""
 
     def call(self, segment: Segment, kind: str, method: str, lengths: Sequence[str], kept: Collection[str]) -> None:
         """Write the call of ``method`` of a block of class ``kind``."""

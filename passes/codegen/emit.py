@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.passes.codegen.body import Body
@@ -21,6 +21,7 @@ from autoshard.passes.codegen.source_text import (
 )
 from autoshard.passes.codegen.wanted import Wanted
 from autoshard.passes.ir.graph import Input, Ref
+from autoshard.passes.ir.memory import Recomputed
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import free_symbols
 from autoshard.passes.lower.blocks import Segment, segments
@@ -41,9 +42,12 @@ class Source:
     """line number → module, relative to the block, for lines that may communicate: names in profiles"""
 
 
-def codegen(program: Program, title: str = "model") -> Source:
-    """Python source of ``program``. ``title`` names the model in the file's docstring."""
-    return _Emitter(program, title).emit()
+def codegen(program: Program, title: str = "model", recomputed: Sequence[Recomputed] = ()) -> Source:
+    """Python source of ``program``. ``title`` names the model in the file's docstring.
+
+    ``recomputed``: what the backward makes again, for comments.
+    """
+    return _Emitter(program, title, recomputed).emit()
 
 
 @dataclass
@@ -55,8 +59,9 @@ class _BlockClass:
 
 
 class _Emitter:
-    def __init__(self, program: Program, title: str) -> None:
+    def __init__(self, program: Program, title: str, recomputed: Sequence[Recomputed]) -> None:
         self.program, self.title = program, title
+        self.recomputed = {r.name: r for r in recomputed}
         self.mesh = program.mesh
         self.sizes = dict(zip(self.mesh.axes, self.mesh.shape, strict=True))
         self.arguments = [i for i in program.graph.inputs if i.kind == "input"]
@@ -174,7 +179,7 @@ class _Emitter:
         for name in segment.inputs:
             names.fresh(name, *self.wanted.argument(name, segment))
         signature = ["self", *(names.of[n] for n in segment.inputs), *self._symbols(segment)]
-        body = Body(self.program, self.wanted, segment.path, names)
+        body = Body(self.program, self.wanted, segment.path, names, self.recomputed)
         body.add(segment, frozenset(segment.outputs))
         returned = ", ".join(names.of[o] for o in segment.outputs)
         lines = def_lines("forward", signature)
@@ -210,7 +215,7 @@ class _Emitter:
             names.fresh(value.name, value.fqn)
         self.argument_names = dict(names.of)
         signature = ["self", *(names.of[i.name] for i in self.arguments)]
-        body = Body(self.program, self.wanted, "", names)
+        body = Body(self.program, self.wanted, "", names, self.recomputed)
         kinds = {path: c.name for c in self.classes for path in c.paths}
         for number, segment in enumerate(self.segments):
             if segment.path:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard.passes.codegen.body import Line
+from autoshard.passes.codegen.body import Function, Line
 from autoshard.passes.codegen.printing import Expression
 from autoshard.passes.codegen.source_text import one_of, python_path
 
@@ -73,7 +73,7 @@ def _count(body: Sequence[Line], start: int, size: int, path: str) -> int:
     def turn(n: int) -> list[Any]:
         lines = body[start + n * size : start + (n + 1) * size]
         own = ".".join(filter(None, (container, str(int(number) + n))))
-        return [_key(_of(line, own, "")) for line in lines] if own in [line.block for line in lines] else []
+        return [_of(line, own, "").key for line in lines] if own in [line.block for line in lines] else []
 
     first, n = turn(0), 1
     while turn(n) == first:
@@ -81,15 +81,13 @@ def _count(body: Sequence[Line], start: int, size: int, path: str) -> int:
     return n
 
 
-def _key(line: Line) -> tuple[Any, ...]:
-    return line.prefix, line.value.flat, line.comment, line.module, line.block, line.kind
-
-
 def _of(line: Line, path: str, variable: str) -> Line:
     """``line`` with the block at ``path`` as ``variable``, also in what it says to profiles."""
     module = line.module
     if module is not None and f"{module}.".startswith(f"{path}."):
         module = f"@{variable}{module[len(path) :]}"
+    if isinstance(line, Function):
+        return replace(line, body=tuple(_of(inner, path, variable) for inner in line.body))
     if line.block != path:
         return replace(line, module=module)
     value = line.value

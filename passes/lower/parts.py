@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.passes.ir.program import Program, Statement, reads
@@ -21,11 +22,38 @@ def parted(program: Program) -> Program:
         return program
     result: list[Statement] = []
     number = 0
-    for _, statements in runs(program):
+    for statements in _sunk(program, remade):
         for part, one in _neighbours(statements, remade):
-            number += part and bool(one)
-            result += (replace(s, again=number) for s in one) if part else one
+            saves = part and any(not _shows(s) for s in one)
+            number += saves
+            result += (replace(s, again=number) for s in one) if saves else one
     return replace(program, statements=tuple(result))
+
+
+def _sunk(program: Program, remade: set[int]) -> list[list[Statement]]:
+    """Runs of statements of one block; local conversions that only one block's parts read stand inside it.
+
+    In front of the block each would be a part of its own.
+    """
+    found = [list(statements) for _, statements in runs(program)]
+    for before, inside in itertools.pairwise(found):
+        if before[0].block:
+            continue
+        for s in reversed(before):
+            alone = id(s) in remade and s.step is not None and not s.step.is_collective and not s.members
+            if alone and _readers(s, inside, program) <= remade:
+                before.remove(s)
+                first = next(i for i, x in enumerate(inside) if not {*s.outputs}.isdisjoint(reads(x)))
+                inside.insert(first, moved := replace(s, block=inside[0].block))
+                remade.add(id(moved))
+    return [statements for statements in found if statements]
+
+
+def _readers(s: Statement, inside: Collection[Statement], program: Program) -> set[int]:
+    """Ids of the statements that read what ``s`` makes; 0 for those that are not ``inside`` the block after it."""
+    names, here = {*s.outputs}, {id(x) for x in inside}
+    found = [x for x in program.statements if not names.isdisjoint(reads(x))]
+    return {id(part) if id(x) in here else 0 for x in found for part in x.parts}
 
 
 def _neighbours(statements: Sequence[Statement], remade: set[int]) -> Iterator[tuple[bool, list[Statement]]]:
@@ -52,4 +80,7 @@ def _neighbours(statements: Sequence[Statement], remade: set[int]) -> Iterator[t
 
 
 def _shows(s: Statement) -> bool:
-    return s.step is None and s.node is not None and is_view(s.node.op)
+    """Whether what it makes lies in the memory of what it reads."""
+    if s.step is not None:
+        return s.step.kind in ("enter", "leave")
+    return s.node is not None and is_view(s.node.op)
