@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compiler import Wishes, captured, compiled
+from autoshard.compiler import captured, compiled
 from autoshard.devices import planned_for
 from autoshard.errors import CaptureError, MeshError
 from autoshard.hardware import Hardware
@@ -28,6 +28,7 @@ from autoshard.passes.propagate.experts import like_of
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
+from autoshard.plans.wishes import Wishes
 from autoshard.stages import set_up_logs
 
 set_up_logs()

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from autoshard import stages
-from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.lengths import Dynamic
@@ -26,11 +25,11 @@ from autoshard.passes.microbatch import MicroBatches, micro_batched
 from autoshard.passes.propagate.experts import Expert, asked_by, like_of
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.propagate.planner import Planner
-from autoshard.passes.propagate.recompute import Recompute
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of
 from autoshard.plans.plan import Plan
+from autoshard.plans.wishes import Wishes
 from autoshard.progress import stage
 from autoshard.runtime.autocast import without_autocast
 
@@ -50,27 +49,6 @@ class Compiled:
     def symbols(self) -> Symbols:
         """The lengths it was not fixed to, and what must hold of them."""
         return self.program.graph.symbols
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What is asked of a plan beside the model and the mesh; see :func:`autoshard.compile`."""
-
-    hints: Mapping[str, Any] | None = None
-    memory_budget: float | None = None
-    optimizer: str = "adamw"
-    recompute: Recompute = "auto"
-    strict: bool = False
-    plan: Plan | None = None
-    """choices to follow instead of a search"""
-    like: Any = None
-    """an expert's plan: a name, a name per mesh axis, or styles by module"""
-    parameters: Mapping[str, Layout] | None = None
-    """layouts that an earlier compilation gave the parameters"""
-    micro_batches: int = 1
-    """parts of the batch that a step with a backward runs one after another"""
-    inputs: tuple[Layout | None, ...] = ()
-    """per leaf of the arguments the layout it comes in; None, or nothing: whole"""
 
 
 def compiled(

@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from autoshard.cli import load
-from autoshard.compiler import Wishes, captured, planned
+from autoshard.compiler import captured, planned
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.propagate.experts import like_of
+from autoshard.plans.wishes import Wishes
 
 SMALL = ("mlp", "gpt", "llama", "moe", "dlrm", "vit", "hf:llama", "hf:gpt2", "hf:bert", "hf:t5")
 LARGE = ("llama:8b", "llama:70b")

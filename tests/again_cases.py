@@ -32,7 +32,8 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.GELU(), nn.Conv2d(6, 6, 1)) for _ in range(2)
+            nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.GELU(), nn.Conv2d(6, 6, 1))
+            for _ in range(2)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -210,7 +211,9 @@ def autocast(mesh: autoshard.Mesh) -> None:
     found = []
     for recompute in ("none", "blocks"):
         with torch.autocast("cpu", torch.bfloat16):
-            sharded = compiled(model, mesh, args, recompute, hints={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+            sharded = compiled(
+                model, mesh, args, recompute, hints={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+            )
             loss = loss_of(sharded(*args).float())
         loss.backward()
         found.append({n: full(p.grad) for n, p in sharded.named_parameters()})
@@ -252,7 +255,9 @@ def nothing_leaks(mesh: autoshard.Mesh) -> None:
     """What was kept goes with the backward, or with the loss, without the collector."""
     model, args = made("gpt")
     sharded = compiled(model, mesh, args)
-    own = {x.untyped_storage()._cdata for x in (*map(local, sharded.parameters()), *map(local, sharded.buffers()), *args)}
+    own = {
+        x.untyped_storage()._cdata for x in (*map(local, sharded.parameters()), *map(local, sharded.buffers()), *args)
+    }
     for backward in (True, False):
         gc.collect()
         gc.disable()

@@ -30,13 +30,14 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from autoshard import AutoshardError, Mesh, Shard
-from autoshard.compiler import Compiled, Wishes, build
+from autoshard.compiler import Compiled, build
 from autoshard.module.compiling import Settings
 from autoshard.module.executable import Executable, load_source
 from autoshard.module.in_process import InProcessModule
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.rules.facts import is_view
+from autoshard.plans.wishes import Wishes
 from autoshard.runtime.in_process import World
 
 STATUSES = ("wrong", "crash", "sharded", "decomposed", "replicated", "refused", "not run")

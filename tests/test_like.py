@@ -19,10 +19,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import autoshard
 import autoshard.models
 from autoshard import Mesh, Shard
-from autoshard.compiler import Wishes, captured
+from autoshard.compiler import captured
 from autoshard.compiler import planned as planned_on
 from autoshard.hardware import PRESETS
 from autoshard.models.llama import Llama, LlamaConfig
+from autoshard.plans.wishes import Wishes
 
 BATCH, SEQ, LAYERS, VOCAB, WIDTH, HIDDEN = 8, 16, 2, 64, 32, 64
 ACTIVATION = BATCH * SEQ * WIDTH * 8

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoshard
-from autoshard.compiler import Wishes, build, captured
+from autoshard.compiler import build, captured
 from autoshard.passes.ir.graph import Graph
+from autoshard.plans.wishes import Wishes
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.compiler import Compiled, Wishes, compiled
+from autoshard.compiler import Compiled, compiled
 from autoshard.errors import CaptureError, PlanError, RuleError
 from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
@@ -28,6 +28,7 @@ from autoshard.module.turns import Turns
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
+from autoshard.plans.wishes import Wishes
 from autoshard.runtime.autocast import without_autocast
 
 log = logging.getLogger("autoshard")

@@ -140,7 +140,7 @@ def _sequence(plan: Record) -> Iterator[Event]:
     """All events in the order of the program, each as if it started at 0."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for c in plan.collectives:
-        again = c.reason.endswith("(gathered again)")
+        again = c.reason.endswith(("(gathered again)", "(made again)"))
         moment = "after" if c.value == c.op and c.phase == "forward" else "again" if again else c.phase
         groups.setdefault((c.op, moment), []).append(c)
 
