@@ -20,6 +20,7 @@ from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
+from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.propagate.experts import like_of
@@ -49,6 +50,7 @@ def compile(  # noqa: A001  the public name
     gather_outputs: bool | None = None,
     strict: bool = False,
     dynamic: Dynamic = False,
+    inputs: Inputs = "global",
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
 
@@ -73,30 +75,34 @@ def compile(  # noqa: A001  the public name
             requires one. ``False``: no call ever records gradients. Dropout and batch norm follow the modules' own
             modes. A call in another state (modes, requires_grad, autocast) compiles another program, once.
         gather_outputs: whether outputs come back as full tensors; default: where gradients are recorded they keep
-            their layout (a DTensor under torch.distributed), else yes. Scalars are always plain tensors.
+            their layout (under torch.distributed a DTensor, gathered where it meets a plain tensor), else yes. Scalars
+            are always plain tensors.
         strict: raise for an op without a sharding rule instead of running it on full tensors.
         dynamic: compile one program for all lengths of the inputs' dims that the model leaves open (True), or of those
             named: ``{"input_ids": {0: "batch", 1: "seq"}}``. Dims of one name are equal; ``"4*batch"`` promises a
             multiple of 4, so that a dim made of several may be cut. Local sizes become expressions of these lengths.
             An example length of 0 or 1 stays fixed. A call that the program does not hold for compiles another one.
+        inputs: ``"global"``: every process brings the whole batch; ``"local"``: each brings its own part of it, all of
+            one size, as from a DistributedSampler, and the results are those of the parts put together (in one process
+            the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
+            batch: by the only one, by those that hints for the input name (``{"x": {"dp": Shard(0)}}``), or by those
+            with usual names (dp, data, fsdp, replica, …); along others ranks bring the same. Inputs that are DTensors
+            state their layout themselves. With ``dynamic``, inputs in parts are gathered first.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
-    settings = Settings(
-        Wishes(
-            hints=hints,
-            memory_budget=memory_budget,
-            optimizer=optimizer,
-            recompute=recompute,
-            strict=strict,
-            plan=plan,
-            like=like,
-        ),
-        training,
-        gather_outputs,
-        dynamic,
+    check_inputs(inputs)
+    wishes = Wishes(
+        hints=hints,
+        memory_budget=memory_budget,
+        optimizer=optimizer,
+        recompute=recompute,
+        strict=strict,
+        plan=plan,
+        like=like,
     )
+    settings = Settings(wishes, training, gather_outputs, dynamic, inputs)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
@@ -132,27 +138,37 @@ def plan(
     recompute: Recompute = "auto",
     training: bool | None = None,
     dynamic: Dynamic = False,
+    inputs: Inputs = "global",
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
-    Arguments as of :func:`compile`; example inputs are needed. With ``devices=64, hardware="h100"`` and no mesh the
-    mesh is searched, too, and ``plan.candidates`` lists those that were tried. Raises as :func:`compile` does.
+    Arguments as of :func:`compile`; example inputs are needed. Those that are local are what one rank brings: the plan
+    is for a batch of as many parts as there are. With ``devices=64, hardware="h100"`` and no mesh the mesh is searched,
+    too, and ``plan.candidates`` lists those that were tried. Raises as :func:`compile` does.
     """
+    check_inputs(inputs)
     if not example_args and not example_kwargs:
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
+    if (mesh is None) == (devices is None):
+        raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
     wishes = Wishes(hints=hints, memory_budget=memory_budget, optimizer=optimizer, recompute=recompute, like=like)
     example = tuple(example_args), dict(example_kwargs or {})
+    if mesh is not None:
+        resolved = Mesh.of(mesh)
+        layouts = local_layouts(model, resolved, *example, inputs, hints)
+        example = wholes(*example, layouts)
+        wishes = replace(wishes, inputs=() if dynamic else layouts)
+    elif inputs != "global":
+        raise MeshError("inputs that a rank brings need a mesh: give mesh= instead of devices=")
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
-    if mesh is not None and devices is None:
-        return compiled(model, Mesh.of(mesh), *example, wishes, training=recorded, dynamic=dynamic).plan
-    if mesh is not None or devices is None:
-        raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
-    graph = captured(model, *example, training=recorded, dynamic=dynamic)
-    wishes = replace(wishes, like=like_of(model, like))
-    return planned_for(graph, devices, resolve_hardware(hardware), wishes, type(model).__name__)
+    if devices is not None:
+        graph = captured(model, *example, training=recorded, dynamic=dynamic)
+        wishes = replace(wishes, like=like_of(model, like))
+        return planned_for(graph, devices, resolve_hardware(hardware), wishes, type(model).__name__)
+    return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan
 
 
 def score(

@@ -169,7 +169,7 @@ class _Alive(TorchDispatchMode):
     """The most bytes of storages that were alive at once, beside the ``given`` ones."""
 
     def __init__(self, given: Mapping[int, int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.given, self.peak = given, 0
         self.found: dict[int, tuple[StorageWeakRef, int]] = {}
 

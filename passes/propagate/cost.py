@@ -18,7 +18,6 @@ from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.fusion import Traffic
 from autoshard.passes.rules.base import Rule
-from autoshard.passes.rules.factors import argument
 from autoshard.passes.rules.facts import facts_of, is_view
 
 aten = torch.ops.aten
@@ -150,7 +149,7 @@ def _computed(node: Node, choice: Sequence[Strategy]) -> float:
     the mask is a tensor, and the rank that holds the last queries needs all keys anyway.
     """
     cut = any(s.divides and s.label in ("queries", "keys") for s in choice)
-    return 2.0 if cut and argument(node, "is_causal") else 1.0
+    return 2.0 if cut and node.argument("is_causal") else 1.0
 
 
 def inside_seconds(found: Sequence[Internal], mesh: Mesh) -> Seconds:

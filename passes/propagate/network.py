@@ -20,7 +20,7 @@ import numpy as np
 
 from autoshard.layout import I, Layout, Placement, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
+from autoshard.passes.ir.assignment import Assignment, Placements, Strategy, stated
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.paths import block_path
@@ -76,6 +76,8 @@ class Network:
     keeps: KeepTables
     offer: Offer | None = None
     optimizer: str = "adamw"
+    given: Mapping[str, Layout] = field(default_factory=dict)
+    """layouts of the inputs that come in parts"""
     variables: dict[str, Variable] = field(default_factory=dict)
     """by name: a value, "node:…", "shared:…", "out:i" """
     links: list[Link] = field(default_factory=list)
@@ -260,11 +262,12 @@ class Network:
         return Variable(states, (0,), *self.known[key])
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
-        """An input is given whole on every rank; a parameter may be kept in shards."""
+        """An input is given whole on every rank, or as it says; a parameter may be kept in shards."""
         type_ = self.graph.types[name]
         whole = I if type_.grad else R
         if kind != "parameter":
-            return self._once(("whole", whole), ((whole,) * self.mesh.ndim,))
+            placed = stated(name, self.graph, self.mesh, self.given).placements
+            return self._once(("given", placed), (placed,))
         states = _placeable(type_, self.mesh, replicated=whole)
         if name in self.constraints:
             states = self.constraints[name].allowed(states, type_, self.mesh, whole)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
@@ -44,9 +45,11 @@ class Planner:
         asked: Mapping[str, AskedOf] | None = None,
         recompute: Recompute = "none",
         regather: bool = False,
+        given: Mapping[str, Layout] | None = None,
     ) -> None:
         """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
-        :func:`~autoshard.passes.propagate.recompute.offer`."""
+        :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts."""
+        self.given = given or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
         self.offer = offer(graph, recompute, regather)
@@ -98,7 +101,7 @@ class Planner:
         """The network; ``limited``: with bytes, and with what may be made again."""
         if limited not in self.built:
             what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
-            network = Network(*what, self.offer if limited else None, self.optimizer)
+            network = Network(*what, self.offer if limited else None, self.optimizer, self.given)
             built = network.build()
             self.built[limited] = network, built
             states = sum(map(len, built.network.nodes))
