@@ -176,6 +176,8 @@ def plan(
         layouts = local_layouts(model, resolved, *example, inputs, hints)
         example = wholes(*example, layouts)
         wishes = replace(wishes, inputs=() if dynamic or micro_batches != 1 else layouts)
+    elif inputs != "global":
+        raise MeshError("inputs that a rank brings need a mesh: give mesh= instead of devices=")
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
     if resolved is not None:

@@ -108,12 +108,12 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
 
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:
     """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
-    parts = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
+    given = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
     if wishes.plan is not None:
-        program = lowered(assignment_of(wishes.plan, graph, mesh, parts))
+        program = lowered(assignment_of(wishes.plan, graph, mesh, given))
         return program, simulate(program, wishes.optimizer)
-    given = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
+    hinted = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
+    asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
     with stage("planning"):
-        limits, asked = {**expert.limits, **given}, (expert.asked, wishes.recompute, expert.regathers)
-        planner = Planner(graph, mesh, limits, wishes.optimizer, *asked, parts)
+        planner = Planner(graph, mesh, {**expert.limits, **hinted}, *asked, given)
         return fitting(planner, wishes.memory_budget)

@@ -265,9 +265,8 @@ class Network:
         type_ = self.graph.types[name]
         whole = I if type_.grad else R
         if kind != "parameter":
-            return self._once(
-                ("input", placed := stated(name, self.graph, self.mesh, self.given).placements), (placed,)
-            )
+            placed = stated(name, self.graph, self.mesh, self.given).placements
+            return self._once(("given", placed), (placed,))
         states = _placeable(type_, self.mesh, replicated=whole)
         if name in self.constraints:
             states = self.constraints[name].allowed(states, type_, self.mesh, whole)
