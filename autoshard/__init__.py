@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from autoshard.check.coverage import CoverageReport, coverage
     from autoshard.check.verification import VerifyReport, verify
     from autoshard.module.base import ShardedModule
+    from autoshard.module.checkpoints import (
+        full_optimizer_state_dict,
+        load_full_optimizer_state_dict,
+        load_safetensors,
+    )
     from autoshard.module.gradients import clip_grad_norm_
     from autoshard.passes.redistribute import Redistribution, redistribution
     from autoshard.plans.plan import Plan
@@ -40,6 +45,9 @@ _LAZY = {
     "plan": "autoshard.api",
     "ShardedModule": "autoshard.module.base",
     "clip_grad_norm_": "autoshard.module.gradients",
+    "load_safetensors": "autoshard.module.checkpoints",
+    "full_optimizer_state_dict": "autoshard.module.checkpoints",
+    "load_full_optimizer_state_dict": "autoshard.module.checkpoints",
     "verify": "autoshard.check.verification",
     "VerifyReport": "autoshard.check.verification",
     "deferred_init": "autoshard.initialise.deferred",
@@ -84,6 +92,9 @@ __all__ = [
     "compile",
     "coverage",
     "deferred_init",
+    "full_optimizer_state_dict",
+    "load_full_optimizer_state_dict",
+    "load_safetensors",
     "materialise",
     "plan",
     "redistribution",

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.compiler import Wishes, compiled
 from autoshard.errors import CaptureError, MeshError
 from autoshard.mesh import Mesh, MeshLike
-from autoshard.module.base import Settings, ShardedModule
+from autoshard.module.base import ShardedModule
+from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
 from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes

@@ -1,10 +1,11 @@
-"""Milliseconds per forward of a tiny model: one device, and two gloo ranks in the first calls and afterwards.
+"""Milliseconds per forward of a tiny model: one device, its collectives alone, and two gloo ranks.
 
     python benchmarks/overhead.py
 
-Two processes with a thread each. The first calls compare the values of the inputs, later ones only what they were
-compiled for; ``AUTOSHARD_CHECK=inputs`` makes every call a first one, ``replicas`` compares weights and buffers too. The
-contestants take turns, so that other work on the machine meets all of them alike. Processor: median of rank 0.
+Two processes with a thread each. The first calls are compared with the values of their inputs, later ones where they do
+not repeat the call before; ``AUTOSHARD_CHECK=inputs`` makes every call a first one, ``replicas`` compares weights and
+buffers too. What is above "one device, then the collectives" is the library's. The contestants take turns, so that other
+work on the machine meets all of them alike. Processor: median of rank 0.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import nn
 
 import autoshard
 from autoshard.models import Llama, LlamaConfig
+from autoshard.runtime.communicator import Executed
 
 RANKS = 2
 WARM_UP = 3
@@ -52,36 +54,59 @@ def sharded(model: nn.Module, axis: str, checks: str, batch: tuple[torch.Tensor,
     return autoshard.compile(model, mesh, batch[:1], {"labels": batch[1]})
 
 
+def executed(module: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[Executed]:
+    """The collectives of a forward."""
+    found: list[Executed] = []
+    module._comm.log = found
+    module(batch[0], labels=batch[1])
+    module._comm.log = None
+    return found
+
+
+def alone(collectives: list[Executed]) -> Callable[[], None]:
+    """What torch.distributed itself takes for as many collectives that send as many bytes."""
+    calls: list[Callable[[], object]] = []
+    for kind, _, _, size in collectives:
+        x = torch.zeros(round(size / 4) * (1 if kind == "all_reduce" else RANKS))
+        if kind == "all_reduce":
+            calls.append(lambda x=x: dist.all_reduce(x))
+        else:  # every rank has a part for every other one
+            calls.append(lambda x=x: dist.all_to_all_single(torch.empty_like(x), x))
+    return lambda: [call() for call in calls] and None
+
+
 def work(calls: int) -> None:
     """One rank; rank 0 prints."""
     torch.manual_seed(0)
     text = torch.randint(0, 128, (4, 65))
     batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     model = Llama(LlamaConfig.tiny())
-    modules = {
-        "one device": model,
+    compiled = {
+        "two ranks": sharded(model, "tp", "", batch),
         "two ranks, every call checked": sharded(model, "tp", "inputs", batch),
-        "two ranks, after the first calls": sharded(model, "tp", "", batch),
         "two ranks, replicas checked too": sharded(model, "tp", "inputs,replicas", batch),
     }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in modules}
+    collectives = alone(executed(compiled["two ranks"], batch))
+    contestants: dict[str, Callable[[], object]] = {
+        "one device": lambda: model(batch[0], labels=batch[1]),
+        "the collectives alone": collectives,
+        "one device, then the collectives": lambda: (model(batch[0], labels=batch[1]), collectives()),
+        **{name: lambda m=module: m(batch[0], labels=batch[1]) for name, module in compiled.items()},
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     for turn in range(-WARM_UP, calls // TURN):
-        for name, module in modules.items():
+        for name, call in contestants.items():
             dist.barrier()
-            found = timed(lambda m=module: m(batch[0], labels=batch[1]), TURN)
+            found = timed(call, TURN)
             times[name] += found[1:] if turn >= 0 else []
     table = Table("ms per forward, in training", "median", "lower quartile", "processor")
     for name, found in times.items():
         wall = [w for w, _ in found]
         row = statistics.median(wall), statistics.quantiles(wall)[0], statistics.median(cpu for _, cpu in found)
         table.add_row(name, *(f"{t:.2f}" for t in row))
+    count = len(executed(compiled["two ranks"], batch))
     if dist.get_rank() == 0:
-        executed: list[object] = []
-        modules["two ranks, after the first calls"]._comm.log = executed
-        modules["two ranks, after the first calls"](batch[0], labels=batch[1])
-        Console(width=110).print(table, f"{len(executed)} collectives in a forward", sep="\n")
-    else:
-        modules["two ranks, after the first calls"](batch[0], labels=batch[1])
+        Console(width=110).print(table, f"{count} collectives in a forward", sep="\n")
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from autoshard import AutoshardError, Mesh, Shard
 from autoshard.compiler import Compiled, Wishes, build
-from autoshard.module.base import Settings
+from autoshard.module.compiling import Settings
 from autoshard.module.executable import Executable, load_source
 from autoshard.module.in_process import InProcessModule
 from autoshard.passes.capture.export import capture

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from state_harness import both, case, close, full, ids, pair, refused, same_gradients, same_state
+from state_harness import both, case, close, full, ids, pair, refused, same_gradients, same_state, steps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -212,6 +212,29 @@ def a_step_after_no_sync(mesh: autoshard.Mesh) -> None:
         full(module(ids(seed=1))[0]).backward()
     same_gradients(sharded, model)
     optimizer.step()
+
+
+@case
+def copied_inside_no_sync(mesh: autoshard.Mesh) -> None:
+    """A copy is outside, and sums what it was given as summands; the module goes on as it was."""
+    model, sharded = pair(real(mesh), Tied, ids(), hints=BATCH)
+    with sharded.no_sync():
+        for module in (model, sharded):
+            full(module(ids())[0]).backward()
+        others = copy.deepcopy(model), copy.deepcopy(sharded)
+        if is_distributed(sharded):
+            with refused("gradients are not summed over the ranks yet", RuntimeMismatchError):
+                torch.optim.SGD(others[1].parameters(), 0.1).step()
+        for module in others:
+            full(module(ids(seed=1))[0]).backward()
+        same_gradients(others[1], others[0])
+        steps(*others, ids(seed=2))
+        for module in (model, sharded):
+            full(module(ids(seed=3))[0]).backward()
+        if is_distributed(sharded):
+            with refused("gradients are not summed over the ranks yet", RuntimeMismatchError):
+                torch.optim.SGD(sharded.parameters(), 0.1).step()
+    same_gradients(sharded, model)
 
 
 # --- inputs in parts ---

@@ -63,6 +63,11 @@ def a_state_set_anew_in_the_forward(mesh: autoshard.Mesh) -> None:
     for seed in range(3):
         once(model, sharded, rows(seed=seed))
     close(sharded.state, model.state)
+    model.state = model.state.detach()  # torch copies no other
+    copies = copy.deepcopy(model), copy.deepcopy(sharded)
+    once(*copies, rows(seed=3))
+    once(model, sharded, rows(seed=4))
+    close(copies[1].state, copies[0].state)
 
 
 @case
@@ -162,5 +167,8 @@ def a_meta_model_with_computed_buffers(mesh: autoshard.Mesh) -> None:
         if kind is not Recomputes:
             with refused("buffers 'table' are computed where the model is made, and no checkpoint holds them"):
                 sharded(rows())
+            with refused("buffers 'table' are computed where the model is made"):
+                copy.deepcopy(sharded)(rows())
             sharded.table = model.table.clone()
+            once(model, copy.deepcopy(sharded), rows())
         once(model, sharded, rows())

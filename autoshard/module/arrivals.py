@@ -44,6 +44,19 @@ def stating(x: DTensor, mesh: DeviceMesh) -> torch.Tensor:
     return x if any(p.is_shard() for p in plain) else x.to_local(grad_placements=plain)
 
 
+def arrived(
+    leaves: Sequence[Any], layouts: Sequence[Layout | None], mesh: DeviceMesh, device: torch.device
+) -> list[Any]:
+    """The leaves of a call as programs know them. ``layouts``: of those that are local, by leaf; or nothing."""
+    found = list(leaves)
+    for i, x in enumerate(leaves):
+        if isinstance(x, DTensor):
+            found[i] = stating(x, mesh)
+        elif layouts and (layout := layouts[i]) is not None:
+            found[i] = from_part(x.to(device), mesh, layout)
+    return found
+
+
 def layout_of(x: Any, mesh: Mesh) -> Layout | None:
     """The layout that an input states; None: it is whole."""
     return Layout.from_torch(mesh, x.placements) if isinstance(x, DTensor) else None

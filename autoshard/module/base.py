@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,84 +12,42 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.compiler import Compiled, Wishes, compiled
-from autoshard.errors import CaptureError, PlanError, RuleError
-from autoshard.initialise.computed import recomputed
-from autoshard.initialise.deferred import materialise, recording_of
-from autoshard.layout import Layout
+from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
-from autoshard.module.entrance import beside, check_data
-from autoshard.module.executable import Executable, described, first_that_serves, load_source, signature_of
-from autoshard.module.inputs import Inputs, local_layouts
-from autoshard.module.original import Original, absent_buffers
-from autoshard.module.parts import Fixed
+from autoshard.module.compiling import Compiling, Settings
+from autoshard.module.entrance import check_data
+from autoshard.module.executable import Executable, first_that_serves
 from autoshard.module.saving import save
-from autoshard.module.state import State, check_call, requires_grad, state_of
-from autoshard.module.turns import Turns
-from autoshard.passes.capture.exported.lengths import Dynamic
-from autoshard.passes.capture.refusals.checks import check_example
-from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Collective
 from autoshard.runtime.autocast import without_autocast
 
-log = logging.getLogger("autoshard")
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked of :func:`autoshard.compile`."""
-
-    wishes: Wishes = field(default_factory=Wishes)
-    training: bool | None = None
-    gather_outputs: bool | None = None
-    dynamic: Dynamic = False
-    inputs: Inputs = "global"
-
-
-class ShardedModule(Fixed):
-    """A model compiled for a mesh; made by :func:`autoshard.compile`.
+class ShardedModule(Compiling):
+    """A model compiled for a mesh; made by :func:`autoshard.compile`. It is an instance of the model's class, too.
 
     Takes the model's own arguments (global tensors, the same on every rank) and returns its own output type.
     ``named_parameters()`` bear the original names. ``plan``, ``source`` and ``collectives`` say what was decided.
     """
 
-    mesh: Mesh
-    _settings: Settings
-    _of: Original
-    _title: str
-    _turns: Turns
-    _executables: dict[Any, Executable]
-    _latest: Executable | None
-    _parameter_layouts: dict[str, Layout] | None
-    _layout_of: dict[str, Layout]
-    """by each name of a parameter"""
+    _deferred: bool
+    """whether forward passes leave their gradients as summands: inside :meth:`no_sync`"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
-        super().__init__()
-        set_ = object.__setattr__
-        set_(self, "mesh", mesh)
-        set_(self, "_settings", settings)
-        set_(self, "_of", Original(model))
-        set_(self, "_title", type(model).__name__)
-        set_(self, "_turns", Turns())
-        set_(self, "_executables", {})
-        set_(self, "_latest", None)
-        set_(self, "_parameter_layouts", None)
-        self._show()
+        super().__init__(model, mesh, settings)
+        object.__setattr__(self, "_deferred", False)
 
-    def _show(self) -> None:
-        """Have the modules and tensors of the root part, and its mode."""
-        for name in (
-            "_parameters",
-            "_buffers",
-            "_modules",
-            "_non_persistent_buffers_set",
-            "_original",
-            "_known",
-            "training",
-        ):
-            self.__dict__[name] = self._of.root.__dict__[name]
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":  # a wrapper around ours, as accelerate makes it
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """See :meth:`Compiling.__deepcopy__`. It is not inside the ``no_sync`` that this module is in."""
+        made = super().__deepcopy__(memo)
+        object.__setattr__(made, "_deferred", False)
+        return made
 
     def train(self, mode: bool = True) -> Self:
         """As :meth:`torch.nn.Module.train`, or as the model's own class has it."""
@@ -135,214 +91,24 @@ class ShardedModule(Fixed):
 
     __repr__ = __str__
 
-    # --- compiling ---
-
-    def specialise(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
-    ) -> Executable:
-        """Compile for these arguments and the present :class:`State`, unless a program serves them.
-
-        ``number``: of the programs for these that were tried and are for other integers in tensors. ``recorded``:
-        whether gradients are recorded (default: as the ``training`` of :func:`autoshard.compile` says).
-        """
-        with self._turns:
-            check_example(self._of.model, (tuple(args), dict(kwargs)))
-            found = self._specialised(args, kwargs, number, recorded)
-            object.__setattr__(self, "_latest", found)
-            return found
-
-    def _recorded(self, leaves: Sequence[Any]) -> bool:
-        """Whether a call with these arguments records gradients; only then its program has a backward."""
-        wanted = torch.is_grad_enabled() and self._settings.training is not False
-        return wanted and requires_grad(leaves, self._of.held().values())
-
-    def _state(self, leaves: Sequence[Any], recorded: bool | None) -> State:
-        original = self._of
-        original.root.training = self.training
-        held = original.held()
-        if recorded is None:
-            wanted = self.training if self._settings.training is None else self._settings.training
-            recorded = wanted and requires_grad(leaves, held.values())
-        check_call([x for x in (*leaves, *held.values()) if isinstance(x, torch.Tensor)])
-        if not original.adopted:  # its weights may be elsewhere, or nowhere
-            return state_of(recorded, original.modes, (), ())
-        trained = tuple(held[name].requires_grad for name in original.parameters)
-        return state_of(recorded, original.modes, trained, tuple(self._form(t) for t in held.values()))
-
-    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """What programs depend on of a parameter or buffer."""
-        return tuple(tensor.shape), tensor.dtype, tensor.device.type
-
-    def _specialised(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int, recorded: bool | None
-    ) -> Executable:
-        if self._of.renewed():
-            self._show()
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        state = self._state(leaves, recorded)
-        key = self._key(leaves, spec, state, number)
-        if key not in self._executables:
-            structure = self._key(leaves, spec, state, exactly=False)
-            found = self._serving(structure, leaves)
-            if found is None:
-                try:
-                    with torch.inference_mode(False):  # what is made here outlives the call
-                        found = self._build(args, kwargs, state.recorded, structure)
-                except CaptureError as error:
-                    raise beside(error, self.programs, leaves) from error
-                adopted = self._state(leaves, state.recorded)
-                key = self._key(leaves, spec, adopted, number)
-                if found.structure is not None:
-                    found.structure = self._key(leaves, spec, adopted, exactly=False)
-            self._executables[key] = found
-        return self._executables[key]
-
-    def _key(self, leaves: Sequence[Any], spec: Any, state: State, number: int = 0, exactly: bool = True) -> Any:
-        """What a program is compiled for; the ranks compare it in every call."""
-        return (*(signature_of(leaf, state.recorded, exactly) for leaf in leaves), spec, state, number)
-
-    @property
-    def programs(self) -> list[Executable]:
-        """Every program compiled so far, in order."""
-        return list({id(x): x for x in self._executables.values()}.values())
-
-    def _serving(self, structure: Any, leaves: Sequence[Any]) -> Executable | None:
-        """A program with symbolic lengths that holds for these leaves."""
-        for found in self.programs:
-            why = found.refuses(structure, leaves)
-            if not why:
-                return found
-            logging.getLogger("autoshard.programs").info("a program does not serve this call: %s", why)
-        return None
-
-    def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool, structure: Any) -> Executable:
-        """Compile with symbolic lengths where asked to; if that is refused, for the shapes of these arguments."""
-        if self._settings.dynamic:
-            try:
-                return self._built(args, kwargs, recorded, structure)
-            except (CaptureError, PlanError, RuleError) as error:
-                log.warning("no program with symbolic lengths, compiling for these shapes alone: %s", error)
-        return self._built(args, kwargs, recorded, None)
-
-    def _built(self, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool, structure: Any) -> Executable:
-        settings = self._settings
-        dynamic = settings.dynamic if structure is not None else False
-        first = self._parameter_layouts is None
-        inputs = (
-            self._input_layouts(args, kwargs) if structure is None else ()
-        )  # open lengths are read off whole inputs
-        wishes = replace(settings.wishes, inputs=inputs)
-        wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts)
-        args, kwargs = self._whole(args, kwargs)
-        with self._of.as_it_is(self._check) as model:
-            found = self._compiled(model, args, kwargs, wishes, training=recorded, dynamic=dynamic)
-        if first:
-            parameters = {i.fqn: found.plan.layouts[i.fqn] for i in found.graph.inputs if i.kind == "parameter"}
-            with without_autocast():
-                self._adopt(self._of.model, found.graph, parameters)
-            object.__setattr__(self, "_parameter_layouts", parameters)
-        self._adopt_attributes(found.graph)
-        rank_module = load_source(found.source.text, found.source.modules)
-        return Executable(found, rank_module, described(found.graph, args, kwargs), structure)
-
-    def _compiled(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
-    ) -> Compiled:
-        """All stages for these arguments. ``options``: see :func:`capture`."""
-        return compiled(model, self.mesh, args, kwargs, wishes, title=self._title, **options)
-
-    # --- inputs ---
-
-    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as programs know them: tensors of global shape, those that came in parts as DTensors."""
-        return tuple(args), dict(kwargs)
-
-    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
-        """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""
-        s = self._settings
-        return local_layouts(self._of.model, self.mesh, args, kwargs, s.inputs, s.wishes.hints)
-
-    def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as plain tensors, for captures."""
-        return tuple(args), dict(kwargs)
-
-    def _check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
-
-    def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
-        """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
-        taken: dict[int, torch.Tensor] = {}
-        layouts = dict(layouts)
-        names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
-        layouts |= {alias: layouts[name] for alias, name in names.items() if name in layouts}
-        object.__setattr__(self, "_layout_of", layouts)
-        initial = self._initial(model, layouts)
-        for name, p in model.named_parameters(remove_duplicate=False):
-            if id(p) not in taken:
-                taken[id(p)] = self._parameter(p, layouts[name], initial.get(name))
-            self._of.put(name, taken[id(p)], parameter=True)
-        transient = {
-            f"{prefix}.{n}" if prefix else n
-            for prefix, module in model.named_modules()
-            for n in module._non_persistent_buffers_set
-        }
-        initial |= recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
-        for name, b in model.named_buffers(remove_duplicate=False):
-            if id(b) not in taken:
-                taken[id(b)] = self._buffer(b, initial.get(name))
-            self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
-        self._of.adopt([name for name in absent if name not in initial])
-
-    def _adopt_attributes(self, graph: Graph) -> None:
-        """Take over what the forward writes of plain attributes; programs that knew them as constants serve no call more."""
-        buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
-        found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots)
-        for name, tensor in self._agreed(found).items():
-            self._of.put(name, self._buffer(tensor, None), parameter=False, persistent=False)
-
-    def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same on every rank."""
-        return tensors
-
-    def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
-        """Initial values (this rank's shards of parameters) of a model from ``deferred_init``; else nothing."""
-        if recording_of(model) is None:
-            if any(p.is_meta for p in model.parameters()):
-                log.warning("%s is on the meta device: its weights are zeros until they are loaded", self._title)
-            return {}
-        return materialise(model, self._seed(), lambda name, full: self._kept(full, layouts.get(name)))
-
-    def _seed(self) -> int:
-        """The seed of the default generator, the same on every rank."""
-        return torch.initial_seed()
-
-    def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-        """What this process keeps of a full initial value; ``layout`` is None for buffers."""
-        return full
-
-    def tensor(self, fqn: str) -> Any:
-        """The parameter or buffer of this original name, also where an attribute of this class has that name."""
-        return self._of.tensor(fqn)
-
     # --- running ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on the mesh."""
-
         with self._turns:
             return self._called(args, kwargs)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_data(self._of.model, args, kwargs, self._device_type())
-        args, kwargs = self._arrived(args, kwargs)
-        recorded = self._recorded(pytree.tree_leaves((args, kwargs)))
+        call = self._call(args, kwargs, self._recorded(pytree.tree_leaves((args, kwargs))))
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
-            executable = self.specialise(args, kwargs, number, recorded)
-            own, named, written = executable.apart(args, kwargs)
-            self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
-            with without_autocast(), contextlib.nullcontext() if recorded else torch.no_grad():
-                leaves, mutated = self._run(executable, executable.flat_inputs(own, named))
+            executable = self._serving(call, number)
+            own, written = executable.apart(call.leaves)
+            if self._of.absent:
+                self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
+            with without_autocast(), contextlib.nullcontext() if call.state.recorded else torch.no_grad():
+                leaves, mutated = self._run(executable, executable.flat_inputs(own))
             return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
 
         leaves, mutated, written, out_spec = first_that_serves(serve)
@@ -357,7 +123,7 @@ class ShardedModule(Fixed):
 
     def _device_type(self) -> str | None:
         """Where inputs have to come; None where they are moved."""
-        return next((t.device.type for t in self._of.held().values()), None) if self._of.adopted else None
+        return next((t.device.type for t in self._of.tensors()), None) if self._of.adopted else None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -376,15 +142,11 @@ class ShardedModule(Fixed):
 
     def _defer(self, deferred: bool) -> bool:
         """Whether forward passes leave their gradients as summands; returns whether they did."""
-        raise NotImplementedError
+        before = self._deferred
+        object.__setattr__(self, "_deferred", deferred)
+        return before
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        raise NotImplementedError
-
-    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
-        raise NotImplementedError
-
-    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
         raise NotImplementedError
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -393,7 +155,7 @@ class ShardedModule(Fixed):
         ``torchrun --nproc-per-node N directory/rank_module.py`` runs it without the original model's code.
         Under torch.distributed every rank calls it and writes its own shard.
         """
-        save(self._decided(), self.local_tensors, Path(directory), alone=not hasattr(self, "device_mesh"))
+        save(self._decided(), self.local_tensors, Path(directory), alone="device_mesh" not in self.__dict__)
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
         """Every tensor that the rank module of ``rank`` reads, by original name, detached."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,37 +20,28 @@ from autoshard.compiler import Compiled, Wishes, build, captured
 from autoshard.errors import CaptureError, CommunicationError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
+from autoshard.module import claims
 from autoshard.module.agreement import AFTERWARDS, Agreement, asked_checks
-from autoshard.module.arrivals import checksums, dtensor, from_part, layout_of, part_for, peers, stating
-from autoshard.module.base import Settings, ShardedModule
+from autoshard.module.arrivals import arrived, dtensor, layout_of, part_for
+from autoshard.module.base import ShardedModule
+from autoshard.module.compiling import Settings
 from autoshard.module.dtensor_ops import mend
-from autoshard.module.executable import Executable, signature_of
+from autoshard.module.executable import Call, Executable
 from autoshard.module.gradients import one_verdict
 from autoshard.module.inputs import without_data
-from autoshard.module.leaves import locals_of
+from autoshard.module.leaves import copied
+from autoshard.module.loaded import Loaded
 from autoshard.module.outputs import Output
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
-from autoshard.module.state import State, digest
 from autoshard.module.turns import Turns
-from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
 from autoshard.plans.plan import Plan
 
 FIRST_CALLS = 8
-"""how many calls are checked for equal inputs; AUTOSHARD_CHECK=inputs checks all"""
-
-_SHAPES = "the shapes and dtypes of the inputs"
-_STATE = (
-    "the state of the call: whether gradients are recorded, modules in train or eval mode, requires_grad and dtypes of "
-    "parameters, autocast, or torch's defaults; or no_sync()"
-)
-_PARTS = f"{_SHAPES} (local inputs have one size on all ranks: pad them, or give the loader drop_last=True)"
-_SAME_PARTS = "the parts of the inputs (ranks along a mesh axis that does not cut them bring the same)"
-_VALUES = "the values of the inputs (every rank takes the same global batch)"
-_FAILED = "whether an earlier call failed (their collectives are out of step: start all processes again)"
+"""how many calls are compared with their inputs, even if they repeat the one before; AUTOSHARD_CHECK=inputs: all"""
 
 
 class DistributedModule(ShardedModule):
@@ -60,10 +51,12 @@ class DistributedModule(ShardedModule):
     _comm: runtime.TorchCommunicator
     _device: torch.device
     _home: torch.device
-    _loaded: dict[int, Any]
+    _loaded: dict[int, Loaded]
     _agreement: Agreement
     _checks: dict[str, int]
-    _numbers: dict[Any, int]
+    _compared: Any
+    """the last call that was compared: its repetitions are not"""
+    _on_gloo: bool
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
         super().__init__(model, mesh, settings)
@@ -81,8 +74,21 @@ class DistributedModule(ShardedModule):
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())
-        set_(self, "_numbers", {})
+        set_(self, "_compared", None)
+        set_(self, "_on_gloo", all(dist.get_backend(device_mesh.get_group(i)) == "gloo" for i in range(mesh.ndim)))
         self._comm.device = self._device
+
+    def _shared(self) -> list[Any]:
+        """See :meth:`Compiling._shared`."""
+        return [*super()._shared(), self.device_mesh, self._comm, self._agreement, self._compared]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """See :meth:`ShardedModule.__deepcopy__`. The rank modules that tensors are bound to are its own."""
+        memo[id(self._loaded)] = {}
+        for p in self._of.tensors():
+            if isinstance(p, DTensor) and id(p) not in memo:
+                memo[id(p)] = copied(p)
+        return super().__deepcopy__(memo)
 
     # --- tensors ---
 
@@ -93,7 +99,7 @@ class DistributedModule(ShardedModule):
         return int(self._agreement.tensor_of_first(torch.tensor(torch.initial_seed(), device="cpu")))
 
     def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
-        """See :meth:`ShardedModule._initial`. Where ranks come with other values, rank 0's are taken."""
+        """See :meth:`Compiling._initial`. Where ranks come with other values, rank 0's are taken."""
         tensors = dict(named_tensors(model))
         first = of_first(self._agreement, tensors, self._title)
         found = {n: self._kept(full, layouts.get(n)).clone() for n, full in first}
@@ -167,19 +173,16 @@ class DistributedModule(ShardedModule):
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         if not layouts and not any(isinstance(x, DTensor) for x in leaves):
             return tuple(args), dict(kwargs)
-        for i, x in enumerate(leaves):
-            if isinstance(x, DTensor):
-                leaves[i] = stating(x, self.device_mesh)
-            elif layouts and (layout := layouts[i]) is not None:
-                leaves[i] = from_part(x.to(self._device), self.device_mesh, layout)
-        arrived: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
-        return arrived
+        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
+            arrived(leaves, layouts, self.device_mesh, self._device), spec
+        )
+        return found
 
     def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
         return tuple(layout_of(x, self.mesh) for x in pytree.tree_leaves((tuple(args), dict(kwargs))))
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See :meth:`ShardedModule._whole`: on the device that the model came on, where captures run.
+        """See :meth:`Compiling._whole`: on the device that the model came on, where captures run.
 
         Collective where an input came in parts; large ones are without data.
         """
@@ -198,10 +201,6 @@ class DistributedModule(ShardedModule):
 
     # --- running ---
 
-    def _defer(self, deferred: bool) -> bool:
-        before, self._comm.deferred = self._comm.deferred, deferred
-        return before
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`ShardedModule.forward`. Where it fails on this rank alone, the others are told."""
         with self._comm.notes.told(), self._turns:
@@ -211,37 +210,39 @@ class DistributedModule(ShardedModule):
     def specialise(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
     ) -> Executable:
-        """See :meth:`ShardedModule.specialise`; every rank must come with the same inputs, in the same state.
-
-        What the program is compiled for is compared in every call, while it runs; the values in the first calls.
-        """
+        """See :meth:`Compiling.specialise`; every rank must come with the same inputs, in the same state."""
         with self._comm.notes.told(), self._turns:
-            args, kwargs = self._arrived(args, kwargs)
-            check_example(self._of.model, (args, kwargs))
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            state = self._state(leaves, recorded)
-            self._compare(leaves, spec, state, number)
             return super().specialise(args, kwargs, number, recorded)
 
-    def _compare(self, leaves: Sequence[Any], spec: Any, state: State, number: int) -> None:
-        agreement, notes = self._agreement, self._comm.notes
-        key = self._key(leaves, spec, state, number)
-        if key not in self._numbers:
-            shapes = repr((*(signature_of(leaf, state.recorded) for leaf in leaves), spec, number))
-            self._numbers[key] = zlib.crc32(_ADDRESS.sub("", shapes).encode())
+    def _serving(self, call: Call, number: int) -> Executable:
+        """See :meth:`Compiling._serving`.
+
+        What the program is compiled for is compared while it runs, the values of the inputs before: in the first calls,
+        and where this rank does not repeat its last call. A rank that waits for others compares again, see :class:`Notes`.
+        """
+        notes, agreement = self._comm.notes, self._agreement
+        key = call.key(number)
+        executable = self._executables.get(key)
+        present = key, self._deferred, notes.failed, notes.broken
         checked = notes.call <= FIRST_CALLS or "inputs" in self._checks
-        whole, parts = checksums(leaves) if checked else (0, 0)
-        claims = [
-            (_SHAPES if self._settings.inputs == "global" else _PARTS, self._numbers[key]),
-            (_STATE, 2 * digest(state) + self._comm.deferred),
-            (_VALUES, whole),
-            (_FAILED, 2 * notes.failed + notes.broken),
-        ]
-        agreement.begin(*claims, (_SAME_PARTS, parts, peers(leaves, self.mesh) if parts else range(self.mesh.size)))
-        if checked or key not in self._executables or notes.broken:
-            agreement.finish()
+        notes.claims = functools.partial(claims.of_call, notes, key, self._settings.inputs, self._deferred)
+        if checked or executable is None or present != self._compared or not self._repeats(executable):
+            object.__setattr__(self, "_compared", present)
+            agreement.begin(*notes.claims(), *claims.of_values(call.leaves, self.mesh, checked))
+            if checked or executable is None or notes.broken:
+                agreement.finish()
         if notes.broken:
             raise CommunicationError(AFTERWARDS)
+        return super()._serving(call, number)
+
+    def _repeats(self, executable: Executable) -> bool:
+        """Whether ranks need not compare calls that repeat the one before: they notice others in a collective.
+
+        Inside no_sync() the backward may have none. Other backends than gloo may hang or abort the process where ranks
+        begin different ones.
+        """
+        collectives = executable.compiled.plan.collectives
+        return self._on_gloo and any(c.phase == "forward" or not self._deferred for c in collectives)
 
     def _compiled(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
@@ -268,14 +269,15 @@ class DistributedModule(ShardedModule):
         return found
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        program = executable.compiled.program
-        module = self._rank_module(executable)
+        program, loaded = executable.compiled.program, self._load_program(executable)
+        module = loaded.module
         if every := self._checks.get("replicas"):
             self._agreement.finish()
             if self._comm.notes.call % every == 0:
                 check_replicas(self._agreement, self.mesh, dict(self.named_parameters()), dict(self.named_buffers()))
+        self._comm.deferred = self._deferred
         with runtime.bind(self._comm), runtime.synchronised_rng(self._comm):
-            module.bind_tensors(self._tensors(executable))
+            module.bind_tensors(loaded.tensors(self.tensor))
             try:
                 names = executable.compiled.source.inputs
                 results = module(
@@ -302,34 +304,16 @@ class DistributedModule(ShardedModule):
         first = len(program.outputs)
         return leaves, {fqn: results[first + i].detach() for i, fqn in enumerate(program.mutations)}
 
-    def _rank_module(self, executable: Executable) -> Any:
+    def _load_program(self, executable: Executable) -> Loaded:
+        """The program on this rank, made once."""
         if id(executable) not in self._loaded:
-            self._loaded[id(executable)] = executable.rank_module()
+            self._loaded[id(executable)] = Loaded.of(executable, self._comm, self._device)
         return self._loaded[id(executable)]
-
-    def _tensors(self, executable: Executable) -> dict[str, torch.Tensor]:
-        parameters = {i.fqn: self.tensor(i.fqn) for i in executable.graph.inputs if i.kind == "parameter"}
-        trained = {n: p for n, p in parameters.items() if p.requires_grad}
-        found = {n: p.to_local() for n, p in parameters.items() if n not in trained}
-        if trained:
-            found.update(zip(trained, locals_of(self._comm, list(trained.values())), strict=True))
-        for value in executable.graph.inputs:
-            if value.kind == "buffer":
-                buffer = self.tensor(value.fqn)  # of one that is written after the forward, the backward has a copy
-                written = executable.graph.training and value.fqn in executable.graph.mutations
-                found[value.fqn] = buffer.clone() if written else buffer
-            elif value.kind == "constant":
-                found[value.fqn] = executable.graph.constants[value.name].to(self._device)
-        for value in executable.graph.inputs:
-            layout = executable.compiled.plan.layouts[value.fqn]
-            if value.kind in ("buffer", "constant") and layout.axes_with(Shard):
-                found[value.fqn] = shard_of(found[value.fqn], layout, self._comm.rank)
-        return found
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
         """See :meth:`ShardedModule.local_tensors`; only of this process's own rank."""
         with torch.no_grad(), runtime.bind(self._comm):
-            return {name: t.detach() for name, t in self._tensors(executable).items()}
+            return {name: t.detach() for name, t in self._load_program(executable).tensors(self.tensor).items()}
 
     def _output(self, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], recorded: bool) -> torch.Tensor:
         """Scalars are plain; others an :class:`Output` in their layout, or the full tensor.
@@ -364,7 +348,3 @@ def execute(plan: Any, local: torch.Tensor) -> torch.Tensor:
 
 def _device_type() -> str:
     return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
-
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""in the ``repr`` of an argument without one of its own: other on every rank"""

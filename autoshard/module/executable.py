@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.compiler import Compiled
 from autoshard.errors import CaptureError, RuntimeMismatchError
+from autoshard.module.state import State
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.symbols import bind, evaluate, mismatch
 from autoshard.runtime import generators
@@ -21,6 +25,22 @@ from autoshard.runtime.exactly import is_of_other_values
 from autoshard.runtime.profiling import name_lines
 
 log = logging.getLogger("autoshard")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call, the tensors and constants in them, and the state in which it is made."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    leaves: Sequence[Any]
+    spec: Any
+    state: State
+
+    def key(self, number: int = 0, exactly: bool = True) -> Any:
+        """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`."""
+        recorded = self.state.recorded
+        return (*(signature_of(leaf, recorded, exactly) for leaf in self.leaves), self.spec, self.state, number)
 
 
 @dataclass
@@ -47,17 +67,14 @@ class Executable:
         shapes = {name: leaf.shape for name, leaf in named if name is not None}
         return mismatch(self.graph.types, self.compiled.symbols, shapes)
 
-    def apart(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
+    def apart(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, torch.Tensor]]:
         """The arguments with copies of the tensors that the forward writes to, and these tensors by their fqn.
 
         The program's values must not see what is written back.
         """
         written = {i.name: i.fqn for i in self.graph.inputs if i.kind == "input" and i.fqn in self.graph.mutations}
         if not written:
-            return args, kwargs, {}
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+            return leaves, {}
         named = dict(zip(self.graph.flat_inputs, leaves, strict=True))
         for name, fqn in written.items():
             for other, tensor in named.items():
@@ -67,11 +84,10 @@ class Executable:
                         "the program would not see the write there. Pass a clone of one of them."
                     )
         copies = [x.clone() if n in written else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
-        return *pytree.tree_unflatten(copies, spec), {fqn: named[name] for name, fqn in written.items()}
+        return copies, {fqn: named[name] for name, fqn in written.items()}
 
-    def flat_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Tensors in the order the rank module takes them."""
-        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    def flat_inputs(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors among the arguments in the order the rank module takes them."""
         by_name = dict(zip(self.graph.flat_inputs, leaves, strict=True))
         return [by_name[name] for name in self.compiled.source.inputs]
 
@@ -102,11 +118,19 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(touched.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 
 
+_loaded = itertools.count()
+
+
 def load_source(text: str, modules: Mapping[int, str] | None = None) -> type[Any]:
-    """The ``RankModule`` class of generated source. ``modules``: of its lines, see :class:`Source`."""
-    module = types.ModuleType("autoshard_rank_module")
+    """The ``RankModule`` class of generated source. ``modules``: of its lines, see :class:`Source`.
+
+    Its module can be imported as long as the class lives: torch.compile looks there for the names that a forward reads.
+    """
+    module = types.ModuleType(f"autoshard_rank_module_{next(_loaded)}")
     exec(compile(text, "<autoshard rank_module.py>", "exec"), module.__dict__)
     name_lines(module.RankModule, modules or {})
+    sys.modules[module.__name__] = module
+    weakref.finalize(module.RankModule, sys.modules.pop, module.__name__, None)
     return module.RankModule  # type: ignore[no-any-return]
 
 

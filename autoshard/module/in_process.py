@@ -9,7 +9,8 @@ from torch import nn
 
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
-from autoshard.module.base import Settings, ShardedModule
+from autoshard.module.base import ShardedModule
+from autoshard.module.compiling import Settings
 from autoshard.module.executable import Executable
 from autoshard.module.simulate import cut, join, joined
 from autoshard.passes.ir.graph import Ref
@@ -28,15 +29,14 @@ class InProcessModule(ShardedModule):
         object.__setattr__(self, "_world", World(dict(zip(mesh.axes, mesh.shape, strict=True))))
         object.__setattr__(self, "_rank_modules", {})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """See :meth:`ShardedModule.__deepcopy__`. The rank modules that tensors are bound to are its own."""
+        memo[id(self._rank_modules)] = {}
+        return super().__deepcopy__(memo)
+
     def record(self, log: list[Executed] | None) -> None:
         """Append every collective that is really executed to ``log`` (None: stop)."""
         self._world.log = log
-
-    def _defer(self, deferred: bool) -> bool:
-        before = self._world.ranks[0].deferred
-        for comm in self._world.ranks:
-            comm.deferred = deferred
-        return before
 
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         return nn.Parameter(_real(p, initial), requires_grad=p.requires_grad)
@@ -44,9 +44,12 @@ class InProcessModule(ShardedModule):
     def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
         return _real(b, initial)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would see the ranks of one thread only
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         program = executable.compiled.program
         world = self._world
+        for comm in world.ranks:
+            comm.deferred = self._deferred
         key = id(executable)
         if key not in self._rank_modules:
             self._rank_modules[key] = [executable.rank_module() for _ in range(world.size)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator
+import operator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from torch import nn
 from autoshard.errors import CaptureError
 from autoshard.initialise.deferred import recording_of
 from autoshard.module.parts import Part, parts_of
+from autoshard.module.state import State, defaults
 from autoshard.passes.capture.exported.attributes import as_buffers, attribute
+from autoshard.runtime.autocast import autocast_state
 
 
 class Original:
@@ -34,6 +38,9 @@ class Original:
         """buffers without values, that no checkpoint will bring: name → what is held for it, and its version"""
         self.ties: dict[str, str] = {}
         """further names of a tensor → its first"""
+        self._seen: tuple[list[torch.Tensor], list[Any], tuple[tuple[bool, ...], tuple[Any, ...]]] | None = None
+        """the tensors of the last call, how they looked, and what that makes of :class:`State`"""
+        self._states: deque[State] = deque(maxlen=4)
 
     def renewed(self) -> bool:
         """Take in modules that the user gave his model before it was adopted; whether there are any."""
@@ -97,15 +104,53 @@ class Original:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Every parameter and buffer, without a look at what they were when the module was compiled."""
+        if self.adopted:
+            return [t for holder, leaf in self.slots.values() if (t := holder.get(leaf)) is not None]
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def state(self, recorded: bool, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> State:
+        """The state of a call. ``form``: what programs depend on of a tensor.
+
+        Most calls find the tensors as the one before did; then theirs are not asked for anew. Raises
+        :class:`CaptureError` where tensors were taken away or untied.
+        """
+        if not self.adopted:  # its weights may be elsewhere, or nowhere
+            return State(recorded, self.modes, (), (), autocast_state(), defaults())
+        tensors = self.tensors()
+        looks = [(t.requires_grad, t.dtype, t.shape, t.device, getattr(t, "_spec", None)) for t in tensors]
+        if self._seen is None or looks != self._seen[1] or not _are(tensors, self._seen[0]):
+            held = self.held()
+            trained = tuple(held[name].requires_grad for name in self.parameters)
+            self._seen = tensors, looks, (trained, tuple(map(form, held.values())))
+        trained, forms = self._seen[2]
+        found = State(recorded, self.modes, trained if recorded else (), forms, autocast_state(), defaults())
+        known = next((state for state in self._states if state == found), None)
+        if known is None:
+            self._states.appendleft(found)
+        return known or found  # the same object as before: its number is known
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Original:
+        self.check_present(())
+        self._seen = None
+        made = memo[id(self)] = object.__new__(Original)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made._without_values(self.absent)  # versions count from another number
+        return made
+
     def adopt(self, absent: Iterable[str] = ()) -> None:
         """Keep only a skeleton of the model for later captures; the parts hold its tensors, ``absent`` without values."""
-        self.absent = {name: (self.tensor(name), self.tensor(name)._version) for name in absent}
+        self._without_values(absent)
         first: dict[int, str] = {}
         for name in self.slots:
             tied = first.setdefault(id(self.tensor(name)), name)
             if tied != name:
                 self.ties[name] = tied
         self.model, self.adopted = skeleton(self.model), True
+
+    def _without_values(self, absent: Iterable[str]) -> None:
+        self.absent = {name: (tensor := self.tensor(name), tensor._version) for name in absent}
 
     def check_present(self, names: Iterable[str]) -> None:
         """Raise :class:`CaptureError` for buffers among ``names`` that came without values and were given none since."""
@@ -178,6 +223,11 @@ def absent_buffers(model: nn.Module, names: Collection[str]) -> list[str]:
     """Those among ``names`` of buffers that are on the meta device."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return [name for name in buffers if name in names and buffers[name].is_meta]
+
+
+def _are(found: Sequence[object], known: Sequence[object]) -> bool:
+    """Whether they are the same objects."""
+    return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
 def skeleton(model: nn.Module) -> nn.Module:

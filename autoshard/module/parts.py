@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import new_class
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from autoshard.errors import CaptureError
+from autoshard.errors import AutoshardError, CaptureError
 
-_INTERNAL = frozenset(vars(nn.Module()))
+Made = TypeVar("Made")
+_INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_HOLDERS = (torch.Tensor, nn.Module, tuple, list, dict, set)
 
 
 class Children(dict[str, "nn.Module | None"]):
@@ -69,6 +72,23 @@ class Fixed(nn.Module):
         parts = {n: part_of(state_dict[n], p) for n, p in own.items() if isinstance(p, DTensor) and n in state_dict}
         nn.Module._load_from_state_dict(self, {**state_dict, **parts}, prefix, *args)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise AutoshardError(
+            "a sharded module cannot be pickled: its programs belong to the mesh of this process. Save its weights "
+            "(full_state_dict(), or state_dict() with torch.distributed.checkpoint), or its program: save(directory)."
+        )
+
+    # What classes of their own do about tensors is for modules that run.
+    _apply = nn.Module._apply
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
     def __delattr__(self, name: str) -> None:
         if name in self._known or name in self._parameters or name in self._buffers or hasattr(self._original, name):
             _refuse(f"{name!r} of a {self._original.__name__} is deleted")
@@ -106,12 +126,6 @@ class Part(Fixed):
     register_full_backward_pre_hook = _uncalled(nn.Module.register_full_backward_pre_hook)
     register_full_backward_hook = _uncalled(nn.Module.register_full_backward_hook)
 
-    # What classes of their own do about tensors is for modules that run.
-    _apply = nn.Module._apply
-    _save_to_state_dict = nn.Module._save_to_state_dict
-    get_extra_state = nn.Module.get_extra_state
-    set_extra_state = nn.Module.set_extra_state
-
 
 def part_of(full: Any, like: DTensor) -> Any:
     """A full tensor in the layout of ``like``; anything else, or of another shape, as it is."""
@@ -137,7 +151,7 @@ def _refuse(what: str) -> NoReturn:
 def parts_of(model: nn.Module) -> dict[str, Part]:
     """Module path → a part for every module of ``model``, put together as they are; a module of two paths is one part.
 
-    Parts have the modes and plain attributes (numbers, strings) of the originals, and no tensors yet.
+    Parts have the modes and attributes of the originals, and no tensors yet.
     """
     classes: dict[type, type[Part]] = {}
     made: dict[int, Part] = {}
@@ -155,20 +169,34 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 def _part(module: nn.Module, classes: dict[type, type[Part]]) -> Part:
     kind = type(module)
     if kind not in classes:
-        try:
-            classes[kind] = new_class(
-                kind.__name__, (Part, kind), {}, lambda names: names.update(__module__=kind.__module__)
-            )
-        except Exception:  # a class that is not to be derived from
-            classes[kind] = Part
+        classes[kind] = derived(Part, kind)
     part = object.__new__(classes[kind])
     empty = nn.Module()
     empty.training = module.training
-    plain = {name: value for name, value in vars(module).items() if name not in _INTERNAL and _is_plain(value)}
-    part.__dict__.update({**plain, **vars(empty), "_original": kind, "_known": frozenset(vars(module)) - _INTERNAL})
+    part.__dict__.update(
+        {**attributes(module), **vars(empty), "_original": kind, "_known": frozenset(vars(module)) - _INTERNAL}
+    )
     part.__dict__["_parameters"].update({n: None for n, p in module._parameters.items() if p is None})
     part.__dict__["_buffers"].update({n: None for n, b in module._buffers.items() if b is None})
     return part
+
+
+def derived(base: type[Made], kind: type[nn.Module], names: Mapping[str, Any] | None = None) -> type[Made]:
+    """A class that is a ``base`` and a ``kind``, with the name of the latter; ``base`` where ``kind`` does not allow it."""
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **(names or {})}
+    try:
+        return new_class(kind.__name__, (base, kind), {}, lambda space: space.update(own))
+    except Exception:  # a class that is not to be derived from
+        return base
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module's own methods find on it beside modules and tensors: plain attributes, configurations.
+
+    Nothing that may hold the model's weights: they would stay where they were.
+    """
+    own = ((n, x) for n, x in vars(module).items() if n not in _INTERNAL)
+    return {n: x for n, x in own if _is_plain(x) or not (isinstance(x, _HOLDERS) or callable(x))}
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 from zlib import crc32
 
@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from autoshard.errors import CaptureError
-from autoshard.runtime.autocast import autocast_state
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,14 @@ class State:
     defaults: tuple[torch.dtype, str, bool]
     """the default dtype, the default device, and whether algorithms have to be deterministic"""
 
+    def __hash__(self) -> int:
+        return self.number
+
+    @cached_property
+    def number(self) -> int:
+        """32 bits, the same in every process."""
+        return crc32(repr(self).encode())
+
 
 def defaults() -> tuple[torch.dtype, str, bool]:
     """``State.defaults`` of this moment."""
@@ -40,30 +47,23 @@ def defaults() -> tuple[torch.dtype, str, bool]:
     return torch.get_default_dtype(), str(torch.get_default_device()), deterministic
 
 
-@lru_cache(maxsize=64)
-def digest(state: State) -> int:
-    """A number of 32 bits, the same in every process."""
-    return crc32(repr(state).encode())
-
-
-def state_of(recorded: bool, modes: tuple[bool, ...], trained: tuple[bool, ...], tensors: tuple[Any, ...]) -> State:
-    """The state of this moment, with torch's own."""
-    return State(recorded, modes, trained if recorded else (), tensors, autocast_state(), defaults())
-
-
 def requires_grad(*tensors: Iterable[Any]) -> bool:
     """Whether any of them is a tensor that requires a gradient."""
     return any(isinstance(x, torch.Tensor) and x.requires_grad for group in tensors for x in group)
 
 
-def check_call(tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse a call inside what a compiled program cannot follow. ``tensors``: arguments, parameters and buffers."""
+def _is_dual(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
+def check_call(leaves: Sequence[Any], held: Callable[[], Sequence[torch.Tensor]]) -> None:
+    """Refuse a call inside what a compiled program cannot follow. ``held``: gives parameters and buffers."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise CaptureError(
             "a sharded module is called inside a torch.func transform (vmap, grad, jvp, functionalize), which its programs "
             "cannot follow. Use torch.autograd outside of it, or transform the model before autoshard.compile."
         )
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if forward_ad._current_level >= 0 and any(map(_is_dual, (*leaves, *held()))):
         raise CaptureError(
             "a sharded module is called with dual tensors: its programs have no forward-mode derivative. "
             "Use backward(), or torch.autograd.grad."

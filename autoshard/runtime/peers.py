@@ -1,7 +1,8 @@
 """What a rank learns of the others while it waits for them: that one failed and why, or that one is gone.
 
 A rank that fails alone leaves a note in the store of torch.distributed. A rank that waits for a collective looks there
-once a second, so that it raises soon and says why instead of waiting for the timeout of its process group.
+once a second, so that it raises soon and says why instead of waiting for the timeout of its process group. There it also
+finds out that it waits in another call than the others.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +29,9 @@ LONG = 30
 
 _numbers = itertools.count()
 
+Claim = tuple[str, int] | tuple[str, int, Sequence[int]]
+"""what must be the same on every rank, and a number for it; the rank with which each agrees, where not with rank 0"""
+
 
 class Notes:
     """The failures of one module's calls, by call. Every rank makes as many of these, in the same order."""
@@ -40,6 +45,8 @@ class Notes:
         self.broken = False
         """whether a collective was given up: those that follow would meet the wrong ones of other ranks"""
         self._failed_in: set[int] = set()
+        self.claims: Callable[[], tuple[Claim, ...]] = tuple
+        """what this rank's present call is, for the others to compare with theirs"""
         self.settle: Callable[[], None] = lambda: None
         """called before every collective: what the ranks must agree on before they begin one"""
 
@@ -63,12 +70,24 @@ class Notes:
             raise
 
     def look(self) -> str:
-        """What another rank that failed in this call, or alone in the one before, left; "" where none did."""
+        """What another rank that failed in this call, or alone in the one before, left, or in what its call is another.
+
+        "" where there is nothing to tell: the others are late.
+        """
         with contextlib.suppress(Exception):
             for call in {self.call, self.call - 1} - self._failed_in:
                 if _store().check([self._key(call)]):
                     return str(_store().get(self._key(call)).decode())
+            return self._other_call()
         return ""
+
+    def _other_call(self) -> str:
+        """In what this rank's call differs from that of the rank which waited in it first."""
+        mine = {what: number for what, number, *peers in self.claims() if not peers}
+        said = _store().compare_set(f"{self._key(self.call)}/claims", "", json.dumps([dist.get_rank(), mine]))
+        first, theirs = json.loads(said)
+        differing = [what for what in mine.keys() | theirs.keys() if mine.get(what) != theirs.get(what)]
+        return f"the ranks disagree on {sorted(differing)[0]}: rank {first} comes with another" if differing else ""
 
     def _key(self, call: int) -> str:
         return f"autoshard/{self.number}/{call}"

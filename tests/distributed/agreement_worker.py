@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard.errors import CaptureError, PlanError, RuntimeMismatchError
 from autoshard.module import distributed
+from autoshard.module.agreement import Agreement
 
 RANK = 0
 """this process's, set by :func:`here`"""
@@ -179,21 +181,79 @@ def inputs_are_compared_in_the_first_calls_or_always() -> None:
     assert_all_raise(RuntimeMismatchError, VALUES, lambda: checked(other))
 
 
-def other_calls_after_the_first() -> None:
-    """A rank that comes with other shapes, new to the module or known to it, is noticed in every call, on every rank.
+def other_calls() -> None:
+    """A rank that comes with other shapes, new to the module or known to it, in a first call or when all ranks change.
 
-    Nothing is wrong with the module afterwards where the shapes were new to a rank, as no collective was begun.
+    Nothing is wrong with the module afterwards, as no collective was begun. What a rank does that changes while others
+    repeat their calls, test_failures_gloo.py tests.
     """
-    for known in (False, True):
-        sharded = compiled(Net(), X)
-        for _ in range(distributed.FIRST_CALLS):
-            sharded(X)
-        if known:
-            sharded(X[:4])
-        assert_all_raise(RuntimeMismatchError, SHAPES, lambda s=sharded: s(X[:4] if RANK else X))
-        sharded.eval()
+    sharded = compiled(Net(), X)
+    assert_all_raise(RuntimeMismatchError, SHAPES, lambda: sharded(X[:4] if RANK else X))
+    for _ in range(distributed.FIRST_CALLS):
         sharded(X)
-        assert_all_raise(RuntimeMismatchError, STATE, lambda s=sharded: s.train(RANK == 0)(X))
+    assert_all_raise(RuntimeMismatchError, SHAPES, lambda: sharded(X[:4] if RANK else X[:2]))
+    for rows in (4, 2, 8):
+        sharded(X[:rows])
+    assert_all_raise(RuntimeMismatchError, SHAPES, lambda: sharded(X[:4] if RANK else X[:2]))
+    assert_all_raise(
+        RuntimeMismatchError, STATE, lambda: (sharded.eval() if RANK else sharded.requires_grad_(False))(X)
+    )
+
+
+def repeated_calls_are_not_compared() -> None:
+    """After the first calls the ranks compare a call that is another than the one before, and no more."""
+    sharded = compiled(Net(), X)
+    begin, begun = Agreement.begin, []
+
+    def counted(self: Agreement, *claims: Any) -> None:
+        begun.append(claims)
+        begin(self, *claims)
+
+    def compared(change: Callable[[], object]) -> list[bool]:
+        change()
+        found = []
+        for _ in range(3):
+            begun.clear()
+            sharded(X)
+            found.append(bool(begun))
+        return found
+
+    with mock.patch.object(Agreement, "begin", counted):
+        assert all(all(compared(lambda: None)) for _ in range(distributed.FIRST_CALLS // 3))
+        assert compared(lambda: None)[-1] is False
+        for change in (
+            sharded.eval,
+            sharded.train,
+            sharded.last.eval,
+            lambda: sharded.last.requires_grad_(False),
+            lambda: sharded.requires_grad_(True),
+        ):
+            assert compared(change) == [True, False, False]
+        with torch.autocast("cpu"):
+            assert compared(lambda: None) == [True, False, False]
+        with sharded.no_sync():
+            assert compared(lambda: None) == [True, False, False]
+        assert compared(lambda: None) == [True, False, False]
+
+
+def calls_inside_no_sync() -> None:
+    """A rank that enters it alone is noticed. Where a pass inside has no collective, nobody would wait for others there:
+    these are compared every time.
+    """
+    hints = {"*.weight": "replicate", "*.bias": "replicate", "input": autoshard.Shard(0)}
+    sharded = compiled(nn.Sequential(nn.Linear(6, 6)).double(), X, hints=hints)
+    assert {c.phase for c in sharded.collectives} == {"backward"}
+    with sharded.no_sync() if RANK else contextlib.nullcontext():
+        assert_all_raise(RuntimeMismatchError, STATE, lambda: sharded(X))
+    for _ in range(distributed.FIRST_CALLS):
+        sharded(X)
+    with mock.patch.object(Agreement, "begin", side_effect=Agreement.begin, autospec=True) as begin:
+        sharded(X)
+        assert not begin.called
+        with sharded.no_sync():
+            for count in range(1, 4):
+                sharded(X)
+                assert begin.call_count == count
 
 
 def alike_failures_leave_nothing() -> None:

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import state_cases_inputs  # noqa: F401  more of them
-import state_cases_outputs  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree

@@ -1,0 +1,98 @@
+"""Hugging Face's Trainer for sharded modules; needs the packages transformers and accelerate."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.data_loader import prepare_data_loader
+
+from autoshard.module.base import ShardedModule
+from autoshard.module.checkpoints import (
+    full_optimizer_state_dict,
+    load_full_optimizer_state_dict,
+    load_safetensors,
+)
+from autoshard.module.distributed import DistributedModule
+
+_OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
+"""files of a checkpoint of transformers"""
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """:class:`transformers.Trainer` for the result of :func:`autoshard.compile`, in one process or under torchrun.
+
+    Every rank is given the same batches: ``per_device_train_batch_size`` is the global batch. The module is not wrapped
+    in DDP, and autocast follows ``bf16=True``. A checkpoint is that of the unsharded model, so that training can be resumed
+    on another mesh, on one device, or by ``from_pretrained``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if isinstance(self.model, DistributedModule):
+            # As for models that transformers itself shards: the model owns its placement, and is not wrapped. To their
+            # arithmetic the ranks of one model are tensor parallel: they share batches, and each counts once.
+            self.is_distributed_loading_by_transformers = True
+            object.__setattr__(self.model, "_tp_size", dist.get_world_size())
+            self.accelerator.prepare_data_loader = self._whole_batches
+            self.gather_function = lambda data, **_: data
+
+    def _whole_batches(self, loader: Any, **_: Any) -> Any:
+        """The batches of ``loader``, all of them for every rank, on its device."""
+        made = self.accelerator
+        return prepare_data_loader(
+            loader,
+            self.args.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            rng_types=made.rng_types.copy(),
+            use_seedable_sampler=made.use_seedable_sampler,
+            data_seed=made.dataloader_config.data_seed,
+        )
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """On the rank that writes, with the tensors that :meth:`save_model` gathered."""
+        super()._save(output_dir, state_dict if state_dict is not None else self._weights())
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """See :meth:`transformers.Trainer.save_model`. Collective."""
+        folder, weights = output_dir or self.args.output_dir, self._weights()
+        if self.args.should_save:
+            self._save(folder, weights)
+        if dist.is_initialized():
+            dist.barrier()
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """The whole tensors, those that are tied once; kept on the CPU of the rank that writes."""
+        sharded: ShardedModule = self.model
+        found: dict[int, torch.Tensor] = {}
+        weights = {}
+        for name, tensor in sharded.state_dict(keep_vars=True).items():
+            if id(tensor) not in found:
+                full = sharded._full(tensor.detach())
+                found[id(tensor)] = full.cpu() if self.args.should_save else full.new_empty(0)
+            weights[name] = found[id(tensor)]
+        return weights
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load_safetensors(self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        load_safetensors(self.model, self.state.best_model_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = full_optimizer_state_dict(self.model, self.optimizer)
+        if self.args.should_save:
+            torch.save(optimizer, os.path.join(output_dir, _OPTIMIZER))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
+            return
+        state = torch.load(os.path.join(checkpoint, _OPTIMIZER), map_location="cpu", weights_only=True, mmap=True)
+        load_full_optimizer_state_dict(self.model, self.optimizer, state)
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))

@@ -1,0 +1,133 @@
+"""Weights and optimizer states between files and a sharded module, on whatever mesh: under original names, whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import PlanError
+from autoshard.layout import Layout
+from autoshard.module.base import ShardedModule
+from autoshard.module.simulate import shard_of
+
+INDEX = "model.safetensors.index.json"
+"""what save_pretrained writes beside several files: ``{"weight_map": {name: file}}``"""
+
+
+def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> None:
+    """Load the weights that ``save_pretrained`` (or safetensors itself) wrote into ``folder``, under original names.
+
+    A rank reads its own parts, one after another, and never holds a whole tensor of those that are cut. Of tied tensors
+    one name is enough. ``folder`` may also be one file. Raises :class:`PlanError` for missing, unknown or misshapen
+    entries, before anything is loaded.
+    """
+    files = _files(Path(folder))
+    own = sharded.state_dict(keep_vars=True)
+    names = {name: _found(name, tensor, own, files) for name, tensor in own.items()}
+    missing = [n for n, found in names.items() if found is None]
+    unknown = sorted(files.keys() - own.keys())
+    if missing or unknown:
+        raise PlanError(f"the files in {folder} do not fit: missing {missing[:5]}, unknown {unknown[:5]}")
+    for name, tensor in own.items():
+        with safe_open(files[names[name]], "pt") as file:  # type: ignore[index]
+            shape = file.get_slice(names[name]).get_shape()
+        if shape != list(tensor.shape):
+            raise PlanError(f"entry {name!r} in {folder} has shape {shape}, the model {list(tensor.shape)}")
+    seen = set()
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                with safe_open(files[names[name]], "pt") as file:  # type: ignore[index]
+                    _local(tensor).copy_(_part(file, str(names[name]), sharded, tensor))
+
+
+def full_optimizer_state_dict(sharded: ShardedModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict with whole tensors on the CPU: that of the unsharded model. Collective.
+
+    ``torch.save`` it on one rank, and load it with :func:`load_full_optimizer_state_dict` on any mesh.
+    """
+    state: dict[str, Any] = pytree.tree_map_only(
+        torch.Tensor, lambda x: sharded._full(x.detach()).cpu(), optimizer.state_dict()
+    )
+    return state
+
+
+def load_full_optimizer_state_dict(
+    sharded: ShardedModule, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Load what :func:`full_optimizer_state_dict`, or the unsharded model's optimizer, gave; every rank keeps its part.
+
+    Raises :class:`PlanError` where a state is neither shaped as its parameter nor a number.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    entries = {number: dict(entry) for number, entry in state["state"].items()}
+    for number, entry in entries.items():
+        parameter = parameters[number]
+        for key, value in entry.items():
+            if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or not value.ndim:
+                continue
+            if value.shape != parameter.shape:
+                raise PlanError(
+                    f"optimizer state {key!r} has shape {list(value.shape)}, its parameter {list(parameter.shape)}: how the "
+                    "ranks share it is not known. Save and load it with torch.distributed.checkpoint."
+                )
+            layout = Layout.from_torch(sharded.mesh, parameter.placements)
+            local = shard_of(value, layout, _rank(sharded)).to(parameter.device, copy=True).contiguous()
+            entry[key] = DTensor.from_local(
+                local,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+    optimizer.load_state_dict({**state, "state": entries})
+
+
+def _rank(sharded: Any) -> int:
+    return int(sharded._comm.rank)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _part(file: Any, name: str, sharded: ShardedModule, tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of an entry."""
+    if not isinstance(tensor, DTensor) or not tensor.ndim:
+        whole: torch.Tensor = file.get_tensor(name)
+        return whole
+    layout = Layout.from_torch(sharded.mesh, tensor.placements)
+    chunks = (layout.chunk_of(dim, size, _rank(sharded)) for dim, size in enumerate(tensor.shape))
+    part: torch.Tensor = file.get_slice(name)[tuple(slice(start, start + n) for start, n in chunks)]
+    return part
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Name of each entry → its file. Raises :class:`PlanError` where there is none."""
+    if (folder / INDEX).is_file():
+        weights = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / file for name, file in weights.items()}
+    found = {}
+    for path in [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found.update(dict.fromkeys(file.keys(), path))
+    if not found:
+        raise PlanError(f"{folder} holds no safetensors files")
+    return found
+
+
+def _found(name: str, tensor: torch.Tensor, own: Mapping[str, torch.Tensor], files: Mapping[str, Path]) -> str | None:
+    """Under which name the files have an entry: its own, or that of another tensor that is the same one."""
+    if name in files:
+        return name
+    return next((other for other, x in own.items() if x is tensor and other in files), None)

@@ -1,0 +1,289 @@
+"""What compiles a model's programs and keeps them, with the tensors that they share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autoshard.compiler import Compiled, Wishes, compiled
+from autoshard.errors import CaptureError, PlanError, RuleError
+from autoshard.initialise.computed import recomputed
+from autoshard.initialise.deferred import materialise, recording_of
+from autoshard.layout import Layout
+from autoshard.mesh import Mesh
+from autoshard.module.entrance import beside
+from autoshard.module.executable import Call, Executable, described, load_source
+from autoshard.module.inputs import Inputs, local_layouts
+from autoshard.module.original import Original, absent_buffers
+from autoshard.module.parts import Fixed, attributes
+from autoshard.module.state import State, check_call, requires_grad
+from autoshard.module.surface import class_of, leave_to_torch_compile
+from autoshard.module.turns import Turns
+from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.capture.refusals.checks import check_example
+from autoshard.passes.ir.graph import Graph
+from autoshard.runtime.autocast import without_autocast
+
+log = logging.getLogger("autoshard")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked of :func:`autoshard.compile`."""
+
+    wishes: Wishes = field(default_factory=Wishes)
+    training: bool | None = None
+    gather_outputs: bool | None = None
+    dynamic: Dynamic = False
+    inputs: Inputs = "global"
+
+
+class Compiling(Fixed):
+    """A module with programs: for each kind of call it is compiled once, and adopts the model's tensors the first time."""
+
+    mesh: Mesh
+    _settings: Settings
+    _of: Original
+    _title: str
+    _turns: Turns
+    _executables: dict[Any, Executable]
+    _latest: Executable | None
+    _parameter_layouts: dict[str, Layout] | None
+    _layout_of: dict[str, Layout]
+    """by each name of a parameter"""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
+        super().__init__()
+        leave_to_torch_compile()
+        self.__dict__.update(attributes(model))
+        set_ = object.__setattr__
+        set_(self, "mesh", mesh)
+        set_(self, "_settings", settings)
+        set_(self, "_of", Original(model))
+        set_(self, "_title", type(model).__name__)
+        set_(self, "_turns", Turns())
+        set_(self, "_executables", {})
+        set_(self, "_latest", None)
+        set_(self, "_parameter_layouts", None)
+        set_(self, "__class__", class_of(type(self), type(model), Compiling))
+        self._show()
+
+    def _show(self) -> None:
+        """Have the modules and tensors of the root part, and its mode."""
+        for name in (
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_non_persistent_buffers_set",
+            "_original",
+            "_known",
+            "training",
+        ):
+            self.__dict__[name] = self._of.root.__dict__[name]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with tensors of its own; programs are shared."""
+        memo |= {id(x): x for x in self._shared()}
+        memo[id(self._executables)] = dict(self._executables)
+        return super().__deepcopy__(memo)
+
+    def _shared(self) -> list[Any]:
+        """What a copy has in common with this module."""
+        return [self.mesh, self._settings, self._latest, self._layout_of if self._of.adopted else None]
+
+    # --- calls and their programs ---
+
+    def specialise(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
+    ) -> Executable:
+        """Compile for these arguments and the present :class:`State`, unless a program serves them.
+
+        ``number``: of the programs for these that were tried and are for other integers in tensors. ``recorded``:
+        whether gradients are recorded (default: as the ``training`` of :func:`autoshard.compile` says).
+        """
+        with self._turns:
+            return self._serving(self._call(args, kwargs, recorded), number)
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool | None) -> Call:
+        """A call with these arguments in the present state. ``recorded``: see :meth:`specialise`."""
+        check_example(self._of.model, (tuple(args), dict(kwargs)))
+        args, kwargs = self._arrived(args, kwargs)
+        if self._of.renewed():
+            self._show()
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return Call(args, kwargs, leaves, spec, self._state(leaves, recorded))
+
+    def _recorded(self, leaves: Sequence[Any]) -> bool:
+        """Whether a call with these arguments records gradients; only then its program has a backward."""
+        wanted = torch.is_grad_enabled() and self._settings.training is not False
+        return wanted and requires_grad(leaves, self._of.tensors())
+
+    def _state(self, leaves: Sequence[Any], recorded: bool | None) -> State:
+        original = self._of
+        original.root.training = self.training
+        check_call(leaves, original.tensors)
+        if recorded is None:
+            wanted = self.training if self._settings.training is None else self._settings.training
+            recorded = wanted and requires_grad(leaves, original.tensors())
+        return original.state(recorded, self._form)
+
+    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """What programs depend on of a parameter or buffer."""
+        return tuple(tensor.shape), tensor.dtype, tensor.device.type
+
+    def _serving(self, call: Call, number: int) -> Executable:
+        """The program for this call, compiled if there is none."""
+        key = call.key(number)
+        found = self._executables.get(key)
+        if found is None:
+            structure = call.key(exactly=False)
+            found = self._open(structure, call.leaves)
+            if found is None:
+                try:
+                    with torch.inference_mode(False):  # what is made here outlives the call
+                        found = self._build(call, structure)
+                except CaptureError as error:
+                    raise beside(error, self.programs, call.leaves) from error
+                adopted = replace(call, state=self._state(call.leaves, call.state.recorded))
+                key = adopted.key(number)
+                if found.structure is not None:
+                    found.structure = adopted.key(exactly=False)
+            self._executables[key] = found
+        object.__setattr__(self, "_latest", found)
+        return found
+
+    @property
+    def programs(self) -> list[Executable]:
+        """Every program compiled so far, in order."""
+        return list({id(x): x for x in self._executables.values()}.values())
+
+    def _open(self, structure: Any, leaves: Sequence[Any]) -> Executable | None:
+        """A program with symbolic lengths that holds for these leaves."""
+        for found in self.programs:
+            why = found.refuses(structure, leaves)
+            if not why:
+                return found
+            logging.getLogger("autoshard.programs").info("a program does not serve this call: %s", why)
+        return None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is ours to trace the model
+    def _build(self, call: Call, structure: Any) -> Executable:
+        """Compile with symbolic lengths where asked to; if that is refused, for the shapes of these arguments."""
+        if self._settings.dynamic:
+            try:
+                return self._built(call, structure)
+            except (CaptureError, PlanError, RuleError) as error:
+                log.warning("no program with symbolic lengths, compiling for these shapes alone: %s", error)
+        return self._built(call, None)
+
+    def _built(self, call: Call, structure: Any) -> Executable:
+        settings, first = self._settings, self._parameter_layouts is None
+        dynamic = settings.dynamic if structure is not None else False
+        # open lengths are read off whole inputs
+        inputs = self._input_layouts(call.args, call.kwargs) if structure is None else ()
+        wishes = replace(settings.wishes, inputs=inputs)
+        wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts)
+        args, kwargs = self._whole(call.args, call.kwargs)
+        with self._of.as_it_is(self._check) as model:
+            found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
+        if first:
+            parameters = {i.fqn: found.plan.layouts[i.fqn] for i in found.graph.inputs if i.kind == "parameter"}
+            with without_autocast():
+                self._adopt(self._of.model, found.graph, parameters)
+            object.__setattr__(self, "_parameter_layouts", parameters)
+        self._adopt_attributes(found.graph)
+        rank_module = load_source(found.source.text, found.source.modules)
+        return Executable(found, rank_module, described(found.graph, args, kwargs), structure)
+
+    def _compiled(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
+    ) -> Compiled:
+        """All stages for these arguments. ``options``: see :func:`capture`."""
+        return compiled(model, self.mesh, args, kwargs, wishes, title=self._title, **options)
+
+    # --- inputs ---
+
+    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as programs know them: tensors of global shape, those that came in parts as DTensors."""
+        return tuple(args), dict(kwargs)
+
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
+        """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""
+        s = self._settings
+        return local_layouts(self._of.model, self.mesh, args, kwargs, s.inputs, s.wishes.hints)
+
+    def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as plain tensors, for captures."""
+        return tuple(args), dict(kwargs)
+
+    # --- tensors ---
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
+
+    def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
+        """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
+        taken: dict[int, torch.Tensor] = {}
+        layouts = dict(layouts)
+        names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
+        layouts |= {alias: layouts[name] for alias, name in names.items() if name in layouts}
+        object.__setattr__(self, "_layout_of", layouts)
+        initial = self._initial(model, layouts)
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if id(p) not in taken:
+                taken[id(p)] = self._parameter(p, layouts[name], initial.get(name))
+            self._of.put(name, taken[id(p)], parameter=True)
+        transient = {
+            f"{prefix}.{n}" if prefix else n
+            for prefix, module in model.named_modules()
+            for n in module._non_persistent_buffers_set
+        }
+        initial |= recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
+        for name, b in model.named_buffers(remove_duplicate=False):
+            if id(b) not in taken:
+                taken[id(b)] = self._buffer(b, initial.get(name))
+            self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
+        self._of.adopt([name for name in absent if name not in initial])
+
+    def _adopt_attributes(self, graph: Graph) -> None:
+        """Take over what the forward writes of plain attributes; programs that knew them as constants serve no call more."""
+        buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
+        found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots)
+        for name, tensor in self._agreed(found).items():
+            self._of.put(name, self._buffer(tensor, None), parameter=False, persistent=False)
+
+    def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same on every rank."""
+        return tensors
+
+    def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+        """Initial values (this rank's shards of parameters) of a model from ``deferred_init``; else nothing."""
+        if recording_of(model) is None:
+            if any(p.is_meta for p in model.parameters()):
+                log.warning("%s is on the meta device: its weights are zeros until they are loaded", self._title)
+            return {}
+        return materialise(model, self._seed(), lambda name, full: self._kept(full, layouts.get(name)))
+
+    def _seed(self) -> int:
+        """The seed of the default generator, the same on every rank."""
+        return torch.initial_seed()
+
+    def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+        """What this process keeps of a full initial value; ``layout`` is None for buffers."""
+        return full
+
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+        raise NotImplementedError
+
+    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def tensor(self, fqn: str) -> Any:
+        """The parameter or buffer of this original name, also where an attribute of this class has that name."""
+        return self._of.tensor(fqn)

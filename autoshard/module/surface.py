@@ -1,0 +1,38 @@
+"""What a sharded module looks like from outside: an instance of the model's class; to torch.compile the generated code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from typing import Any
+
+import torch._dynamo.trace_rules
+from torch import nn
+
+from autoshard.module.parts import derived
+
+
+def class_of(base: type[Any], kind: type[nn.Module], root: type[Any]) -> type[Any]:
+    """A class that is a ``base`` and a ``kind``, of whose forward it has the signature; ``base`` where that cannot be.
+
+    ``root``: the class of ours that all of them derive from.
+    """
+    ours = [c for c in base.__mro__ if issubclass(c, root)]
+    if any(hasattr(kind, name) for c in ours for name in vars(c).get("__annotations__", ())):
+        return base  # attributes of ours mean something else to it
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.forward(self, *args, **kwargs)
+
+    forward.__doc__ = kind.forward.__doc__
+    with contextlib.suppress(TypeError, ValueError):
+        forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    return derived(base, kind, {"forward": forward})
+
+
+@functools.cache
+def leave_to_torch_compile() -> None:
+    """Have torch.compile look at the generated code alone, and break its graphs at collectives."""
+    for package in ("autoshard.module", "autoshard.runtime"):
+        torch._dynamo.trace_rules.add(package)

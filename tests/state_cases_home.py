@@ -1,0 +1,221 @@
+"""Cases of states: what everybody's training scripts do with a module."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import json
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from state_harness import Net, both, case, close, full, ids, pair, same_gradients, same_state, steps
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import autoshard
+from autoshard import AutoshardError, PlanError
+from autoshard.module import checkpoints
+
+
+@case
+def copied(mesh: autoshard.Mesh) -> None:
+    """A copy trains by itself, from where the module is, and compiles nothing again."""
+    model, sharded = pair(mesh, Net, ids())
+    steps(model, sharded, ids())
+    other, copy_ = copy.deepcopy(model), copy.deepcopy(sharded)
+    before = sharded.full_state_dict()
+    steps(other, copy_, ids(seed=1), ids(seed=2))
+    assert copy_.programs == sharded.programs
+    for name, x in sharded.full_state_dict().items():
+        assert torch.equal(x, before[name]), f"{name} is shared with the copy"
+    assert copy_.emb.weight is copy_.head.weight
+    copy_.eval()
+    assert sharded.training
+    steps(model, sharded, ids(seed=3), ids(rows=3))
+    close(copy_(ids())[1], other.eval()(ids())[1])
+
+
+@case
+def copied_before_it_is_compiled(mesh: autoshard.Mesh) -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    sharded = copy.deepcopy(autoshard.compile(model, mesh))
+    sharded.specialise((ids(),), {})
+    steps(copy.deepcopy(model), sharded, ids(), ids(seed=1))
+
+
+@case
+def averaged(mesh: autoshard.Mesh) -> None:
+    """Exponential and plain averages of weights, as AveragedModel makes them, buffers included."""
+    model, sharded = pair(mesh, Net, ids())
+    for options in ({"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"use_buffers": True}):
+        averages = [AveragedModel(m, **options) for m in (model, sharded)]
+        for seed in range(3):
+            steps(model, sharded, ids(seed=seed))
+            for average, module in zip(averages, (model, sharded), strict=True):
+                average.update_parameters(module)
+        expected, given = averages
+        same_state(given.module, expected.module)
+        for average in averages:
+            average.eval()
+        with torch.no_grad():
+            close(given(ids(seed=9))[1], expected(ids(seed=9))[1])
+
+
+@case
+def pickled(mesh: autoshard.Mesh) -> None:
+    _, sharded = pair(mesh, Net, ids())
+    for what in (sharded, sharded.layers[0]):
+        with pytest.raises(AutoshardError, match="cannot be pickled: its programs belong to the mesh of this process"):
+            pickle.dumps(what)
+    with pytest.raises(AutoshardError, match="cannot be pickled"):
+        torch.save(sharded, io.BytesIO())
+
+
+@case
+def compiled_by_torch(mesh: autoshard.Mesh) -> None:
+    """The generated code of a rank is compiled, in pieces between collectives; in one process it stays as it is."""
+    graphs = []
+
+    def counted(graph: torch.fx.GraphModule, example: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model, sharded = pair(mesh, Net, ids())
+    for backend in (counted, "aot_eager"):
+        torch._dynamo.reset()
+        module = torch.compile(sharded, backend=backend)
+        for rows in (4, 4, 3):
+            both(model, sharded, lambda m: m.zero_grad())
+            losses = [full(m(ids(rows))[0]) for m in (model, module)]
+            close(losses[1], losses[0])
+            for loss in losses:
+                loss.backward()
+            same_gradients(sharded, model)
+    assert bool(graphs) == torch.distributed.is_initialized()
+    torch._dynamo.reset()
+    graphs.clear()
+    sharded.compile(backend=counted)
+    close(sharded(ids())[0], model(ids())[0])
+    assert bool(graphs) == torch.distributed.is_initialized()
+    torch._dynamo.reset()
+
+
+class Configured(nn.Module):
+    """With what a user's code looks at: a configuration, a property, methods that read both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"width": 4})()
+        self.mesh_name = "flat"
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+    @property
+    def width(self) -> int:
+        return int(self.config.width)
+
+    def count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def encode(self, x: torch.Tensor) -> Any:
+        return self.body(x)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return (self.body(x) * scale).sum()
+
+
+@case
+def looked_at(mesh: autoshard.Mesh) -> None:
+    """It is an instance of the model's class, with its signature, attributes and methods, and so are its parts."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).double()
+    model, sharded = pair(mesh, Configured, x)
+    assert isinstance(sharded, Configured)
+    assert isinstance(sharded, autoshard.ShardedModule)
+    assert type(sharded).__name__ == "Configured"
+    assert inspect.signature(sharded.forward) == inspect.signature(model.forward)
+    assert inspect.signature(type(sharded).forward) == inspect.signature(Configured.forward)
+    assert (sharded.config.width, sharded.width, sharded.count()) == (4, 4, model.count())
+    assert isinstance(sharded.body[1], nn.Linear)
+    assert sharded.body[1].weight is dict(sharded.named_parameters())["body.1.weight"]
+    assert [type(m).__name__ for m in sharded.modules()] == [type(m).__name__ for m in model.modules()]
+    with pytest.raises(AutoshardError, match="cannot be called alone"):
+        sharded.encode(x)
+    close(sharded(x, scale=2.0), model(x, scale=2.0))
+
+
+@case
+def wrapped_forward(mesh: autoshard.Mesh) -> None:
+    """As accelerate does for mixed precision: an attribute ``forward`` that calls the one before."""
+    model, sharded = pair(mesh, Net, ids())
+    before = sharded.forward
+    sharded.forward = lambda *args: before(*args)[0] * 2
+    close(sharded(ids()), model(ids())[0] * 2)
+    del sharded.__dict__["forward"]
+    close(sharded(ids())[0], model(ids())[0])
+
+
+@case
+def loaded_from_files(mesh: autoshard.Mesh) -> None:
+    """safetensors files with an index, tied weights once; what a rank reads is what it keeps."""
+    torch.manual_seed(1)
+    model, sharded = Net().double(), autoshard.compile(Net().double(), mesh, (ids(),))
+    entries = {n: x for n, x in model.state_dict().items() if n != "head.weight"}
+    names = list(entries)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    read: list[torch.Tensor] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for file, held in parts.items():
+            save_file({n: entries[n] for n in held}, f"{folder}/{file}")
+        index = {"weight_map": {n: file for file, held in parts.items() for n in held}}
+        Path(folder, checkpoints.INDEX).write_text(json.dumps(index))
+        part = checkpoints._part
+        with mock.patch.object(checkpoints, "_part", lambda *args: read.append(part(*args)) or read[-1]):
+            autoshard.load_safetensors(sharded, folder)
+        steps(model, sharded, ids())
+        held = {id(x): checkpoints._local(x) for x in sharded.state_dict(keep_vars=True).values()}
+        assert sum(x.numel() for x in read) == sum(x.numel() for x in held.values())
+        before = sharded.full_state_dict()
+        save_file({**entries, "other": torch.ones(1)}, f"{folder}/c.safetensors")
+        with pytest.raises(PlanError, match=r"missing \[\], unknown \['other'\]"):
+            autoshard.load_safetensors(sharded, f"{folder}/c.safetensors")
+        save_file({**entries, names[-1]: torch.ones(3, 3)}, f"{folder}/c.safetensors")
+        with pytest.raises(PlanError, match="has shape"):
+            autoshard.load_safetensors(sharded, f"{folder}/c.safetensors")
+        with pytest.raises(PlanError, match="holds no safetensors"):
+            autoshard.load_safetensors(sharded, f"{folder}/none")
+    assert all(torch.equal(x, before[n]) for n, x in sharded.full_state_dict().items())
+
+
+@case
+def optimizer_states_of_one_device(mesh: autoshard.Mesh) -> None:
+    """The state of an optimizer goes to the unsharded model's and back."""
+    model, sharded = pair(mesh, Net, ids())
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01, eps=1e-4) for m in (model, sharded)]
+
+    def step(seed: int) -> None:
+        for module, optimizer in zip((model, sharded), optimizers, strict=True):
+            optimizer.zero_grad()
+            full(module(ids(seed=seed))[0]).backward()
+            optimizer.step()
+        same_state(sharded, model)
+
+    step(0)
+    states = model_state, sharded_state = (
+        optimizers[0].state_dict(),
+        autoshard.full_optimizer_state_dict(sharded, optimizers[1]),
+    )
+    for number, entry in model_state["state"].items():
+        for key, x in entry.items():
+            torch.testing.assert_close(sharded_state["state"][number][key], x, rtol=1e-9, atol=1e-12)
+    for state in states:
+        optimizers = [torch.optim.AdamW(m.parameters(), 0.01, eps=1e-4) for m in (model, sharded)]
+        optimizers[0].load_state_dict(copy.deepcopy(state))
+        autoshard.load_full_optimizer_state_dict(sharded, optimizers[1], copy.deepcopy(state))
+        step(1)
