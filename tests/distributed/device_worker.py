@@ -89,7 +89,7 @@ def first_of(outputs: Any) -> torch.Tensor:
 
 def gpt() -> None:
     """Dropout, a vocabulary in shards."""
-    steps(reference("gpt"), {"tp": 4}, (0, 3))
+    steps(reference("gpt"), {"tp": 4}, (3,))
 
 
 def moe() -> None:
@@ -103,7 +103,7 @@ def llama_in_shards() -> None:
 
 def convolutions() -> None:
     """Along the height: neighbours exchange halos."""
-    steps(images, {"sp": 3}, (0, 1, 2), hints={"x": {"sp": autoshard.Shard(2)}, "conv": {"sp": autoshard.Shard(2)}})
+    steps(images, {"sp": 3}, (1,), hints={"x": {"sp": autoshard.Shard(2)}, "conv": {"sp": autoshard.Shard(2)}})
 
 
 def local_inputs() -> None:
