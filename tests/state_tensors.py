@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from state_harness import Block, Net, both, case, close, full, ids, pair, refused, same_gradients, steps
 from torch import nn
@@ -113,8 +114,6 @@ def what_is_built_otherwise_is_refused(mesh: autoshard.Mesh) -> None:
         sharded.head.bias = None
     with refused("'weight' of a Linear is deleted"):
         nn.utils.parametrize.register_parametrization(sharded.layers[0].up, "weight", nn.Identity())
-    with refused("a hook is put on a Linear inside the sharded module"):
-        sharded.layers[0].down.register_forward_hook(lambda *args: None)
     with refused("a LayerNorm inside a sharded module cannot be called alone"):
         sharded.layers[0].norm(torch.ones(8))
     assert sharded.layers[0].drop.p == 0.1
@@ -123,6 +122,29 @@ def what_is_built_otherwise_is_refused(mesh: autoshard.Mesh) -> None:
     del sharded.layers[0].down._parameters["bias"]  # behind its back
     with refused("'layers.0.down.bias' is no longer among the sharded module's tensors"):
         sharded(ids())
+
+
+@case
+def hooks_of_parts(mesh: autoshard.Mesh) -> None:
+    """Those that were there when the model was compiled compute; others are not called, with a warning."""
+    model, sharded = pair(mesh, Doubling, ids())
+    called: list[int] = []
+    uncalled = "a hook on a module inside a sharded module is not called"
+    with pytest.warns(UserWarning, match=uncalled) as warned:
+        hook = sharded.layers[0].down.register_forward_hook(lambda *args: called.append(1))
+    assert warned[0].filename == __file__
+    with pytest.warns(UserWarning, match=uncalled):
+        sharded.head.register_full_backward_hook(lambda *args: called.append(2))
+    steps(model, sharded, ids())
+    assert not called
+    hook.remove()
+    assert not sharded.layers[0].down._forward_hooks
+
+
+class Doubling(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].down.register_forward_hook(lambda m, args, out: out * 2)
 
 
 @case

@@ -132,3 +132,31 @@ def test_a_frozen_collector_hides_nothing() -> None:
     gc.collect()
     gc.freeze()  # and so it stays: see freeze_imports
     assert_equal_training(copy.deepcopy(normed("cumulative batch norm", True)), {"x": 2}, (f(6, 4),))
+
+
+class Dropped(nn.Module):
+    """Writes into what a dropout gave: in evaluation that is its operand."""
+
+    def __init__(self, kind: type[nn.Module], p: float) -> None:
+        super().__init__()
+        self.drop = kind(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        self.drop(h).add_(x)
+        return h
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout])
+@pytest.mark.parametrize(("p", "train"), [(0.4, False), (0.0, True), (0.4, True)])
+def test_a_dropout_that_drops_nothing_gives_its_operand(kind: type[nn.Module], p: float, train: bool) -> None:
+    model, x = Dropped(kind, p).train(train), torch.randn(2, 4, 6, dtype=torch.float64)
+    sharded = autoshard.compile(model, ideal({"tp": 2}), (x,))
+    expected, found = seeded(lambda: model(x)), seeded(lambda: sharded(x))
+    assert torch.equal(found, expected)
+    assert torch.equal(found, x * (2 if train and p else 3))
+
+
+def seeded(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    torch.manual_seed(0)
+    return call()

@@ -51,6 +51,7 @@ class DistributedModule(ShardedModule):
     device_mesh: DeviceMesh
     _comm: runtime.TorchCommunicator
     _device: torch.device
+    _home: torch.device
     _loaded: dict[int, Loaded]
     _agreement: Agreement
     _checks: dict[str, int]
@@ -67,6 +68,7 @@ class DistributedModule(ShardedModule):
         set_(self, "device_mesh", device_mesh)
         set_(self, "_comm", runtime.TorchCommunicator.of(device_mesh))
         set_(self, "_device", torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+        set_(self, "_home", next((t.device for _, t in named_tensors(model) if not t.is_meta), torch.device("cpu")))
         set_(self, "_turns", Turns(waits=False))
         one_verdict()
         mend()
@@ -181,14 +183,20 @@ class DistributedModule(ShardedModule):
         return tuple(layout_of(x, self.mesh) for x in pytree.tree_leaves((tuple(args), dict(kwargs))))
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See :meth:`Compiling._whole`. Collective where an input came in parts; large ones are without data."""
+        """See :meth:`Compiling._whole`: on the device that the model came on, where captures run.
 
-        def whole(x: DTensor) -> torch.Tensor:
-            large = without_data(x, x.shape)
-            return (self._full(x.detach()) if large is None else large).requires_grad_(x.requires_grad)
+        Collective where an input came in parts; large ones are without data.
+        """
+
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            if not isinstance(x, DTensor) and (x.is_meta or x.device.type == self._home.type):
+                return x
+            full = without_data(x, x.shape) if isinstance(x, DTensor) else x.detach()
+            full = self._full(x.detach()) if full is None else full
+            return (full if full.is_meta else full.to(self._home)).requires_grad_(x.requires_grad)
 
         plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
-            DTensor, whole, (tuple(args), dict(kwargs))
+            torch.Tensor, whole, (tuple(args), dict(kwargs))
         )
         return plain
 

@@ -20,6 +20,7 @@ from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.module.state import State
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.symbols import bind, evaluate, mismatch
+from autoshard.runtime import generators
 from autoshard.runtime.exactly import is_of_other_values
 from autoshard.runtime.profiling import name_lines
 
@@ -182,7 +183,7 @@ Served = TypeVar("Served")
 
 def first_that_serves(serve: Callable[[int], Served]) -> Served:
     """``serve(number)`` of the first number whose program is for the integers in the inputs."""
-    state = torch.get_rng_state()
+    before = generators.states(cuda=torch.cuda.is_initialized())
     for number in range(_PROGRAMS):
         try:
             return serve(number)
@@ -194,5 +195,5 @@ def first_that_serves(serve: Callable[[int], Served]) -> Served:
                     f"{error}. {_PROGRAMS} programs for inputs of these shapes serve others. Pad to fixed lengths, or mask."
                 ) from error
             log.info("a program does not serve this call: %s", error)
-        torch.set_rng_state(state)  # a program that stopped may have drawn
+        generators.set_states(before)  # a program that stopped may have drawn
     raise AssertionError

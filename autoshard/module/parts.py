@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from types import new_class
 from typing import Any, NoReturn, TypeVar
 
@@ -93,6 +95,21 @@ class Fixed(nn.Module):
         super().__delattr__(name)
 
 
+def _uncalled(register: Callable[..., Any]) -> Any:
+    """Register the hook, and warn that nothing calls it; Python shows a warning once for each place it comes from."""
+
+    @functools.wraps(register)
+    def registered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        warnings.warn(
+            "a hook on a module inside a sharded module is not called: programs are of the whole model, and its values "
+            "lie in parts. Put it on the sharded module itself, on a parameter, or into the model before it is compiled.",
+            stacklevel=2,
+        )
+        return register(self, *args, **kwargs)
+
+    return registered
+
+
 class Part(Fixed):
     """A module of the original model, of its class: it has a mode and holds tensors; only the whole runs."""
 
@@ -103,13 +120,11 @@ class Part(Fixed):
             "Call the sharded module, or compile this module by itself."
         )
 
-    def _hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(
-            f"a hook is put on a {self._original.__name__} inside the sharded module, where programs would not call it"
-        )
-
-    register_forward_hook = register_forward_pre_hook = _hook
-    register_backward_hook = register_full_backward_hook = register_full_backward_pre_hook = _hook
+    register_forward_pre_hook = _uncalled(nn.Module.register_forward_pre_hook)
+    register_forward_hook = _uncalled(nn.Module.register_forward_hook)
+    register_backward_hook = _uncalled(nn.Module.register_backward_hook)
+    register_full_backward_pre_hook = _uncalled(nn.Module.register_full_backward_pre_hook)
+    register_full_backward_hook = _uncalled(nn.Module.register_full_backward_hook)
 
 
 def part_of(full: Any, like: DTensor) -> Any:

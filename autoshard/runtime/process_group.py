@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from autoshard.errors import MeshError
 from autoshard.runtime.communicator import Communicator, in_order_of
+from autoshard.runtime.generators import Generators
 from autoshard.runtime.move import LOCAL, Move, piece, together
 from autoshard.runtime.peers import Notes, lost, wait
 from autoshard.runtime.profiling import collective_name, named, recorded
@@ -86,8 +86,9 @@ class TorchCommunicator(Communicator):
             raise MeshError(f"mesh {self.mesh} has {self.world_size} ranks, but {len(self.ranks)} processes run")
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._handles: dict[tuple[int, ...], Any] = {}
-        self.generators: _Generators | None = None
-        """set inside :func:`synchronised_generators`"""
+        self._host: _Group | None = None
+        self.generators: Generators | None = None
+        """set inside :func:`synchronised_rng`"""
         self._at: tuple[Move | None, str] = (None, "a collective")
         self.notes = Notes()
 
@@ -115,6 +116,16 @@ class TorchCommunicator(Communicator):
             gloo = dist.get_backend(handle) == "gloo"
             self._groups[axes] = _Group(handle, len(members), self.index(axes), members, order, gloo)
         return self._groups[axes]
+
+    def host_group(self) -> _Group:
+        """All ranks, for tensors on the CPU: where the backend has none (NCCL), gloo."""
+        world = self.process_group(self.active(tuple(self.mesh)))
+        if "cpu:" in dist.get_backend_config(world.handle):
+            return world
+        if self._host is None:
+            handle = dist.new_group(sorted(self.ranks), backend="gloo", use_local_synchronization=True)
+            self._host = world._replace(handle=handle, gloo=True)
+        return self._host
 
     def during(self, move: Move | None, phase: str) -> None:
         """The collectives that follow are for this move in this phase; for none: ``phase`` says for what."""
@@ -352,49 +363,3 @@ def _by_index(parts: Sequence[torch.Tensor], group: _Group) -> list[torch.Tensor
     for position, k in enumerate(group.order):
         out[k] = parts[position]
     return out
-
-
-class _Generators:
-    """The generators of one forward. They agree from its first draw on: a forward that draws nothing sends nothing."""
-
-    def __init__(self, comm: TorchCommunicator) -> None:
-        self.comm = comm
-        self.own: list[torch.Tensor] | None = None
-        """this rank's states before the first draw"""
-
-    def agree(self) -> None:
-        """Take rank 0's states, once."""
-        if self.own is not None:
-            return
-        comm = self.comm
-        world = comm.process_group(comm.active(tuple(comm.mesh)))
-        cuda = torch.cuda.is_available() and dist.get_backend(world.handle) == "nccl"
-        self.own = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
-        comm.during(None, "broadcast of the random state")
-        states = [state.cuda() if cuda else state.clone() for state in self.own]
-        for on_wire in states:
-            comm.run(world, dist.broadcast, on_wire, comm.ranks[0])
-        self._set([x.cpu() for x in states])
-
-    def restore(self) -> None:
-        """Rank 0 keeps its advanced states, the others get their own back."""
-        if self.own is not None:
-            self._set(self.own)
-
-    def _set(self, states: Sequence[torch.Tensor]) -> None:
-        if self.comm.rank:
-            torch.set_rng_state(states[0])
-            for state in states[1:]:
-                torch.cuda.set_rng_state(state)
-
-
-@contextlib.contextmanager
-def synchronised_generators(comm: TorchCommunicator) -> Iterator[None]:
-    """See :func:`autoshard.runtime.synchronised_rng`."""
-    before, mine = comm.generators, _Generators(comm)
-    comm.generators = mine
-    try:
-        yield
-    finally:
-        mine.restore()
-        comm.generators = before

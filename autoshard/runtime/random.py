@@ -10,7 +10,8 @@ import torch
 
 from autoshard.errors import LayoutError
 from autoshard.runtime.communicator import Axes, Communicator, current
-from autoshard.runtime.process_group import TorchCommunicator, synchronised_generators
+from autoshard.runtime.generators import synchronised_generators
+from autoshard.runtime.process_group import TorchCommunicator
 
 
 def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

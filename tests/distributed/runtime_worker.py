@@ -5,9 +5,10 @@ Started by test_runtime_gloo.py, see world.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import runtime_cases as rc
@@ -17,6 +18,7 @@ import world
 from torch.nn import functional as F
 
 from autoshard import runtime
+from autoshard.runtime import process_group
 from autoshard.runtime.move import Move
 
 Params = list[list[torch.Tensor]]
@@ -49,6 +51,23 @@ def check_values_and_gradients() -> None:
 
 def check_scrambled_memory() -> None:
     run_cases(rc.scrambled, lambda case: case.shape == rc.SHAPES["uneven"] and len(case.axes) == len(case.mesh))
+
+
+@contextlib.contextmanager
+def as_nccl_is_called() -> Iterator[None]:
+    """gloo is called as NCCL is, without the detours that are for gloo."""
+    right = process_group._Group
+    process_group._Group = lambda *args: right(*args[:-1], gloo=False)  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        process_group._Group = right  # type: ignore[misc]
+
+
+def check_values_and_gradients_as_nccl_is_called() -> None:
+    with as_nccl_is_called():
+        assert not runtime.TorchCommunicator(meshes()[0]).process_group(("a",)).gloo
+        check_values_and_gradients()
 
 
 def check_a_backward_that_sums_again_is_caught() -> None:

@@ -1,7 +1,7 @@
 """Functions of torch of which a trace loses something (torch 2.13), written so that it does not.
 
 Of recurrent networks the dropout between layers, of an instance norm the new running statistics, of a batch norm a
-momentum that is computed.
+momentum that is computed, of a dropout in evaluation that it returns its operand.
 """
 
 from __future__ import annotations
@@ -74,6 +74,24 @@ def _batch_norm(
     return out
 
 
-MISTRACED: dict[Any, Stack] = {f: _recurrent(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)}
-PATCHES = ((torch, "instance_norm", _instance_norm), (torch, "batch_norm", _batch_norm))
+def _dropout(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``torch.dropout`` and its like: where nothing is dropped the result is the operand itself, not a copy."""
+
+    def dropped(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002
+        return function(input, p, train) if train and p else input
+
+    return dropped
+
+
+_DROPOUTS = (torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout)
+
+MISTRACED: dict[Any, Callable[..., Any]] = {
+    **{f: _recurrent(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    **{f: _dropout(f) for f in _DROPOUTS},
+}
+PATCHES = (
+    (torch, "instance_norm", _instance_norm),
+    (torch, "batch_norm", _batch_norm),
+    *((torch._VF, f.__name__, _dropout(f)) for f in _DROPOUTS),
+)
 """what ``torch.nn.functional`` calls where no function mode sees it"""

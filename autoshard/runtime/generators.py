@@ -1,0 +1,62 @@
+"""The states of torch's random generators, and how the ranks' come to be equal for one forward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoshard.runtime.communicator import Communicator
+
+
+def states(cuda: bool) -> list[torch.Tensor]:
+    """Of the CPU's default generator and, if ``cuda``, the current GPU's. All are on the CPU: no device is waited for."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
+
+
+def set_states(found: Sequence[torch.Tensor]) -> None:
+    """Put the generators back to what :func:`states` was."""
+    torch.set_rng_state(found[0])
+    for state in found[1:]:
+        torch.cuda.set_rng_state(state)
+
+
+class Generators:
+    """The generators of one forward. They agree from its first draw on: a forward that draws nothing sends nothing."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self.own: list[torch.Tensor] | None = None
+        """this rank's states before the first draw"""
+
+    def agree(self) -> None:
+        """Take rank 0's states, once."""
+        if self.own is not None:
+            return
+        comm = self.comm
+        self.own = states(cuda=comm.device is not None and comm.device.type == "cuda")
+        comm.during(None, "broadcast of the random state")
+        taken = [state.clone() for state in self.own]
+        for state in taken:
+            comm.run(comm.host_group(), dist.broadcast, state, comm.ranks[0])
+        if comm.rank:
+            set_states(taken)
+
+    def restore(self) -> None:
+        """Rank 0 keeps its advanced states, the others get their own back."""
+        if self.own is not None and self.comm.rank:
+            set_states(self.own)
+
+
+@contextlib.contextmanager
+def synchronised_generators(comm: Communicator) -> Iterator[None]:
+    """See :func:`autoshard.runtime.synchronised_rng`."""
+    before, comm.generators = comm.generators, (mine := Generators(comm))  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        mine.restore()
+        comm.generators = before  # type: ignore[attr-defined]
