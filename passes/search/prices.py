@@ -72,6 +72,10 @@ class Part:
         """A choice of the problem in the numbers of the first."""
         return tuple(int(number[s]) for number, s in zip(self.numbers, choice, strict=True))
 
+    def renumbered(self, choice: Choice) -> Choice:
+        """A choice in the numbers of the first problem in those of this one."""
+        return tuple(int(np.searchsorted(number, s)) for number, s in zip(self.numbers, choice, strict=True))
+
 
 class Search:
     """The state of one search: the best choice, a bound of what all cost, and the part of the choices that is left."""
@@ -82,7 +86,7 @@ class Search:
         self.total, self.bound = math.inf, -math.inf
         self.choice: Choice | None = None
         self.slack = SLACK * problem.scale
-        self.solved = 0
+        self.solved = self.work = 0
         left, numbers = Dominance(problem).run()
         self.part = Part(left, tuple(numbers), np.zeros(len(problem.limits)))
 
@@ -99,6 +103,7 @@ class Search:
         """(the best choice found at ``prices`` and ``unit`` for the cost, a bound of its value, whether they are equal)."""
         self.solved += 1
         if part.elimination is not None:
+            self.work += part.elimination.work
             choice, value = part.elimination.solve(prices[None], unit)
             return part.original(choice), value, True
         found = self.relaxed(part.problem.priced(prices, unit), self.deadline)
@@ -125,8 +130,11 @@ class Search:
         return time.perf_counter() > self.deadline
 
 
-def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP, deadline: float = math.inf) -> None:
-    """Prices that maximise the bound of a part, by cutting planes in a box around the best prices; from those it has."""
+def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP, reach: float = 1.0) -> None:
+    """Prices that maximise the bound of a part, by cutting planes in a box around the best prices; from those it has.
+
+    ``reach``: the size of the first box, as a part of all that the prices may be.
+    """
     count = len(part.problem.limits)
     prices, radius = part.prices, np.full(count, math.inf)
     for step in range(iterations):
@@ -141,10 +149,10 @@ def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP
             part.bound, part.prices = value, prices
         elif np.isfinite(radius).all():
             radius = radius / 2
-        if search.gap(part.bound) <= gap or count == 0 or search.late or time.perf_counter() > deadline:
+        if search.gap(part.bound) <= gap or count == 0 or search.late:
             return
         if not np.isfinite(radius).all():
-            radius = _first_radius(part)
+            radius = reach * _first_radius(part)
         prices, model, held = _master(part, radius)
         if held and better:
             radius = radius * 2

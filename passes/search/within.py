@@ -24,14 +24,16 @@ from autoshard.passes.search.tables import Classes, Tables
 FIRST_ITERATIONS = 12
 ITERATIONS = 48
 # Of a problem of many layers a gap of this part of the cost is not worth more: its plan would lose its regularity.
-ENOUGH = 1e-3
+ENOUGH = 2e-3
+# Mixtures tried.
+MIXTURES = 16
 # Sweeps of message passing.
 SWEEPS = 8
 # A problem of up to so many entries goes to the MILP as it is, and up to so many when what is too dear is gone.
-SMALL = 2_000
-MILP_ENTRIES = 30_000
+SMALL = 500
+MILP_ENTRIES = 10_000
 # Entries times nodes of the MILP's tree, for effort 1.
-MILP_WORK = 20_000_000
+MILP_WORK = 400_000
 # The MILP first looks only this far above the bound, as a part of it; each failure looks four times as far.
 FIRST_LOOK = 0.002
 MAX_LOOKS = 6
@@ -47,18 +49,16 @@ def solve_within(problem: Stacked, relaxed: Relaxed, limit: float, effort: float
         fit(search, effort)
     maximise_bound(search, search.part, math.ceil(FIRST_ITERATIONS * effort))
     search.bound = search.part.bound
-    small = _entries(search.part.problem) <= SMALL
-    enough = GAP if small else ENOUGH
-    if small:
+    if _entries(search.part.problem) <= SMALL:
         stats["looks"] = close_gap(search, effort)
-    elif search.gap(search.bound) > enough:
+    if search.gap(search.bound) > ENOUGH:
         thin(search)
-        maximise_bound(search, search.part, math.ceil(ITERATIONS * effort), enough)
+        maximise_bound(search, search.part, math.ceil(ITERATIONS * effort), ENOUGH)
         search.bound = max(search.bound, search.part.bound)
-        stats["mixtures"] = mix(search, enough, effort)
-        stats["branches"] = branch(search, enough, effort)
-        if search.gap(search.bound) > enough:
-            stats["looks"] = close_gap(search, effort)
+        stats["mixtures"] = mix(search, search.part, ENOUGH, math.ceil(MIXTURES * effort))
+        stats["branches"] = branch(search, ENOUGH, effort)
+    if search.gap(search.bound) > ENOUGH and "looks" not in stats:
+        stats["looks"] = close_gap(search, effort)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
     stats |= {"solved": search.solved, "seconds": round(time.perf_counter() - begin, 3)}
