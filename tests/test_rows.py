@@ -170,8 +170,8 @@ def layers(count: int) -> tuple[CostNetwork, Row]:
     return CostNetwork(nodes, edges), Row((held,) * len(nodes), (None,) * len(edges), 0.0)
 
 
-@pytest.mark.parametrize("room", [0.1, 0.37, 0.5, 0.93])
-def test_k_of_32_layers_change_their_state(room: int) -> None:
+@pytest.mark.parametrize("room", [0.3, 0.5, 0.93])
+def test_k_of_32_layers_change_their_state(room: float) -> None:
     """No single price makes equal layers differ, and the limit lies between what all of one kind hold."""
     network, row = layers(32)
     least, most = 96 * 1.0, 96 * 8.0

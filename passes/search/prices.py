@@ -34,12 +34,11 @@ SLACK = 1e-13
 
 @dataclass(frozen=True)
 class Cut:
-    """A choice seen: L(p) ≤ cost + p · slope. It was the cheapest at ``prices``."""
+    """A choice seen: L(p) ≤ cost + p · slope."""
 
     choice: Choice
     cost: float
     slope: Array
-    prices: Array
 
 
 @dataclass
@@ -109,12 +108,16 @@ class Search:
         found = self.relaxed(part.problem.priced(prices, unit), self.deadline)
         return part.original(found.choice), found.lower_bound, found.exact
 
+    def cut(self, part: Part, choice: Choice) -> None:
+        """Take a choice, and what it says of the bound."""
+        cost, slope = self.offer(choice)
+        if all(cut.choice != choice for cut in part.cuts):
+            part.cuts.append(Cut(choice, cost, slope))
+
     def relax(self, part: Part, prices: Array) -> float:
         """The bound that ``prices`` give; takes the choice, and its cut."""
         choice, value, _ = self.cheapest(part, prices)
-        cut = Cut(choice, *self.offer(choice), prices)
-        if all(c.choice != choice for c in part.cuts):
-            part.cuts.append(cut)
+        self.cut(part, choice)
         return value - float(prices @ part.problem.limits)
 
     def gap(self, bound: float) -> float:
@@ -164,8 +167,8 @@ def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP
 
 def _first_radius(part: Part) -> Array:
     """The box to begin with: the rows' prices, where the limit is hard a few times the cost over what is too much."""
-    cut, problem = part.cuts[-1], part.problem
-    unit = 8 * max(abs(cut.cost), 1e-300)
+    cut, problem = part.cuts[0], part.problem
+    unit = 8 * (max(abs(cut.cost) for cut in part.cuts) or problem.cost_scale or 1.0)
     most = np.maximum(np.abs(cut.slope), 1e-3 * np.maximum(np.abs(problem.limits), 1e-300))
     hard = np.where(cut.slope > 0, unit / most, unit / most.max(initial=1e-300))
     return np.where(np.isfinite(problem.prices), problem.prices, hard)
@@ -192,6 +195,8 @@ def _master(part: Part, radius: Array) -> tuple[Array, float, bool]:
     solution = highs.getSolution()
     found = np.asarray(solution.col_value)
     parts = np.abs(np.asarray(solution.row_dual)).tolist()
+    if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal or len(parts) != len(part.cuts):
+        return centre, part.bound, False  # numbers beyond what the solver can tell apart
     part.mixture = [(weight, cut) for weight, cut in zip(parts, part.cuts, strict=True) if weight > 1e-6]
     prices = np.clip(found[:count] * unit, low, high)
     at_low = (prices <= low + 1e-9 * radius) & (low > 0)

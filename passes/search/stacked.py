@@ -101,6 +101,13 @@ class Stacked:
         scale: Array = np.maximum(total + np.abs(self.limits), 1e-300)
         return scale
 
+    @property
+    def cost_scale(self) -> float:
+        """What the costs sum to at most."""
+        most = {n: np.abs(self.stacks[n][0]) for n in set(self.factors.values())}
+        largest = {n: float(costs[np.isfinite(costs)].max(initial=0.0)) for n, costs in most.items()}
+        return sum(largest[n] for n in self.factors.values())
+
     def _amounts(self, node: int) -> Array:
         """What each strategy of a node holds (with ``live``)."""
         stack = self.stacks[self.factors[node,]]

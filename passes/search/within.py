@@ -88,7 +88,7 @@ def fit(search: Search, effort: float) -> None:
         if only.choice is None:
             raise PlanError(NO_CHOICE)
         choice, exact = part.original(only.choice), only.closed
-    search.offer(choice)
+    search.cut(part, choice)
     if search.choice is None:
         raise PlanError(_unfit(problem, choice, hard, "" if exact else " found"))
 
