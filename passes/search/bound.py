@@ -5,7 +5,7 @@ Source: Kolmogorov, Convergent tree-reweighted message passing (2006), in the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,3 +124,19 @@ class Dual:
     @property
     def strategies(self) -> int:
         return sum(map(len, self.kept.values()))
+
+    def reprice(self, change: Mapping[int, Array], constant: float) -> None:
+        """Add vectors over all strategies to the nodes' costs, and ``constant`` to the total."""
+        self.bound += constant
+        for i, vector in change.items():
+            self.node[i] += vector[self.kept[i]]
+            least = float(self.node[i].min())
+            self.bound += least
+            self.node[i] -= least
+
+    def marginal(self, i: int) -> Array:
+        """For each strategy that is left by how much a choice with it costs more than the best, at least, nearby."""
+        total = self.node[i].copy()
+        for scope in self.before[i] + self.after[i]:
+            total += self._message(scope, i)
+        return total
