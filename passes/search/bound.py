@@ -5,6 +5,8 @@ Source: Kolmogorov, Convergent tree-reweighted message passing (2006), in the re
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -56,10 +58,12 @@ class Dual:
         self.bound = network.constant + constant
         self.kept: dict[int, Classes] = {i: np.arange(network.sizes[i]) for i in self.order}
 
-    def sweep(self, upper: float) -> None:
-        """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``."""
+    def sweep(self, upper: float, deadline: float = math.inf) -> None:
+        """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``. Ends at ``deadline``."""
         for order, ahead in ((self.order, self.after), (self.order[::-1], self.before)):
-            for i in order:
+            for k, i in enumerate(order):
+                if k % 256 == 0 and time.perf_counter() > deadline:
+                    return
                 self._visit(i, ahead[i], upper)
 
     def _visit(self, i: int, ahead: list[Scope], upper: float) -> None:

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
 
 from autoshard.passes.search.lives import Lives
+from autoshard.passes.search.stacked import Choice
 
 # Stands for what is forbidden.
 FORBIDDEN = 1e18
 
 
 class Best:
-    """The best choice so far: within the limit if there is one, otherwise that which holds the least too much."""
+    """The best choice so far: allowed and within the limit if there is one, otherwise that which is nearest to it."""
 
-    def __init__(self, lives: Lives) -> None:
-        self.lives = lives
-        self.choice: tuple[int, ...] | None = None
-        self.key = (np.inf, np.inf)
+    def __init__(self, lives: Lives, choice: Choice) -> None:
+        self.lives, self.choice = lives, choice
+        self.forbidden, self.excess, self._cost = lives.judge(choice)
 
     @property
     def cost(self) -> float:
         """Infinite where no choice is within the limit."""
-        return self.key[1] if self.key[0] == 0 else np.inf
+        return math.inf if self.forbidden or self.excess else self._cost
 
-    def offer(self, choice: list[int] | tuple[int, ...]) -> bool:
+    def offer(self, choice: Choice) -> bool:
         """Take a choice if it is the best; returns whether it is."""
-        cost = self.lives.network.cost(tuple(choice))
-        if not np.isfinite(cost):
+        found = self.lives.judge(choice)
+        if found >= (self.forbidden, self.excess, self._cost):
             return False
-        key = (self.lives.excess(choice), cost)
-        if key < self.key:
-            self.choice, self.key = tuple(choice), key
-            return True
-        return False
+        self.choice, (self.forbidden, self.excess, self._cost) = choice, found
+        return True
 
 
-def descend(lives: Lives, start: tuple[int, ...], price: float, passes: int, deadline: float) -> list[int]:
+def descend(lives: Lives, start: Choice, price: float, passes: int, deadline: float) -> Choice:
     """From ``start`` to a choice that no change of one node betters; a unit held too much costs ``price``.
 
     The price doubles with every pass until nothing too much is held.
@@ -59,11 +57,11 @@ def descend(lives: Lives, start: tuple[int, ...], price: float, passes: int, dea
                 choice[node] = best
                 changed.update([node, *(other for other, _ in lives.beside[node])])
             if node % 64 == 0 and time.perf_counter() > deadline:
-                return choice
+                return tuple(choice)
         waiting = changed
         if (used > lives.limit * (1 + 1e-12)).any():
             price *= 2
             waiting = set(range(len(choice)))
         elif not changed:
             break
-    return choice
+    return tuple(choice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -9,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.errors import PlanError
-from autoshard.passes.search.network import Array, CostNetwork, Memory
+from autoshard.passes.search.dominance import Dominance
+from autoshard.passes.search.network import Array, CostNetwork, Memory, Row
+from autoshard.passes.search.stacked import stack_rows
+from autoshard.passes.search.tables import Classes
 
 Integers = NDArray[np.intp]
 
@@ -23,7 +27,7 @@ class Lives:
             raise PlanError("memory: usage needs one vector per node, as long as the node's costs")
         if memory.limit <= 0:
             raise PlanError(f"memory: the limit must be positive, got {memory.limit}")
-        self.network, self.usage, self.limit = network, memory.usage, memory.limit
+        self.network, self.usage, self.limit, self.intervals = network, memory.usage, memory.limit, memory.intervals
         self.beside: list[list[tuple[int, Array]]] = [[] for _ in nodes]
         """of every node the edges: (other node, costs [own strategy, the other's])"""
         for i, j, matrix in network.edges:
@@ -32,6 +36,15 @@ class Lives:
         most = np.array([usage.max() for usage in memory.usage])
         self.first, self.last = rows(memory.intervals or ((0, 1),) * len(nodes), most, memory.limit)
         self.count = int(self.last.max(initial=0))
+
+    def without_beaten(self, deadline: float) -> tuple[Lives, list[Classes]]:
+        """The same without strategies that cost and hold no less than another; and how those left are numbered here."""
+        nothing = (None,) * len(self.network.edges)
+        problem = stack_rows(self.network, [Row(self.usage, nothing, self.limit)])
+        left, numbers = Dominance(problem, deadline).run()
+        network = left.priced(np.zeros(1))
+        usage = tuple(u[k] for u, k in zip(self.usage, numbers, strict=True))
+        return Lives(network, Memory(usage, self.limit, self.intervals)), numbers
 
     def sums(self, held: Array) -> Array:
         """Per row the sum of what the nodes that live hold."""
@@ -43,9 +56,13 @@ class Lives:
     def held(self, choice: Sequence[int]) -> Array:
         return np.array([usage[s] for usage, s in zip(self.usage, choice, strict=True)])
 
-    def excess(self, choice: Sequence[int]) -> float:
-        """What a choice holds too much, over all rows."""
-        return float(np.maximum(self.sums(self.held(choice)) - self.limit * (1 + 1e-12), 0.0).sum())
+    def judge(self, choice: Sequence[int]) -> tuple[int, float, float]:
+        """(how many tables forbid a choice, what it holds too much over all rows, the cost beside what is forbidden)."""
+        network = self.network
+        costs = [float(vector[s]) for vector, s in zip(network.nodes, choice, strict=True)]
+        costs += [float(matrix[choice[i], choice[j]]) for i, j, matrix in network.edges]
+        excess = float(np.maximum(self.sums(self.held(choice)) - self.limit * (1 + 1e-12), 0.0).sum())
+        return sum(map(math.isinf, costs)), excess, sum(c for c in costs if not math.isinf(c))
 
     def weights(self, prices: Array) -> Array:
         """What a unit costs each node in all its rows."""

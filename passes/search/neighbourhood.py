@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -36,19 +36,21 @@ def around(lives: Lives, seed: int, count: int, generator: np.random.Generator) 
 
 
 def together(lives: Lives, row: int, count: int, generator: np.random.Generator) -> list[int]:
-    """``count`` of the nodes that live in a row."""
-    alive = np.flatnonzero((lives.first <= row) & (row < lives.last))
-    return sorted(generator.permutation(alive)[:count].tolist())
+    """``count`` nodes that live in a row, and then those that live nearest to it."""
+    away = np.maximum(lives.first - row, row + 1 - lives.last).clip(0) + generator.random(len(lives.first))
+    away[lives.first >= lives.last] += lives.count
+    return [int(node) for node in np.argsort(away, kind="stable")[:count]]
 
 
-def improve(best: Best, free: Iterable[int], kept: dict[int, Classes], price: float, seconds: float) -> bool:
-    """Free some nodes of the best choice, with the strategies ``kept``; returns whether a better one was found.
+def improve(best: Best, kept: dict[int, Classes], price: float, seconds: float) -> tuple[bool, bool]:
+    """Free some nodes of the best choice, with the strategies ``kept``.
+
+    Returns whether a better one was found, and whether all were searched.
 
     While no choice within the limit is known a unit held too much costs ``price``.
     """
     lives, choice = best.lives, best.choice
-    assert choice is not None
-    numbers = {node: k for k, node in enumerate(sorted(free))}
+    numbers = {node: k for k, node in enumerate(sorted(kept))}
     nodes = list(numbers)
     factors: dict[Scope, Array] = {}
     current = list(choice)
@@ -69,10 +71,10 @@ def improve(best: Best, free: Iterable[int], kept: dict[int, Classes], price: fl
     sizes = [len(kept[node]) for node in nodes]
     found = solve_core(sorted(factors.items()), sizes, upper=upper, limits=limits, time_limit=seconds, most_nodes=NODES)
     if found.choice is None:
-        return False
+        return False, found.exact
     for k, node in enumerate(nodes):
         current[node] = int(kept[node][found.choice[k]])
-    return best.offer(current)
+    return best.offer(tuple(current)), found.exact
 
 
 def _limits(

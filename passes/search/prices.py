@@ -58,7 +58,7 @@ class Part:
 
     @cached_property
     def elimination(self) -> Elimination | None:
-        return easy(self.problem) if self.problem.live is None else None
+        return easy(self.problem)
 
     def restricted(self, kept: Mapping[int, Classes]) -> Part:
         """With only some strategies of the nodes named."""

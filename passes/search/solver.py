@@ -89,6 +89,8 @@ def solve(
     """
     limit = math.inf if time_limit is None else time_limit
     pruner = Pruner(Tables())
+    if memory is not None and memory.intervals is None:
+        rows, memory = [*rows, Row(memory.usage, (None,) * len(network.edges), memory.limit)], None
     lives = Lives(network, memory) if memory is not None else None
     if not rows and (lives is None or lives.count == 0):
         return _solve(on_grid(network, grid(network)), network, pruner, time.perf_counter() + limit)
@@ -98,7 +100,12 @@ def solve(
 
     if lives is not None:
         return solve_over_time(lives, limit, effort)
-    return solve_within(stack_rows(network, rows), relaxed, limit, effort)
+    problem = stack_rows(network, rows)
+    if all(math.isinf(row.price) for row in rows):  # where there is room to spare nothing changes
+        found = _solve(on_grid(network, grid(network)), network, pruner, time.perf_counter() + limit, milp=False)
+        if found.exact and all(row.used(network, found.choice) <= row.limit for row in rows):
+            return found
+    return solve_within(problem, relaxed, limit, effort)
 
 
 def _solve(rounded: CostNetwork, network: CostNetwork, pruner: Pruner, deadline: float, milp: bool = True) -> Solution:

@@ -74,7 +74,7 @@ def fit(search: Search, effort: float) -> None:
     """A choice within the hard limits, whatever it costs. Raises PlanError with the least usage found if there is none."""
     problem, part = search.first, search.part
     hard = np.flatnonzero(np.isinf(problem.prices))
-    if problem.live is None and len(hard) == 1:
+    if len(hard) == 1:
         weights = np.zeros(len(problem.limits))
         weights[hard] = 1.0
         choice, _, exact = search.cheapest(part, weights, unit=0.0)
@@ -154,11 +154,7 @@ def solve_programme(search: Search, kept: list[Classes], target: float, effort: 
     limits = []
     for r, (limit, price) in enumerate(zip(problem.limits, problem.prices, strict=True)):
         stacks = ((scope, problem.stacks[number]) for scope, number in problem.factors.items())
-        if problem.live is None:
-            amounts = {scope: stack[1 + r] for scope, stack in stacks if len(stack) > 1 + r}
-        else:
-            alive = problem.live[r]
-            amounts = {scope: stack[1] for scope, stack in stacks if len(stack) > 1 and alive[scope[0]]}
+        amounts = {scope: stack[1 + r] for scope, stack in stacks if len(stack) > 1 + r}
         limits.append(Limit(amounts, float(limit), float(price)))
     found = solve_core(
         core,
