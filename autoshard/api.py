@@ -16,6 +16,7 @@ from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
+from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.plans.plan import Plan
@@ -37,6 +38,7 @@ def compile(  # noqa: A001  the public name
     gather_outputs: bool | None = None,
     strict: bool = False,
     dynamic: Dynamic = False,
+    inputs: Inputs = "global",
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
 
@@ -53,17 +55,25 @@ def compile(  # noqa: A001  the public name
             requires one. ``False``: no call ever records gradients. Dropout and batch norm follow the modules' own
             modes. A call in another state (modes, requires_grad, autocast) compiles another program, once.
         gather_outputs: whether outputs come back as full tensors; default: where gradients are recorded they keep
-            their layout (a DTensor under torch.distributed), else yes. Scalars are always plain tensors.
+            their layout (under torch.distributed a DTensor, gathered where it meets a plain tensor), else yes. Scalars
+            are always plain tensors.
         strict: raise for an op without a sharding rule instead of running it on full tensors.
         dynamic: compile one program for all lengths of the inputs' dims that the model leaves open (True), or of those
             named: ``{"input_ids": {0: "batch", 1: "seq"}}``. Dims of one name are equal; ``"4*batch"`` promises a
             multiple of 4, so that a dim made of several may be cut. Local sizes become expressions of these lengths.
             An example length of 0 or 1 stays fixed. A call that the program does not hold for compiles another one.
+        inputs: ``"global"``: every process brings the whole batch; ``"local"``: each brings its own part of it, all of
+            one size, as from a DistributedSampler, and the results are those of the parts put together (in one process
+            the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
+            batch: by the only one, by those that hints for the input name (``{"x": {"dp": Shard(0)}}``), or by those
+            with usual names (dp, data, fsdp, replica, …); along others ranks bring the same. Inputs that are DTensors
+            state their layout themselves. With ``dynamic``, inputs in parts are gathered first.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
-    settings = Settings(Wishes(hints, memory_budget, strict, plan), training, gather_outputs, dynamic)
+    check_inputs(inputs)
+    settings = Settings(Wishes(hints, memory_budget, strict, plan), training, gather_outputs, dynamic, inputs)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
@@ -94,17 +104,23 @@ def plan(
     memory_budget: float | None = None,
     training: bool | None = None,
     dynamic: Dynamic = False,
+    inputs: Inputs = "global",
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
-    Arguments as of :func:`compile`; example inputs are needed. Raises as :func:`compile` does.
+    Arguments as of :func:`compile`; example inputs are needed. Those that are local are what one rank brings: the plan
+    is for a batch of as many parts as there are. Raises as :func:`compile` does.
     """
+    check_inputs(inputs)
     if not example_args and not example_kwargs:
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
-    wishes = Wishes(hints=hints, memory_budget=memory_budget)
+    resolved = Mesh.of(mesh)
     example = tuple(example_args), dict(example_kwargs or {})
+    layouts = local_layouts(model, resolved, *example, inputs, hints)
+    example = wholes(*example, layouts)
+    wishes = Wishes(hints=hints, memory_budget=memory_budget, inputs=() if dynamic else layouts)
     wanted = model.training if training is None else training
     recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
-    return compiled(model, Mesh.of(mesh), *example, wishes, training=recorded, dynamic=dynamic).plan
+    return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan

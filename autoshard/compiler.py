@@ -60,6 +60,8 @@ class Wishes:
     """choices to follow instead of a search"""
     parameters: Mapping[str, Layout] | None = None
     """layouts that an earlier compilation gave the parameters"""
+    inputs: tuple[Layout | None, ...] = ()
+    """per leaf of the arguments the layout it comes in; None, or nothing: whole"""
 
 
 def compiled(
@@ -114,8 +116,9 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
 
 def _assignment(graph: Graph, mesh: Mesh, wishes: Wishes) -> Assignment:
     """The choices of a plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
+    given = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
     if wishes.plan is not None:
-        return assignment_of(wishes.plan, graph, mesh)
+        return assignment_of(wishes.plan, graph, mesh, given)
     constraints = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     with stage("planning"):
-        return propagate(graph, mesh, constraints, binding(wishes.memory_budget, graph, mesh))
+        return propagate(graph, mesh, constraints, binding(wishes.memory_budget, graph, mesh), given)

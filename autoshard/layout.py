@@ -73,11 +73,7 @@ def chunk(size: int, ranks: int, index: int) -> tuple[int, int]:
 
 def gradient_placement(placement: Placement) -> Placement:
     """The placement of the gradient of a value with ``placement``."""
-    if isinstance(placement, Replicate):
-        return P
-    if isinstance(placement, Partial):
-        return R
-    return placement
+    return P if isinstance(placement, Replicate) else R if isinstance(placement, Partial) else placement
 
 
 @dataclass(frozen=True, init=False)
@@ -147,18 +143,9 @@ class Layout:
         self.check(shape)
         return tuple(self.chunk_of(d, n, rank)[1] for d, n in enumerate(shape))
 
-    def local_offset(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Where the rank's part starts in the global tensor, per dim."""
-        self.check(shape)
-        return tuple(self.chunk_of(d, n, rank)[0] for d, n in enumerate(shape))
-
     def max_local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The largest local shape over all ranks: that of rank 0; of symbolic lengths, the example's."""
         return self.local_shape([int(n) for n in shape], 0)
-
-    def is_even(self, shape: Sequence[int]) -> bool:
-        """Whether every rank holds the same local shape."""
-        return all(n % self.mesh.size_of(self.axes_of(d)) == 0 for d, n in enumerate(shape))
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise :class:`LayoutError` if a sharded dim does not exist in ``shape``."""

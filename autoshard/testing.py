@@ -13,10 +13,9 @@ import torch
 from autoshard.check.rule_check import SEED, Op, RuleCheck, Sample, check_rule, overload
 from autoshard.errors import RuleError
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
+from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs, tensor_arguments
 from autoshard.passes.rules import register
 from autoshard.passes.rules.base import Rule
-from autoshard.passes.rules.factors import tensor_arguments
 from autoshard.passes.rules.notation import Dim, Linear, Term, parse, rule
 
 __all__ = ["RuleCheck", "Sample", "check_rule", "register_rule"]
@@ -114,7 +113,7 @@ def _checked_when_used(new: Rule) -> Rule:
             pending.clear()
         return new.strategies(node, graph)
 
-    return replace(new, strategies=strategies)
+    return replace(new, space=strategies)
 
 
 def _sample_of(node: Node, graph: Graph) -> Sample | None:

@@ -233,7 +233,7 @@ class Straight(torch.autograd.Function):
 
 WHOLE = {
     exactly._opoverload: [call(f(4, 5), [4, 5], "model.py:1")],
-    function._opoverload: [call("special_samples:Straight", [f(4, 5)], "[(True, None), (False, 1)]")],
+    function._opoverload: [call("special_samples:Straight", [f(4, 5)], "[(True, None), (False, 1)]", "")],
     ctc_loss._opoverload: [
         call(
             unit(6, 3, 5).log(),

@@ -33,13 +33,16 @@ def layers(count: int, stored: str, labels: str, **axes: int) -> Program:
     return bucket(hoisted(draft.program(**{draft.layers(count, stored, labels): rows})))
 
 
+def is_valid_and_reads(program: Program, expected: str) -> None:
+    check_program(program)
+    assert text(program) == expected
+
+
 def test_fully_sharded() -> None:
     """One gather per block, in front of its first reader."""
-    program = layers(2, "0", "m", dp=2)
-    check_program(program)
-    assert (
-        text(program)
-        == """
+    is_valid_and_reads(
+        layers(2, "0", "m", dp=2),
+        """
   l.0:
     l_0_up__1: R@dp, l_0_out__1: R@dp = runtime.gather_parameters([l_0_up, l_0_out], [0, 0], 'dp', to='R')
         l_0_up__1: all_gather(dp): S(0)@dp → R@dp    1 KiB; backward reduce_scatter 1 KiB
@@ -53,16 +56,14 @@ def test_fully_sharded() -> None:
     up1: S(0)@dp = aten.mm.default(out0, l_1_up__1)
     out1: S(0)@dp = aten.mm.default(up1, l_1_out__1)
   return out1
-"""
+""",
     )
 
 
 def test_data_parallel() -> None:
-    program = layers(1, "I", "m", dp=2)
-    check_program(program)
-    assert (
-        text(program)
-        == """
+    is_valid_and_reads(
+        layers(1, "I", "m", dp=2),
+        """
   l.0:
     l_0_up__1: R@dp, l_0_out__1: R@dp = runtime.enter_parameters([l_0_up, l_0_out], 'dp')
         l_0_up__1: enter(dp): I@dp → R@dp    local; backward all_reduce 2 KiB
@@ -70,17 +71,15 @@ def test_data_parallel() -> None:
     up0: S(0)@dp = aten.mm.default(x, l_0_up__1)
     out0: S(0)@dp = aten.mm.default(up0, l_0_out__1)
   return out0
-"""
+""",
     )
 
 
 def test_hybrid_sharded() -> None:
     """Both steps of a parameter are one member: its gradient is summed over the replicas once it is a shard."""
-    program = layers(1, "I 0", "m m", r=2, s=2)
-    check_program(program)
-    assert (
-        text(program)
-        == """
+    is_valid_and_reads(
+        layers(1, "I 0", "m m", r=2, s=2),
+        """
   l.0:
     l_0_up__2: R@r R@s, l_0_out__2: R@r R@s = runtime.gather_parameters([l_0_up, l_0_out], [0, 0], 's', to='R', replicas=['r'])
         l_0_up__1: enter(r): S(0)@s I@r → S(0)@s R@r    local; backward all_reduce 1 KiB
@@ -90,17 +89,15 @@ def test_hybrid_sharded() -> None:
     up0: S(0)@r S(0)@s = aten.mm.default(x, l_0_up__2)
     out0: S(0)@r S(0)@s = aten.mm.default(up0, l_0_out__2)
   return out0
-"""
+""",
     )
 
 
 def test_sharded_over_two_axes() -> None:
     """One gather after another, each in a bucket of its own."""
-    program = layers(1, "0 1", "m m", a=2, b=2)
-    check_program(program)
-    assert (
-        text(program)
-        == """
+    is_valid_and_reads(
+        layers(1, "0 1", "m m", a=2, b=2),
+        """
   l.0:
     l_0_up__1: S(1)@b R@a, l_0_out__1: S(1)@b R@a = runtime.gather_parameters([l_0_up, l_0_out], [0, 0], 'a', to='R')
         l_0_up__1: all_gather(a): S(0)@a S(1)@b → S(1)@b R@a    512 B; backward reduce_scatter 512 B
@@ -111,7 +108,7 @@ def test_sharded_over_two_axes() -> None:
     up0: S(0)@a S(0)@b = aten.mm.default(x, l_0_up__2)
     out0: S(0)@a S(0)@b = aten.mm.default(up0, l_0_out__2)
   return out0
-"""
+""",
     )
 
 
@@ -134,11 +131,9 @@ def test_a_bucket_stands_after_what_its_members_are_made_from() -> None:
     draft.parameter("out", (32, 16), "I I")
     draft.op("h", aten.mm.default, ("x", "up"), "m n")
     draft.op("y", aten.mm.default, ("h", "out"), "m k")
-    program = bucket(hoisted(draft.program(y="0 P")))
-    check_program(program)
-    assert (
-        text(program)
-        == """
+    is_valid_and_reads(
+        bucket(hoisted(draft.program(y="0 P"))),
+        """
   (root):
     up__1: S(1)@b I@a = runtime.slice(up, 1, 'b', of='I')
     out__1: S(0)@b I@a = runtime.slice(out, 0, 'b', of='I')
@@ -148,7 +143,7 @@ def test_a_bucket_stands_after_what_its_members_are_made_from() -> None:
     h: S(0)@a S(1)@b = aten.mm.default(x, up__2)
     y: S(0)@a P@b = aten.mm.default(h, out__2)
   return y
-"""
+""",
     )
 
 

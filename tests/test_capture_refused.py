@@ -35,7 +35,13 @@ class Double(torch.autograd.Function):
         return grad * 7
 
 
-double = Double.apply  # bound at import, as many libraries do
+class Noisy(Double):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+double, noisy = Double.apply, Noisy.apply  # bound at import, as many libraries do
 
 
 def activation_hook(self: Model, x: torch.Tensor) -> torch.Tensor:
@@ -69,14 +75,14 @@ def seeds(self: Model, x: torch.Tensor) -> torch.Tensor:
 
 def swallowed(self: Model, x: torch.Tensor) -> torch.Tensor:
     try:
-        return double(x * self.w)  # type: ignore[no-any-return]
+        return noisy(x * self.w)  # type: ignore[no-any-return]
     except Exception:
         return x * self.w
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "function": (lambda s, x: double(x * s.w), r"custom autograd.Function 'Double'.*drops its backward"),
-    "swallowed": (swallowed, "custom autograd.Function 'Double'"),
+    "function": (lambda s, x: noisy(x * s.w), r"custom autograd.Function 'Noisy'.*draws random.*drop its backward"),
+    "swallowed": (swallowed, "custom autograd.Function 'Noisy'"),
     "activation hook": (activation_hook, r"test_capture_refused.py:\d+.*a tensor hook \(register_hook\)"),
     "checkpoint": (lambda s, x: checkpoint(s.lin, x * s.w, use_reentrant=False), "activation checkpointing"),
     "reentrant": (lambda s, x: checkpoint(s.lin, x * s.w, use_reentrant=True), "activation checkpointing"),

@@ -31,7 +31,7 @@ class Net(nn.Module):
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
+        return x + torch.rand_like(x)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
@@ -101,8 +101,8 @@ def test_state_sees_a_change() -> None:
 def test_custom_autograd_function() -> None:
     assert message(WithFunction(), compiled(), autoshard.CaptureError) == (
         f"the model ({line_of('return Double.apply(super().forward(x))')}): custom "
-        "autograd.Function 'Double' (test_errors): tracing keeps its forward and drops its backward, so gradients would "
-        "be wrong. Write it with differentiable torch ops, or make it an op with torch.library.custom_op and "
+        "autograd.Function 'Double' (test_errors): it draws random numbers, and a trace of its forward would drop its "
+        "backward. Write it with differentiable torch ops, or make it an op with torch.library.custom_op and "
         "register_autograd."
     )
 

@@ -309,10 +309,11 @@ def test_a_librarys_other_backward_runs_as_an_op(
     assert any(choice.op == "autoshard.function.default" for choice in report.plan.choices.values())
 
 
-@pytest.mark.parametrize(("function", "library"), [(Noise, True), (StraightThrough, False), (Cube, False)])
-def test_any_other_backward_is_refused(function: Any, library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("library", [True, False])
+def test_any_other_backward_is_refused(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = Noise
     monkeypatch.setattr(custom_functions, "_is_a_librarys", lambda function: library)
-    with pytest.raises(CaptureError, match=rf"'{function.__name__}'.*drops its backward"):
+    with pytest.raises(CaptureError, match=rf"'{function.__name__}'.*drop its backward"):
         autoshard.plan(Activated(function), {"tp": 2}, (torch.randn(4, 8),))
     Activated(function)(torch.randn(4, 8)).backward()  # the function is as it was
     assert function.apply.__self__ is function

@@ -22,6 +22,8 @@ from autoshard.layout import I, Layout, P, Partial, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import cost_matrix, emit, redistribution
+from autoshard.passes.redistribute.space import UNSHARDED
+from autoshard.runtime.move import DUAL
 
 S0, S1 = Shard(0), Shard(1)
 
@@ -60,6 +62,13 @@ def test_named(mesh: Mesh, src: list, dst: list, grad: bool, steps: list[str], s
     plan = redistribution(src, dst, (16, 16), mesh, torch.float32, grad)
     assert kinds(plan) == steps
     assert plan.bytes == size
+
+
+@pytest.mark.parametrize("letter", "RIP")
+def test_the_gradient_of_a_layout_is_the_dual_of_a_move(letter: str) -> None:
+    """Stated twice, as the runtime imports no layouts."""
+    gradient = Layout({"a": 2}, [UNSHARDED[letter]]).gradient()
+    assert gradient.placements == (UNSHARDED[DUAL[letter]],)
 
 
 def test_unequal_axes_swap_without_a_gather() -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import heapq
+import importlib
 import itertools
 import math
+import pkgutil
 import random
 from collections.abc import Iterator
 from fractions import Fraction
@@ -21,7 +23,8 @@ import torch
 
 from autoshard.layout import I, Layout, P, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.redistribute import planner, pricing, redistribution, space, table
+from autoshard.passes import redistribute
+from autoshard.passes.redistribute import redistribution, space
 
 DUAL = {"R": "P", "P": "R", "I": "I"}
 PLACEMENT = {"R": R, "I": I, "P": P}
@@ -249,8 +252,11 @@ def test_equals_exhaustive_search_where_uneven(sizes: tuple[int, ...], shape: tu
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing cached before, nothing left behind after."""
-    found = (vars(module).values() for module in (planner, pricing, space, table))
-    caches = [x for values in found for x in values if hasattr(x, "cache_clear")]
+    modules = [
+        importlib.import_module(f"{redistribute.__name__}.{m.name}")
+        for m in pkgutil.iter_modules(redistribute.__path__)
+    ]
+    caches = [x for module in modules for x in vars(module).values() if hasattr(x, "cache_clear")]
     for cache in caches:
         cache.cache_clear()
     yield

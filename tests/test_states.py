@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+import state_cases_inputs  # noqa: F401  more of them
+import state_cases_outputs  # noqa: F401
 from harness import ideal
 from state_cases import CASES
 

@@ -71,12 +71,9 @@ def run(program: Program, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, 
     """Every local value by name, per rank."""
     mesh = program.mesh
     world = runtime.World(dict(zip(mesh.axes, mesh.shape, strict=True)))
-    kinds = {i.name: i.kind for i in program.graph.inputs}
 
     def rank(number: int) -> dict[str, torch.Tensor]:
-        values = {
-            n: x if kinds[n] == "input" else shard_of(x, program.layouts[n], number).clone() for n, x in inputs.items()
-        }
+        values = {n: shard_of(x, program.layouts[n], number).clone() for n, x in inputs.items()}
         for s in program.statements:
             results = flat(evaluate(s.call, values, mesh, number))
             values.update({o: r for o, r in zip(s.outputs, results, strict=False) if o != "_"})

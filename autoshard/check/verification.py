@@ -151,7 +151,9 @@ class _Runner:
             torch.manual_seed(number)
             if optimizer is not None:
                 optimizer.zero_grad()
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (self.args, self.kwargs))
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), (self.args, self.kwargs)
+            )
             with torch.set_grad_enabled(training):
                 out = module(*args, **kwargs)
                 leaves = [full(x) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
@@ -206,24 +208,17 @@ def compare(
     if kind in ("gradient", "parameter") and want.is_floating_point():
         given = given.to(want.dtype)  # eager may convert a parameter in its forward, for good
     if given.shape != want.shape or given.dtype != want.dtype:
-        return Comparison(
-            f"{what} ({given.dtype}{list(given.shape)}, not {want.dtype}{list(want.shape)})", kind, step, math.inf, rtol
-        )
-    if not want.is_floating_point() and not want.is_complex():
-        return Comparison(what, kind, step, 0.0 if torch.equal(given, want) else math.inf, rtol)
-    if torch.equal(torch.nan_to_num(given), torch.nan_to_num(want)):
-        same = torch.equal(given.isnan(), want.isnan())
-        return Comparison(what, kind, step, 0.0 if same else math.inf, rtol)
-    difference = float((given - want).abs().max())
-    if difference <= floor:
-        return Comparison(what, kind, step, min(difference / (scale(want) or 1.0), rtol), rtol)
-    return Comparison(
-        what, kind, step, difference / (scale(want) or 1.0) if math.isfinite(difference) else math.inf, rtol
-    )
-
-
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().clone().requires_grad_(x.requires_grad)
+        what = f"{what} ({given.dtype}{list(given.shape)}, not {want.dtype}{list(want.shape)})"
+        error = math.inf
+    elif not want.is_floating_point() and not want.is_complex():
+        error = 0.0 if torch.equal(given, want) else math.inf
+    elif torch.equal(torch.nan_to_num(given), torch.nan_to_num(want)):
+        error = 0.0 if torch.equal(given.isnan(), want.isnan()) else math.inf
+    else:
+        difference = float((given - want).abs().max())
+        error = difference / (scale(want) or 1.0) if math.isfinite(difference) else math.inf
+        error = min(error, rtol) if difference <= floor else error
+    return Comparison(what, kind, step, error, rtol)
 
 
 def full(x: torch.Tensor) -> torch.Tensor:

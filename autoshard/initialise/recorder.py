@@ -120,9 +120,7 @@ class Recorder(TorchDispatchMode):
     def constant(self, real: Tensor) -> Area:
         """The area of a new storage that is filled with ``real``, a tensor made outside."""
         with FakeTensorMode():
-            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
-        self.add(torch.ops.aten.clone.default, (real,), {}, fake, [], fills=False, random=False)
-        return self.area(fake)
+            return self.area(self._fake_constant(real))
 
     @contextmanager
     def patches(self) -> Iterator[None]:

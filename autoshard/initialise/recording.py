@@ -134,7 +134,9 @@ class Recording:
     def _run_op(self, op: Op, storages: Storages) -> None:
         args, kwargs = pytree.tree_map_only(Area, lambda area: self.tensor(area, storages), (op.args, op.kwargs))
         outputs = [x for x in pytree.tree_leaves(op.call(*args, **kwargs)) if isinstance(x, Tensor)]
-        constants = {x.untyped_storage()._cdata for x in pytree.tree_leaves((op.args, op.kwargs)) if _is_tensor(x)}
+        constants = {
+            x.untyped_storage()._cdata for x in pytree.tree_leaves((op.args, op.kwargs)) if isinstance(x, Tensor)
+        }
         adopted: set[int] = set()
         for area, output in zip(op.results, outputs, strict=True):
             if area is None or area.storage in adopted:
@@ -192,7 +194,3 @@ def _allocate(nbytes: int) -> torch.UntypedStorage:
     if nbytes < 1 << 20:
         return torch.UntypedStorage(nbytes, device="cpu")
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)

@@ -21,14 +21,15 @@ from autoshard import errors
 from autoshard.errors import AutoshardError, CommunicationError, PlanError, RuntimeMismatchError
 from autoshard.module.checksum import checksum
 from autoshard.runtime.peers import Notes, lost, wait
-from autoshard.runtime.process_group import all_gather_single, raw
+from autoshard.runtime.process_group import all_gather_single
+from autoshard.runtime.wire import raw
 
 T = TypeVar("T")
-Claim = tuple[str, int]
-"""what must be the same on every rank, and a number for it"""
+Claim = tuple[str, int] | tuple[str, int, Sequence[int]]
+"""what must be the same on every rank, and a number for it; the rank with which each agrees, where not with rank 0"""
 
-_WIDTH = 5
-"""numbers in an agreement: of what, and up to four claims"""
+_WIDTH = 6
+"""numbers in an agreement: of what, and up to five claims"""
 
 _POSITIVE = (1 << 62) - 1
 
@@ -61,8 +62,8 @@ class Agreement:
     def begin(self, *claims: Claim) -> None:
         """Begin to compare; :meth:`finish` has the result."""
         self.finish()
-        kind = zlib.crc32(repr([what for what, _ in claims]).encode())
-        numbers = [kind, *(n & _POSITIVE for _, n in claims)]
+        kind = zlib.crc32(repr([what for what, *_ in claims]).encode())
+        numbers = [kind, *(n & _POSITIVE for _, n, *_ in claims)]
         self._open = (*self._numbers(_cpu(numbers + [0] * (_WIDTH - len(numbers)))), claims)
 
     def finish(self) -> None:
@@ -74,11 +75,12 @@ class Agreement:
         rows = found.tolist()
         if differing(rows, 0):
             raise RuntimeMismatchError(f"the ranks do not make the same calls: {listed(differing(rows, 0))} at another")
-        for i, (what, _) in enumerate(claims, 1):
-            if others := differing(rows, i):
+        for i, (what, _, *peers) in enumerate(claims, 1):
+            if others := differing(rows, i, *peers):
                 why = self.notes.look()
+                first = peers[0][others[0]] if peers else 0
                 raise RuntimeMismatchError(
-                    f"the ranks disagree on {what}: {listed(others)} from rank 0" + (f"; {why}" if why else "")
+                    f"the ranks disagree on {what}: {listed(others)} from rank {first}" + (f"; {why}" if why else "")
                 )
 
     def agree(self, *claims: Claim) -> None:
@@ -178,9 +180,9 @@ class Agreement:
             raise
 
 
-def differing(rows: Sequence[Sequence[int]], i: int) -> list[int]:
-    """The ranks whose number ``i`` is not rank 0's."""
-    return [rank for rank, row in enumerate(rows) if row[i] != rows[0][i]]
+def differing(rows: Sequence[Sequence[int]], i: int, peers: Sequence[int] | None = None) -> list[int]:
+    """The ranks whose number ``i`` is not that of the rank in ``peers``, by default rank 0."""
+    return [rank for rank, row in enumerate(rows) if row[i] != rows[peers[rank] if peers else 0][i]]
 
 
 def listed(ranks: Sequence[int], most: int = 8) -> str:

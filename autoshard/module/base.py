@@ -5,31 +5,35 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard.compiler import Compiled, Wishes, compiled
-from autoshard.errors import CaptureError, PlanError, RuleError, RuntimeMismatchError
+from autoshard.errors import CaptureError, PlanError, RuleError
+from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.module.executable import Executable, described, load_source, signature_of
-from autoshard.module.original import Original
+from autoshard.module.entrance import beside, check_data
+from autoshard.module.executable import Executable, described, first_that_serves, load_source, signature_of
+from autoshard.module.inputs import Inputs, local_layouts
+from autoshard.module.original import Original, absent_buffers
 from autoshard.module.parts import Fixed
 from autoshard.module.saving import save
 from autoshard.module.state import State, check_call, requires_grad, state_of
+from autoshard.module.turns import Turns
 from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Collective
 from autoshard.runtime.autocast import without_autocast
-from autoshard.runtime.exactly import is_of_other_values
 
 log = logging.getLogger("autoshard")
 
@@ -42,6 +46,7 @@ class Settings:
     training: bool | None = None
     gather_outputs: bool | None = None
     dynamic: Dynamic = False
+    inputs: Inputs = "global"
 
 
 class ShardedModule(Fixed):
@@ -55,6 +60,7 @@ class ShardedModule(Fixed):
     _settings: Settings
     _of: Original
     _title: str
+    _turns: Turns
     _executables: dict[Any, Executable]
     _latest: Executable | None
     _parameter_layouts: dict[str, Layout] | None
@@ -68,6 +74,7 @@ class ShardedModule(Fixed):
         set_(self, "_settings", settings)
         set_(self, "_of", Original(model))
         set_(self, "_title", type(model).__name__)
+        set_(self, "_turns", Turns())
         set_(self, "_executables", {})
         set_(self, "_latest", None)
         set_(self, "_parameter_layouts", None)
@@ -138,9 +145,11 @@ class ShardedModule(Fixed):
         ``number``: of the programs for these that were tried and are for other integers in tensors. ``recorded``:
         whether gradients are recorded (default: as the ``training`` of :func:`autoshard.compile` says).
         """
-        found = self._specialised(args, kwargs, number, recorded)
-        object.__setattr__(self, "_latest", found)
-        return found
+        with self._turns:
+            check_example(self._of.model, (tuple(args), dict(kwargs)))
+            found = self._specialised(args, kwargs, number, recorded)
+            object.__setattr__(self, "_latest", found)
+            return found
 
     def _recorded(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with these arguments records gradients; only then its program has a backward."""
@@ -176,8 +185,11 @@ class ShardedModule(Fixed):
             structure = self._key(leaves, spec, state, exactly=False)
             found = self._serving(structure, leaves)
             if found is None:
-                with torch.inference_mode(False):  # what is made here outlives the call
-                    found = self._build(args, kwargs, state.recorded, structure)
+                try:
+                    with torch.inference_mode(False):  # what is made here outlives the call
+                        found = self._build(args, kwargs, state.recorded, structure)
+                except CaptureError as error:
+                    raise beside(error, self.programs, leaves) from error
                 adopted = self._state(leaves, state.recorded)
                 key = self._key(leaves, spec, adopted, number)
                 if found.structure is not None:
@@ -216,7 +228,12 @@ class ShardedModule(Fixed):
         settings = self._settings
         dynamic = settings.dynamic if structure is not None else False
         first = self._parameter_layouts is None
-        wishes = settings.wishes if first else replace(settings.wishes, plan=None, parameters=self._parameter_layouts)
+        inputs = (
+            self._input_layouts(args, kwargs) if structure is None else ()
+        )  # open lengths are read off whole inputs
+        wishes = replace(settings.wishes, inputs=inputs)
+        wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts)
+        args, kwargs = self._whole(args, kwargs)
         with self._of.as_it_is(self._check) as model:
             found = self._compiled(model, args, kwargs, wishes, training=recorded, dynamic=dynamic)
         if first:
@@ -224,6 +241,7 @@ class ShardedModule(Fixed):
             with without_autocast():
                 self._adopt(self._of.model, found.graph, parameters)
             object.__setattr__(self, "_parameter_layouts", parameters)
+        self._adopt_attributes(found.graph)
         rank_module = load_source(found.source.text, found.source.modules)
         return Executable(found, rank_module, described(found.graph, args, kwargs), structure)
 
@@ -232,6 +250,21 @@ class ShardedModule(Fixed):
     ) -> Compiled:
         """All stages for these arguments. ``options``: see :func:`capture`."""
         return compiled(model, self.mesh, args, kwargs, wishes, title=self._title, **options)
+
+    # --- inputs ---
+
+    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as programs know them: tensors of global shape, those that came in parts as DTensors."""
+        return tuple(args), dict(kwargs)
+
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
+        """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""
+        s = self._settings
+        return local_layouts(self._of.model, self.mesh, args, kwargs, s.inputs, s.wishes.hints)
+
+    def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as plain tensors, for captures."""
+        return tuple(args), dict(kwargs)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
@@ -253,11 +286,23 @@ class ShardedModule(Fixed):
             for prefix, module in model.named_modules()
             for n in module._non_persistent_buffers_set
         }
+        initial |= recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
         for name, b in model.named_buffers(remove_duplicate=False):
             if id(b) not in taken:
                 taken[id(b)] = self._buffer(b, initial.get(name))
             self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
-        self._of.adopt()
+        self._of.adopt([name for name in absent if name not in initial])
+
+    def _adopt_attributes(self, graph: Graph) -> None:
+        """Take over what the forward writes of plain attributes; programs that knew them as constants serve no call more."""
+        buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
+        found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots)
+        for name, tensor in self._agreed(found).items():
+            self._of.put(name, self._buffer(tensor, None), parameter=False, persistent=False)
+
+    def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same on every rank."""
+        return tensors
 
     def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
         """Initial values (this rank's shards of parameters) of a model from ``deferred_init``; else nothing."""
@@ -284,32 +329,54 @@ class ShardedModule(Fixed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on the mesh."""
 
-        if torch.get_default_device().type == "meta":
-            raise CaptureError(
-                "the default device is meta, which has no data: call the module outside of torch.device('meta')"
-            )
+        with self._turns:
+            return self._called(args, kwargs)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_data(self._of.model, args, kwargs, self._device_type())
+        args, kwargs = self._arrived(args, kwargs)
         recorded = self._recorded(pytree.tree_leaves((args, kwargs)))
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
             executable = self.specialise(args, kwargs, number, recorded)
             own, named, written = executable.apart(args, kwargs)
+            self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
             with without_autocast(), contextlib.nullcontext() if recorded else torch.no_grad():
-                leaves, mutated = self._run(executable, self._flat_inputs(executable, own, named))
+                leaves, mutated = self._run(executable, executable.flat_inputs(own, named))
             return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
 
-        leaves, mutated, written, out_spec = _first_that_serves(serve)
+        leaves, mutated, written, out_spec = first_that_serves(serve)
         with torch.no_grad():
             for fqn, new in mutated.items():
-                (written[fqn] if fqn in written else self.tensor(fqn)).copy_(new)
+                old = written[fqn] if fqn in written else self.tensor(fqn)
+                if fqn in written or (old.shape, old.dtype) == (new.shape, new.dtype):
+                    self._load(old, new)
+                else:  # set anew in the forward
+                    self._of.replace(fqn, new.clone())
         return pytree.tree_unflatten(leaves, out_spec)
 
-    def _flat_inputs(
-        self, executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[torch.Tensor]:
-        """Tensors in the order the rank module takes them."""
-        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        by_name = {n: leaf for n, leaf in zip(executable.graph.flat_inputs, leaves, strict=True) if n is not None}
-        return [by_name[name] for name in executable.compiled.source.inputs]
+    def _device_type(self) -> str | None:
+        """Where inputs have to come; None where they are moved."""
+        return next((t.device.type for t in self._of.held().values()), None) if self._of.adopted else None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For gradient accumulation: forward passes inside do not sum gradients over replicas in their backward.
+
+        The next backward of a forward outside sums what has accumulated in ``.grad`` with its own, once, as with
+        DistributedDataParallel. Until then gradients are Partial DTensors: ``full_gradients()`` gives their sums, and
+        optimizers and ``autoshard.clip_grad_norm_`` refuse them. Of parameters kept in shards (FSDP) every backward
+        reduces them. In one process gradients are always whole, and sums inside are not counted as collectives.
+        """
+        before = self._defer(True)
+        try:
+            yield
+        finally:
+            self._defer(before)
+
+    def _defer(self, deferred: bool) -> bool:
+        """Whether forward passes leave their gradients as summands; returns whether they did."""
+        raise NotImplementedError
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         raise NotImplementedError
@@ -362,27 +429,3 @@ class ShardedModule(Fixed):
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         tensor.copy_(full)
-
-
-_PROGRAMS = 16
-"""programs for one signature, of inputs whose integers decide otherwise; more would hide that every call compiles one"""
-
-Served = TypeVar("Served")
-
-
-def _first_that_serves(serve: Callable[[int], Served]) -> Served:
-    """``serve(number)`` of the first number whose program is for the integers in the inputs."""
-    state = torch.get_rng_state()
-    for number in range(_PROGRAMS):
-        try:
-            return serve(number)
-        except RuntimeError as error:
-            if not is_of_other_values(error):
-                raise
-            if number == _PROGRAMS - 1:
-                raise RuntimeMismatchError(
-                    f"{error}. {_PROGRAMS} programs for inputs of these shapes serve others. Pad to fixed lengths, or mask."
-                ) from error
-            log.info("a program does not serve this call: %s", error)
-        torch.set_rng_state(state)  # a program that stopped may have drawn
-    raise AssertionError

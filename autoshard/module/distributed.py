@@ -21,13 +21,19 @@ from autoshard.errors import CaptureError, CommunicationError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.agreement import AFTERWARDS, Agreement, asked_checks
+from autoshard.module.arrivals import checksums, dtensor, from_part, layout_of, part_for, peers, stating
 from autoshard.module.base import Settings, ShardedModule
-from autoshard.module.checksum import checksum
+from autoshard.module.dtensor_ops import mend
 from autoshard.module.executable import Executable, signature_of
 from autoshard.module.gradients import one_verdict
+from autoshard.module.inputs import without_data
+from autoshard.module.leaves import locals_of
+from autoshard.module.outputs import Output
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.module.state import State, digest
+from autoshard.module.turns import Turns
+from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
@@ -39,8 +45,10 @@ FIRST_CALLS = 8
 _SHAPES = "the shapes and dtypes of the inputs"
 _STATE = (
     "the state of the call: whether gradients are recorded, modules in train or eval mode, requires_grad and dtypes of "
-    "parameters, autocast, or torch's defaults"
+    "parameters, autocast, or torch's defaults; or no_sync()"
 )
+_PARTS = f"{_SHAPES} (local inputs have one size on all ranks: pad them, or give the loader drop_last=True)"
+_SAME_PARTS = "the parts of the inputs (ranks along a mesh axis that does not cut them bring the same)"
 _VALUES = "the values of the inputs (every rank takes the same global batch)"
 _FAILED = "whether an earlier call failed (their collectives are out of step: start all processes again)"
 
@@ -65,7 +73,9 @@ class DistributedModule(ShardedModule):
         set_(self, "device_mesh", device_mesh)
         set_(self, "_comm", runtime.TorchCommunicator.of(device_mesh))
         set_(self, "_device", torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+        set_(self, "_turns", Turns(waits=False))
         one_verdict()
+        mend()
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())
@@ -73,6 +83,9 @@ class DistributedModule(ShardedModule):
         self._comm.device = self._device
 
     # --- tensors ---
+
+    def _device_type(self) -> str | None:
+        return None
 
     def _seed(self) -> int:
         return int(self._agreement.tensor_of_first(torch.tensor(torch.initial_seed(), device="cpu")))
@@ -84,6 +97,9 @@ class DistributedModule(ShardedModule):
         found = {n: self._kept(full, layouts.get(n)).clone() for n, full in first}
         missing = any(x.is_meta for n, x in tensors.items() if n not in found)
         return {**super()._initial(model, layouts), **found} if missing else found
+
+    def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**tensors, **dict(of_first(self._agreement, tensors, self._title))} if tensors else tensors
 
     def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
         return full if layout is None else shard_of(full, layout, self._comm.rank)
@@ -99,10 +115,7 @@ class DistributedModule(ShardedModule):
         return nn.Parameter(self._dtensor(local, layout, p.shape), requires_grad=p.requires_grad)
 
     def _dtensor(self, local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
-        stride = torch.empty(tuple(shape), device="meta").stride()
-        return DTensor.from_local(
-            local, self.device_mesh, layout.to_torch(), run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        return dtensor(local, self.device_mesh, layout, shape)
 
     def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
         zeros = torch.zeros_like(b, device="cpu") if b.is_meta and initial is None else b
@@ -145,12 +158,46 @@ class DistributedModule(ShardedModule):
                 f"DTensor in {layout}. Copy values into it, or load them with load_full_state_dict."
             )
 
+    # --- inputs ---
+
+    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        layouts = super()._input_layouts(args, kwargs)
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        if not layouts and not any(isinstance(x, DTensor) for x in leaves):
+            return tuple(args), dict(kwargs)
+        for i, x in enumerate(leaves):
+            if isinstance(x, DTensor):
+                leaves[i] = stating(x, self.device_mesh)
+            elif layouts and (layout := layouts[i]) is not None:
+                leaves[i] = from_part(x.to(self._device), self.device_mesh, layout)
+        arrived: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
+        return arrived
+
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
+        return tuple(layout_of(x, self.mesh) for x in pytree.tree_leaves((tuple(args), dict(kwargs))))
+
+    def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See :meth:`ShardedModule._whole`. Collective where an input came in parts; large ones are without data."""
+
+        def whole(x: DTensor) -> torch.Tensor:
+            large = without_data(x, x.shape)
+            return (self._full(x.detach()) if large is None else large).requires_grad_(x.requires_grad)
+
+        plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+            DTensor, whole, (tuple(args), dict(kwargs))
+        )
+        return plain
+
     # --- running ---
+
+    def _defer(self, deferred: bool) -> bool:
+        before, self._comm.deferred = self._comm.deferred, deferred
+        return before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`ShardedModule.forward`. Where it fails on this rank alone, the others are told."""
-        self._comm.notes.call += 1
-        with self._comm.notes.told():
+        with self._comm.notes.told(), self._turns:
+            self._comm.notes.call += 1
             return super().forward(*args, **kwargs)
 
     def specialise(
@@ -160,8 +207,10 @@ class DistributedModule(ShardedModule):
 
         What the program is compiled for is compared in every call, while it runs; the values in the first calls.
         """
-        with self._comm.notes.told():
-            leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        with self._comm.notes.told(), self._turns:
+            args, kwargs = self._arrived(args, kwargs)
+            check_example(self._of.model, (args, kwargs))
+            leaves, spec = pytree.tree_flatten((args, kwargs))
             state = self._state(leaves, recorded)
             self._compare(leaves, spec, state, number)
             return super().specialise(args, kwargs, number, recorded)
@@ -173,9 +222,14 @@ class DistributedModule(ShardedModule):
             shapes = repr((*(signature_of(leaf, state.recorded) for leaf in leaves), spec, number))
             self._numbers[key] = zlib.crc32(_ADDRESS.sub("", shapes).encode())
         checked = notes.call <= FIRST_CALLS or "inputs" in self._checks
-        values = _checksum(leaves) if checked else 0
-        failed = (_FAILED, 2 * notes.failed + notes.broken)
-        agreement.begin((_SHAPES, self._numbers[key]), (_STATE, digest(state)), (_VALUES, values), failed)
+        whole, parts = checksums(leaves) if checked else (0, 0)
+        claims = [
+            (_SHAPES if self._settings.inputs == "global" else _PARTS, self._numbers[key]),
+            (_STATE, 2 * digest(state) + self._comm.deferred),
+            (_VALUES, whole),
+            (_FAILED, 2 * notes.failed + notes.broken),
+        ]
+        agreement.begin(*claims, (_SAME_PARTS, parts, peers(leaves, self.mesh) if parts else range(self.mesh.size)))
         if checked or key not in self._executables or notes.broken:
             agreement.finish()
         if notes.broken:
@@ -215,7 +269,13 @@ class DistributedModule(ShardedModule):
         with runtime.bind(self._comm), runtime.synchronised_rng(self._comm):
             module.bind_tensors(self._tensors(executable))
             try:
-                results = module(*(x.to(self._device) for x in inputs))
+                names = executable.compiled.source.inputs
+                results = module(
+                    *(
+                        part_for(x.to(self._device), program.layouts[n], self.device_mesh)
+                        for n, x in zip(names, inputs, strict=True)
+                    )
+                )
             finally:
                 module.release_tensors()
             actual = executable.lengths(inputs)
@@ -244,8 +304,7 @@ class DistributedModule(ShardedModule):
         trained = {n: p for n, p in parameters.items() if p.requires_grad}
         found = {n: p.to_local() for n, p in parameters.items() if n not in trained}
         if trained:
-            locals_ = runtime.wait_gradients(*_Locals.apply(*trained.values()))  # type: ignore[no-untyped-call]
-            found.update(zip(trained, locals_, strict=True))
+            found.update(zip(trained, locals_of(self._comm, list(trained.values())), strict=True))
         for value in executable.graph.inputs:
             if value.kind == "buffer":
                 buffer = self.tensor(value.fqn)  # of one that is written after the forward, the backward has a copy
@@ -265,16 +324,16 @@ class DistributedModule(ShardedModule):
             return {name: t.detach() for name, t in self._tensors(executable).items()}
 
     def _output(self, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], recorded: bool) -> torch.Tensor:
-        """Scalars are plain; others a DTensor in their layout, or the full tensor.
+        """Scalars are plain; others an :class:`Output` in their layout, or the full tensor.
 
         ``recorded``: whether the program has a backward, and outputs keep their layouts unless the user says otherwise.
         """
         asked = self._settings.gather_outputs
         gathers = not recorded if asked is None else asked
         if not layout.axes_with(Shard):
-            return local if not shape or gathers else self._dtensor(local, layout, shape)
+            return local if not shape or gathers else Output.of(self._dtensor(local, layout, shape))
         if not gathers:
-            return self._dtensor(local, layout, shape)
+            return Output.of(self._dtensor(local, layout, shape))
         whole = Layout(self.mesh, [I if local.requires_grad else R] * self.mesh.ndim)
         return execute(redistribution(layout, whole, shape, self.mesh, local.dtype, local.requires_grad), local)
 
@@ -284,39 +343,6 @@ def _shape(
 ) -> tuple[int, ...]:
     """The global shape of an output; one whose length depends on the data is whole."""
     return tuple(local.shape) if type_.unknown else actual(type_.shape)
-
-
-class _Locals(torch.autograd.Function):
-    """DTensor parameters → their local tensors; the backward makes DTensor gradients of the same placements."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Any) -> tuple[torch.Tensor, ...]:
-        ctx.specs = [p._spec for p in parameters]
-        ctx.set_materialize_grads(False)
-        return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        given = [(g, spec) for g, spec in zip(gradients, ctx.specs, strict=True) if g is not None]
-        made = iter(_Globals.apply([spec for _, spec in given], *(g for g, _ in given)))  # type: ignore[no-untyped-call]
-        return tuple(None if g is None else next(made) for g in gradients)
-
-
-class _Globals(torch.autograd.Function):
-    """Local gradients → DTensors, as a node of the graph: where it is recorded (create_graph), it has a derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, specs: list[Any], *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.specs = specs
-        ctx.set_materialize_grads(False)
-        return tuple(DTensor(g.detach(), s, requires_grad=False) for g, s in zip(gradients, specs, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *(
-            None if g is None else g.redistribute(spec.mesh, spec.placements).to_local()
-            for g, spec in zip(gradients, ctx.specs, strict=True)
-        )
 
 
 def execute(plan: Any, local: torch.Tensor) -> torch.Tensor:
@@ -330,15 +356,6 @@ def execute(plan: Any, local: torch.Tensor) -> torch.Tensor:
 
 def _device_type() -> str:
     return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
-
-
-def _checksum(leaves: Sequence[Any]) -> int:
-    """A number that differs where the data of the inputs do; DTensors are only compared by what they are."""
-    number = 0
-    for x in leaves:
-        if isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
-            number = zlib.crc32(int(checksum(x)).to_bytes(8, "little", signed=True), number)
-    return number
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

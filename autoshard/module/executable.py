@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor
 
 from autoshard.compiler import Compiled
-from autoshard.errors import CaptureError
+from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.symbols import bind, evaluate, mismatch
+from autoshard.runtime.exactly import is_of_other_values
 from autoshard.runtime.profiling import name_lines
+
+log = logging.getLogger("autoshard")
 
 
 @dataclass
@@ -63,6 +68,12 @@ class Executable:
         copies = [x.clone() if n in written else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
         return *pytree.tree_unflatten(copies, spec), {fqn: named[name] for name, fqn in written.items()}
 
+    def flat_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Tensors in the order the rank module takes them."""
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        by_name = dict(zip(self.graph.flat_inputs, leaves, strict=True))
+        return [by_name[name] for name in self.compiled.source.inputs]
+
     def as_typed(self, leaves: Sequence[Any]) -> list[Any]:
         """The outputs without the gradients that no value of the graph has: what goes together shares one autograd node."""
         outputs = zip(self.graph.outputs, leaves, strict=True)
@@ -80,6 +91,7 @@ class Executable:
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have an element of memory in common."""
+    a, b = (x.to_local() if isinstance(x, DTensor) else x for x in (a, b))
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
         return False
     if a.dtype != b.dtype:
@@ -107,9 +119,18 @@ def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
         entry: dict[str, Any] = {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
         if not (x.dtype.is_floating_point or x.dtype.is_complex):
             known = x.numel() and not x.is_meta
-            entry |= {"low": int(x.min()) if known else 0, "high": int(x.max()) if known else 1}
+            low, high = _range(x) if known else (0, 1)
+            entry |= {"low": low, "high": high}
         found[name] = entry
     return found
+
+
+def _range(x: torch.Tensor) -> tuple[int, int]:
+    """The least and the largest element of an integer tensor; wide unsigned types have no such kernel in torch."""
+    if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        numbers = x.detach().cpu().numpy()
+        return int(numbers.min()), int(numbers.max())
+    return int(x.min()), int(x.max())
 
 
 def signature_of(leaf: Any, recorded: bool, exactly: bool = True) -> Any:
@@ -118,7 +139,8 @@ def signature_of(leaf: Any, recorded: bool, exactly: bool = True) -> Any:
     ``recorded``: whether gradients are recorded, and thus whether the leaf requires one.
     """
     if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape) if exactly else leaf.ndim, leaf.dtype, recorded and leaf.requires_grad)
+        shape = tuple(leaf.shape) if exactly else leaf.ndim
+        return (shape, leaf.dtype, recorded and leaf.requires_grad, *getattr(leaf, "placements", ()))
     try:
         hash(leaf)
     except TypeError:
@@ -127,3 +149,27 @@ def signature_of(leaf: Any, recorded: bool, exactly: bool = True) -> Any:
             "pass tensors in tuples, lists or dicts"
         ) from None
     return (type(leaf), leaf)
+
+
+_PROGRAMS = 16
+"""programs for one signature, of inputs whose integers decide otherwise; more would hide that every call compiles one"""
+
+Served = TypeVar("Served")
+
+
+def first_that_serves(serve: Callable[[int], Served]) -> Served:
+    """``serve(number)`` of the first number whose program is for the integers in the inputs."""
+    state = torch.get_rng_state()
+    for number in range(_PROGRAMS):
+        try:
+            return serve(number)
+        except RuntimeError as error:
+            if not is_of_other_values(error):
+                raise
+            if number == _PROGRAMS - 1:
+                raise RuntimeMismatchError(
+                    f"{error}. {_PROGRAMS} programs for inputs of these shapes serve others. Pad to fixed lengths, or mask."
+                ) from error
+            log.info("a program does not serve this call: %s", error)
+        torch.set_rng_state(state)  # a program that stopped may have drawn
+    raise AssertionError

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.layout import I, Layout, R
+from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.base import Settings, ShardedModule
 from autoshard.module.executable import Executable
@@ -32,6 +32,12 @@ class InProcessModule(ShardedModule):
         """Append every collective that is really executed to ``log`` (None: stop)."""
         self._world.log = log
 
+    def _defer(self, deferred: bool) -> bool:
+        before = self._world.ranks[0].deferred
+        for comm in self._world.ranks:
+            comm.deferred = deferred
+        return before
+
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         return nn.Parameter(_real(p, initial), requires_grad=p.requires_grad)
 
@@ -46,7 +52,8 @@ class InProcessModule(ShardedModule):
             self._rank_modules[key] = [executable.rank_module() for _ in range(world.size)]
         modules = self._rank_modules[key]
         tensors = self._tensors(executable)
-        arguments = [self._spread(x) for x in inputs]
+        names = executable.compiled.source.inputs
+        arguments = [self._spread(x, program.layouts[n]) for n, x in zip(names, inputs, strict=True)]
         for rank, module in enumerate(modules):
             module.bind_tensors({name: parts[rank] for name, parts in tensors.items()})
         try:
@@ -95,11 +102,10 @@ class InProcessModule(ShardedModule):
         with torch.no_grad():
             return {name: parts[rank].detach() for name, parts in self._tensors(executable).items()}
 
-    def _spread(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """A global input for every rank; its gradient is whole on each of them."""
-        whole = Layout(self.mesh, [I if x.requires_grad else R] * self.mesh.ndim)
-        if x.requires_grad and torch.is_grad_enabled():
-            return cut(x, whole, "an input")
+    def _spread(self, x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+        """A global input for every rank: the whole, with a gradient that is whole on each of them, or a part."""
+        if layout.axes_with(Shard) or (x.requires_grad and torch.is_grad_enabled()):
+            return cut(x, layout, "an input")
         return (x,) * self.mesh.size
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from autoshard.errors import CaptureError
 from autoshard.initialise.deferred import recording_of
 from autoshard.module.parts import Part, parts_of
+from autoshard.passes.capture.exported.attributes import as_buffers, attribute
 
 
 class Original:
@@ -29,6 +30,8 @@ class Original:
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}
         """original name → the dict and the key under which the parts hold the tensor"""
         self.parameters: list[str] = []
+        self.absent: dict[str, tuple[torch.Tensor, int]] = {}
+        """buffers without values, that no checkpoint will bring: name → what is held for it, and its version"""
         self.ties: dict[str, str] = {}
         """further names of a tensor → its first"""
 
@@ -94,14 +97,42 @@ class Original:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
 
-    def adopt(self) -> None:
-        """Keep only a skeleton of the model for later captures; the parts hold its tensors."""
+    def adopt(self, absent: Iterable[str] = ()) -> None:
+        """Keep only a skeleton of the model for later captures; the parts hold its tensors, ``absent`` without values."""
+        self.absent = {name: (self.tensor(name), self.tensor(name)._version) for name in absent}
         first: dict[int, str] = {}
         for name in self.slots:
             tied = first.setdefault(id(self.tensor(name)), name)
             if tied != name:
                 self.ties[name] = tied
         self.model, self.adopted = skeleton(self.model), True
+
+    def check_present(self, names: Iterable[str]) -> None:
+        """Raise :class:`CaptureError` for buffers among ``names`` that came without values and were given none since."""
+        for name, (empty, version) in list(self.absent.items()):
+            now = self.tensor(name)
+            if now is not empty or now._version != version:
+                del self.absent[name]
+        if missing := [name for name in names if name in self.absent]:
+            raise CaptureError(
+                f"buffers {', '.join(map(repr, missing))} are computed where the model is made, and no checkpoint holds them "
+                "(persistent=False). The model was made on the meta device, so they have no values. Make it with "
+                "autoshard.deferred_init, give their module a method reset_buffers() that computes them, or assign them."
+            )
+
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Put another tensor in the place of a buffer, as a forward does that sets it anew."""
+        holder, leaf = self.slots[name]
+        holder[leaf] = tensor
+
+    def released(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The tensors in these plain attributes of the skeleton, in which they are buffers from now on."""
+        found = {name: attribute(self.model, name) for name in names}
+        as_buffers(self.model, found)
+        for name, tensor in found.items():
+            path, _, leaf = name.rpartition(".")
+            self.model.get_submodule(path)._buffers[leaf] = tensor.detach().to("meta")
+        return found
 
     # --- captures ---
 
@@ -141,6 +172,12 @@ class Original:
             elif own.dtype != now.dtype:
                 own.data = own.data.to(now.dtype)
             own.requires_grad_(now.requires_grad)
+
+
+def absent_buffers(model: nn.Module, names: Collection[str]) -> list[str]:
+    """Those among ``names`` of buffers that are on the meta device."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return [name for name in buffers if name in names and buffers[name].is_meta]
 
 
 def skeleton(model: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoshard.errors import CaptureError
 
@@ -60,6 +61,12 @@ class Fixed(nn.Module):
             _refuse(f"attribute {name!r} of a {self._original.__name__} is set")
         super().__setattr__(name, value)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """As torch's; where a parameter is a DTensor, every rank takes its part of a full tensor."""
+        own: dict[str, Any] = {prefix + name: p for name, p in self._parameters.items()}
+        parts = {n: part_of(state_dict[n], p) for n, p in own.items() if isinstance(p, DTensor) and n in state_dict}
+        nn.Module._load_from_state_dict(self, {**state_dict, **parts}, prefix, *args)
+
     def __delattr__(self, name: str) -> None:
         if name in self._known or name in self._parameters or name in self._buffers or hasattr(self._original, name):
             _refuse(f"{name!r} of a {self._original.__name__} is deleted")
@@ -87,9 +94,18 @@ class Part(Fixed):
     # What classes of their own do about tensors is for modules that run.
     _apply = nn.Module._apply
     _save_to_state_dict = nn.Module._save_to_state_dict
-    _load_from_state_dict = nn.Module._load_from_state_dict
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
+
+
+def part_of(full: Any, like: DTensor) -> Any:
+    """A full tensor in the layout of ``like``; anything else, or of another shape, as it is."""
+    if not isinstance(full, torch.Tensor) or isinstance(full, DTensor) or full.shape != like.shape:
+        return full
+    cut = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
+    return DTensor.from_local(
+        cut.to_local().clone(), cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+    )
 
 
 def same(old: Any, new: Any) -> bool:

@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from autoshard.layout import Layout
 from autoshard.module.executable import Executable
 
 Held = Callable[[Executable, int], Mapping[str, torch.Tensor]]
@@ -37,7 +39,16 @@ def save(executable: Executable, held: Held, directory: Path, alone: bool) -> No
         (directory / "lines.json").write_text(json.dumps(lines), encoding="utf-8")
         (directory / "plan.json").write_text(executable.compiled.plan.to_json(), encoding="utf-8")
         arguments = dict(zip(executable.compiled.source.inputs, executable.compiled.source.arguments, strict=True))
-        described = {arguments[name]: entry for name, entry in executable.inputs.items() if name in arguments}
+        cuts = {
+            name: _cut(executable.compiled.program.layouts[name], entry) for name, entry in executable.inputs.items()
+        }
+        described = {arguments[n]: {**entry, **cuts[n]} for n, entry in executable.inputs.items() if n in arguments}
         (directory / "inputs.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
     if not alone:
         dist.barrier()
+
+
+def _cut(layout: Layout, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an input that comes in parts: dim → axes that cut it, outer to inner."""
+    cut = {dim: layout.axes_of(dim) for dim in range(len(entry["shape"])) if layout.axes_of(dim)}
+    return {"cut": cut} if cut else {}

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Assignment
+from autoshard.passes.ir.assignment import Assignment, stated
 from autoshard.passes.ir.graph import Graph, TensorType
 from autoshard.passes.propagate.op_space import axis_strategies, fits
 from autoshard.passes.search.network import Solution
 from autoshard.plans.plan import Plan
 
 
-def assignment_of(plan: Plan, graph: Graph, mesh: Mesh) -> Assignment:
-    """The choices of ``plan`` for ``graph``. Raises :class:`PlanError` if it was made for another model or mesh."""
+def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layout]) -> Assignment:
+    """The choices of ``plan`` for ``graph``; ``given``: layouts of the inputs that come in parts.
+
+    Raises :class:`PlanError` if the plan was made for another model or mesh.
+    """
     if (plan.mesh.axes, plan.mesh.shape) != (mesh.axes, mesh.shape):
         raise PlanError(f"the plan was made for the mesh {plan.mesh}, not {mesh}")
     if plan.training != graph.training:
@@ -38,13 +43,16 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh) -> Assignment:
                 f"{', '.join(plan.choices[node.name].labels)}, which these sizes do not allow"
             )
     layouts = {n: _on(mesh, plan.layouts[public.get(n, n)]) for n in graph.types}
+    inputs = {i.name: stated(i.name, graph, mesh, given) for i in graph.inputs if i.kind == "input"}
+    alike = inputs.items() <= layouts.items() and _same_costs(plan, graph, mesh)
+    layouts |= inputs
     fqns = {fqn: n for n, fqn in public.items()}
     shared = {fqns.get(n, n): _on(mesh, layout) for n, layout in plan.shared.items()}
     outputs = tuple(None if x is None else _on(mesh, x) for x in plan.outputs)
-    bound = plan.lower_bound if _same_costs(plan, graph, mesh) else 0.0
-    given = frozenset(fqns.get(n, n) for n in plan.given)
+    bound = plan.lower_bound if alike else 0.0
+    hinted = frozenset(fqns.get(n, n) for n in plan.given)
     solution = Solution((), plan.cost.total_s, bound, False)
-    return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, given)
+    return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, hinted)
 
 
 def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:

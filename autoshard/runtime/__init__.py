@@ -5,7 +5,7 @@ Imports torch and nothing of the compiler.
 
 from torch import reshape
 
-from autoshard.runtime import ctc, exactly, functions  # noqa: F401  their ops
+from autoshard.runtime import ctc, exactly, functions, grouped  # noqa: F401  their ops
 from autoshard.runtime.collectives import (
     all_gather,
     all_reduce,
@@ -22,6 +22,7 @@ from autoshard.runtime.collectives import (
 )
 from autoshard.runtime.communicator import Communicator, Executed, bind, current
 from autoshard.runtime.fan_out import fan_out
+from autoshard.runtime.gradients import Gradients
 from autoshard.runtime.in_process import InProcessCommunicator, World
 from autoshard.runtime.launch import main
 from autoshard.runtime.module import Block, RankModule, device, require
@@ -40,6 +41,7 @@ __all__ = [
     "Block",
     "Communicator",
     "Executed",
+    "Gradients",
     "InProcessCommunicator",
     "RankModule",
     "TorchCommunicator",

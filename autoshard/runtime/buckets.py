@@ -7,6 +7,7 @@ Tensors come and go as one list, face after face.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,47 +18,64 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.communicator import Communicator, current
 from autoshard.runtime.in_process import InProcessCommunicator, World
 from autoshard.runtime.move import LOCAL, Move
-from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, raw
+from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, numel
 from autoshard.runtime.profiling import named, recorded
+from autoshard.runtime.wire import raw
 
 Tensors = tuple[torch.Tensor, ...]
-Gradients = list[torch.Tensor | None]
+Gradients = Sequence[torch.Tensor | None]
 Begin = Callable[[], Any]
 
 
-class Bucket:
+class Bucket(ABC):
     """``moves``: one for each tensor of each face, all of one verb; ``replicas``: axes that hold the same shards.
 
     ``listed``: whether the plan lists every member, as it does for parameters; profiles then say how many there are.
+    ``deferred``: whether the backward may leave the last sum to a later one, see :attr:`awaited`.
     """
 
-    def __init__(self, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False) -> None:
+    def __init__(
+        self,
+        moves: Sequence[Move],
+        replicas: tuple[str, ...] = (),
+        listed: bool = False,
+        deferred: bool = False,
+    ) -> None:
         self.moves, self.replicas, self.listed = tuple(moves), replicas, listed
+        self.deferred = deferred and bool(self.awaited)
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Axes whose sum comes last in the backward, so that it may be taken once for several; () where there is none."""
+        return self.replicas or (self.moves[0].axes if self.moves[0].verb == "enter" else ())
 
     @property
     def last_move(self) -> Move:
         """What the replicas do with the reduced shards' gradients."""
         return Move("P", "I", self.replicas, module=self.moves[0].module)
 
+    @abstractmethod
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         """Every tensor moved."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of(self, moves: Sequence[Move]) -> Bucket:
         """A bucket of other moves on the same ranks."""
-        raise NotImplementedError
 
     def duals(self, present: Sequence[int]) -> list[Bucket]:
         """What the gradients of the tensors with these numbers go through, one after the other."""
         back = self.of([self.moves[i].backward() for i in present])
         return [back, self.of([self.last_move] * len(present))] if self.replicas else [back]
 
-    def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
+    @abstractmethod
+    def backward(
+        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
+    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
         """Gradients, perhaps still under way: ``(gradients, works to wait for, works to begin later)``.
 
-        A gradient that is None on every rank stays None and is not communicated.
+        A gradient that is None on every rank stays None and is not communicated. ``keeps``: without the sum over
+        :attr:`awaited`; ``earlier``: what was kept of earlier backward passes, None where nothing was, to go into it.
         """
-        raise NotImplementedError
 
 
 class FlatBucket(Bucket):
@@ -66,11 +84,10 @@ class FlatBucket(Bucket):
     def __init__(
         self, comm: TorchCommunicator, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False
     ) -> None:
-        super().__init__(moves, replicas, listed)
+        super().__init__(moves, replicas, listed, comm.deferred)
         self.comm = comm
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
-        """See :meth:`Bucket.forward`."""
         out: list[Any] = list(xs)
         if self.moves[0].verb in LOCAL:
             return [self.comm.local(m, x.view_as(x)) for m, x in zip(self.moves, xs, strict=True)]
@@ -83,20 +100,26 @@ class FlatBucket(Bucket):
         return out
 
     def of(self, moves: Sequence[Move]) -> Bucket:
-        """See :meth:`Bucket.of`."""
         return FlatBucket(self.comm, moves)
 
-    def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
+    def backward(
+        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
+    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
         """See :meth:`Bucket.backward`."""
-        out: Gradients = list(gradients)
+        if keeps and not self.replicas:
+            return [None if g is None else g.clone(memory_format=torch.contiguous_format) for g in gradients], [], []
+        earlier = earlier or [None] * len(gradients)
+        if not self.replicas:
+            gradients = [g if g is None or e is None else g + e for g, e in zip(gradients, earlier, strict=True)]
+        out = list(gradients)
         works: list[Any] = []
         later: list[Begin] = []
         for members in _by_dtype(gradients):
             moves = [self.moves[i].backward() for i in members]
             present = [g for i in members if (g := gradients[i]) is not None]
             buffer, work, parts = self._begin(moves, present, "backward")
-            if self.replicas:
-                later.append(self._then_all_reduce(work, buffer, parts))
+            if self.replicas and not keeps:
+                later.append(self._then_all_reduce(work, buffer, parts, [earlier[i] for i in members]))
             elif work is not None:
                 works.append(work)
             for i, part in zip(members, parts, strict=True):
@@ -123,10 +146,15 @@ class FlatBucket(Bucket):
             moved = self._gather(moves, xs) if verb == "all_gather" else self._all_to_all(moves, xs)
             return moved[0], None, moved
 
-    def _then_all_reduce(self, before: Any | None, buffer: torch.Tensor, parts: list[torch.Tensor]) -> Begin:
+    def _then_all_reduce(
+        self, before: Any | None, buffer: torch.Tensor, parts: list[torch.Tensor], earlier: Gradients
+    ) -> Begin:
         def begin() -> Any:
             if before is not None:
                 before.wait()  # once only: gloo copies its result out in every wait
+            for part, kept in zip(parts, earlier, strict=True):
+                if kept is not None:
+                    part.add_(kept)
             record(self.comm, [self.last_move] * len(parts), parts, "backward")
             self.comm.during(self.last_move, "backward")
             with recorded(self.comm, self.last_move, "backward", len(parts)):
@@ -140,7 +168,7 @@ class FlatBucket(Bucket):
     def _gather(self, moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
         group = self.comm.process_group(moves[0].axes)
         rows = [self._shapes(moves, [x.shape for x in xs], k) for k in range(group.size)]
-        row = sum(_numel(s) for s in rows[0])
+        row = sum(numel(s) for s in rows[0])
         mine = xs[0].new_empty(row)
         torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
         out = xs[0].new_empty(group.size * row)
@@ -158,7 +186,8 @@ class FlatBucket(Bucket):
         sent = [[x.narrow(m.to_dim, *c[k]) for m, x, c in zip(moves, xs, cuts, strict=True)] for k in members]
         mine = [x.narrow(m.to_dim, *c[group.number]).shape for m, x, c in zip(moves, xs, cuts, strict=True)]
         received = [self._shapes(moves, mine, k) for k in members]
-        sends, receives = ([sum(map(_numel, shapes)) for shapes in rows] for rows in (_shapes_of(sent), received))
+        sends = [sum(piece.numel() for piece in pieces) for pieces in sent]
+        receives = [sum(map(numel, shapes)) for shapes in received]
         buffer = _flat([piece for pieces in sent for piece in pieces])
         out = buffer.new_empty(sum(receives))
         scale = 1 if raw(out) is out else out.element_size()
@@ -174,7 +203,7 @@ class FlatBucket(Bucket):
     ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
         group = self.comm.process_group(moves[0].axes)
         rows = [self._shapes(moves, [g.shape for g in gradients], k) for k in range(group.size)]
-        row = sum(_numel(s) for s in rows[0])
+        row = sum(numel(s) for s in rows[0])
         buffer = gradients[0].new_empty(group.size * row)
         for position in range(group.size):
             k = position if group.order is None else group.order[position]
@@ -200,38 +229,43 @@ class JointBucket(Bucket):
     def __init__(
         self, world: World, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False
     ) -> None:
-        super().__init__(moves, replicas, listed)
+        super().__init__(moves, replicas, listed, world.ranks[0].deferred)
         self.world = world
         self.count = len(self.moves) // world.size
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
-        """See :meth:`Bucket.forward`."""
         return [y for y in self._execute(self.moves, list(xs), phase) if y is not None]
 
     def of(self, moves: Sequence[Move]) -> Bucket:
         """See :meth:`Bucket.of`; the same for every face."""
         return JointBucket(self.world, moves)
 
-    def backward(self, gradients: Gradients) -> tuple[Gradients, list[Any], list[Begin]]:
-        """See :meth:`Bucket.backward`. Nothing is under way afterwards."""
-        out = self._execute([m.backward() for m in self.moves], gradients, "backward")
+    def backward(
+        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
+    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
+        """See :meth:`Bucket.backward`. Nothing is under way afterwards.
+
+        Here gradients are kept whole, whose summands cost nothing to add: a sum that waits is one that is not counted.
+        """
+        waits = self.deferred
+        out = self._execute([m.backward() for m in self.moves], gradients, "backward", waits and not self.replicas)
         if self.replicas:
-            out = self._execute([self.last_move] * len(out), out, "backward")
+            out = self._execute([self.last_move] * len(out), out, "backward", waits)
         return out, [], []
 
-    def _execute(self, moves: Sequence[Move], xs: Gradients, phase: str) -> Gradients:
-        out: Gradients = [None] * len(xs)
+    def _execute(self, moves: Sequence[Move], xs: Gradients, phase: str, waits: bool = False) -> Gradients:
+        out: list[torch.Tensor | None] = [None] * len(xs)
         first = self.world.ranks[0]
-        if moves[0].verb not in LOCAL:
+        if moves[0].verb not in LOCAL and not waits:
             for members in _by_dtype(xs[: self.count]):
                 record(first, [moves[i] for i in members], [x for i in members if (x := xs[i]) is not None], phase)
         # The forward runs in any rank's thread; every rank records it where it waits for it.
         shown = self.count if self.listed else 1
-        with recorded(first, moves[0], phase, shown) if phase == "backward" else contextlib.nullcontext():
+        with recorded(first, moves[0], phase, shown) if phase == "backward" and not waits else contextlib.nullcontext():
             self._carry_out(moves, xs, out)
         return out
 
-    def _carry_out(self, moves: Sequence[Move], xs: Gradients, out: Gradients) -> None:
+    def _carry_out(self, moves: Sequence[Move], xs: Gradients, out: list[torch.Tensor | None]) -> None:
         for i in range(self.count):
             faces = range(i, len(xs), self.count)
             ours = [x for f in faces if (x := xs[f]) is not None]
@@ -296,15 +330,7 @@ def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.
     """Consecutive views of ``buffer``."""
     out, at = [], 0
     for shape in shapes:
-        n = _numel(shape)
+        n = numel(shape)
         out.append(buffer[at : at + n].view(shape))
         at += n
     return out
-
-
-def _shapes_of(rows: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Size]]:
-    return [[x.shape for x in row] for row in rows]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -27,17 +28,20 @@ class Executed(NamedTuple):
     bytes: float
 
 
-class Communicator:
+class Communicator(ABC):
     """One rank of a named mesh, row-major (the last axis varies fastest).
 
     ``log``: set it to a list to have every executed collective appended as :class:`Executed`.
-    Subclasses say how tensors move: :meth:`apply`, :meth:`apply_all` and :meth:`shared`.
+    Subclasses say how tensors move: :meth:`apply` and :meth:`shared`.
     """
 
     log: list[Executed] | None = None
 
     device: torch.device | None = None
     """where new tensors of this rank go; None: torch's default"""
+
+    deferred: bool = False
+    """whether forward passes leave their parameters' gradients as summands, to be added up in a later backward"""
 
     def __init__(self, axes: Mapping[str, int], rank: int) -> None:
         self.mesh = dict(axes)
@@ -49,13 +53,13 @@ class Communicator:
         self._chunks: dict[tuple[tuple[str, ...], int], Chunks] = {}
         self._index: dict[tuple[str, ...], int] = {}
 
+    @abstractmethod
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """Carry out ``move`` on this rank's ``x``, differentiably."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)`` with one draw from the random generators for all ranks together."""
-        raise NotImplementedError
 
     def active(self, axes: Axes) -> tuple[str, ...]:
         """``axes`` as a tuple, without the axes of size 1. Raises :class:`MeshError` for an unknown axis."""

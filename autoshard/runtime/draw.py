@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.collectives import slice as cut
 from autoshard.runtime.communicator import Axes
 from autoshard.runtime.module import device
-from autoshard.runtime.random import dropout, in_memory_order, shared
+from autoshard.runtime.random import dropout, in_memory_order, part, shared
 
 
 def draw(op: str, *args: Any, dims: Mapping[int, Axes] | None = None, **kwargs: Any) -> torch.Tensor:
@@ -22,7 +21,7 @@ def draw(op: str, *args: Any, dims: Mapping[int, Axes] | None = None, **kwargs: 
     args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
     if not any(isinstance(a, torch.Tensor) for a in args):
         kwargs.setdefault("device", device())
-    return _part(shared(getattr(torch.ops.aten, op), *args, **kwargs), dims or {})
+    return part(shared(getattr(torch.ops.aten, op), *args, **kwargs), dims or {})
 
 
 def draw_like(
@@ -45,13 +44,7 @@ def draw_like(
         filled: torch.Tensor = getattr(torch.ops.aten, op)(in_memory_order(order, empty, shape), *args, **kwargs)
         return filled
 
-    return _part(shared(fill), dims)
-
-
-def _part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
-    for dim, axes in dims.items():
-        x = cut(x, dim, axes, of="R")
-    return x
+    return part(shared(fill), dims)
 
 
 def native_dropout(

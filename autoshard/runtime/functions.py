@@ -1,14 +1,17 @@
-"""A library's ``autograd.Function`` as an op, so that its own backward runs."""
+"""An ``autograd.Function`` as an op, so that its own backward runs."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from autoshard.runtime.autocast import autocast_state, without_autocast
 
 
 class Context:
@@ -28,37 +31,45 @@ class Context:
 
 
 @torch.library.custom_op("autoshard::function", mutates_args=())
-def function(name: str, tensors: Sequence[torch.Tensor], others: str) -> list[torch.Tensor]:
+def function(name: str, tensors: Sequence[torch.Tensor], others: str, autocast: str) -> list[torch.Tensor]:
     """``apply`` of the Function ``name`` ("module:class") on whole tensors.
 
     ``others``: its arguments as a Python literal, with None where the next of ``tensors`` stands in a pair
-    ``(True, None)``; an argument that is no tensor is ``(False, value)``.
+    ``(True, None)``; an argument that is no tensor is ``(False, value)``. ``autocast``: as :func:`casting` says.
     """
-    return [result.clone() for result in _results(find(name).apply(*arguments(tensors, others)))]
+    with _casting_as(autocast):
+        return [result.clone() for result in _results(find(name).apply(*arguments(tensors, others)))]
 
 
 @function.register_fake
-def _(name: str, tensors: Sequence[torch.Tensor], others: str) -> list[torch.Tensor]:
+def _(name: str, tensors: Sequence[torch.Tensor], others: str, autocast: str) -> list[torch.Tensor]:
     args = arguments(tensors, others)
     kind = find(name)
-    split = kind.setup_context is not torch.autograd.Function.setup_context
-    return [torch.empty_like(r) for r in _results(kind.forward(*args) if split else kind.forward(Context(args), *args))]
+    with _casting_as(autocast):
+        results = kind.forward(*args) if is_split(kind) else kind.forward(Context(args), *args)
+    return [torch.empty_like(r) for r in _results(results)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.name, tensors, ctx.others = inputs
+    ctx.name, tensors, ctx.others, ctx.autocast = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Runs the forward again: what it keeps for its backward stays inside the op."""
+    again = torch.is_grad_enabled()  # the gradients are to be differentiated
     with torch.enable_grad():
-        tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in ctx.saved_tensors]
-        results = _results(find(ctx.name).apply(*arguments(tensors, ctx.others)))
+        tensors = [
+            t if again and t.requires_grad else t.detach().requires_grad_(not again and t.is_floating_point())
+            for t in ctx.saved_tensors
+        ]
+        with _casting_as(ctx.autocast):
+            results = _results(find(ctx.name).apply(*arguments(tensors, ctx.others)))
         ends = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
         wanted = [t for t in tensors if t.requires_grad]
-        found = iter(torch.autograd.grad([r for r, _ in ends], wanted, [g for _, g in ends], allow_unused=True))
-    return None, [next(found) if t.requires_grad else None for t in tensors], None
+        given = [r for r, _ in ends], wanted, [g for _, g in ends]
+        found = iter(torch.autograd.grad(*given, allow_unused=True, create_graph=again))
+    return None, [next(found) if t.requires_grad else None for t in tensors], None, None
 
 
 function.register_autograd(_backward, setup_context=_save)
@@ -70,17 +81,72 @@ def describe(args: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
     return tensors, repr([(True, None) if isinstance(a, torch.Tensor) else (False, a) for a in args])
 
 
+def is_literal(others: str) -> bool:
+    """Whether :func:`arguments` can read what :func:`describe` said of the arguments that are no tensors."""
+    try:
+        ast.literal_eval(others)
+    except (ValueError, SyntaxError):
+        return False
+    return True
+
+
 def arguments(tensors: Sequence[torch.Tensor], others: str) -> list[Any]:
     """The arguments that :func:`describe` was given."""
     remaining = iter(tensors)
     return [next(remaining) if is_tensor else value for is_tensor, value in ast.literal_eval(others)]
 
 
-@functools.cache
+def casting() -> str:
+    """The autocast of this moment, as the op takes it: device types and dtypes."""
+    return " ".join(f"{kind}={str(dtype).removeprefix('torch.')}" for kind, dtype, _ in autocast_state())
+
+
+@contextlib.contextmanager
+def _casting_as(autocast: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_autocast())
+        for kind, _, dtype in (part.partition("=") for part in autocast.split()):
+            stack.enter_context(torch.autocast(kind, getattr(torch, dtype)))
+        yield
+
+
+_local: dict[str, Any] = {}
+"""classes that cannot be imported by their names, as those made inside functions"""
+
+
+def name_of(function: type) -> str:
+    """What :func:`find` finds it by in this process; elsewhere too where it can be imported."""
+    name, number = f"{function.__module__}:{function.__qualname__}", 1
+    while _found(name) is not function:
+        if name not in _local and ("<locals>" in name or _found(name) is None or number > 1):
+            _local[name] = function
+            break
+        number += 1
+        name = f"{function.__module__}:{function.__qualname__}#{number}"
+    return name
+
+
 def find(name: str) -> Any:
-    """The class that ``name`` says."""
+    """The class that ``name`` says. Raises :class:`ImportError` where it is none."""
+    found = _found(name)
+    if found is None:
+        raise ImportError(f"the autograd.Function {name!r} cannot be imported: define it at the top of a module")
+    return found
+
+
+def _found(name: str) -> Any:
+    if name in _local:
+        return _local[name]
     module, _, path = name.partition(":")
-    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    try:
+        return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return None
+
+
+def is_split(function: Any) -> bool:
+    """Whether its forward comes without a context, and ``setup_context`` gets it later."""
+    return function.setup_context is not torch.autograd.Function.setup_context
 
 
 def _results(found: Any) -> list[torch.Tensor]:

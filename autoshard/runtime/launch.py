@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import MeshError, PlanError
-from autoshard.runtime.communicator import bind
+from autoshard.runtime.communicator import bind, current
 from autoshard.runtime.in_process import World
 from autoshard.runtime.module import RankModule
 from autoshard.runtime.parameters import wait_gradients
@@ -121,17 +121,25 @@ class _Run:
                 self.tensors[name] = nn.Parameter(tensor) if name in trained else tensor
         self.mutated: list[str] = aliases
         self.trained = [t for n, t in self.tensors.items() if n in trained]
+        described = folder / "inputs.json"
+        self.inputs = json.loads(described.read_text()) if described.exists() else {}
         self.optimizer: torch.optim.Optimizer | None = None
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         waited = dict(zip(self.tensors, wait_gradients(*self.tensors.values()), strict=True))
         self.module.bind_tensors(waited)
-        outputs: tuple[Any, ...] = self.module(*inputs.values())
+        outputs: tuple[Any, ...] = self.module(*(self._part(n, x) for n, x in inputs.items()))
         first = len(outputs) - len(self.mutated)
         for name, new in zip(self.mutated, outputs[first:], strict=True):
             if name in self.tensors:  # of an input it is the caller's business
                 self.tensors[name] = new.detach()
         return outputs[:first]
+
+    def _part(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """What this rank brings of an input."""
+        for dim, axes in self.inputs.get(name, {}).get("cut", {}).items():
+            x = x.narrow(int(dim), *current().chunk(x.shape[int(dim)], current().active(axes)))
+        return x
 
     def update(self, lr: float) -> None:
         if not self.trained:

@@ -76,12 +76,7 @@ def batch_norm(
 
 
 def batch_norm_no_stats(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    count: int,
-    axes: Axes,
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, count: int, axes: Axes
 ) -> tuple[torch.Tensor, ...]:
     """:func:`batch_norm` without running statistics: (output, mean, rstd)."""
     return _batch_norm(x, weight, bias, eps, count, axes)[:3]

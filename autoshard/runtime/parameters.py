@@ -16,9 +16,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import LayoutError, RuntimeMismatchError
-from autoshard.runtime.buckets import Begin, Bucket, Tensors, carried
+from autoshard.runtime.buckets import Bucket, Tensors, carried
 from autoshard.runtime.collectives import Whole
 from autoshard.runtime.communicator import Axes, current
+from autoshard.runtime.gradients import Gradients
 from autoshard.runtime.in_process import InProcessCommunicator
 from autoshard.runtime.move import Move
 from autoshard.runtime.together import moved_back
@@ -66,56 +67,29 @@ def gather_parameters(
     return carried("gather_parameters", moves, tensors, _through, comm.active(replicas), listed=True)
 
 
-def wait_gradients(*parameters: torch.Tensor) -> Tensors:
+def wait_gradients(*parameters: torch.Tensor, gradients: Gradients | None = None) -> Tensors:
     """The parameters as they are, to be used for everything that follows; call it once, where the forward begins.
 
     In the backward it comes last: it waits for the gradients under way and hands every parameter its own.
+    ``gradients``: where those under way are kept; give one to have sums of gradients wait for a later backward.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained or not torch.is_grad_enabled() or isinstance(current(), InProcessCommunicator):
         return parameters
-    waiting = iter(_Wait.apply(_Pending(), *trained))  # type: ignore[no-untyped-call]
+    waiting = iter(_Wait.apply(gradients or Gradients(current()), *trained))  # type: ignore[no-untyped-call]
     return tuple(next(waiting) if p.requires_grad else p for p in parameters)
-
-
-class _Pending:
-    """Reductions under way in one backward, and the gradients they will yield."""
-
-    def __init__(self) -> None:
-        self.works: list[Any] = []
-        self.later: list[Begin] = []
-        self.parts: list[tuple[int, torch.Tensor]] = []
-
-    def begin_later(self) -> None:
-        """Begin what had to wait for an earlier reduction: by now that has had a block's time to finish."""
-        self.works += [begin() for begin in self.later]
-        self.later.clear()
-
-    def finish(self) -> list[tuple[int, torch.Tensor]]:
-        """Wait for everything; returns (number of the parameter, gradient)."""
-        self.begin_later()
-        for work in self.works:
-            work.wait()
-        parts = self.parts
-        self.works, self.parts = [], []
-        return parts
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pending: _Pending, *parameters: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, pending: Gradients, *parameters: torch.Tensor) -> Tensors:
         ctx.pending = pending
         ctx.set_materialize_grads(False)
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        # What autograd hands in comes from uses that no bucket carries; a parameter may have both, or several.
-        out = list(gradients)
-        for i, part in ctx.pending.finish():
-            known = out[i]
-            out[i] = part if known is None else known + part
-        return None, *out
+        return None, *ctx.pending.finish(gradients)
 
 
 class _Move(torch.autograd.Function):
@@ -140,19 +114,17 @@ class _Move(torch.autograd.Function):
         overlap = pending is not None and all(owner is pending for owner, _ in ctx.owners)
         if overlap:
             pending.begin_later()
-        out, works, later = ctx.bucket.backward([g if w else None for g, w in zip(gradients, wanted, strict=True)])
+        gradients = tuple(g if w else None for g, w in zip(gradients, wanted, strict=True))
         if not overlap:
+            out, works, later = ctx.bucket.backward(gradients)
             for work in works:
                 work.wait()
             for begin in later:
                 begin().wait()
             return None, *out
         numbers = iter(number for _, number in ctx.owners)
-        owned = [(next(numbers), g) for g, w in zip(out, wanted, strict=True) if w]
-        pending.parts += [(number, g) for number, g in owned if g is not None]
-        pending.works += works
-        pending.later += later
-        return None, *(None for _ in out)
+        pending.move(ctx.bucket, [next(numbers) if w else -1 for w in wanted], gradients)
+        return None, *(None for _ in gradients)
 
 
 def _through(bucket: Bucket, xs: Sequence[torch.Tensor]) -> Tensors:

@@ -14,6 +14,7 @@ from autoshard.runtime.communicator import Communicator, in_order_of
 from autoshard.runtime.move import LOCAL, Move, piece, together
 from autoshard.runtime.peers import Notes, lost, wait
 from autoshard.runtime.profiling import collective_name, named, recorded
+from autoshard.runtime.wire import raw
 
 # Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -152,7 +153,6 @@ class TorchCommunicator(Communicator):
         return f"{phase} among ranks {', '.join(map(str, group.members))}"
 
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Communicator.apply`."""
         move = named(move, always=True)
         if x.requires_grad and torch.is_grad_enabled():
             result: torch.Tensor = _Differentiable.apply(self, move, "forward", x)  # type: ignore[no-untyped-call]
@@ -227,7 +227,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
     chunks = comm.chunks(move.size, move.axes)
     out_shape = _with(x.shape, move.dim, move.size)
-    if not _numel(out_shape):
+    if not numel(out_shape):
         return x.new_empty(out_shape)
     lengths = [length for _, length in chunks]
     even = lengths[0] == lengths[-1]
@@ -263,7 +263,7 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     pieces = [x.narrow(move.to_dim, *sent[k]).reshape(-1) for k in members]
     shape = _with(x.shape, move.to_dim, sent[group.number][1])
     shapes = [_with(shape, move.dim, gathered[k][1]) for k in members]
-    out = _exchanged(comm, pieces, [_numel(s) for s in shapes], group)
+    out = _exchanged(comm, pieces, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
     return torch.cat(_by_index(parts, group), move.dim)
 
@@ -273,7 +273,7 @@ def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -
     members = range(group.size) if group.order is None else group.order
     sent = [piece(move, group.number, k, x).reshape(-1) for k in members]
     shapes = [_with(x.shape, move.dim, move.exchange.piece(k, group.number)[1]) for k in members]
-    out = _exchanged(comm, sent, [_numel(s) for s in shapes], group)
+    out = _exchanged(comm, sent, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
     return together(move, group.number, _by_index(parts, group))
 
@@ -320,18 +320,12 @@ _COLLECTIVES = {
 }
 
 
-def raw(x: torch.Tensor) -> torch.Tensor:
-    """Bytes, for the 1-byte floats and bools that backends cannot send as they are; other tensors unchanged."""
-    if x.dtype == torch.bool or (x.dtype.is_floating_point and x.element_size() == 1):
-        return x.view(torch.uint8)
-    return x
-
-
 def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
     return [*shape[:dim], length, *shape[dim + 1 :]]
 
 
-def _numel(shape: Sequence[int]) -> int:
+def numel(shape: Sequence[int]) -> int:
+    """Elements of a tensor of this shape."""
     return torch.Size(shape).numel()
 
 

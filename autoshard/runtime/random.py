@@ -56,7 +56,7 @@ def dropout(
     if p == 1.0:
         return x * 0.0
     noise = in_memory_order(order, lambda s: current().shared(_noise, (s, p, x.dtype, x.device), {}), shape)
-    return x * _part(noise, dims)
+    return x * part(noise, dims)
 
 
 def _noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -76,9 +76,9 @@ def in_memory_order(
     return draw(tuple(shape[d] for d in order)).permute([order.index(d) for d in range(len(order))])
 
 
-def _part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
+def part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
     """This rank's part of the global tensor ``x``, in memory of its own: the rest is not kept for the backward."""
-    comm, part = current(), x
+    comm, cut = current(), x
     for dim, axes in dims.items():
-        part = part.narrow(dim, *comm.chunk(x.shape[dim], comm.active(axes)))
-    return x if part is x else part.clone()
+        cut = cut.narrow(dim, *comm.chunk(x.shape[dim], comm.active(axes)))
+    return x if cut is x else cut.clone()

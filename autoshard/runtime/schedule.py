@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.autocast import autocast_state
 
 Joint = Callable[[list[Any]], Sequence[Any]]
 
@@ -145,13 +146,8 @@ class ThreadState:
     def __init__(self) -> None:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.device = torch.get_default_device()
-        cuda = torch.cuda.is_initialized()
-        self.stream = torch.cuda.current_stream() if cuda else None
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in (("cpu", "cuda") if cuda else ("cpu",))
-            if torch.is_autocast_enabled(kind)
-        ]
+        self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self.autocast = autocast_state()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

@@ -107,7 +107,9 @@ def moved_back(
     present = _present(bucket, [w and g is not None for w, g in zip(wanted, gradients, strict=True)])
     out: list[torch.Tensor | None] = [None] * len(gradients)
     if present:
-        moved: Sequence[torch.Tensor] = [_or_zeros(gradients[i], *shapes[i]) for i in present]
+        given = ((gradients[i], *shapes[i]) for i in present)
+        moved: Sequence[torch.Tensor]
+        moved = [torch.zeros(n, dtype=dtype, device=at) if g is None else g for g, n, dtype, at in given]
         for dual in bucket.duals(present):
             moved = _through(dual, moved, "backward")
         for i, x in zip(present, moved, strict=True):
@@ -119,12 +121,6 @@ def _present(bucket: Bucket, wanted: Sequence[bool]) -> list[int]:
     """Numbers of the tensors that take part in the backward: where all ranks are here, if any rank's does."""
     count = bucket.count if isinstance(bucket, JointBucket) else len(wanted)
     return [i for i in range(len(wanted)) if any(wanted[i % count :: count])]
-
-
-def _or_zeros(
-    gradient: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    return gradient if gradient is not None else torch.zeros(shape, dtype=dtype, device=device)
 
 
 class _Sum(torch.autograd.Function):

@@ -83,15 +83,7 @@ class _Payload:
         layout, shape = plan.layouts[name], plan.shapes[name]
         local = list(layout.max_local_shape(shape))
         kind, dtype = plan.kinds.get(name, "value"), plan.dtypes.get(name, "")
-        return [
-            name,
-            kind,
-            list(shape),
-            local,
-            self.layout(layout),
-            dtype,
-            local_bytes(plan, name),
-        ]
+        return [name, kind, list(shape), local, self.layout(layout), dtype, local_bytes(plan, name)]
 
     def box(self, box: Box) -> dict[str, Any]:
         seconds, sent, count = self.totals(box)

@@ -26,10 +26,11 @@ from autoshard.passes.capture.answers.loops import Learnt, check_draws
 from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.questions import Exported, indifferent
 from autoshard.passes.capture.exported.arguments import Example, argument_paths, gradient_sources
+from autoshard.passes.capture.exported.attributes import WrittenError, apart, as_buffers, check_unwritten, held
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
 from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.observer import Forward, patched, replacing
-from autoshard.passes.capture.refusals.checks import check_example, check_model
+from autoshard.passes.capture.refusals.checks import check_dtypes, check_example, check_model
 from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
 from autoshard.passes.capture.substitutes.autocast import with_kept_casts
 from autoshard.passes.capture.translate.decompose import decompose
@@ -63,13 +64,19 @@ def capture(
     example = (tuple(args), dict(kwargs or {}))
     training = model.training if training is None else training
     check_model(model, training)
-    check_example(example)
+    check_example(model, example)
     register_types(example)
     if dynamic:
         opened(_tensors(model, example), dynamic)  # a wrong request is refused before tracing
     with _untouched(model), _quiet(), torch.enable_grad():
-        program, eager_grads, inputs = _export(model, example, training, dynamic)
+        apart(model)
+        try:
+            program, eager_grads, inputs = _export(model, example, training, dynamic)
+        except WrittenError as error:
+            as_buffers(model, error.names)
+            program, eager_grads, inputs = _export(model, example, training, dynamic)
         graph = with_kept_casts(translate(program, model, example, training, inputs))
+    check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)
     return graph
@@ -125,6 +132,8 @@ def _tried(first: Callable[[], Exported], *retries: _Retry) -> Exported:
     """What ``first`` gives, or where it fails the first of ``retries`` that applies and offers something."""
     try:
         return first()
+    except WrittenError:
+        raise
     except CaptureError as error:
         failed = error
     for retry in retries:
@@ -163,6 +172,8 @@ def _traced(
                 return program, trace.output_grads, inputs
             except Exception as error:
                 cause = trace.error or error
+                if isinstance(cause, WrittenError):
+                    raise cause from None
                 if not watch.learn(cause):
                     raise explain(model, cause) from cause
 
@@ -188,13 +199,15 @@ class _Trace:
         def traced(*args: Any, **kwargs: Any) -> Any:
             try:
                 before = [(module, dict(vars(module))) for module in model.modules()]
+                attributes = held(model)
                 with watch:
                     state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
                     watch.begin(Forward(pytree.tree_leaves((args, kwargs)), list(model.parameters()), state))
                     output = forward(*args, **kwargs)
                     watch.end(output)
-                for module, attributes in before:
-                    _warn_changed(module, attributes)
+                check_unwritten(model, attributes)
+                for module, values in before:
+                    _warn_changed(module, values)
                 return output
             except Exception as error:
                 self.error = error

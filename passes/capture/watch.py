@@ -29,6 +29,7 @@ from autoshard.passes.capture.substitutes.autocast import Autocast
 from autoshard.passes.capture.substitutes.caches import Caches
 from autoshard.passes.capture.substitutes.conversions import Conversions
 from autoshard.passes.capture.substitutes.custom_functions import CustomFunctions
+from autoshard.passes.capture.substitutes.flex import FlexAttention
 from autoshard.passes.capture.substitutes.no_grad import NoGrad
 from autoshard.passes.capture.substitutes.packed import PackedSequences
 from autoshard.passes.capture.substitutes.rewritten import Rewritten
@@ -56,7 +57,7 @@ def concerns(training: bool, learnt: Learnt, numbers: Numbers, example: Example 
     return (
         numbers, Draws(refusals), Caches(),
         PackedSequences(), Gradients(training, refusals), CustomFunctions(training, refusals),
-        NoGrad(), Conversions(), Scripted(), Autocast(), Bodies(),
+        NoGrad(), Conversions(), Scripted(), FlexAttention(), Autocast(), Bodies(),
         Known(bool(steering)), Conditions(loops), Rewritten(), *steering, loops, refusals,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.program import Call, Local, Offset
+from autoshard.passes.ir.program import Call, Local, Offset, spell
 from autoshard.passes.ir.sizes import ENDLESS, Size, is_compound
 
 WIDTH = 88
@@ -110,12 +110,11 @@ class _Printer:
             printed = special(self, call)
             if printed is not None:
                 return printed
-        return self.operator(name, call)
+        return self.operator(name, call.fn, list(call.args), dict(call.kwargs))
 
-    def operator(self, name: str, call: Call) -> Expression:
+    def operator(self, name: str, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Expression:
         """An aten op by its public spelling, or as ``aten.name.overload``."""
-        args, kwargs = list(call.args), dict(call.kwargs)
-        plain = call.fn.namespace == "aten" if not isinstance(call.fn, str) else False
+        plain = op.namespace == "aten"
         if plain and name in _BINARY and len(args) == 2 and not kwargs:
             sign = _BINARY[name] if name == "pow" else f" {_BINARY[name]} "
             return Operation(self.operand(args[0]), sign, self.operand(args[1]))
@@ -129,9 +128,8 @@ class _Printer:
             return self.function(f"torch.{name}", args, kwargs)
         if plain and name in _FACTORIES:
             return self.function(f"torch.{name}", args, {**kwargs, "device": Verbatim("runtime.device()")})
-        overload = "" if isinstance(call.fn, str) else f".{call.fn._overloadname}"
-        space = "aten" if plain else f"torch.ops.{'' if isinstance(call.fn, str) else call.fn.namespace}"
-        return self.function(f"{space}.{name}{overload}", args, kwargs)
+        space = "aten" if plain else f"torch.ops.{op.namespace}"
+        return self.function(f"{space}.{name}.{op._overloadname}", args, kwargs)
 
     def function(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expression:
         parts = [self.value(a) for a in args]
@@ -150,7 +148,7 @@ class _Printer:
         if isinstance(value, Local):
             return self.length(value)
         if isinstance(value, Offset):
-            return self.function("runtime.offset", (value.size, axes_argument(value.axes)), {})
+            return self.function("runtime.offset", (value.size, spell(value.axes)), {})
         if isinstance(value, Mapping):
             return Expression("{", [self.entry(k, v) for k, v in value.items()], "}")
         if isinstance(value, tuple | list):
@@ -171,16 +169,11 @@ class _Printer:
         ranks = math.prod(self.mesh_sizes[a] for a in value.axes)
         if value.size % ranks == 0:
             return atom(str(value.size // ranks))
-        return self.function("runtime.size", (value.size, axes_argument(value.axes)), {})
+        return self.function("runtime.size", (value.size, spell(value.axes)), {})
 
 
 class Verbatim(str):
     """Source text that is printed as it is."""
-
-
-def axes_argument(axes: tuple[str, ...]) -> Any:
-    """One axis as its name, several as a tuple."""
-    return axes[0] if len(axes) == 1 else axes
 
 
 def literal(value: Any) -> str:
@@ -220,10 +213,6 @@ def _spread(method: str) -> Callable[[_Printer, Call], Expression | None]:
     return printed
 
 
-def _contiguous(p: _Printer, call: Call) -> Expression | None:
-    return p.function(f"{p.value(call.args[0]).flat}.contiguous", (), {})
-
-
 def _slice(p: _Printer, call: Call) -> Expression | None:
     x, dim, start, end, step = (*call.args, *(0, None, None, 1)[len(call.args) - 1 :])[:5]
     if not isinstance(dim, int) or not all(isinstance(v, int | Ref | None) for v in (start, end, step)):
@@ -252,10 +241,6 @@ def _attention(p: _Printer, call: Call) -> Expression | None:
     defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
     extra = {k: v for k, v in extra.items() if isinstance(v, Ref) or v != defaults.get(k)}
     return p.function("F.scaled_dot_product_attention", call.args[:3], extra)
-
-
-def _layer_norm(p: _Printer, call: Call) -> Expression | None:
-    return p.function("F.layer_norm", call.args[:5], {})
 
 
 def _cross_entropy(p: _Printer, call: Call) -> Expression | None:
@@ -288,10 +273,6 @@ def _cat(p: _Printer, call: Call) -> Expression | None:
     return p.function(name, (list(call.args[0]),), dim)
 
 
-def _length(p: _Printer, call: Call) -> Expression | None:
-    return atom(f"{p.value(call.args[0]).flat}.shape[{call.args[1]}]")
-
-
 def _builtin(name: str) -> Callable[[_Printer, Call], Expression | None]:
     """Arithmetic on numbers by a builtin of Python; the op of that name on tensors is left alone."""
 
@@ -305,25 +286,19 @@ def _builtin(name: str) -> Callable[[_Printer, Call], Expression | None]:
 
 
 _SPECIAL: dict[str, Callable[[_Printer, Call], Expression | None]] = {
-    "view": _reshape,
-    "_unsafe_view": _reshape,
-    "reshape": _reshape,
-    "permute": _spread("permute"),
-    "expand": _spread("expand"),
-    "repeat": _spread("repeat"),
-    "contiguous": _contiguous,
-    "clone": _contiguous,
+    **dict.fromkeys(("view", "_unsafe_view", "reshape"), _reshape),
+    **{method: _spread(method) for method in ("permute", "expand", "repeat")},
+    **dict.fromkeys(
+        ("contiguous", "clone"), lambda p, call: p.function(f"{p.value(call.args[0]).flat}.contiguous", (), {})
+    ),
     "slice": _slice,
     "embedding": _embedding,
     "scaled_dot_product_attention": _attention,
-    "layer_norm": _layer_norm,
+    "layer_norm": lambda p, call: p.function("F.layer_norm", call.args[:5], {}),
     "cross_entropy_loss": _cross_entropy,
     "_to_copy": _to,
-    "softmax": _softmax,
-    "_softmax": _softmax,
-    "log_softmax": _softmax,
-    "_log_softmax": _softmax,
-    "sym_size": _length,
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _softmax),
+    "sym_size": lambda p, call: atom(f"{p.value(call.args[0]).flat}.shape[{call.args[1]}]"),
     "max": _builtin("max"),
     "min": _builtin("min"),
     "Float": _builtin("float"),

@@ -154,10 +154,6 @@ def ranges(paths: Iterable[str]) -> list[tuple[str, range | None]]:
     ]
 
 
-def range_arguments(numbers: range) -> str:
-    return str(numbers.stop) if numbers.start == 0 else f"{numbers.start}, {numbers.stop}"
-
-
 def listed(paths: Sequence[str]) -> str:
     return ", ".join(
         prefix if numbers is None else f"{prefix}.{numbers.start} … {prefix}.{numbers.stop - 1}"
@@ -170,8 +166,8 @@ def block_table(classes: Iterable[tuple[str, Sequence[str]]]) -> str:
     parts = []
     for name, paths in classes:
         for prefix, numbers in ranges(paths):
-            if isinstance(numbers, range):
-                parts.append(f'{{f"{prefix}.{{i}}": {name} for i in range({range_arguments(numbers)})}}')
+            if numbers is not None:
+                parts.append(f'{{f"{prefix}.{{i}}": {name} for i in {str(numbers).replace("(0, ", "(")}}}')
             else:
                 parts.append("{" + f"{literal(prefix)}: {name}" + "}")
     if not parts:

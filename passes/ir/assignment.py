@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoshard.layout import Invariant, Layout, Placement, R, chunk
+from autoshard.layout import I, Invariant, Layout, Placement, R, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.sizes import Size
@@ -20,6 +20,13 @@ Placements = tuple[Placement, ...]
 def canonical(placement: Placement, grad: bool) -> Placement:
     """Where no gradient flows, Invariant and Replicate are one."""
     return R if isinstance(placement, Invariant) and not grad else placement
+
+
+def stated(name: str, graph: Graph, mesh: Mesh, given: Mapping[str, Layout]) -> Layout:
+    """The layout in which an input comes, ``given`` or whole; whole axes as its gradient wants them."""
+    whole = I if graph.types[name].grad else R
+    layout = given.get(name, Layout(mesh))
+    return Layout(mesh, [p if isinstance(p, Shard) else whole for p in layout.placements], layout.order)
 
 
 @dataclass(frozen=True, slots=True)

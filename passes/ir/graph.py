@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 
+from autoshard.errors import RuleError
 from autoshard.frames import place
 from autoshard.passes.ir.walk import Applied, map_tree, walk
 
@@ -98,8 +99,61 @@ class Node(Applied):
         """Names of tensor operands in order of appearance; a value used twice stands twice."""
         return tuple(ref.name for ref in refs((self.args, self.kwargs)))
 
+    @property
+    def given(self) -> list[tuple[str, Any]]:
+        """The arguments by name, without those left to their defaults."""
+        return [*zip((a.name for a in self.op._schema.arguments), self.args, strict=False), *self.kwargs.items()]
+
+    @cached_property
+    def input_slots(self) -> tuple[int, ...]:
+        """Position of the argument of each of ``inputs`` among :func:`tensor_arguments`."""
+        names, slots = tensor_arguments(self.op), list[int]()
+        for name, value in self.given:
+            found = len(list(refs(value)))
+            if found and name not in names:
+                raise RuleError(f"{self.op}: argument {name!r} takes no tensor, got {value}")
+            slots += [names.index(name)] * found if found else []
+        return tuple(slots)
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """Argument name → where its tensor stands in ``inputs``; arguments without a tensor are left out."""
+        names = tensor_arguments(self.op)
+        return {names[slot]: i for i, slot in enumerate(self.input_slots)}
+
+    def argument(self, name: str, *absent: Any) -> Any:
+        """The value of the op's argument ``name``, or its default; ``absent`` where the op has none such.
+
+        Raises :class:`RuleError` without ``absent``.
+        """
+        for i, a in enumerate(self.op._schema.arguments):
+            if a.name == name:
+                if name in self.kwargs:
+                    return self.kwargs[name]
+                return self.args[i] if i < len(self.args) else a.default_value
+        if absent:
+            return absent[0]
+        raise RuleError(f"{self.op} has no argument {name!r}; it has {[a.name for a in self.op._schema.arguments]}")
+
+    def with_arguments(self, /, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)`` with some arguments replaced; a missing one is added by name."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        position = {a.name: i for i, a in enumerate(self.op._schema.arguments)}
+        for name, value in changes.items():
+            if name not in kwargs and position[name] < len(args):
+                args[position[name]] = value
+            else:
+                kwargs[name] = value
+        return tuple(args), kwargs
+
     def __str__(self) -> str:
         return f"{', '.join(self.outputs) or '_'} = {show_call(self.op, self)}"
+
+
+@cache
+def tensor_arguments(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Names of the op's arguments that take tensors, in schema order."""
+    return tuple(a.name for a in op._schema.arguments if "Tensor" in str(a.type))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +248,14 @@ class Graph:
             for name in dict.fromkeys(node.inputs):
                 uses[name].append(node)
         return {name: tuple(nodes) for name, nodes in uses.items()}
+
+    def shape(self, value: Ref | str) -> tuple[int, ...]:
+        """The global shape of a value."""
+        return self.types[value.name if isinstance(value, Ref) else value].shape
+
+    def shapes(self, values: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The global shapes of several, such as ``node.inputs``."""
+        return tuple(self.types[name].shape for name in values)
 
     def __str__(self) -> str:
         lines = ["graph(" + ", ".join(f"{i.name}: {self.types[i.name]}" for i in self.inputs) + "):"]

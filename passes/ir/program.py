@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -105,6 +105,11 @@ class Offset:
     axes: tuple[str, ...]
 
 
+def spell(axes: Sequence[str]) -> str | tuple[str, ...]:
+    """Mesh axes as generated code names them: one alone, several as a tuple."""
+    return axes[0] if len(axes) == 1 else tuple(axes)
+
+
 @dataclass(frozen=True, slots=True)
 class Internal:
     """A collective inside a local form: no redistribution shows it."""
@@ -156,7 +161,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank runs. Names of ``graph.inputs`` stand for local parameters and for global inputs."""
+    """What one rank runs. Names of ``graph.inputs`` stand for local parameters and inputs."""
 
     graph: Graph
     mesh: Mesh

@@ -116,7 +116,7 @@ class Size(int):
         return _computed(self, other, operator.sub)
 
     def __rsub__(self, other: Any) -> Any:
-        return _computed(self, other, _less)
+        return _computed(self, other, operator.sub, turned=True)
 
     def __mul__(self, other: Any) -> Any:
         return _computed(self, other, sympy.Mul)
@@ -125,13 +125,13 @@ class Size(int):
         return _computed(self, other, FloorDiv)
 
     def __rfloordiv__(self, other: Any) -> Any:
-        return _computed(self, other, _divided)
+        return _computed(self, other, FloorDiv, turned=True)
 
     def __mod__(self, other: Any) -> Any:
         return _computed(self, other, PythonMod)
 
     def __rmod__(self, other: Any) -> Any:
-        return _computed(self, other, _modulo)
+        return _computed(self, other, PythonMod, turned=True)
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -164,24 +164,14 @@ def is_sure(a: sympy.Expr, least: sympy.Expr) -> bool:
     return _sign(a, least) in ("+", "0", "0+")
 
 
-def _computed(a: Size, b: Any, compute: Callable[[sympy.Expr, sympy.Expr], sympy.Expr]) -> Any:
+def _computed(a: Size, b: Any, compute: Callable[[sympy.Expr, sympy.Expr], sympy.Expr], turned: bool = False) -> Any:
+    """``compute`` of both; ``turned``: with ``b`` on the left."""
     if isinstance(b, float):
         _note(sympy.Eq(a.expr, int(a)))
     if not isinstance(b, int):
         return NotImplemented
-    return size(_apply(compute, a.expr, expression(b)), a.example)
-
-
-def _less(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-    return b - a
-
-
-def _divided(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-    return FloorDiv(b, a)
-
-
-def _modulo(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-    return PythonMod(b, a)
+    sides = (expression(b), a.expr) if turned else (a.expr, expression(b))
+    return size(_apply(compute, *sides), a.example)
 
 
 def _is_more(a: int, b: int) -> bool:

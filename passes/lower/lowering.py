@@ -59,14 +59,7 @@ class _Lowering:
         whole = Layout(self.mesh)
         mutations = {fqn: self._get(name, whole, None) for fqn, name in self.graph.mutations.items()}
         return Program(
-            self.graph,
-            self.mesh,
-            self.assignment,
-            tuple(self.statements),
-            self.types,
-            self.layouts,
-            outputs,
-            mutations,
+            self.graph, self.mesh, self.assignment, tuple(self.statements), self.types, self.layouts, outputs, mutations
         )
 
     def _node(self, node: Node) -> None:

@@ -50,8 +50,8 @@ class Constraint:
             return self.anywhere in state and not any(isinstance(p, Shard) for p in others)
         return all(_same(p, state[mesh.index(axis)]) for axis, p in self.axes)
 
-    def check(self, type_: TensorType, kind: str) -> None:
-        """Raise :class:`HintError` if the hint cannot be met by a tensor of this type."""
+    def check(self, type_: TensorType, kind: str, written: bool = False) -> None:
+        """Raise :class:`HintError` if the hint cannot be met by a tensor of this type, which the forward writes or not."""
         for axis, p in self.axes or ((None, self.anywhere),):
             where = f" on axis {axis!r}" if axis else ""
             if isinstance(p, Shard) and p.dim >= len(type_.shape):
@@ -59,6 +59,12 @@ class Constraint:
                     f"hint {self.pattern!r} asks for Shard({p.dim}){where}, but {kind} {self.name!r} has "
                     f"{len(type_.shape)} dims, shape {list(type_.shape)}. "
                     + (f"Use Shard(0) to Shard({len(type_.shape) - 1})." if type_.shape else "A scalar stays whole.")
+                )
+            if isinstance(p, Shard) and kind == "buffer" and written:
+                raise HintError(
+                    f"hint {self.pattern!r} asks for {p}{where}, but the forward writes buffer {self.name!r}, and what it "
+                    "writes is kept whole on every rank: it would be cut and gathered in every call. Leave the buffer out of "
+                    "the pattern, or use Replicate()."
                 )
             if isinstance(p, Partial) and kind in ("parameter", "buffer", "input"):
                 raise HintError(
@@ -93,7 +99,8 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh) -> dict[s
         for name, kind, asked in _targets(pattern, hint, graph):
             value = _module_output(graph, name) if kind == "module" else _input_named(graph, name)
             constraint = _constraint(pattern, name, asked, mesh)
-            constraint.check(graph.types[value], "the output of module" if kind == "module" else kind)
+            what = "the output of module" if kind == "module" else kind
+            constraint.check(graph.types[value], what, kind == "buffer" and name in graph.mutations)
             constraints[value] = constraint
     return constraints
 

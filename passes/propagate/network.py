@@ -19,7 +19,7 @@ import numpy as np
 
 from autoshard.layout import I, Layout, Placement, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
+from autoshard.passes.ir.assignment import Assignment, Placements, Strategy, stated
 from autoshard.passes.ir.graph import Graph, Ref, TensorType
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.edges import EdgeTables, readings
@@ -31,14 +31,16 @@ log = logging.getLogger("autoshard.plan")
 
 
 def propagate(
-    graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint], memory_budget: float | None = None
-) -> Assignment:
+    graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint], memory_budget: float | None = None,
+    given: Mapping[str, Layout] | None = None,
+) -> Assignment:  # fmt: skip
     """The cheapest assignment of ``graph`` on ``mesh`` that satisfies ``constraints``.
 
-    ``memory_budget``: bytes per rank for parameters, gradients and optimizer state. Raises
+    ``memory_budget``: bytes per rank for parameters, gradients and optimizer state. ``given``: layouts of the inputs
+    that come in parts. Raises
     :class:`~autoshard.errors.PlanError` if nothing fits, :class:`~autoshard.errors.HintError` from constraints.
     """
-    network = _Network(graph, mesh, constraints)
+    network = _Network(graph, mesh, constraints, given or {})
     network.build()
     solution = network.solve(memory_budget)
     return network.assignment(solution)
@@ -49,6 +51,7 @@ class _Network:
     graph: Graph
     mesh: Mesh
     constraints: Mapping[str, Constraint]
+    given: Mapping[str, Layout] = field(default_factory=dict)
     variables: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """variable → the placements (or choices) its states stand for; names: a value, "node:…", "shared:…", "out:i" """
     seconds: list[np.ndarray] = field(default_factory=list)
@@ -130,11 +133,11 @@ class _Network:
         return self.shared_states[key]
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
-        """An input is given whole on every rank; a parameter may be kept in shards."""
+        """An input is given whole on every rank, or as it says; a parameter may be kept in shards."""
         type_ = self.graph.types[name]
         whole = I if type_.grad else R
         if kind != "parameter":
-            return ((whole,) * self.mesh.ndim,)
+            return (stated(name, self.graph, self.mesh, self.given).placements,)
         states = _placeable(type_, self.mesh, replicated=whole)
         if name in self.constraints:
             states = self.constraints[name].allowed(states, type_, self.mesh, whole)

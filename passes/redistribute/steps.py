@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.layout import Layout, Partial, Placement, R, Shard
-from autoshard.passes.ir.program import Local, Step, bytes_text
+from autoshard.passes.ir.program import Local, Step, bytes_text, spell
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def emit(step: Step) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
     if step.kind == "reshape":
         cuts = [(n, step.dst.axes_of(d)) for d, n in enumerate(step.to_shape)]
         return step.kind, ([Local(n, cut) if cut else n for n, cut in cuts],), {}
-    axes: Any = step.axes if len(step.axes) > 1 else step.axes[0]
+    axes: Any = spell(step.axes)
     if step.kind in ("enter", "leave"):
         return step.kind, (axes,), {}
     if step.kind == "permute":

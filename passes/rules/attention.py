@@ -11,20 +11,9 @@ import torch
 from autoshard.layout import R, Shard, chunk
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import Call, Internal
+from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import Facts, Rule, Site, Types
-from autoshard.passes.rules.factors import Dims, Factors, argument, output_shapes, shape_of, whole
-from autoshard.passes.rules.named import (
-    axes_of,
-    broadcast_shape,
-    inputs,
-    local_shape,
-    positions,
-    reductions,
-    spell,
-    unchanged,
-    wide_bytes,
-)
+from autoshard.passes.rules.factors import Dims, Factors, Space, broadcast_shape, inputs, undivided, wide_bytes
 
 aten = torch.ops.aten
 
@@ -32,13 +21,13 @@ OPERANDS = ("query", "key", "value", "attn_mask")
 
 
 def _shapes(node: Node, graph: Graph) -> dict[str, tuple[int, ...]]:
-    return {name: shape_of(graph, argument(node, name)) for name in OPERANDS if name in positions(node)}
+    return {name: graph.shape(node.argument(name)) for name in OPERANDS if name in node.positions}
 
 
 def is_grouped(node: Node, graph: Graph) -> bool:
     """Whether several query heads share a key head."""
     shapes = _shapes(node, graph)
-    return bool(argument(node, "enable_gqa")) and shapes["query"][-3] != shapes["key"][-3]
+    return bool(node.argument("enable_gqa")) and shapes["query"][-3] != shapes["key"][-3]
 
 
 def weights_shape(node: Node, graph: Graph) -> tuple[int, ...]:
@@ -51,15 +40,15 @@ def weights_shape(node: Node, graph: Graph) -> tuple[int, ...]:
     return (*broadcast_shape(*lead), shapes["query"][-2], key[-2])
 
 
-def _strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _strategies(node: Node, graph: Graph) -> Space:
     """Softmax is over the keys: they need the distributed form, all others are independent. Linear in the value.
 
     With fewer key than query heads, either both are cut ("heads"), or the query heads alone ("query heads").
     """
     shapes = _shapes(node, graph)
     shape = weights_shape(node, graph)
-    if output_shapes(node, graph)[0][:-2] != shape[:-2]:  # the value alone has more batch dims
-        return whole(len(node.inputs), len(node.outputs))
+    if graph.shapes(node.outputs)[0][:-2] != shape[:-2]:  # the value alone has more batch dims
+        return undivided(node, graph)
     lead = tuple("heads" if d == len(shape) - 3 else f"batch{d}" for d in range(len(shape) - 2))
     sizes = dict(zip(lead, shape, strict=False))
     sizes |= {"queries": shape[-2], "keys": shape[-1], "embed": shapes["value"][-1]}
@@ -76,15 +65,9 @@ def _strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
             dims[name] = (*dims[name][:-3], "heads", *dims[name][-2:])
         sizes["heads"] = groups
     result = (*lead, "queries", "embed")
-    factors = Factors(
-        inputs(node, dims),
-        (result,),
-        sizes,
-        even=frozenset({"heads"}) if grouped else frozenset(),
-        linear=((positions(node)["value"],),),
-    )
-    found = factors.strategies(node, graph)
-    return (*found, _query_heads(node, shape, dims)) if grouped else found
+    even = frozenset({"heads"}) if grouped else frozenset[str]()
+    factors = Factors(inputs(node, dims), (result,), sizes, even, linear=((node.positions["value"],),))
+    return (*factors.strategies(node, graph), _query_heads(node, shape, dims)) if grouped else factors
 
 
 def _leading(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims:
@@ -97,20 +80,20 @@ def _leading(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims
 def _query_heads(node: Node, shape: tuple[int, ...], dims: dict[str, Dims]) -> Strategy:
     """Query heads cut, key and value heads whole: each rank picks those its query heads use."""
     cut = {name for name in ("query", "attn_mask") if "heads" in dims[name]}
-    placements = tuple(Shard(dims[name].index("heads")) if name in cut else R for name in positions(node))
+    placements = tuple(Shard(dims[name].index("heads")) if name in cut else R for name in node.positions)
     return Strategy("query heads", placements, (Shard(len(shape) - 3),), shape[-3], divides=True)
 
 
 def _local(site: Site) -> Call:
     node, graph = site.node, site.graph
-    query, key, value, mask = (argument(node, name) for name in OPERANDS)
+    query, key, value, mask = (node.argument(name) for name in OPERANDS)
     shape = weights_shape(node, graph)
     last = len(shape) - 1
-    causal, probability = bool(argument(node, "is_causal")), float(argument(node, "dropout_p"))
+    causal, probability = bool(node.argument("is_causal")), float(node.argument("dropout_p"))
     key_axes, row_axes = _axes(site, "key", 2), _axes(site, "query", 2)
     grouped = is_grouped(node, graph)
     if grouped and (site.axes("query heads") or key_axes or probability):
-        heads: list[Any] = [shape[-3], spell(_axes(site, "query", 3)), shape_of(graph, key)[-3]]
+        heads: list[Any] = [shape[-3], spell(_axes(site, "query", 3)), graph.shape(key)[-3]]
         if group_axes := _axes(site, "key", 3):
             heads.append(spell(group_axes))
         key, value = (Call("kv_heads", (x, *heads), {}) for x in (key, value))
@@ -118,11 +101,11 @@ def _local(site: Site) -> Call:
     if causal and (row_axes or key_axes or probability):
         extent: dict[str, Any] = {"queries": shape[-2], "query_axes": spell(row_axes)} if row_axes else {}
         extent |= {"keys": shape[-1], "key_axes": spell(key_axes)} if key_axes else {}
-        mask = Call("causal_mask", (query, argument(node, "key")), extent)
+        mask = Call("causal_mask", (query, node.argument("key")), extent)
         causal = False
     if key_axes or probability:
         return _spelled_out(site, (query, key, value), mask, shape, {last: key_axes, last - 1: row_axes})
-    return unchanged(site, key=key, value=value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    return site.unchanged(key=key, value=value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
 
 def _spelled_out(
@@ -131,8 +114,8 @@ def _spelled_out(
     """The runtime's attention: it needs to know how the attention matrix is cut."""
     given = {
         "attn_mask": mask,
-        "dropout_p": argument(site.node, "dropout_p") or None,
-        "scale": argument(site.node, "scale"),
+        "dropout_p": site.node.argument("dropout_p") or None,
+        "scale": site.node.argument("scale"),
     }
     extra = {name: v for name, v in given.items() if v is not None}
     axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | rows_and_keys
@@ -142,8 +125,8 @@ def _spelled_out(
 
 def _axes(site: Site, name: str, from_end: int) -> tuple[str, ...]:
     """Axes that cut a dim of an operand, counted from the end."""
-    rank = len(site.in_type(positions(site.node)[name]).shape)
-    return axes_of(site, name, rank - from_end) if rank >= from_end else ()
+    rank = len(site.in_type(site.node.positions[name]).shape)
+    return site.axes_of(name, rank - from_end) if rank >= from_end else ()
 
 
 def _collectives(site: Site) -> tuple[Internal, ...]:
@@ -160,12 +143,12 @@ def _collectives(site: Site) -> tuple[Internal, ...]:
     axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | {len(shape) - 2: _axes(site, "query", 2)}
     rows = math.prod(chunk(int(n), site.mesh.size_of(axes[d]), 0)[1] for d, n in enumerate(shape[:-1]))
     size = rows * wide_bytes(site.in_type(0).dtype)
-    return found + reductions(site, key_axes, size, ("maxima", "sums"), ("gradient of the sums",))
+    return found + site.reductions(key_axes, size, ("maxima", "sums"), ("gradient of the sums",))
 
 
 def _gathered(site: Site, name: str, axes: tuple[str, ...]) -> Internal:
     """The gather of an operand's heads."""
-    local, i = local_shape(site, name), positions(site.node)[name]
+    local, i = site.local_shape(name), site.node.positions[name]
     size = math.prod(local) * site.mesh.size_of(axes) * site.in_type(i).dtype.itemsize
     return Internal("all_gather", axes, size, "forward", f"{name} heads")
 
@@ -179,9 +162,9 @@ def _flops(node: Node, graph: Graph) -> float:
 def _is_fused(node: Node, types: Types) -> bool:
     """Whether one kernel computes it, which keeps no attention matrix."""
     query, key, value, *mask = (types[name] for name in node.inputs)
-    if argument(node, "dropout_p") or any(m.grad for m in mask):
+    if node.argument("dropout_p") or any(m.grad for m in mask):
         return False
-    heads = argument(node, "enable_gqa") or query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+    heads = node.argument("enable_gqa") or query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
     return len(query.shape) == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] and bool(heads)
 
 
@@ -189,7 +172,7 @@ def _saves(node: Node, types: Types) -> str | None:
     if _is_fused(node, types):
         return "query key value attn_mask result"
     query, key, value = (types[name].shape for name in node.inputs[:3])
-    plain = query[:-2] == key[:-2] == value[:-2] and not argument(node, "dropout_p")
+    plain = query[:-2] == key[:-2] == value[:-2] and not node.argument("dropout_p")
     return "query: value; key: value; attn_mask: value" if plain else None
 
 

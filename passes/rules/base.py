@@ -13,6 +13,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal, Local
+from autoshard.passes.rules.factors import Factors, Space, positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,57 @@ class Site:
     def out_type(self, i: int = 0) -> TensorType:
         return self.graph.types[self.node.outputs[i]]
 
-    def local(self, layout: Layout, dim: int, size: int) -> int | Local:
-        """The local length of tensor dim ``dim`` (global ``size``): an int where no axis cuts it."""
-        axes = layout.axes_of(dim)
-        return Local(size, axes) if axes else size
+    def unchanged(self, /, **changes: Any) -> Call:
+        """The same op, with some arguments replaced."""
+        return Call(self.node.op, *self.node.with_arguments(**changes))
+
+    def axes_of(self, name: str, dim: int) -> tuple[str, ...]:
+        """Mesh axes that cut ``dim`` of the operand ``name``, outer to inner; none where the operand is absent."""
+        position = self.node.positions.get(name)
+        return () if position is None else self.inputs[position].axes_of(dim)
+
+    @property
+    def cut_dim(self) -> tuple[int, tuple[str, ...]]:
+        """The dim that the op works along, and the axes that cut it; none of a scalar."""
+        shape = self.in_type(0).shape
+        dim: int = positive(self.node.argument("dim"), max(1, len(shape)))
+        return dim, self.inputs[0].axes_of(dim) if shape else ()
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of an operand on rank 0."""
+        i = self.node.positions[name]
+        return self.inputs[i].max_local_shape(self.in_type(i).shape)
+
+    @property
+    def grad(self) -> bool:
+        """Whether a gradient flows through any result."""
+        return any(self.graph.types[name].grad for name in self.node.outputs)
+
+    def reductions(
+        self, axes: tuple[str, ...], size: float, forward: Sequence[str], backward: Sequence[str]
+    ) -> tuple[Internal, ...]:
+        """All-reduces of ``size`` bytes each over ``axes``: what they reduce, forward, and backward if a gradient flows."""
+        if self.mesh.size_of(axes) == 1:
+            return ()
+        phases = [("forward", what) for what in forward] + [("backward", what) for what in backward if self.grad]
+        return tuple(Internal("all_reduce", axes, size, phase, what) for phase, what in phases)
+
+    def gathered(self, axes: tuple[str, ...], size: float, what: str, to: str) -> tuple[Internal, ...]:
+        """An all-gather of ``size`` bytes per rank over ``axes`` to I or R; to R, its backward reduce-scatters."""
+        ranks = self.mesh.size_of(axes)
+        if ranks == 1:
+            return ()
+        forward = Internal("all_gather", axes, ranks * size, "forward", what)
+        if to == "I" or not self.grad:
+            return (forward,)
+        return forward, Internal("reduce_scatter", axes, ranks * size, "backward", f"gradient of the {what}")
+
+    def local_sizes(self, layout: Layout, shape: Sequence[int]) -> list[int | Local]:
+        """The local lengths of a tensor of global ``shape``: ints where no axis cuts it."""
+        return [Local(n, axes) if (axes := layout.axes_of(d)) else n for d, n in enumerate(shape)]
 
 
-StrategiesOf = Callable[[Node, Graph], tuple[Strategy, ...]]
+SpaceOf = Callable[[Node, Graph], Space]
 LocalFormOf = Callable[[Site], Call]
 CollectivesOf = Callable[[Site], tuple[Internal, ...]]
 
@@ -87,7 +132,8 @@ class Facts:
     """backward FLOPs per forward FLOP; None: one more product per operand that wants a gradient, two at most"""
 
 
-UNKNOWN = Facts()
+UNKNOWN, NOTHING = Facts(), Facts(saves="")
+"""of any op; of one that keeps nothing"""
 
 
 @dataclass(frozen=True)
@@ -95,7 +141,7 @@ class Rule:
     """An op's strategies and local form. ``flops(node, graph)``: multiply-adds count 2; 0 for elementwise ops."""
 
     op: torch._ops.OpOverload
-    strategies: StrategiesOf
+    space: SpaceOf
     local: LocalFormOf | None = None
     """None: the same op on local tensors with unchanged arguments"""
     flops: Callable[[Node, Graph], float] | None = None
@@ -106,6 +152,31 @@ class Rule:
     sized: bool = True
     """whether the local form needs lengths of dims that are whole; else the others may depend on the data"""
     facts: Facts = UNKNOWN
+
+    def strategies(self, node: Node, graph: Graph) -> tuple[Strategy, ...]:
+        """Every way to run ``node`` along one mesh axis."""
+        found = self.space(node, graph)
+        return found.strategies(node, graph) if isinstance(found, Factors) else found
+
+
+def ops(names: str) -> tuple[torch._ops.OpOverload, ...]:
+    """aten ops, as in ``"conv1d.default conv2d.default"``."""
+    pairs = (name.split(".") for name in names.split())
+    return tuple(getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in pairs)
+
+
+def rules(
+    names: str,
+    space: SpaceOf,
+    local: LocalFormOf | None = None,
+    notation: str = "",
+    collectives: CollectivesOf | None = None,
+    *,
+    facts: Facts = UNKNOWN,
+    sized: bool = True,
+) -> list[Rule]:
+    """The rules of several aten ops, named as for :func:`ops`."""
+    return [Rule(op, space, local, None, notation, collectives, sized, facts) for op in ops(names)]
 
 
 def stating(facts: Facts, rules: Iterable[Rule]) -> tuple[Rule, ...]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import Call, Internal, Local
-from autoshard.passes.rules.base import Facts, Rule, Site, Types
-from autoshard.passes.rules.factors import Dims, Factors, argument, output_shapes, shape_of
-from autoshard.passes.rules.named import inputs, ops, positions, unchanged
-from autoshard.passes.rules.windows import Sliding, cropped, cut, halo_collectives, haloed
+from autoshard.passes.ir.program import Call, Local
+from autoshard.passes.rules.base import Facts, Rule, Site, Types, rules
+from autoshard.passes.rules.factors import Dims, Factors, inputs
+from autoshard.passes.rules.windows import Sliding, cropped, cut, haloed, halos
 from autoshard.runtime.window import Window
 
 aten = torch.ops.aten
@@ -22,22 +21,22 @@ aten = torch.ops.aten
 def is_transposed(node: Node) -> bool:
     """Whether the weight is [in, out/groups, ...] instead of [out, in/groups, ...]."""
     if node.op is aten.convolution.default:
-        return bool(argument(node, "transposed"))
+        return bool(node.argument("transposed"))
     return "transpose" in str(node.op)
 
 
-def _convolution(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _convolution(node: Node, graph: Graph) -> Factors:
     """x [n, i, ...], weight [o, i, ...], bias [o]; the channels in are summed over, the bias is added once.
 
     With groups, whole groups of channels in and out go together. Every rank holds channels and makes positions: ATen
     has no empty kernels.
     """
-    x, weight = shape_of(graph, argument(node, "input")), shape_of(graph, argument(node, "weight"))
+    x, weight = graph.shape(node.argument("input")), graph.shape(node.argument("weight"))
     slidings = _slidings(node, graph)
     spatial: Dims = tuple(s.factor for s in slidings)
     kernel_dims: Dims = (None,) * len(spatial)
     batch: Dims = ("n",) if len(x) == len(weight) else ()
-    groups = argument(node, "groups")
+    groups = node.argument("groups")
     sizes = {"n": x[0], "groups": groups} | {s.factor: s.to for s in slidings if s.fixed}
     incoming, outgoing = "groups", "groups"
     kernel: Dims = ("groups", None)
@@ -50,8 +49,8 @@ def _convolution(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         "weight": (*kernel, *kernel_dims),
         "bias": (outgoing,),
     }
-    depthwise = groups == math.prod(x[-len(spatial) - 1 : -len(spatial)]) == output_shapes(node, graph)[0][len(batch)]
-    at = positions(node)
+    depthwise = groups == math.prod(x[-len(spatial) - 1 : -len(spatial)]) == graph.shapes(node.outputs)[0][len(batch)]
+    at = node.positions
     bias = (at["bias"],) if "bias" in at else ()
     return Factors(
         inputs(node, dims),
@@ -61,18 +60,18 @@ def _convolution(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         filled=frozenset({"i", "o", "groups", *(s.factor for s in slidings)}),
         addends=frozenset(bias),
         linear=((at["input"], *bias), (at["weight"], *bias)),
-    ).strategies(node, graph)
+    )
 
 
 def _each(node: Node, name: str, count: int) -> list[int]:
     """An argument that is a length per position dim, or one for all of them."""
-    value = argument(node, name)
+    value = node.argument(name)
     return [value] * count if isinstance(value, int) else [*value] * (count // len(value))
 
 
 def _padding(node: Node, kernel: tuple[int, ...]) -> list[tuple[int, int]]:
     """(before, after) per position dim."""
-    padding = argument(node, "padding")
+    padding = node.argument("padding")
     if padding == "same":
         reaches = [d * (k - 1) for d, k in zip(_each(node, "dilation", len(kernel)), kernel, strict=True)]
         return [(r // 2, r - r // 2) for r in reaches]
@@ -83,8 +82,8 @@ def _padding(node: Node, kernel: tuple[int, ...]) -> list[tuple[int, int]]:
 
 def _slidings(node: Node, graph: Graph) -> tuple[Sliding, ...]:
     """The positions' dims."""
-    x, kernel = shape_of(graph, argument(node, "input")), shape_of(graph, argument(node, "weight"))[2:]
-    (y,), first = output_shapes(node, graph), len(x) - len(kernel)
+    x, kernel = graph.shape(node.argument("input")), graph.shape(node.argument("weight"))[2:]
+    (y,), first = graph.shapes(node.outputs), len(x) - len(kernel)
     padding, dilation = _padding(node, kernel), _each(node, "dilation", len(kernel))
     strides = _each(node, "stride", len(kernel))
     return tuple(
@@ -100,43 +99,39 @@ def _slidings(node: Node, graph: Graph) -> tuple[Sliding, ...]:
 
 def _local_convolution(site: Site) -> Call:
     node, groups = site.node, site.axes("groups")
-    changes: dict[str, Any] = {"groups": Local(argument(node, "groups"), groups)} if groups else {}
+    changes: dict[str, Any] = {"groups": Local(node.argument("groups"), groups)} if groups else {}
     slidings = _slidings(node, site.graph)
     if not (along := cut(site, slidings)):
-        return unchanged(site, **changes)
-    padding = _padding(node, shape_of(site.graph, argument(node, "weight"))[2:])
+        return site.unchanged(**changes)
+    padding = _padding(node, site.graph.shape(node.argument("weight"))[2:])
     kept = [(0, 0) if s in along else p for s, p in zip(slidings, padding, strict=True)]
-    x = haloed(site, argument(node, "input"), along)
+    x = haloed(site, node.argument("input"), along)
     if any(before != after for before, after in kept):
         x = Call(aten.constant_pad_nd.default, (x, [n for p in reversed(kept) for n in p]), {})
         kept = [(0, 0)] * len(kept)
     changes |= {"input": x, "padding": [before for before, _ in kept]}
     if is_transposed(node) and any(extra := _each(node, "output_padding", len(slidings))):
         changes["output_padding"] = [0 if s in along else n for s, n in zip(slidings, extra, strict=True)]
-    made = unchanged(site, **changes)
-    if isinstance(argument(node, "padding"), str):
+    made = site.unchanged(**changes)
+    if isinstance(node.argument("padding"), str):
         made = Call(getattr(aten, node.op._opname).default, made.args, made.kwargs)
     result: Call = cropped(site, made, along) if is_transposed(node) else made
     return result
 
 
-def _collectives(site: Site) -> tuple[Internal, ...]:
-    return halo_collectives(site, _slidings(site.node, site.graph))
-
-
 def _convolution_flops(node: Node, graph: Graph) -> float:
     """2 · positions · kernel volume: positions of the result, or of the input where it is transposed."""
-    weight = shape_of(graph, argument(node, "weight"))
-    moved = shape_of(graph, argument(node, "input")) if is_transposed(node) else output_shapes(node, graph)[0]
+    weight = graph.shape(node.argument("weight"))
+    moved = graph.shape(node.argument("input")) if is_transposed(node) else graph.shapes(node.outputs)[0]
     return 2.0 * math.prod(moved) * math.prod(weight[1:])
 
 
 def _padded(node: Node, types: Types) -> TensorType | None:
     """The copy that uneven padding makes of the input."""
-    if argument(node, "padding") != "same":
+    if node.argument("padding") != "same":
         return None
     x, weight = (types[name] for name in node.inputs[:2])
-    total = [d * (n - 1) for d, n in zip(argument(node, "dilation"), weight.shape[2:], strict=False)]
+    total = [d * (n - 1) for d, n in zip(node.argument("dilation"), weight.shape[2:], strict=False)]
     total = total * (len(weight.shape) - 2) if len(total) == 1 else total
     if all(n % 2 == 0 for n in total):
         return None
@@ -161,14 +156,8 @@ CONVOLUTIONS = (
 FACTS = Facts(saves=_saves, intermediates=_intermediates)
 
 RULES: tuple[Rule, ...] = tuple(
-    Rule(
-        op,
-        _convolution,
-        _local_convolution,
-        _convolution_flops,
-        "n i ..., o i ..., o -> n o ...",
-        _collectives,
-        facts=FACTS,
+    replace(rule, flops=_convolution_flops)
+    for rule in rules(
+        CONVOLUTIONS, _convolution, _local_convolution, "n i ..., o i ..., o -> n o ...", halos(_slidings), facts=FACTS
     )
-    for op in ops(CONVOLUTIONS)
 )

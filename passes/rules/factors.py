@@ -7,18 +7,16 @@ results that have f → Shard, results that lack it → Partial. Beside the fact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from typing import Union
 
 import torch
 
 from autoshard.errors import RuleError
 from autoshard.layout import I, P, Partial, Placement, R, Shard
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node, Ref, refs
-from autoshard.passes.rules.base import UNKNOWN, CollectivesOf, Facts, LocalFormOf, Rule
+from autoshard.passes.ir.graph import Graph, Node
 
 Dims = tuple[str | None, ...]
 """a factor per tensor dim; None: the dim must be whole"""
@@ -74,9 +72,25 @@ class Factors:
         return Strategy(f"P({','.join(map(str, group))})", inputs, (P,) * len(self.outputs))
 
 
+Space = Union[tuple[Strategy, ...], Factors]
+"""the strategies of a node, or the factors that they follow from"""
+
+
 def whole(inputs: int, outputs: int) -> tuple[Strategy, ...]:
     """The two strategies every op has: whole values, with whole gradients or with summands of gradients."""
     return Strategy("I", (I,) * inputs, (I,) * outputs), Strategy("R", (R,) * inputs, (R,) * outputs)
+
+
+def undivided(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """The space of an op that runs on whole tensors only."""
+    return whole(len(node.inputs), len(node.outputs))
+
+
+def alike(node: Node, graph: Graph) -> Factors:
+    """The factors of an op whose results have the shape of its operand: every dim is one."""
+    (shape,) = graph.shapes(node.inputs)
+    dims = numbered(shape)
+    return Factors((dims,), (dims,) * len(node.outputs), sizes_of(shape))
 
 
 def _place(dims: Dims, factor: str, lacking: Placement) -> Placement:
@@ -97,84 +111,12 @@ def _is_fractional(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-FactorsOf = Callable[[Node, Graph], Factors]
+# What rules are written with.
 
 
-def by_factors(
-    names: str,
-    factors: FactorsOf,
-    local: LocalFormOf | None = None,
-    notation: str = "",
-    collectives: CollectivesOf | None = None,
-    facts: Facts = UNKNOWN,
-) -> list[Rule]:
-    """Rules of several aten ops, as in ``"cat.default stack.default"``, from a function that finds the factors."""
-
-    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        return factors(node, graph).strategies(node, graph)
-
-    pairs = (name.split(".") for name in names.split())
-    ops = [getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in pairs]
-    return [Rule(op, strategies, local, None, notation, collectives, facts=facts) for op in ops]
-
-
-# What rules read of a node.
-
-
-@cache
-def tensor_arguments(op: torch._ops.OpOverload) -> tuple[str, ...]:
-    """Names of the op's arguments that take tensors, in schema order."""
-    return tuple(a.name for a in op._schema.arguments if "Tensor" in str(a.type))
-
-
-def operands(node: Node) -> tuple[int, ...]:
-    """Per entry of ``node.inputs``: the position of its argument among :func:`tensor_arguments`."""
-    names = tensor_arguments(node.op)
-    slots: list[int] = []
-    named = [*zip((a.name for a in node.op._schema.arguments), node.args, strict=False), *node.kwargs.items()]
-    for name, value in named:
-        found = len(list(refs(value)))
-        if found and name not in names:
-            raise RuleError(f"{node.op}: argument {name!r} takes no tensor, got {value}")
-        slots += [names.index(name)] * found if found else []
-    return tuple(slots)
-
-
-def argument(node: Node, name: str) -> Any:
-    """The value of the op's argument ``name``, or its default."""
-    for i, a in enumerate(node.op._schema.arguments):
-        if a.name == name:
-            if name in node.kwargs:
-                return node.kwargs[name]
-            return node.args[i] if i < len(node.args) else a.default_value
-    raise RuleError(f"{node.op} has no argument {name!r}; it has {[a.name for a in node.op._schema.arguments]}")
-
-
-def with_arguments(node: Node, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``(args, kwargs)`` of the node with some arguments replaced; a missing one is added by name."""
-    args, kwargs = list(node.args), dict(node.kwargs)
-    position = {a.name: i for i, a in enumerate(node.op._schema.arguments)}
-    for name, value in changes.items():
-        if name not in kwargs and position[name] < len(args):
-            args[position[name]] = value
-        else:
-            kwargs[name] = value
-    return tuple(args), kwargs
-
-
-def shape_of(graph: Graph, value: Ref | str) -> tuple[int, ...]:
-    """The global shape of a value."""
-    return graph.types[value.name if isinstance(value, Ref) else value].shape
-
-
-def input_shapes(node: Node, graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Global shapes of ``node.inputs``."""
-    return tuple(graph.types[name].shape for name in node.inputs)
-
-
-def output_shapes(node: Node, graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Global shapes of ``node.outputs``."""
-    return tuple(graph.types[name].shape for name in node.outputs)
+def inputs(node: Node, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
+    """Factors per entry of ``node.inputs`` from factors per argument name."""
+    return tuple(dims[name] for name in node.positions)
 
 
 def positive(dim: int, rank: int) -> int:
@@ -210,3 +152,15 @@ def _meet(a: int, b: int) -> bool:
     if a != b and int(a) == int(b) != 1:
         raise RuleError(f"the lengths {a} and {b} are equal, but not in all calls as far as can be seen")
     return a == b
+
+
+def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that tensors of these shapes broadcast to."""
+    rank = max(map(len, shapes), default=0)
+    padded = [(1,) * (rank - len(s)) + tuple(s) for s in shapes]
+    return tuple(next((n for n in lengths if n != 1), 1) for lengths in zip(*padded, strict=True))
+
+
+def wide_bytes(dtype: torch.dtype) -> int:
+    """Bytes an element takes in sums: float32 at least."""
+    return max(4, dtype.itemsize)

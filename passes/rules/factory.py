@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-import torch
-
 from autoshard.layout import I, P, Placement, R, Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.program import Call
-from autoshard.passes.rules.base import Facts, LocalFormOf, Rule, Site
-from autoshard.passes.rules.factors import (
-    Factors,
-    broadcast,
-    input_shapes,
-    numbered,
-    output_shapes,
-    sizes_of,
-    with_arguments,
-)
-from autoshard.passes.rules.named import spell
-
-aten = torch.ops.aten
+from autoshard.passes.ir.program import Call, spell
+from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, rules
+from autoshard.passes.rules.factors import Factors, broadcast, numbered, sizes_of
 
 
-def factory_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def factory_strategies(node: Node, graph: Graph) -> Factors:
     """Every dim of the result is a factor; a tensor fill value broadcasts (it is a scalar)."""
-    (shape,) = output_shapes(node, graph)
+    (shape,) = graph.shapes(node.outputs)
     dims = numbered(shape)
-    inputs = tuple(broadcast(s, shape, dims) for s in input_shapes(node, graph))
-    return Factors(inputs, (dims,), sizes_of(shape)).strategies(node, graph)
+    inputs = tuple(broadcast(s, shape, dims) for s in graph.shapes(node.inputs))
+    return Factors(inputs, (dims,), sizes_of(shape))
 
 
-def local_sizes(argument: str) -> LocalFormOf:
-    """A local form that replaces the size list ``argument`` by local lengths."""
-
-    def local(site: Site) -> Call:
-        sizes = [site.local(site.outputs[0], d, n) for d, n in enumerate(site.out_type().shape)]
-        args, kwargs = with_arguments(site.node, **{argument: sizes})
-        return Call(site.node.op, args, kwargs)
-
-    return local
+def _of_local_size(site: Site) -> Call:
+    """A tensor of the local lengths."""
+    return site.unchanged(size=site.local_sizes(site.outputs[0], site.out_type().shape))
 
 
 def _cut(site: Site) -> Call:
     """Values that depend on the position: make all of them, keep this rank's chunk."""
-    made = Call(site.node.op, site.node.args, site.node.kwargs)
+    made = site.unchanged()
     for dim in range(len(site.out_type().shape)):
         axes = site.outputs[0].axes_of(dim)
         if axes:
@@ -54,7 +35,7 @@ def _cut(site: Site) -> Call:
 
 def like_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """``zeros_like(x)``: x gives the shape only, so also summands of x do."""
-    (shape,) = output_shapes(node, graph)
+    (shape,) = graph.shapes(node.outputs)
     dims = numbered(shape)
     found = Factors((dims,), (dims,), sizes_of(shape)).strategies(node, graph)
     return (*found, Strategy("P(0)", (P,), (R,)))
@@ -62,7 +43,7 @@ def like_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 
 def new_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """``x.new_zeros(size)``: x gives dtype and device only, so any placement of x goes with any of the result."""
-    (source,), (shape,) = input_shapes(node, graph), output_shapes(node, graph)
+    (source,), (shape,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     held: list[tuple[Placement, int | None]] = [(I, None), (R, None), (P, None)]
     held += [(Shard(d), n) for d, n in enumerate(source) if int(n) > 1]
     found = []
@@ -74,45 +55,21 @@ def new_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     return tuple(found)
 
 
-_SIZED = {
-    "zeros.default": "size",
-    "ones.default": "size",
-    "empty.memory_format": "size",
-    "full.default": "size",
-    "new_zeros.default": "size",
-    "new_ones.default": "size",
-    "new_empty.default": "size",
-    "new_full.default": "size",
-}
+_SIZED = "zeros.default ones.default empty.memory_format full.default"
+_NEW = "new_zeros.default new_ones.default new_empty.default new_full.default"
 _POSITIONAL = (
     "arange.default arange.start arange.start_step linspace.default logspace.default eye.default eye.m "
     "tril_indices.default triu_indices.default range.default range.step"
 )
 _LIKE = "zeros_like.default ones_like.default full_like.default"
 
-
-def _op(name: str) -> torch._ops.OpOverload:
-    packet, overload = name.split(".")
-    found: torch._ops.OpOverload = getattr(getattr(aten, packet), overload)
-    return found
-
-
 ZEROS = Facts(saves="", rounding="exact")
-NUMBERS = Facts(saves="")
 
 RULES: tuple[Rule, ...] = (
-    *(
-        Rule(
-            _op(name),
-            new_strategies if name.startswith("new_") else factory_strategies,
-            local_sizes(argument),
-            notation="-> any dim",
-            facts=NUMBERS,
-        )
-        for name, argument in _SIZED.items()
-    ),
-    *(Rule(_op(name), factory_strategies, _cut, notation="-> any dim", facts=NUMBERS) for name in _POSITIONAL.split()),
-    *(Rule(_op(name), like_strategies, notation="... -> ...", facts=ZEROS) for name in _LIKE.split()),
-    Rule(aten.empty_like.default, like_strategies, notation="... -> ...", facts=NUMBERS),
-    Rule(aten.scalar_tensor.default, factory_strategies, notation="->", facts=NUMBERS),
+    *rules(_SIZED, factory_strategies, _of_local_size, "-> any dim", facts=NOTHING),
+    *rules(_NEW, new_strategies, _of_local_size, "-> any dim", facts=NOTHING),
+    *rules(_POSITIONAL, factory_strategies, _cut, "-> any dim", facts=NOTHING),
+    *rules(_LIKE, like_strategies, notation="... -> ...", facts=ZEROS),
+    *rules("empty_like.default", like_strategies, notation="... -> ...", facts=NOTHING),
+    *rules("scalar_tensor.default", factory_strategies, notation="->", facts=NOTHING),
 )

@@ -117,5 +117,4 @@ def _kept(stated: str, wanting: set[str]) -> set[str]:
 
 def _operand_names(node: Node) -> list[tuple[str, str]]:
     """Per entry of ``node.inputs`` its argument's name, alone and with its number in a list of tensors."""
-    named = [*zip((a.name for a in node.op._schema.arguments), node.args, strict=False), *node.kwargs.items()]
-    return [(name, f"{name}{i}") for name, value in named for i, _ in enumerate(refs(value))]
+    return [(name, f"{name}{i}") for name, value in node.given for i, _ in enumerate(refs(value))]

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.rules.base import Facts, Rule, stating
-from autoshard.passes.rules.factors import (
-    Dims,
-    Factors,
-    FactorsOf,
-    argument,
-    by_factors,
-    input_shapes,
-    numbered,
-    output_shapes,
-    positive,
-    sizes_of,
-)
+from autoshard.passes.rules.base import Facts, Rule, rules, stating
+from autoshard.passes.rules.factors import Dims, Factors, numbered, positive, sizes_of
 from autoshard.passes.rules.notation import rule
 
 aten = torch.ops.aten
@@ -28,14 +17,14 @@ MATRIX = 2
 """dims of one matrix"""
 
 
-def _batches(*kept: int) -> FactorsOf:
+def _batches(*kept: int) -> Callable[[Node, Graph], Factors]:
     """Leading dims of every operand and result are factors, aligned from the right; ``kept``: trailing whole dims.
 
     One number per operand, then per slot of the result. A result of another form (one that was not asked for) is whole.
     """
 
     def factors(node: Node, graph: Graph) -> Factors:
-        shapes, results = input_shapes(node, graph), output_shapes(node, graph)
+        shapes, results = graph.shapes(node.inputs), graph.shapes(node.outputs)
         whole = [*kept[: len(shapes)], *(kept[len(shapes) + slot] for slot in node.output_slots)]
         rows = list(zip([*shapes, *results], whole, strict=True))
         most = max((shape[: len(shape) - n] for shape, n in rows), key=len)
@@ -69,14 +58,14 @@ def _solve_ex(node: Node, graph: Graph) -> Factors:
 
     A right-hand side with one dim less than A is a batch of vectors.
     """
-    a, b = input_shapes(node, graph)
+    a, b = graph.shapes(node.inputs)
     vectors = len(b) == 1 or (len(a) - 1 == len(b) and a[:-1] == b)
     rest = (MATRIX, 1, 0) if "_linalg" in str(node.op) else (0,)
     matrix = 1 if vectors else MATRIX
     found = _batches(MATRIX, matrix, matrix, *rest)(node, graph)
     if vectors or 0 not in node.output_slots:
         return found
-    from_end = 1 if argument(node, "left") else 2
+    from_end = 1 if node.argument("left") else 2
     at = node.output_slots.index(0)
     outputs = list(found.outputs)
     outputs[at] = _with_columns(outputs[at], from_end)
@@ -91,22 +80,22 @@ def _with_columns(dims: Dims, from_end: int) -> Dims:
 
 def _index_reduce(node: Node, graph: Graph) -> Factors:
     """Other dims than the indexed one are factors."""
-    source, index, values = input_shapes(node, graph)
-    whole = (positive(argument(node, "dim"), len(source)),) if source else ()
+    source, index, values = graph.shapes(node.inputs)
+    whole = (positive(node.argument("dim"), len(source)),) if source else ()
     dims = numbered(source, whole)
     given: Dims = dims if len(values) == len(source) else (None,) * len(values)
     return Factors((dims, (None,) * len(index), given), (dims,), sizes_of(source))
 
 
 RULES: tuple[Rule, ...] = (
-    *by_factors(
+    *rules(
         "_linalg_solve_ex.default",
         _solve_ex,
         None,
         "... _ _, ... _ n -> ... _ n, …",
         facts=Facts("A result result1 result2"),
     ),
-    *by_factors("linalg_solve.default linalg_solve_ex.default", _solve_ex, None, "... _ _, ... _ n -> ... _ n, …"),
+    *rules("linalg_solve.default linalg_solve_ex.default", _solve_ex, None, "... _ _, ... _ n -> ... _ n, …"),
     *stating(
         Facts(saves="result result1"),
         (
@@ -122,13 +111,11 @@ RULES: tuple[Rule, ...] = (
             rule(aten.linalg_ldl_factor.default, "... _ _ -> ... _ _, ... _"),
             rule(aten.linalg_ldl_factor_ex.default, "... _ _ -> ... _ _, ... _, ..."),
             rule(aten.linalg_ldl_solve.default, "... _ _, ... _, ... _ n -> ... _ n"),
-            *by_factors(
-                "lu_unpack.default", _batches(2, 1, 2, 2, 2), None, "... _ _, ... _ -> ... _ _, ... _ _, ... _ _"
-            ),
+            *rules("lu_unpack.default", _batches(2, 1, 2, 2, 2), None, "... _ _, ... _ -> ... _ _, ... _ _, ... _ _"),
             rule(aten.geqrf.default, "... _ _ -> ... _ _, ... _"),
         ),
     ),
-    *by_factors("linalg_lu_solve.default", _batches(2, 1, 2, 2), None, "... _ _, ... _, ... _ _ -> ... _ _"),
+    *rules("linalg_lu_solve.default", _batches(2, 1, 2, 2), None, "... _ _, ... _, ... _ _ -> ... _ _"),
     rule(aten.linalg_householder_product.default, "... _ _, ... _ -> ... _ _"),
     rule(aten.ormqr.default, "... _ _, ... _, ... _ _ -> ... _ _", linear=((2,),)),
     rule(aten.cholesky_solve.default, "... _ n, ... _ _ -> ... _ n", linear=((0,),)),
@@ -141,5 +128,5 @@ RULES: tuple[Rule, ...] = (
             rule(aten.grid_sampler_3d.default, "n c _ _ _, n d h w _ -> n c d h w", linear=((0,),)),
         ),
     ),
-    *by_factors("index_reduce.default", _index_reduce, None, "dim whole"),
+    *rules("index_reduce.default", _index_reduce, None, "dim whole"),
 )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from autoshard.errors import RuleError
-from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.rules.base import Facts, Rule, Types, each_other
-from autoshard.passes.rules.factors import Factors, argument, input_shapes, output_shapes, positive, tensor_arguments
-from autoshard.passes.rules.named import broadcast_shape, ops
+from autoshard.passes.ir.graph import Graph, Node, TensorType, tensor_arguments
+from autoshard.passes.rules.base import Facts, Rule, Types, each_other, ops
+from autoshard.passes.rules.factors import Factors, broadcast_shape, positive
 from autoshard.passes.rules.notation import Groups, bind, parse, rule
 
 aten = torch.ops.aten
@@ -20,29 +19,31 @@ aten = torch.ops.aten
 PRODUCT: Groups = ((0,), (1,))
 
 
+def _flops(factors: Callable[[Node, Graph], Factors]) -> Callable[[Node, Graph], float]:
+    """2 · product of all factors."""
+    return lambda node, graph: 2.0 * math.prod(factors(node, graph).sizes.values())
+
+
 def _contraction(op: torch._ops.OpOverload, notation: str, addend: int | None = None) -> Rule:
     """A product of two operands, with an optional addend; all of it is linear in each factor plus the addend."""
-    factors = [i for i in range(len(parse(notation).operands)) if i != addend]
-    linear = tuple((i,) if addend is None else tuple(sorted((i, addend))) for i in factors)
     parsed = parse(notation)
-
-    def flops(node: Node, graph: Graph) -> float:
-        return 2.0 * math.prod(bind(parsed, node, graph).sizes.values())
-
+    factors = [i for i in range(len(parsed.operands)) if i != addend]
+    linear = tuple((i,) if addend is None else tuple(sorted((i, addend))) for i in factors)
+    flops = _flops(lambda node, graph: bind(parsed, node, graph))
     found = rule(op, notation, linear=linear, addends=() if addend is None else (addend,), flops=flops)
     return replace(found, facts=Facts(each_other(*(tensor_arguments(op)[i] for i in factors))))
 
 
 def _by_rank(node: Node, graph: Graph) -> str:
     """matmul's notation: 1-D operands are vectors, leading dims broadcast."""
-    left, right = (len(shape) for shape in input_shapes(node, graph))
+    left, right = (len(shape) for shape in graph.shapes(node.inputs))
     a = "k" if left == 1 else "... m k"
     b = "k" if right == 1 else "... k n"
     batch = "..." if max(left, right) > 1 else ""
     return f"{a}, {b} -> {batch} {'m' if left > 1 else ''} {'n' if right > 1 else ''}"
 
 
-def _matmul_factors(node: Node, graph: Graph) -> Factors:
+def _matmul(node: Node, graph: Graph) -> Factors:
     return bind(parse(_by_rank(node, graph)), node, graph, PRODUCT)
 
 
@@ -50,32 +51,26 @@ def _with_addend(op: torch._ops.OpOverload, product: str, result: str) -> Rule:
     """``addmm`` and its like, whose first operand broadcasts to the result."""
 
     def factors(node: Node, graph: Graph) -> Factors:
-        rank = len(input_shapes(node, graph)[0])
+        rank = len(graph.shapes(node.inputs)[0])
         addend = " ".join(result.split()[len(result.split()) - rank :])
         text = f"{addend}, {product} -> {result}"
         return bind(parse(text), node, graph, ((0, 1), (0, 2)), frozenset({0}))
 
-    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        return factors(node, graph).strategies(node, graph)
-
-    def flops(node: Node, graph: Graph) -> float:
-        return 2.0 * math.prod(factors(node, graph).sizes.values())
-
     facts = Facts(each_other(*tensor_arguments(op)[1:]))
-    return Rule(op, strategies, flops=flops, notation=f"(broadcast) {result}, {product} -> {result}", facts=facts)
+    return Rule(op, factors, None, _flops(factors), f"(broadcast) {result}, {product} -> {result}", facts=facts)
 
 
 def _equation_terms(node: Node, graph: Graph) -> tuple[list[list[str]], list[str]]:
     """Factors of each operand and of the result of an einsum equation, ``...`` spelled ``...0, ...1`` from the left."""
-    equation = argument(node, "equation").replace(" ", "")
+    equation = node.argument("equation").replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
     if not arrow:  # implicit result: '...' and then the letters that occur once, sorted
         letters = left.replace(".", "").replace(",", "")
         right = ("..." if "..." in left else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
-    extra = [len(s) - len(t.replace("...", "")) for t, s in zip(terms, input_shapes(node, graph), strict=True)]
+    extra = [len(s) - len(t.replace("...", "")) for t, s in zip(terms, graph.shapes(node.inputs), strict=True)]
     if any(e and "..." not in t for e, t in zip(extra, terms, strict=True)):
-        raise RuleError(f"einsum {equation!r} does not fit operands of shapes {input_shapes(node, graph)}")
+        raise RuleError(f"einsum {equation!r} does not fit operands of shapes {graph.shapes(node.inputs)}")
     most = max(extra, default=0)
 
     def spell(term: str, ellipsis: int) -> list[str]:
@@ -85,10 +80,10 @@ def _equation_terms(node: Node, graph: Graph) -> tuple[list[list[str]], list[str
     return [spell(t, e) for t, e in zip(terms, extra, strict=True)], spell(right, most)
 
 
-def _einsum_factors(node: Node, graph: Graph) -> Factors:
+def _einsum(node: Node, graph: Graph) -> Factors:
     operands, result = _equation_terms(node, graph)
     sizes: dict[str, int] = {}
-    for term, shape in zip(operands, input_shapes(node, graph), strict=True):
+    for term, shape in zip(operands, graph.shapes(node.inputs), strict=True):
         for f, n in zip(term, shape, strict=True):
             sizes[f] = n if n != 1 else sizes.get(f, 1)
 
@@ -96,28 +91,23 @@ def _einsum_factors(node: Node, graph: Graph) -> Factors:
         return tuple(f if n == sizes[f] else None for f, n in zip(term, shape, strict=True))
 
     return Factors(
-        tuple(map(dims, operands, input_shapes(node, graph))),
-        tuple(dims(result, shape) for shape in output_shapes(node, graph)),
+        tuple(map(dims, operands, graph.shapes(node.inputs))),
+        tuple(dims(result, shape) for shape in graph.shapes(node.outputs)),
         sizes,
         linear=tuple((i,) for i in range(len(operands))),
     )
 
 
 def _einsum_flops(node: Node, graph: Graph) -> float:
-    """2 · product of all factors for two operands; for more, as if contracted in one loop nest."""
-    factors = _einsum_factors(node, graph)
+    """As if more than two operands were contracted in one loop nest."""
+    factors = _einsum(node, graph)
     return 2.0 * math.prod(factors.sizes.values()) * max(1, len(factors.inputs) - 1)
 
 
-def _tensordot_factors(node: Node, graph: Graph) -> Factors:
-    left, right = input_shapes(node, graph)
-    pairs = dict(
-        zip(
-            (positive(d, len(right)) for d in argument(node, "dims_other")),
-            (positive(d, len(left)) for d in argument(node, "dims_self")),
-            strict=True,
-        )
-    )
+def _tensordot(node: Node, graph: Graph) -> Factors:
+    left, right = graph.shapes(node.inputs)
+    contracted = zip(node.argument("dims_other"), node.argument("dims_self"), strict=True)
+    pairs = {positive(theirs, len(right)): positive(ours, len(left)) for theirs, ours in contracted}
     a = [f"m{d}" for d in range(len(left))]
     b = [a[pairs[d]] if d in pairs else f"n{d}" for d in range(len(right))]
     kept = [f for d, f in enumerate(a) if d not in pairs.values()] + [f for d, f in enumerate(b) if d not in pairs]
@@ -193,10 +183,7 @@ RULES: tuple[Rule, ...] = (
     rule(aten.linalg_qr.default, "... _ _ -> ... _ _, ... _ _", facts=BOTH),
     rule(aten.linalg_svd.default, "... _ _ -> ... _ _, ... _, ... _ _", facts=Facts("result result1 result2")),
     rule(
-        aten.linalg_solve_triangular.default,
-        "... _ _, ... _ n -> ... _ n",
-        linear=((1,),),
-        facts=Facts("self result"),
+        aten.linalg_solve_triangular.default, "... _ _, ... _ n -> ... _ n", linear=((1,),), facts=Facts("self result")
     ),
     rule(aten.linalg_vecdot.default, "... _, ... _ -> ...", linear=PRODUCT, facts=Facts(each_other("x", "y"))),
     rule(aten.addr.default, "m n, m, n -> m n", linear=((0, 1), (0, 2)), facts=Facts(each_other("vec1", "vec2"))),
@@ -207,23 +194,26 @@ RULES: tuple[Rule, ...] = (
     _with_addend(aten.addbmm.default, "b m k, b k n", "m n"),
     Rule(
         aten.matmul.default,
-        lambda node, graph: _matmul_factors(node, graph).strategies(node, graph),
-        flops=lambda node, graph: 2.0 * math.prod(_matmul_factors(node, graph).sizes.values()),
-        notation="... m k, ... k n -> ... m n",
+        _matmul,
+        None,
+        _flops(_matmul),
+        "... m k, ... k n -> ... m n",
         facts=Facts(_matmul_saves, _matmul_intermediates, rounding="product"),
     ),
     Rule(
         aten.einsum.default,
-        lambda node, graph: _einsum_factors(node, graph).strategies(node, graph),
-        flops=_einsum_flops,
-        notation="(its equation)",
+        _einsum,
+        None,
+        _einsum_flops,
+        "(its equation)",
         facts=Facts(_einsum_saves, rounding="product"),
     ),
     Rule(
         aten.tensordot.default,
-        lambda node, graph: _tensordot_factors(node, graph).strategies(node, graph),
-        flops=lambda node, graph: 2.0 * math.prod(_tensordot_factors(node, graph).sizes.values()),
-        notation="(its dims)",
+        _tensordot,
+        None,
+        _flops(_tensordot),
+        "(its dims)",
         facts=Facts(each_other("self", "other")),
     ),
 )

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from autoshard.layout import R
-from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import Call, Internal, Local
-from autoshard.passes.rules.base import Facts, Rule, Site, Types, stating
-from autoshard.passes.rules.factors import Dims, Factors, argument, numbered, shape_of, sizes_of
-from autoshard.passes.rules.named import (
-    axes_of,
-    inputs,
-    local_shape,
-    ops,
-    positions,
-    reductions,
-    spell,
-    unchanged,
-    wide_bytes,
-)
+from autoshard.passes.ir.program import Call, Internal, Local, spell
+from autoshard.passes.rules.base import Facts, Rule, Site, SpaceOf, Types, rules
+from autoshard.passes.rules.factors import Dims, Factors, inputs, numbered, sizes_of, wide_bytes
 
 aten = torch.ops.aten
 
@@ -31,99 +19,93 @@ aten = torch.ops.aten
 # --- layer norm and RMS norm: statistics over the last dims ---
 
 
-def _last_dims(distributed: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
-    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _last_dims(distributed: bool) -> SpaceOf:
+    def strategies(node: Node, graph: Graph) -> Factors:
         """Leading dims; where ``distributed``, also the normalised ones."""
-        type_ = graph.types[argument(node, "input").name]
-        normalised = len(argument(node, "normalized_shape"))
+        type_ = graph.types[node.argument("input").name]
+        normalised = len(node.argument("normalized_shape"))
         first = len(type_.shape) - normalised
         dims = numbered(type_.shape, () if distributed else range(first, len(type_.shape)))
         statistics = tuple(d if i < first else None for i, d in enumerate(dims))
         named = {"input": dims, "weight": dims[first:], "bias": dims[first:]}
         results = tuple(dims if slot == 0 else statistics for slot in node.output_slots)
-        return Factors(inputs(node, named), results, sizes_of(type_.shape)).strategies(node, graph)
+        return Factors(inputs(node, named), results, sizes_of(type_.shape))
 
     return strategies
 
 
-def _local_layer_norm(site: Site) -> Call:
+def _local_last_dims(site: Site) -> Call:
     node, axes = site.node, _normalised_axes(site)
     if not axes:
-        return unchanged(site)
-    args = (argument(node, a) for a in ("input", "normalized_shape", "weight", "bias", "eps"))
-    return Call("layer_norm", (*args, spell(axes)), {})
+        return site.unchanged()
+    names = ("input", "normalized_shape", "weight", *(() if _is_rms(node) else ("bias",)), "eps")
+    return Call(node.op._opname, (*map(node.argument, names), spell(axes)), {})
 
 
-def _local_rms_norm(site: Site) -> Call:
-    node, axes = site.node, _normalised_axes(site)
-    if not axes:
-        return unchanged(site)
-    args = (argument(node, a) for a in ("input", "normalized_shape", "weight", "eps"))
-    return Call("rms_norm", (*args, spell(axes)), {})
-
-
-def _statistics(node: Node) -> tuple[str, ...]:
-    return ("mean square",) if "rms" in str(node.op) else ("means", "variances")
+def _is_rms(node: Node) -> bool:
+    return "rms" in str(node.op)
 
 
 def _last_dims_collectives(site: Site) -> tuple[Internal, ...]:
-    local = local_shape(site, "input")
-    rows = math.prod(local[: len(local) - len(argument(site.node, "normalized_shape"))])
+    local = site.local_shape("input")
+    rows = math.prod(local[: len(local) - len(site.node.argument("normalized_shape"))])
     size = rows * wide_bytes(site.in_type(0).dtype)
-    return _both_ways(site, _normalised_axes(site), size, _statistics(site.node))
+    return _both_ways(
+        site, _normalised_axes(site), size, ("mean square",) if _is_rms(site.node) else ("means", "variances")
+    )
 
 
 def _both_ways(site: Site, axes: tuple[str, ...], size: float, statistics: tuple[str, ...]) -> tuple[Internal, ...]:
     """Statistics forward, and their gradients in reverse order."""
-    return reductions(site, axes, size, statistics, [f"gradient of the {s}" for s in reversed(statistics)])
+    return site.reductions(axes, size, statistics, [f"gradient of the {s}" for s in reversed(statistics)])
 
 
 def _normalised_axes(site: Site) -> tuple[str, ...]:
     """Axes that cut any of the normalised dims."""
     rank = len(site.in_type(0).shape)
-    dims = range(rank - len(argument(site.node, "normalized_shape")), rank)
-    return tuple(a for d in dims for a in axes_of(site, "input", d))
+    dims = range(rank - len(site.node.argument("normalized_shape")), rank)
+    return tuple(a for d in dims for a in site.axes_of("input", d))
 
 
 # --- group norm ---
 
 
-def _group_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _group_norm(node: Node, graph: Graph) -> Factors:
     """Samples, whole groups of channels, and positions (statistics over all ranks)."""
-    type_ = graph.types[argument(node, "input").name]
-    groups = argument(node, "num_groups")
+    type_ = graph.types[node.argument("input").name]
+    groups = node.argument("num_groups")
     dims: Dims = ("n", "groups", *numbered(type_.shape)[2:])
     sizes = {**sizes_of(type_.shape), "n": type_.shape[0], "groups": groups}
     named: dict[str, Dims] = {"input": dims, "weight": ("groups",), "bias": ("groups",)}
-    return Factors(inputs(node, named), (dims,), sizes, even=frozenset({"groups"})).strategies(node, graph)
+    return Factors(inputs(node, named), (dims,), sizes, even=frozenset({"groups"}))
 
 
 def _local_group_norm(site: Site) -> Call:
     node, shape = site.node, site.in_type(0).shape
-    groups: int | Local = argument(node, "num_groups")
-    count = math.prod(shape[1:]) // argument(node, "num_groups")
+    groups: int | Local = node.argument("num_groups")
+    count = math.prod(shape[1:]) // node.argument("num_groups")
     if channel_axes := site.inputs[0].axes_of(1):
-        groups = Local(argument(node, "num_groups"), channel_axes)
+        groups = Local(node.argument("num_groups"), channel_axes)
     axes = tuple(a for d in range(2, len(shape)) for a in site.inputs[0].axes_of(d))
     if not axes:
-        return unchanged(site, num_groups=groups)
-    x, weight, bias, eps = (argument(node, a) for a in ("input", "weight", "bias", "eps"))
+        return site.unchanged(num_groups=groups)
+    x, weight, bias, eps = (node.argument(a) for a in ("input", "weight", "bias", "eps"))
     return Call("group_norm", (x, groups, weight, bias, eps, count, spell(axes)), {})
 
 
 def _group_norm_collectives(site: Site) -> tuple[Internal, ...]:
-    shape, channels = local_shape(site, "input"), site.in_type(0).shape[1]
+    shape, channels = site.local_shape("input"), site.in_type(0).shape[1]
     axes = tuple(a for d in range(2, len(shape)) for a in site.inputs[0].axes_of(d))
-    groups = argument(site.node, "num_groups") * shape[1] // channels
+    groups = site.node.argument("num_groups") * shape[1] // channels
     return _both_ways(site, axes, shape[0] * groups * wide_bytes(site.in_type(0).dtype), ("means", "variances"))
 
 
 # --- batch norm: statistics over samples and positions ---
 
 
-def _batch_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _batch_norm(node: Node, graph: Graph) -> Factors:
     """Channels are independent. Samples and positions: global statistics in training, independent otherwise."""
-    type_ = graph.types[argument(node, "input").name]
+    type_ = graph.types[node.argument("input").name]
     dims = tuple("c" if d == 1 else f"d{d}" for d in range(len(type_.shape)))
     per_channel: Dims = ("c",)
     named = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), per_channel)
@@ -133,7 +115,7 @@ def _batch_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         for slot, shape in zip(node.output_slots, shapes, strict=True)
     )
     sizes = {**sizes_of(type_.shape), "c": type_.shape[1]}
-    factors = Factors(
+    return Factors(
         inputs(node, {"input": dims, **named}),
         results,
         sizes,
@@ -141,12 +123,10 @@ def _batch_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         filled=frozenset({"c"}) if _trains(node) else frozenset(sizes),
         reduced={f: R for f in dims if f != "c"},
     )
-    return factors.strategies(node, graph)
 
 
 def _trains(node: Node) -> bool:
-    names = [a.name for a in node.op._schema.arguments]
-    return "training" in names and bool(argument(node, "training"))
+    return bool(node.argument("training", False))
 
 
 def _sample_axes(site: Site) -> tuple[str, ...]:
@@ -157,7 +137,7 @@ def _sample_axes(site: Site) -> tuple[str, ...]:
 def _batch_norm_collectives(site: Site) -> tuple[Internal, ...]:
     if not _trains(site.node):
         return ()
-    size = local_shape(site, "input")[1] * wide_bytes(site.in_type(0).dtype)
+    size = site.local_shape("input")[1] * wide_bytes(site.in_type(0).dtype)
     return _both_ways(site, _sample_axes(site), size, ("means", "variances"))
 
 
@@ -165,23 +145,23 @@ def _local_batch_norm(site: Site) -> Call:
     node, shape = site.node, site.in_type(0).shape
     axes = _sample_axes(site)
     if not axes or not _trains(node):
-        return unchanged(site)
+        return site.unchanged()
     count = math.prod(shape) // shape[1]
-    x, weight, bias, eps = (argument(node, a) for a in ("input", "weight", "bias", "eps"))
+    x, weight, bias, eps = (node.argument(a) for a in ("input", "weight", "bias", "eps"))
     if node.op is aten._native_batch_norm_legit.no_stats:
         return Call("batch_norm_no_stats", (x, weight, bias, eps, count, spell(axes)), {})
-    running = (argument(node, a) for a in ("running_mean", "running_var", "momentum"))
+    running = (node.argument(a) for a in ("running_mean", "running_var", "momentum"))
     return Call("batch_norm", (x, weight, bias, *running, eps, count, spell(axes)), {})
 
 
-def _instance_norm(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _instance_norm(node: Node, graph: Graph) -> Factors:
     """Samples and channels are independent. Running statistics are read: the captured graph writes them elsewhere."""
-    shape = shape_of(graph, argument(node, "input"))
+    shape = graph.shape(node.argument("input"))
     dims: Dims = ("n", "c", *(None for _ in shape[2:]))
     named: dict[str, Dims] = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), ("c",))
     sizes = {"n": shape[0], "c": shape[1]}
     filled = frozenset({"n", "c"})  # ATen fails where a rank has no sample, or no channel
-    return Factors(inputs(node, {"input": dims, **named}), (dims,), sizes, filled=filled).strategies(node, graph)
+    return Factors(inputs(node, {"input": dims, **named}), (dims,), sizes, filled=filled)
 
 
 _RMS = "... d, d -> ... d"
@@ -198,7 +178,7 @@ def _moments(shape: Sequence[int], node: Node, types: Types) -> tuple[TensorType
 
 def _rows(node: Node, types: Types) -> tuple[int, ...]:
     """The input's shape with ones in place of what is normalised."""
-    shape, count = types[node.inputs[0]].shape, len(argument(node, "normalized_shape"))
+    shape, count = types[node.inputs[0]].shape, len(node.argument("normalized_shape"))
     return (*shape[: len(shape) - count], *(1,) * count)
 
 
@@ -211,14 +191,14 @@ def _rms_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
 
 def _instance_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
     """Moments, and copies of weight and running statistics, for each sample and channel."""
-    x, copies = types[node.inputs[0]], len({"weight", "running_mean", "running_var"} & set(positions(node)))
-    return (TensorType((x.shape[0] * x.shape[1],), x.dtype),) * (copies + 2 * bool(argument(node, "use_input_stats")))
+    x, copies = types[node.inputs[0]], len({"weight", "running_mean", "running_var"} & set(node.positions))
+    return (TensorType((x.shape[0] * x.shape[1],), x.dtype),) * (copies + 2 * bool(node.argument("use_input_stats")))
 
 
 LAYER_NORM = Facts("input weight bias result1 result2", lambda n, types: _moments(_rows(n, types), n, types))
 RMS_NORM = Facts("input: input weight result1", _rms_intermediates)
 GROUP_NORM = Facts(
-    "input weight", lambda n, types: _moments((types[n.inputs[0]].shape[0], argument(n, "num_groups")), n, types)
+    "input weight", lambda n, types: _moments((types[n.inputs[0]].shape[0], n.argument("num_groups")), n, types)
 )
 BATCH_NORM = Facts(
     "input weight running_mean running_var result1 result2",
@@ -227,29 +207,21 @@ BATCH_NORM = Facts(
 INSTANCE_NORM = Facts("input", _instance_intermediates)
 
 RULES: tuple[Rule, ...] = (
-    *stating(
-        LAYER_NORM,
-        (
-            Rule(aten.layer_norm.default, _last_dims(True), _local_layer_norm, None, _LAYER, _last_dims_collectives),
-            Rule(aten.native_layer_norm.default, _last_dims(False), notation="... _, _, _ -> ... _, ... _, ... _"),
-        ),
+    *rules("layer_norm.default", _last_dims(True), _local_last_dims, _LAYER, _last_dims_collectives, facts=LAYER_NORM),
+    *rules(
+        "native_layer_norm.default", _last_dims(False), None, "... _, _, _ -> ... _, ... _, ... _", facts=LAYER_NORM
     ),
-    *stating(
-        RMS_NORM,
-        (
-            Rule(aten.rms_norm.default, _last_dims(True), _local_rms_norm, None, _RMS, _last_dims_collectives),
-            Rule(aten._fused_rms_norm.default, _last_dims(False), notation="... _, _ -> ... _, ... _"),
-        ),
+    *rules("rms_norm.default", _last_dims(True), _local_last_dims, _RMS, _last_dims_collectives, facts=RMS_NORM),
+    *rules("_fused_rms_norm.default", _last_dims(False), None, "... _, _ -> ... _, ... _", facts=RMS_NORM),
+    *rules("group_norm.default", _group_norm, _local_group_norm, _GROUP, _group_norm_collectives, facts=GROUP_NORM),
+    *rules(
+        "_native_batch_norm_legit_functional.default _native_batch_norm_legit.no_stats "
+        "_native_batch_norm_legit_no_training.default",
+        _batch_norm,
+        _local_batch_norm,
+        _BATCH,
+        _batch_norm_collectives,
+        facts=BATCH_NORM,
     ),
-    Rule(
-        aten.group_norm.default, _group_norm, _local_group_norm, None, _GROUP, _group_norm_collectives, facts=GROUP_NORM
-    ),
-    *(
-        Rule(op, _batch_norm, _local_batch_norm, None, _BATCH, _batch_norm_collectives, facts=BATCH_NORM)
-        for op in ops(
-            "_native_batch_norm_legit_functional.default _native_batch_norm_legit.no_stats "
-            "_native_batch_norm_legit_no_training.default"
-        )
-    ),
-    Rule(aten.instance_norm.default, _instance_norm, notation="n c _, c, c, c, c -> n c _", facts=INSTANCE_NORM),
+    *rules("instance_norm.default", _instance_norm, None, "n c _, c, c, c, c -> n c _", facts=INSTANCE_NORM),
 )

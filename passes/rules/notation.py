@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from autoshard.errors import RuleError
-from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.graph import Graph, Node, tensor_arguments
 from autoshard.passes.rules.base import UNKNOWN, Facts, LocalFormOf, Rule
-from autoshard.passes.rules.factors import Dims, Factors, input_shapes, operands, output_shapes, tensor_arguments
+from autoshard.passes.rules.factors import Dims, Factors
 
 ELLIPSIS, WHOLE = "...", "_"
 Dim = tuple[str, ...]
@@ -128,9 +127,9 @@ def rule(
             "result (one for a list of tensors), and none behind '->' for an op without results"
         )
 
-    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    def strategies(node: Node, graph: Graph) -> Factors:
         groups = linear(node, graph) if callable(linear) else linear
-        return bind(parsed, node, graph, groups, frozenset(addends)).strategies(node, graph)
+        return bind(parsed, node, graph, groups, frozenset(addends))
 
     return Rule(op, strategies, local, flops, notation, facts=facts)
 
@@ -139,11 +138,11 @@ def bind(
     notation: Notation, node: Node, graph: Graph, linear: Groups = (), addends: frozenset[int] = frozenset()
 ) -> Factors:
     """The factors of ``node`` under ``notation``, from its operands' and results' global shapes."""
-    slots = operands(node)
+    slots = node.input_slots
     terms = [notation.operands[s] for s in slots]
     listed = len(node.op._schema.returns) == 1  # its results then are those of a list, if it has several
     results = [notation.results[0 if listed else s] for s in node.output_slots]
-    shapes = [*input_shapes(node, graph), *output_shapes(node, graph)]
+    shapes = [*graph.shapes(node.inputs), *graph.shapes(node.outputs)]
     texts = [f"operand {s}" for s in slots] + [f"result {s}" for s in node.output_slots]
     spelled = _spell_ellipsis([*terms, *results], shapes, texts, f"{node.op}: rule {notation.text!r}")
     sizes = _sizes(spelled, shapes, f"{node.op}: rule {notation.text!r}")

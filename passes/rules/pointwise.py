@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.graph import Graph, Node, TensorType, tensor_arguments
 from autoshard.passes.rules.base import Facts, Rounding, Rule, Types
-from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, numbered, sizes_of, tensor_arguments
+from autoshard.passes.rules.factors import Dims, Factors, numbered, sizes_of
 from autoshard.passes.rules.notation import Groups, rule
 
 aten = torch.ops.aten
 
 UNARY = {
     "": """
-        bitwise_not ceil deg2rad fix floor frac isfinite isinf isnan isneginf isposinf isreal logical_not rad2deg round
+        bitwise_not ceil deg2rad fill fix floor frac isfinite isinf isnan isneginf isposinf isreal logical_not rad2deg round
         sign signbit special_ndtr trunc zero
         special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
         special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
@@ -135,13 +134,12 @@ def elementwise(op: torch._ops.OpOverload, linear: Groups | Callable[[Node, Grap
 
 
 def _quotient(node: Node, graph: Graph) -> Groups:
-    rounded = any(a.name == "rounding_mode" for a in node.op._schema.arguments) and argument(node, "rounding_mode")
-    return () if rounded else ((0,),)
+    return () if node.argument("rounding_mode") else FIRST
 
 
 def _scaled(name: str, group: tuple[int, ...]) -> Callable[[Node, Graph], Groups]:
     """Linear in ``group`` where the constant ``name`` that stands beside it is 0."""
-    return lambda node, graph: (group,) if argument(node, name) == 0 else ()
+    return lambda node, graph: (group,) if node.argument(name) == 0 else ()
 
 
 FIRST: Groups = ((0,),)
@@ -191,20 +189,20 @@ LINEAR: dict[torch._ops.OpOverload, Groups | Callable[[Node, Graph], Groups]] = 
 _OTHER = [aten.max.other, aten.min.other, aten.fill.Scalar, aten.log_sigmoid_forward.default]
 
 
-def _cast_like(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _cast_like(node: Node, graph: Graph) -> Factors:
     """``type_as``: the second operand gives its dtype only; of another shape, it shares no factor."""
-    shape, other = input_shapes(node, graph)
+    shape, other = graph.shapes(node.inputs)
     dims = numbered(shape)
     like: Dims = dims if other == shape else (None,) * len(other)
-    return Factors((dims, like), (dims,), sizes_of(shape), linear=FIRST).strategies(node, graph)
+    return Factors((dims, like), (dims,), sizes_of(shape), linear=FIRST)
 
 
-def _prelu(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _prelu(node: Node, graph: Graph) -> Factors:
     """One slope for all elements, or one per channel, which is dim 1."""
-    shape, slopes = input_shapes(node, graph)
+    shape, slopes = graph.shapes(node.inputs)
     dims = numbered(shape)
     slope = ("d1",) if len(shape) > 1 and len(slopes) == 1 and slopes[0] == shape[1] else (None,) * len(slopes)
-    return Factors((dims, slope), (dims,), sizes_of(shape)).strategies(node, graph)
+    return Factors((dims, slope), (dims,), sizes_of(shape))
 
 
 RULES: tuple[Rule, ...] = (

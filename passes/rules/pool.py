@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.program import Call, Internal, Local
-from autoshard.passes.rules.base import CollectivesOf, Facts, LocalFormOf, Rule, Site, Types, indices
-from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, output_shapes
-from autoshard.passes.rules.named import ops, spell, unchanged
-from autoshard.passes.rules.windows import Sliding, cropped, cut, halo_collectives, haloed
+from autoshard.passes.ir.program import Call, Local, spell
+from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, SpaceOf, Types, indices, rules
+from autoshard.passes.rules.factors import Dims, Factors
+from autoshard.passes.rules.windows import Sliding, SlidingsOf, cropped, cut, haloed, halos
 from autoshard.runtime.window import Window
 
 aten = torch.ops.aten
-SlidingsOf = Callable[[Node, Graph], tuple[Sliding, ...]]
 
 
 def _positions(node: Node, rank: int) -> range:
@@ -28,10 +25,10 @@ def _positions(node: Node, rank: int) -> range:
     return range(rank - int(found.group(1) if found else 2), rank)
 
 
-def _along(slidings: SlidingsOf, linear: bool) -> Callable[[Node, Graph], tuple[Strategy, ...]]:
-    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _along(slidings: SlidingsOf, linear: bool) -> SpaceOf:
+    def strategies(node: Node, graph: Graph) -> Factors:
         """Every dim but positions, and those over which windows slide. Every rank holds channels and makes results."""
-        shape, result = input_shapes(node, graph)[0], output_shapes(node, graph)[0]
+        shape, result = graph.shapes(node.inputs)[0], graph.shapes(node.outputs)[0]
         first = _positions(node, len(shape)).start
         sizes = {f"d{d}": shape[d] for d in range(first)} | {s.factor: s.to for s in slidings(node, graph) if s.fixed}
         summed = [d for d in range(first, len(shape)) if _is_mean(node, result)]
@@ -41,7 +38,7 @@ def _along(slidings: SlidingsOf, linear: bool) -> Callable[[Node, Graph], tuple[
         filled = frozenset(sizes) - {f"d{d}" for d in (*range(first - 1), *summed)}
         linear_in = ((0,),) if linear else ()
         outputs = (kept,) * len(node.outputs)
-        return Factors((dims,), outputs, sizes, filled=filled, linear=linear_in).strategies(node, graph)
+        return Factors((dims,), outputs, sizes, filled=filled, linear=linear_in)
 
     return strategies
 
@@ -57,7 +54,7 @@ def _each(node: Node, name: str, count: int) -> list[int]:
     """An argument that is a length per position dim, or one for all of them; an absent stride is the kernel."""
     if name not in [a.name for a in node.op._schema.arguments]:
         return [1] * count
-    value = argument(node, name)
+    value = node.argument(name)
     value = [value] if isinstance(value, int) else list(value)
     if not value:
         return _each(node, "kernel_size", count)
@@ -66,7 +63,7 @@ def _each(node: Node, name: str, count: int) -> list[int]:
 
 def _windows(node: Node, graph: Graph) -> tuple[Sliding, ...]:
     """The positions of max_pool and avg_pool. Indices into the plane know no shards."""
-    shape, result = input_shapes(node, graph)[0], output_shapes(node, graph)[0]
+    shape, result = graph.shapes(node.inputs)[0], graph.shapes(node.outputs)[0]
     if node.output_slots != (0,):
         return ()
     dims = _positions(node, len(shape))
@@ -81,16 +78,16 @@ def _unpadded(site: Site, along: Sequence[Sliding], x: Any) -> Call:
     padding = _each(site.node, "padding", len(dims))
     apart = {s.dim for s in along}
     kept = [0 if d in apart else p for d, p in zip(dims, padding, strict=True)]
-    return unchanged(site, self=x, padding=kept)
+    return site.unchanged(self=x, padding=kept)
 
 
 def _local_max(site: Site) -> Call:
     along = cut(site, _windows(site.node, site.graph))
     if not along:
-        return unchanged(site)
+        return site.unchanged()
     dtype = site.in_type(0).dtype
     lowest = -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-    return _unpadded(site, along, haloed(site, argument(site.node, "self"), along, lowest))
+    return _unpadded(site, along, haloed(site, site.node.argument("self"), along, lowest))
 
 
 def _local_average(site: Site) -> Call:
@@ -98,14 +95,13 @@ def _local_average(site: Site) -> Call:
     node = site.node
     along = cut(site, _windows(node, site.graph))
     if not along:
-        return unchanged(site)
-    result = _unpadded(site, along, haloed(site, argument(node, "self"), along))
-    names = [a.name for a in node.op._schema.arguments]
-    if "divisor_override" in names and argument(node, "divisor_override") is not None:
+        return site.unchanged()
+    result = _unpadded(site, along, haloed(site, node.argument("self"), along))
+    if node.argument("divisor_override", None) is not None:
         return result
     for s in along:
         kernel, stride, padding = s.window[:3]
-        counted = padding if argument(node, "count_include_pad") else 0
+        counted = padding if node.argument("count_include_pad") else 0
         last = (s.to - 1) * stride - padding + kernel
         if padding > counted or last > s.size + counted:
             where = {"dim": s.dim, "size": s.size, "to": s.to, "kernel": kernel, "stride": stride, "padding": padding}
@@ -113,16 +109,12 @@ def _local_average(site: Site) -> Call:
     return result
 
 
-def _window_collectives(site: Site) -> tuple[Internal, ...]:
-    return halo_collectives(site, _windows(site.node, site.graph))
-
-
 # --- windows that divide the positions ---
 
 
 def _divisions(node: Node, graph: Graph) -> tuple[Sliding, ...]:
     """Positions of an adaptive pool whose windows are all equally long and do not overlap."""
-    shape, result = input_shapes(node, graph)[0], output_shapes(node, graph)[0]
+    shape, result = graph.shapes(node.inputs)[0], graph.shapes(node.outputs)[0]
     if node.output_slots != (0,):
         return ()
     equal = (d for d in _positions(node, len(shape)) if result[d] > 1 and shape[d] % result[d] == 0)
@@ -139,19 +131,15 @@ def _local_adaptive(site: Site) -> Call:
     dims = _positions(node, len(shape))
     if _is_mean(node, result):
         if not any(site.inputs[0].axes_of(d) for d in dims):
-            return unchanged(site)
-        total = Call(aten.sum.dim_IntList, (argument(node, "self"), list(dims), True), {})
+            return site.unchanged()
+        total = Call(aten.sum.dim_IntList, (node.argument("self"), list(dims), True), {})
         return Call(aten.div.Scalar, (total, math.prod(shape[d] for d in dims)), {})
     along = cut(site, _divisions(node, site.graph))
     if not along:
-        return unchanged(site)
+        return site.unchanged()
     axes = {s.dim: s.axes(site) for s in along}
     size = [Local(result[d], axes[d]) if d in axes else result[d] for d in dims]
-    return unchanged(site, self=haloed(site, argument(node, "self"), along), output_size=size)
-
-
-def _division_collectives(site: Site) -> tuple[Internal, ...]:
-    return halo_collectives(site, _divisions(site.node, site.graph))
+    return site.unchanged(self=haloed(site, node.argument("self"), along), output_size=size)
 
 
 # --- repetitions ---
@@ -159,10 +147,10 @@ def _division_collectives(site: Site) -> tuple[Internal, ...]:
 
 def _repeats(node: Node, graph: Graph) -> tuple[Sliding, ...]:
     """Positions that nearest-neighbour interpolation repeats. Powers of two, for which sources round alike anywhere."""
-    shape, result = input_shapes(node, graph)[0], output_shapes(node, graph)[0]
+    shape, result = graph.shapes(node.inputs)[0], graph.shapes(node.outputs)[0]
     dims = _positions(node, len(shape))
     times = [result[d] // shape[d] for d in dims]
-    given = [argument(node, a.name) for a in node.op._schema.arguments if a.name.startswith("scale")]
+    given = [node.argument(a.name) for a in node.op._schema.arguments if a.name.startswith("scale")]
     scales = (given[0] if node.op._overloadname == "vec" else given) or [None] * len(dims)
     exact = all(
         result[d] == n * shape[d] and n.bit_count() == 1 and scale in (None, n)
@@ -176,15 +164,11 @@ def _local_repeated(site: Site) -> Call:
     node, slidings = site.node, _repeats(site.node, site.graph)
     along = cut(site, slidings)
     if not along:
-        return unchanged(site)
-    x = haloed(site, argument(node, "input" if node.op._overloadname == "vec" else "self"), along)
+        return site.unchanged()
+    x = haloed(site, node.argument("input" if node.op._overloadname == "vec" else "self"), along)
     op = getattr(aten, node.op._opname).vec
     result: Call = cropped(site, Call(op, (x, None, [float(s.window.stride) for s in slidings]), {}), along)
     return result
-
-
-def _repeat_collectives(site: Site) -> tuple[Internal, ...]:
-    return halo_collectives(site, _repeats(site.node, site.graph))
 
 
 MAX_POOLS = (
@@ -213,37 +197,24 @@ PADDED = (
 )
 
 
-def _rules(
-    names: str,
-    slidings: SlidingsOf,
-    linear: bool,
-    facts: Facts,
-    local: LocalFormOf | None = None,
-    collectives: CollectivesOf | None = None,
-) -> tuple[Rule, ...]:
-    notation = "n c _ -> n c _" if slidings is _none else "n c ... -> n c ..."
-    return tuple(
-        Rule(op, _along(slidings, linear), local, None, notation, collectives, facts=facts) for op in ops(names)
-    )
-
-
 def _saves(node: Node, types: Types) -> str:
     """Of a mean over all positions nothing."""
     named = node.op not in (aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
-    return "" if named and all(n == 1 for n in argument(node, "output_size")) else "self"
+    return "" if named and all(n == 1 for n in node.argument("output_size")) else "self"
 
 
 MAXIMA = Facts("self result1", indices)
 AVERAGES = Facts(saves="self")
 MEANS = Facts(saves=_saves)
-COPIES = Facts(saves="")
+
+_SLIDING, _WHOLE = "n c ... -> n c ...", "n c _ -> n c _"
 
 RULES: tuple[Rule, ...] = (
-    *_rules(MAX_POOLS, _windows, False, MAXIMA, _local_max, _window_collectives),
-    *_rules(AVERAGE_POOLS, _windows, True, AVERAGES, _local_average, _window_collectives),
-    *_rules(ADAPTIVE_MAX, _divisions, False, MAXIMA, _local_adaptive, _division_collectives),
-    *_rules(ADAPTIVE_AVERAGE, _divisions, True, MEANS, _local_adaptive, _division_collectives),
-    *_rules(NEAREST, _repeats, True, COPIES, _local_repeated, _repeat_collectives),
-    *_rules(SMOOTH, _none, True, COPIES),
-    *_rules(PADDED, _none, True, AVERAGES),
+    *rules(MAX_POOLS, _along(_windows, False), _local_max, _SLIDING, halos(_windows), facts=MAXIMA),
+    *rules(AVERAGE_POOLS, _along(_windows, True), _local_average, _SLIDING, halos(_windows), facts=AVERAGES),
+    *rules(ADAPTIVE_MAX, _along(_divisions, False), _local_adaptive, _SLIDING, halos(_divisions), facts=MAXIMA),
+    *rules(ADAPTIVE_AVERAGE, _along(_divisions, True), _local_adaptive, _SLIDING, halos(_divisions), facts=MEANS),
+    *rules(NEAREST, _along(_repeats, True), _local_repeated, _SLIDING, halos(_repeats), facts=NOTHING),
+    *rules(SMOOTH, _along(_none, True), None, _WHOLE, facts=NOTHING),
+    *rules(PADDED, _along(_none, True), None, _WHOLE, facts=AVERAGES),
 )

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from autoshard.layout import P, R, Shard
-from autoshard.passes.ir.assignment import Strategy
+from autoshard.layout import Shard
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import Call
-from autoshard.passes.rules.base import Facts, Rule, Site, Types
-from autoshard.passes.rules.factors import Factors, argument, input_shapes, numbered, output_shapes, sizes_of, whole
-from autoshard.passes.rules.named import ops, spell, unchanged
+from autoshard.passes.ir.program import Call, spell
+from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, Types, rules
+from autoshard.passes.rules.factors import Factors, Space, numbered, sizes_of, undivided
+from autoshard.passes.rules.factory import factory_strategies, like_strategies
 
 aten = torch.ops.aten
 
@@ -37,38 +36,25 @@ def _order(site: Site) -> dict[str, Any]:
     return {"order": site.node.order} if site.node.order else {}
 
 
-def _same_shape(node: Node, graph: Graph) -> Factors:
-    (shape,) = input_shapes(node, graph)
-    dims = numbered(shape)
-    return Factors((dims,), (dims,) * len(node.outputs), sizes_of(shape))
-
-
-def _dropout(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _dropout(node: Node, graph: Graph) -> Factors:
     """Linear: summands may be masked alike. The mask of native_dropout is not linear."""
-    summands = (Strategy("P(0)", (P,), (P,)),) if node.output_slots in ((0,), ()) else ()
-    return (*_same_shape(node, graph).strategies(node, graph), *summands)
+    (shape,) = graph.shapes(node.inputs)
+    dims = numbered(shape)
+    linear = ((0,),) if node.output_slots == (0,) else ()
+    return Factors((dims,), (dims,) * len(node.outputs), sizes_of(shape), linear=linear)
 
 
 def _local_dropout(site: Site) -> Call:
     node = site.node
-    if not argument(node, "train"):
-        return unchanged(site)
-    return Call("dropout", (node.args[0], argument(node, "p"), _lengths(site), cuts(site)), _order(site))
-
-
-def _native_dropout(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    return _same_shape(node, graph).strategies(node, graph)
+    if not node.argument("train"):
+        return site.unchanged()
+    return Call("dropout", (node.args[0], node.argument("p"), _lengths(site), cuts(site)), _order(site))
 
 
 def _local_native_dropout(site: Site) -> Call:
     node = site.node
-    probability = 0.0 if argument(node, "train") is False else argument(node, "p")
+    probability = 0.0 if node.argument("train") is False else node.argument("p")
     return Call("native_dropout", (node.args[0], probability, _lengths(site), cuts(site)), _order(site))
-
-
-def _like(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """The operand gives the shape only; summands of it will do."""
-    return (*_same_shape(node, graph).strategies(node, graph), Strategy("P(0)", (P,), (R,)))
 
 
 def _local_like(site: Site) -> Call:
@@ -77,36 +63,26 @@ def _local_like(site: Site) -> Call:
     return Call("draw_like", (_name(node), x, _lengths(site), cuts(site), *rest), {**node.kwargs, **_order(site)})
 
 
-def _sized(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    (shape,) = output_shapes(node, graph)
-    return Factors((), (numbered(shape),), sizes_of(shape)).strategies(node, graph)
-
-
 def _local_draw(site: Site) -> Call:
     node = site.node
     dims: dict[str, Any] = {"dims": found} if (found := cuts(site)) else {}
     return Call("draw", (_name(node), *node.args), {**node.kwargs, **dims})
 
 
-def _of_values(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """Draws that depend on the operand's values, in the order of its elements: whole."""
-    return whole(len(node.inputs), len(node.outputs))
-
-
-def _rrelu(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _rrelu(node: Node, graph: Graph) -> Space:
     """In training it draws for the negative elements, in their order: whole."""
-    if argument(node, "training"):
-        return whole(len(node.inputs), len(node.outputs))
-    shape = input_shapes(node, graph)[0]
+    if node.argument("training"):
+        return undivided(node, graph)
+    shape = graph.shapes(node.inputs)[0]
     dims = numbered(shape)
-    return Factors((dims, dims), (dims,) * len(node.outputs), sizes_of(shape)).strategies(node, graph)
+    return Factors((dims, dims), (dims,) * len(node.outputs), sizes_of(shape))
 
 
 def _local_rrelu(site: Site) -> Call:
     node = site.node
-    if not argument(node, "training"):
-        return unchanged(site)
-    return Call("rrelu", (argument(node, "self"), argument(node, "lower"), argument(node, "upper")), {})
+    if not node.argument("training"):
+        return site.unchanged()
+    return Call("rrelu", (node.argument("self"), node.argument("lower"), node.argument("upper")), {})
 
 
 def _name(node: Node) -> str:
@@ -132,38 +108,30 @@ def _drops(given: Mapping[str, Any]) -> bool:
 
 def _noise(node: Node, types: Types) -> tuple[TensorType, ...]:
     """What dropout multiplies with."""
-    return (replace(types[node.inputs[0]], grad=False),) if argument(node, "train") and argument(node, "p") else ()
+    return (replace(types[node.inputs[0]], grad=False),) if node.argument("train") and node.argument("p") else ()
 
 
 def _mask(node: Node, types: Types) -> tuple[TensorType, ...]:
     return () if 1 in node.output_slots else (replace(types[node.inputs[0]], dtype=torch.bool, grad=False),)
 
 
-DRAWN = Facts(saves="")
-
 RULES: tuple[Rule, ...] = (
-    Rule(
-        aten.dropout.default,
+    *rules("dropout.default", _dropout, _local_dropout, "... -> ...", facts=Facts("", _noise, draws=_drops)),
+    *rules(
+        "native_dropout.default",
         _dropout,
-        _local_dropout,
-        notation="... -> ...",
-        facts=Facts("", _noise, draws=_drops),
-    ),
-    Rule(
-        aten.native_dropout.default,
-        _native_dropout,
         _local_native_dropout,
-        notation="... -> ..., ...",
+        "... -> ..., ...",
         facts=Facts("result1", _mask, draws=lambda given: given["train"] is not False),
     ),
-    *(Rule(op, _like, _local_like, notation="... -> ...", facts=DRAWN) for op in ops(LIKE)),
-    *(Rule(op, _sized, _local_draw, notation="-> any dim", facts=DRAWN) for op in ops(SIZED)),
-    *(Rule(op, _of_values, _local_draw, notation="whole", facts=DRAWN) for op in ops(OF_VALUES)),
-    Rule(
-        aten.rrelu_with_noise_functional.default,
+    *rules(LIKE, like_strategies, _local_like, "... -> ...", facts=NOTHING),
+    *rules(SIZED, factory_strategies, _local_draw, "-> any dim", facts=NOTHING),
+    *rules(OF_VALUES, undivided, _local_draw, "whole", facts=NOTHING),
+    *rules(
+        "rrelu_with_noise_functional.default",
         _rrelu,
         _local_rrelu,
-        notation="whole",
+        "whole",
         facts=Facts("self noise", draws=lambda given: bool(given["training"])),
     ),
 )

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from autoshard.layout import I
-from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.program import Call, Internal
-from autoshard.passes.rules.base import Facts, Rule, Site, indices
-from autoshard.passes.rules.factors import Dims, Factors, argument, input_shapes, numbered, positive, sizes_of
-from autoshard.passes.rules.named import gathered, local_shape, ops, spell, unchanged
+from autoshard.passes.ir.program import Call, Internal, spell
+from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, SpaceOf, indices, rules
+from autoshard.passes.rules.factors import Dims, Factors, Space, numbered, positive, sizes_of
 
 aten = torch.ops.aten
 
-Strategies = Callable[[Node, Graph], tuple[Strategy, ...]]
+Strategies = SpaceOf
 
 
 def _along(distributed: bool) -> Strategies:
     """Results keep the other dims; without ``keepdim`` the ordered one is gone. Where that is cut, they are whole."""
 
-    def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        (shape,) = input_shapes(node, graph)
-        if argument(node, "dim") is None:
+    def strategies(node: Node, graph: Graph) -> Space:
+        (shape,) = graph.shapes(node.inputs)
+        if node.argument("dim") is None:
             return _flat(node, graph)
-        dim = positive(argument(node, "dim"), max(1, len(shape)))
+        dim = positive(node.argument("dim"), max(1, len(shape)))
         kept = numbered(shape, (dim,))
 
         def result(name: str) -> Dims:
@@ -36,35 +35,28 @@ def _along(distributed: bool) -> Strategies:
 
         source = numbered(shape) if distributed else kept
         outputs = tuple(map(result, node.outputs))
-        return Factors((source,), outputs, sizes_of(shape), reduced={f"d{dim}": I}).strategies(node, graph)
+        return Factors((source,), outputs, sizes_of(shape), reduced={f"d{dim}": I})
 
     return strategies
 
 
-def _flat(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+def _flat(node: Node, graph: Graph) -> Factors:
     """``argmax()`` of all elements, of which every rank needs some; flat indices need every length."""
-    (shape,) = input_shapes(node, graph)
+    (shape,) = graph.shapes(node.inputs)
     sizes = {} if graph.types[node.inputs[0]].unknown else sizes_of(shape)
     result: Dims = (None,) * len(graph.types[node.outputs[0]].shape)
     whole = dict.fromkeys(sizes, I)
-    return Factors((numbered(shape),), (result,), sizes, reduced=whole, filled=frozenset(sizes)).strategies(node, graph)
-
-
-def _cut(site: Site) -> tuple[int, tuple[str, ...]]:
-    """The ordered dim, and the axes that cut it."""
-    shape = site.in_type(0).shape
-    dim = positive(argument(site.node, "dim"), max(1, len(shape)))
-    return dim, site.inputs[0].axes_of(dim) if shape else ()
+    return Factors((numbered(shape),), (result,), sizes, reduced=whole, filled=frozenset(sizes))
 
 
 def _local_topk(site: Site) -> Call:
-    dim, axes = _cut(site)
+    dim, axes = site.cut_dim
     if not axes:
-        return unchanged(site)
+        return site.unchanged()
     node = site.node
-    extra = {} if argument(node, "largest") else {"largest": False}
+    extra = {} if node.argument("largest") else {"largest": False}
     size = site.in_type(0).shape[dim]
-    return Call("topk", (argument(node, "self"), argument(node, "k"), dim, size, spell(axes)), extra)
+    return Call("topk", (node.argument("self"), node.argument("k"), dim, size, spell(axes)), extra)
 
 
 def _local_extreme(function: str) -> Callable[[Site], Call]:
@@ -72,18 +64,18 @@ def _local_extreme(function: str) -> Callable[[Site], Call]:
 
     def local(site: Site) -> Call:
         node, shape = site.node, site.in_type(0).shape
-        x = argument(node, "self")
-        if argument(node, "dim") is None:
+        x = node.argument("self")
+        if node.argument("dim") is None:
             cuts = [(d, spell(a)) for d in range(len(shape)) if (a := site.inputs[0].axes_of(d))]
             if not cuts:
-                return unchanged(site)
+                return site.unchanged()
             found = Call(f"flat_{function}", (x, list(shape), cuts, spell(_all_axes(site))), {})
             kept = len(site.out_type().shape)
             return Call(aten.view.default, (found, [1] * kept), {}) if kept else found
-        dim, axes = _cut(site)
+        dim, axes = site.cut_dim
         if not axes:
-            return unchanged(site)
-        extra: dict[str, Any] = {"keepdim": True} if argument(node, "keepdim") else {}
+            return site.unchanged()
+        extra: dict[str, Any] = {"keepdim": True} if node.argument("keepdim") else {}
         return Call(function, (x, dim, shape[dim], spell(axes)), extra)
 
     return local
@@ -96,41 +88,31 @@ def _all_axes(site: Site) -> tuple[str, ...]:
 
 def _collectives(site: Site) -> tuple[Internal, ...]:
     """Candidates and their indices; nothing backward."""
-    node, local = site.node, local_shape(site, "self")
-    if argument(node, "dim") is None:
+    node, local = site.node, site.local_shape("self")
+    if node.argument("dim") is None:
         axes, each = _all_axes(site), 1
     else:
-        dim, axes = _cut(site)
+        dim, axes = site.cut_dim
         rows = math.prod(n for d, n in enumerate(local) if d != dim)
-        each = rows * (min(argument(node, "k"), local[dim]) if node.op is aten.topk.default and local else 1)
-    values = gathered(site, axes, each * site.in_type(0).dtype.itemsize, "candidates", "I")
-    return values + gathered(site, axes, each * torch.int64.itemsize, "their indices", "I")
+        each = rows * (min(node.argument("k"), local[dim]) if node.op is aten.topk.default and local else 1)
+    values = site.gathered(axes, each * site.in_type(0).dtype.itemsize, "candidates", "I")
+    return values + site.gathered(axes, each * torch.int64.itemsize, "their indices", "I")
 
 
 _NOTE = "... -> ..., dim whole"
 
 EXACT = Facts("result1", indices, rounding="exact")
 PICKED = Facts("result1", indices)
-PLACES = Facts(saves="")
+
+_best: Callable[..., list[Rule]] = partial(rules, notation=_NOTE, collectives=_collectives, sized=False)
 
 RULES: tuple[Rule, ...] = (
-    Rule(aten.topk.default, _along(True), _local_topk, None, _NOTE, _collectives, sized=False, facts=EXACT),
-    *(
-        Rule(op, _along(True), _local_extreme(name), None, _NOTE, _collectives, sized=False, facts=facts)
-        for name, op, facts in (
-            ("max_dim", aten.max.dim, PICKED),
-            ("min_dim", aten.min.dim, PICKED),
-            ("argmax", aten.argmax.default, PLACES),
-            ("argmin", aten.argmin.default, PLACES),
-        )
-    ),
-    *(
-        Rule(op, _along(False), notation="dim whole", facts=facts)
-        for names, facts in (
-            ("sort.default sort.stable", EXACT),
-            ("kthvalue.default mode.default median.dim nanmedian.dim", PICKED),
-            ("argsort.default argsort.stable", PLACES),
-        )
-        for op in ops(names)
-    ),
+    *_best("topk.default", _along(True), _local_topk, facts=EXACT),
+    *_best("max.dim", _along(True), _local_extreme("max_dim"), facts=PICKED),
+    *_best("min.dim", _along(True), _local_extreme("min_dim"), facts=PICKED),
+    *_best("argmax.default", _along(True), _local_extreme("argmax"), facts=NOTHING),
+    *_best("argmin.default", _along(True), _local_extreme("argmin"), facts=NOTHING),
+    *rules("sort.default sort.stable", _along(False), notation="dim whole", facts=EXACT),
+    *rules("kthvalue.default mode.default median.dim nanmedian.dim", _along(False), notation="dim whole", facts=PICKED),
+    *rules("argsort.default argsort.stable", _along(False), notation="dim whole", facts=NOTHING),
 )

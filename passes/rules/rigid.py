@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.layout import Invariant, Replicate, Shard
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Node, TensorType, refs
+from autoshard.passes.ir.graph import Node, TensorType, refs, tensor_arguments
 from autoshard.passes.rules.base import Rule
 
 
@@ -21,9 +21,10 @@ def is_rigid(node: Node, types: Mapping[str, TensorType], rule: Rule | None) -> 
         return True
     if any(t.unknown for t in used) and (rule is None or (rule.local is not None and rule.sized)):
         return True
-    named = [*zip((a.name for a in node.op._schema.arguments), node.args, strict=False), *node.kwargs.items()]
-    takes = {a.name for a in node.op._schema.arguments if "Tensor" in str(a.type)}
-    return any(types[ref.name].number is not None for name, value in named if name not in takes for ref in refs(value))
+    takes = tensor_arguments(node.op)
+    return any(
+        types[ref.name].number is not None for name, value in node.given if name not in takes for ref in refs(value)
+    )
 
 
 def leaves_whole(strategy: Strategy, types: Sequence[TensorType]) -> bool:

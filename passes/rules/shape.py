@@ -7,25 +7,11 @@ from typing import Any
 
 import torch
 
-from autoshard.layout import Layout
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.sizes import gcd
-from autoshard.passes.rules.base import Facts, LocalFormOf, Rule, Site, stating
-from autoshard.passes.rules.factors import (
-    Factors,
-    FactorsOf,
-    argument,
-    broadcast,
-    by_factors,
-    dims_argument,
-    input_shapes,
-    numbered,
-    output_shapes,
-    positive,
-    sizes_of,
-    with_arguments,
-)
+from autoshard.passes.rules.base import NOTHING, Facts, LocalFormOf, Rule, Site, rules, stating
+from autoshard.passes.rules.factors import Factors, broadcast, dims_argument, numbered, positive, sizes_of
 
 aten = torch.ops.aten
 
@@ -74,65 +60,58 @@ def view_factors(source: Sequence[int], result: Sequence[int]) -> Factors:
 
 
 def _view(node: Node, graph: Graph) -> Factors:
-    (result,) = output_shapes(node, graph)
-    found = view_factors(input_shapes(node, graph)[0], result)
+    (result,) = graph.shapes(node.outputs)
+    found = view_factors(graph.shapes(node.inputs)[0], result)
     if len(node.inputs) == 1:
         return found
     return Factors((found.inputs[0], found.outputs[0]), found.outputs, found.sizes, found.even, linear=((0,),))
 
 
-def local_shape(site: Site, layout: Layout, shape: Sequence[int]) -> list[int | Local]:
-    """The local form of a global shape."""
-    return [site.local(layout, d, n) for d, n in enumerate(shape)]
+def _to(site: Site) -> list[int | Local]:
+    """The local lengths of the result."""
+    return site.local_sizes(site.outputs[0], site.out_type().shape)
 
 
 def _sized(op: torch._ops.OpOverload) -> LocalFormOf:
     """A local form that calls ``op`` on the first operand and the local shape of the result."""
 
     def local(site: Site) -> Call:
-        return Call(op, (site.node.args[0], local_shape(site, site.outputs[0], site.out_type().shape)), {})
+        return Call(op, (site.node.args[0], _to(site)), {})
 
     return local
 
 
 def _unflatten(site: Site) -> Call:
     rank = len(site.in_type(0).shape)
-    dim = positive(argument(site.node, "dim"), rank)
-    sizes = local_shape(site, site.outputs[0], site.out_type().shape)
-    count = len(sizes) - rank + 1
-    args, kwargs = with_arguments(site.node, sizes=sizes[dim : dim + count])
-    return Call(site.node.op, args, kwargs)
+    dim = positive(site.node.argument("dim"), rank)
+    sizes = _to(site)
+    return site.unchanged(sizes=sizes[dim : dim + len(sizes) - rank + 1])
 
 
 def _squeeze(site: Site) -> Call:
     """Only dims that are globally 1: a chunk of length 1 stays."""
     shape = site.in_type(0).shape
-    names = [a.name for a in site.node.op._schema.arguments]
-    asked = dims_argument(argument(site.node, "dim") if "dim" in names else None, len(shape))
+    asked = dims_argument(site.node.argument("dim", None), len(shape))
     return Call(aten.squeeze.dims, (site.node.args[0], [d for d in asked if d < len(shape) and shape[d] == 1]), {})
 
 
 def _view_dtype(node: Node, graph: Graph) -> Factors:
     """The same bytes as another dtype: the last dim changes its length where the element size does."""
-    (source,), (result,) = input_shapes(node, graph), output_shapes(node, graph)
+    (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     dims = numbered(source, () if source == result else (len(source) - 1,))
     return Factors((dims,), (dims,), sizes_of(source))
 
 
 def _expand(node: Node, graph: Graph) -> Factors:
-    (result,) = output_shapes(node, graph)
+    (result,) = graph.shapes(node.outputs)
     dims = numbered(result)
-    inputs = tuple(broadcast(s, result, dims) for s in input_shapes(node, graph))
+    inputs = tuple(broadcast(s, result, dims) for s in graph.shapes(node.inputs))
     return Factors(inputs, (dims,), sizes_of(result), linear=((0,),))
-
-
-def _expand_local(site: Site) -> Call:
-    return Call(aten.expand.default, (site.node.args[0], local_shape(site, site.outputs[0], site.out_type().shape)), {})
 
 
 def _repeat(node: Node, graph: Graph) -> Factors:
     """A dim is a factor where it is kept (repeated once) or made from nothing (length 1 before)."""
-    (source,), (result,) = input_shapes(node, graph), output_shapes(node, graph)
+    (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     padded = (1,) * (len(result) - len(source)) + tuple(source)
     after = tuple(f"d{d}" if a in (1, n) else None for d, (a, n) in enumerate(zip(padded, result, strict=True)))
     return Factors((broadcast(source, result, after),), (after,), sizes_of(result), linear=((0,),))
@@ -141,16 +120,16 @@ def _repeat(node: Node, graph: Graph) -> Factors:
 def _repeat_local(site: Site) -> Call:
     (source, result) = site.in_type(0).shape, site.out_type().shape
     padded = (1,) * (len(result) - len(source)) + tuple(source)
-    repeats = [site.local(site.outputs[0], d, n) if a == 1 else n // a if a else 1
-               for d, (a, n) in enumerate(zip(padded, result, strict=True))]  # fmt: skip
+    repeats = [local if a == 1 else n // a if a else 1
+               for local, a, n in zip(_to(site), padded, result, strict=True)]  # fmt: skip
     return Call(aten.repeat.default, (site.node.args[0], repeats), {})
 
 
-def _permuted(order: Callable[[Node, int], Sequence[int]]) -> FactorsOf:
+def _permuted(order: Callable[[Node, int], Sequence[int]]) -> Callable[[Node, Graph], Factors]:
     """A permutation of dims; ``order(node, rank)``: the source dim of each result dim."""
 
     def factors(node: Node, graph: Graph) -> Factors:
-        (shape,) = input_shapes(node, graph)
+        (shape,) = graph.shapes(node.inputs)
         dims = numbered(shape)
         return Factors((dims,), (tuple(dims[d] for d in order(node, len(shape))),), sizes_of(shape), linear=((0,),))
 
@@ -160,7 +139,7 @@ def _permuted(order: Callable[[Node, int], Sequence[int]]) -> FactorsOf:
 def _swap(first: str, second: str) -> Callable[[Node, int], Sequence[int]]:
     def order(node: Node, rank: int) -> Sequence[int]:
         dims = list(range(rank))
-        a, b = positive(argument(node, first), rank), positive(argument(node, second), rank)
+        a, b = positive(node.argument(first), rank), positive(node.argument(second), rank)
         if rank:
             dims[a], dims[b] = dims[b], dims[a]
         return dims
@@ -174,10 +153,10 @@ def _reverse(last: int | None) -> Callable[[Node, int], Sequence[int]]:
 
 
 def _move(node: Node, rank: int) -> Sequence[int]:
-    source = [argument(node, "source")] if isinstance(argument(node, "source"), int) else argument(node, "source")
-    to = [argument(node, "destination")] if isinstance(argument(node, "destination"), int) else None
+    source = [node.argument("source")] if isinstance(node.argument("source"), int) else node.argument("source")
+    to = [node.argument("destination")] if isinstance(node.argument("destination"), int) else None
     moved = {
-        positive(t, rank): positive(s, rank) for s, t in zip(source, to or argument(node, "destination"), strict=True)
+        positive(t, rank): positive(s, rank) for s, t in zip(source, to or node.argument("destination"), strict=True)
     }
     rest = iter(d for d in range(rank) if d not in moved.values())
     return [moved[d] if d in moved else next(rest) for d in range(rank)]
@@ -185,8 +164,8 @@ def _move(node: Node, rank: int) -> Sequence[int]:
 
 def _repeat_interleave(node: Node, graph: Graph) -> Factors:
     """Every element ``n`` times in place: equal chunks stay in place too."""
-    (source,) = input_shapes(node, graph)
-    dim = argument(node, "dim")
+    (source,) = graph.shapes(node.inputs)
+    dim = node.argument("dim")
     if dim is None:
         return Factors(((None,) * len(source),), ((None,),), {}, linear=((0,),))
     dims = numbered(source)
@@ -196,7 +175,7 @@ def _repeat_interleave(node: Node, graph: Graph) -> Factors:
 
 def _repeat_interleave_local(site: Site) -> Call:
     """The total length, where given, is the global one; it follows from the operands."""
-    args, kwargs = with_arguments(site.node, output_size=None)
+    args, kwargs = site.node.with_arguments(output_size=None)
     return Call(site.node.op, args, {k: v for k, v in kwargs.items() if k != "output_size"})
 
 
@@ -209,48 +188,47 @@ _RESHAPES: dict[str, Any] = {
     "view_copy.default": aten.view_copy.default,
 }
 
-NOTHING = Facts(saves="")
 VIEWED = Facts(saves="", view=True)
 
 RULES: tuple[Rule, ...] = (
-    *by_factors("_unsafe_view.default", _view, _sized(aten._unsafe_view.default), VIEW, facts=VIEWED),
+    *rules("_unsafe_view.default", _view, _sized(aten._unsafe_view.default), VIEW, facts=VIEWED),
     *stating(
         NOTHING,
         (
-            *(r for name, op in _RESHAPES.items() for r in by_factors(name, _view, _sized(op), VIEW)),
-            *by_factors("flatten.using_ints ravel.default unsqueeze.default unsqueeze_copy.default", _view, None, VIEW),
-            *by_factors("view.dtype", _view_dtype, None, "elements"),
-            *by_factors("unflatten.int", _view, _unflatten, VIEW),
-            *by_factors(
+            *(r for name, op in _RESHAPES.items() for r in rules(name, _view, _sized(op), VIEW)),
+            *rules("flatten.using_ints ravel.default unsqueeze.default unsqueeze_copy.default", _view, None, VIEW),
+            *rules("view.dtype", _view_dtype, None, "elements"),
+            *rules("unflatten.int", _view, _unflatten, VIEW),
+            *rules(
                 "squeeze.default squeeze.dim squeeze.dims squeeze_copy.default squeeze_copy.dim squeeze_copy.dims",
                 _view,
                 _squeeze,
                 VIEW,
             ),
-            *by_factors(
+            *rules(
                 "expand.default expand_copy.default expand_as.default broadcast_to.default",
                 _expand,
-                _expand_local,
+                _sized(aten.expand.default),
                 "new dims are factors",
             ),
-            *by_factors("repeat.default tile.default", _repeat, _repeat_local, "dims repeated once"),
-            *by_factors("repeat_interleave.self_int", _repeat_interleave, _repeat_interleave_local, "dims, evenly"),
-            *by_factors(
+            *rules("repeat.default tile.default", _repeat, _repeat_local, "dims repeated once"),
+            *rules("repeat_interleave.self_int", _repeat_interleave, _repeat_interleave_local, "dims, evenly"),
+            *rules(
                 "transpose.int transpose_copy.int swapdims.default",
                 _permuted(_swap("dim0", "dim1")),
                 None,
                 "a permutation",
             ),
-            *by_factors("swapaxes.default", _permuted(_swap("axis0", "axis1")), None, "a permutation"),
-            *by_factors("t.default t_copy.default numpy_T.default", _permuted(_reverse(None)), None, "a permutation"),
-            *by_factors("mT.default", _permuted(_reverse(2)), None, "a permutation"),
-            *by_factors(
+            *rules("swapaxes.default", _permuted(_swap("axis0", "axis1")), None, "a permutation"),
+            *rules("t.default t_copy.default numpy_T.default", _permuted(_reverse(None)), None, "a permutation"),
+            *rules("mT.default", _permuted(_reverse(2)), None, "a permutation"),
+            *rules(
                 "permute.default permute_copy.default",
-                _permuted(lambda n, r: [positive(d, r) for d in argument(n, "dims")]),
+                _permuted(lambda n, r: [positive(d, r) for d in n.argument("dims")]),
                 None,
                 "…",
             ),
-            *by_factors("movedim.int movedim.intlist", _permuted(_move), None, "a permutation"),
+            *rules("movedim.int movedim.intlist", _permuted(_move), None, "a permutation"),
         ),
     ),
 )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.passes.ir.program import Call, Internal
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.ir.sizes import Size
-from autoshard.passes.rules.base import Site
-from autoshard.passes.rules.named import spell
+from autoshard.passes.rules.base import CollectivesOf, Site
 from autoshard.runtime.window import Halo, Window, halo_of
 
 
@@ -78,20 +78,27 @@ def cropped(site: Site, y: Any, slidings: Sequence[Sliding]) -> Any:
     return y
 
 
-def halo_collectives(site: Site, slidings: Sequence[Sliding]) -> tuple[Internal, ...]:
+SlidingsOf = Callable[[Node, Graph], tuple[Sliding, ...]]
+
+
+def halos(slidings: SlidingsOf) -> CollectivesOf:
     """The halos, dim by dim, and their gradients in the backward."""
-    if not (along := cut(site, slidings)):
-        return ()
-    type_ = site.in_type(0)
-    shape = list(site.inputs[0].max_local_shape(type_.shape))
-    found: list[Internal] = []
-    for s in along:
-        halo = s.halo(site)
-        shape[s.dim] = 1
-        row = math.prod(shape) * type_.dtype.itemsize
-        shape[s.dim] = halo.reads[0][1]
-        if halo.forward:
-            found.append(Internal("halo", s.axes(site), row * halo.forward, "forward", "halo"))
-        if halo.forward and type_.grad:
-            found.append(Internal("halo", s.axes(site), row * halo.backward, "backward", "gradient of the halo"))
-    return tuple(found)
+
+    def collectives(site: Site) -> tuple[Internal, ...]:
+        if not (along := cut(site, slidings(site.node, site.graph))):
+            return ()
+        type_ = site.in_type(0)
+        shape = list(site.inputs[0].max_local_shape(type_.shape))
+        found: list[Internal] = []
+        for s in along:
+            halo = s.halo(site)
+            shape[s.dim] = 1
+            row = math.prod(shape) * type_.dtype.itemsize
+            shape[s.dim] = halo.reads[0][1]
+            if halo.forward:
+                found.append(Internal("halo", s.axes(site), row * halo.forward, "forward", "halo"))
+            if halo.forward and type_.grad:
+                found.append(Internal("halo", s.axes(site), row * halo.backward, "backward", "gradient of the halo"))
+        return tuple(found)
+
+    return collectives

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable
 
 import pytest
+import state_cases_inputs  # noqa: F401  more of them
+import state_cases_outputs  # noqa: F401
 import world
 from state_cases import CASES
 

@@ -11,7 +11,6 @@ capture, for a product of masks of 4096 x 4096); and here no call shows how long
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,7 +110,7 @@ class Known(Observer):
         elif isinstance(result, tuple | list):
             for i, x in enumerate(result):
                 if isinstance(x, torch.Tensor) and _is_fixed(x):
-                    self.made[x] = _Made(functools.partial(_item, compute, i), sources, from_buffer)
+                    self.made[x] = _Made(lambda i=i: compute()[i], sources, from_buffer)  # type: ignore[misc]
 
     def _forget(self, written: list[_Made]) -> None:
         """After a write into one of ``written``: all that is made from the same sources may share its memory."""
@@ -157,10 +156,6 @@ class Known(Observer):
             return x if known is None else _number(known.value)
 
         return pytree.tree_map(number, tree)
-
-
-def _item(compute: Callable[[], Any], i: int) -> Any:
-    return compute()[i]
 
 
 def _returning_first(func: Callable[..., Any]) -> Callable[..., Any]:

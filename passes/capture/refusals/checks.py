@@ -11,9 +11,17 @@ from torch import fx, nn
 from torch.export.graph_signature import OutputKind
 
 from autoshard.errors import CaptureError
+from autoshard.passes.capture.exported.arguments import Example, argument_paths
 from autoshard.passes.capture.exported.provenance import where
 from autoshard.passes.capture.exported.symbolic import is_symbolic
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
+from autoshard.passes.ir.graph import Graph
+
+_ONE_DTYPE = frozenset(
+    "linear matmul mm bmm addmm addmv mv dot baddbmm addbmm bilinear convolution conv1d conv2d conv3d conv_transpose1d "
+    "conv_transpose2d conv_transpose3d".split()
+)
+"""products whose kernels take operands of one dtype"""
 
 
 def check_model(model: nn.Module, training: bool) -> None:
@@ -38,19 +46,36 @@ def check_model(model: nn.Module, training: bool) -> None:
             _check_tensor(kind, name, tensor, training)
 
 
-def check_example(example: Any) -> None:
+def check_example(model: nn.Module, example: Example) -> None:
     """Refuse inputs that are no plain dense tensors."""
-    for leaf in pytree.tree_leaves(example):
-        if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
+    for i, leaf in enumerate(pytree.tree_leaves(example)):
+        if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized):
+            kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else f"of layout {leaf.layout}"
             raise CaptureError(
-                f"an input of shape {list(leaf.shape)} is a tensor of layout {leaf.layout}; autoshard shards plain dense "
-                "tensors. Convert it first (to_dense())."
+                f"input {argument_paths(model, example)[i]!r} is a tensor that is {kind}; autoshard shards plain dense "
+                "tensors. Convert it first (to_dense(), to_padded_tensor(), dequantize())."
+            )
+
+
+def check_dtypes(graph: Graph) -> None:
+    """Refuse products of operands of several dtypes: their traces do not, and their kernels stop in the middle of a run."""
+    for node in graph.nodes:
+        if node.op._opname not in _ONE_DTYPE:
+            continue
+        dtypes = dict.fromkeys(graph.types[name].dtype for name in node.inputs)
+        if len(dtypes) > 1 and any(d.is_floating_point for d in dtypes):
+            given = [f"{i.fqn!r} {graph.types[i.name].dtype}" for i in graph.inputs if i.kind == "input"]
+            raise CaptureError(
+                f"{node.fqn or 'the model'} ({node.source}): {node.op} takes operands of one dtype and gets "
+                f"{' and '.join(map(str, dtypes))}; the inputs are {', '.join(given)}. Convert one of them."
             )
 
 
 def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) -> None:
     if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise CaptureError(f"{kind} {name!r} has no shape yet: run the model once before compiling it")
+    if kind == "buffer" and tensor.layout != torch.strided:
+        return  # what is not read does no harm: openai-whisper has one
     wrapped = hasattr(type(tensor), "__tensor_flatten__")  # DTensor and other subclasses made of plain tensors
     if wrapped or tensor.layout != torch.strided:
         raise CaptureError(
@@ -62,6 +87,17 @@ def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) ->
             f"{kind} {name!r}: it has a tensor hook, which the compiled module would not call. Remove it before "
             "compiling, and register it on the compiled module's parameter, or change .grad after backward()."
         )
+
+
+def is_left_out(name: str, buffer: fx.Node) -> bool:
+    """Whether a buffer is sparse and nobody reads it. Refuses one that the forward reads."""
+    layout = buffer.meta["val"].layout
+    if layout != torch.strided and buffer.users:
+        raise CaptureError(
+            f"buffer {name!r} is a tensor of layout {layout}, and the forward reads it; autoshard shards plain dense "
+            "tensors. Convert it first (to_dense())."
+        )
+    return bool(layout != torch.strided)
 
 
 def check_result(node: fx.Node, value: Any) -> None:

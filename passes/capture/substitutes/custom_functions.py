@@ -1,8 +1,8 @@
-"""Custom ``autograd.Function`` in a traced forward: tracing keeps the forward and drops the backward.
+"""Custom ``autograd.Function`` in a traced forward: tracing would keep the forward and drop the backward.
 
-Where the backward is nothing but the derivative of the forward, as in many hand-written activations, nothing is lost:
-autograd finds the same one. So the function is tried out on random numbers, and traced through where both agree.
-A library's function with another backward becomes an op of its own, which runs on whole tensors.
+So a function becomes an op of its own, which runs it with its backward on whole tensors. In libraries the backward is
+often nothing but the derivative of the forward, as in hand-written activations, and nothing would be lost: those are
+tried out on random numbers, and traced through where both agree. Of a user's own that would be evidence, not proof.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import frames
 from autoshard.passes.capture.observer import Observer, Patch, Refusals, patched
@@ -27,7 +28,7 @@ LARGEST = 1 << 22
 
 
 class CustomFunctions(Observer):
-    """Where gradients are wanted (``training``), those of libraries are traced through or kept whole, others refused."""
+    """Where gradients are wanted (``training``), they are kept whole or traced through; what cannot be is refused."""
 
     def __init__(self, training: bool, refuse: Refusals) -> None:
         self.training, self.refuse = training, refuse
@@ -35,21 +36,44 @@ class CustomFunctions(Observer):
     def patches(self) -> Iterable[Patch]:
         for function in _subclasses(torch.autograd.Function) if self.training else ():
             if _is_foreign(function):
-                refuse = self._refusing(function)
-                yield function, "apply", staticmethod(_inlined(function, refuse))
-                yield function, "forward", staticmethod(refuse)
+                instead = self._instead(function)
+                yield function, "apply", staticmethod(instead)
+                yield function, "forward", staticmethod(_as_forward(function, instead))
 
-    def _refusing(self, function: type) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+    def _instead(self, function: Any) -> Callable[..., Any]:
+        """What stands for ``function.apply``."""
+        forward = function.forward
+
+        def apply(*args: Any) -> Any:
             if function.__module__ == "torch.utils.checkpoint":
                 raise self.refuse(CHECKPOINT)
-            raise self.refuse(
-                f"custom autograd.Function {function.__qualname__!r} ({function.__module__}): tracing keeps its "
-                "forward and drops its backward, so gradients would be wrong. Write it with differentiable torch ops, "
-                "or make it an op with torch.library.custom_op and register_autograd."
-            )
+            if _is_a_librarys(function) and is_derivative(function, forward, args):
+                return inline(function, forward, args)
+            made = as_op(function, forward, args)
+            if isinstance(made, str):
+                raise self.refuse(
+                    f"custom autograd.Function {function.__qualname__!r} ({function.__module__}): it {made}, and a trace "
+                    "of its forward would drop its backward. Write it with differentiable torch ops, or make it an op "
+                    "with torch.library.custom_op and register_autograd."
+                )
+            return made
 
-        return forward
+        return apply
+
+
+def _as_forward(function: Any, instead: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a function whose ``apply`` was bound to a name before the trace; it runs with gradients off."""
+
+    def forward(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(True)  # behind the trace's back: eager records here too
+        try:
+            return instead(*(args if functions.is_split(function) else args[1:]))
+        finally:
+            with torch._C.DisableTorchFunction():
+                torch._C._set_grad_enabled(False)
+
+    return forward
 
 
 def _subclasses(cls: type) -> Iterator[type]:
@@ -71,27 +95,9 @@ def _is_a_librarys(function: type) -> bool:
     return frames.is_installed(file) and not function.__module__.startswith("torch.")
 
 
-def _inlined(function: Any, refuse: Callable[..., Any]) -> Callable[..., Any]:
-    """``function.apply`` of a library as its forward's own ops where their derivative is its backward, else as one op.
-
-    A user's is refused: a trial on random numbers is evidence, not proof, and he can rewrite it.
-    """
-    forward = function.forward
-
-    def apply(*args: Any) -> Any:
-        if not _is_a_librarys(function):
-            return refuse(*args)
-        if is_derivative(function, forward, args):
-            return inline(function, forward, args)
-        result = as_op(function, forward, args)
-        return refuse(*args) if result is None else result
-
-    return apply
-
-
 def inline(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> Any:
     """The result of ``function.apply(*args)`` out of differentiable ops. ``forward``: the function's own."""
-    if function.setup_context is not torch.autograd.Function.setup_context:
+    if functions.is_split(function):
         return forward(*args)
     return forward(Context(args), *args)
 
@@ -110,26 +116,48 @@ def is_derivative(function: Any, forward: Callable[..., Any], args: Sequence[Any
 
 
 def as_op(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """The result of ``function.apply(*args)`` from an op that runs its backward too; None where there cannot be one.
-
-    For that it draws no random numbers, and can be found by its name and called with tensors and literals.
-    """
+    """The result of ``function.apply(*args)`` from an op that runs its backward too; a text says why there is none."""
     tensors, others = functions.describe(args)
-    name = f"{function.__module__}:{function.__qualname__}"
-    before, single, is_found = torch.get_rng_state(), False, False
-    if _is_large(args):
-        return None
-    with _trial(function, forward):
-        found = functions.find(name) is function
-        results = _apply(function, functions.arguments(_numbers(tensors), others))
+    if not functions.is_literal(others):
+        return "has arguments that are neither tensors nor Python literals"
+    before = torch.get_rng_state()
+    single, problem = False, "needs values to say what it returns"
+    with _trial(function, forward), _Drawn() as draws:
+        given = [_untraced(t) for t in tensors]
+        operands = [g.clone() if g.requires_grad else g for g in given]  # a leaf could not be written to
+        versions = [t._version for t in operands]
+        results = _apply(function, functions.arguments(operands, others))
         single = isinstance(results, torch.Tensor)
-        found = found and all(isinstance(r, torch.Tensor) for r in ((results,) if single else results))
-        is_found = found and torch.equal(before, torch.get_rng_state())
-    if not is_found:
-        return None
+        found = (results,) if single else results
+        problem = ""
+        if not isinstance(found, tuple | list) or not all(isinstance(r, torch.Tensor) for r in found):
+            problem = "returns something that is no tensor"
+        elif draws.any or not torch.equal(before, torch.get_rng_state()):
+            problem = "draws random numbers"
+        elif versions != [t._version for t in operands]:
+            problem = "writes to its arguments"
+    if problem:
+        return problem
     with _restored(function, forward):
-        made = functions.function(name, tensors, others)
+        made = functions.function(functions.name_of(function), tensors, others, functions.casting())
     return made[0] if single else tuple(made)
+
+
+def _untraced(t: torch.Tensor) -> torch.Tensor:
+    """Its type alone."""
+    return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
+
+
+class _Drawn(TorchDispatchMode):
+    """``any``: whether an op drew random numbers inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any = self.any or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ momentum that is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,36 +25,27 @@ def _recurrent(function: Stack) -> Stack:
         has_biases, num_layers, dropout, train, bidirectional, batch_first = options
         states = (hx,) if isinstance(hx, torch.Tensor) else hx
         x = x.transpose(0, 1) if batch_first else x
-        ends = []
+        ends, each = [], len(params) // num_layers
         for i in range(num_layers):
             x = torch.dropout(x, dropout, True) if i else x
-            part, own = (
-                _parts(states, num_layers, i),
-                params[len(params) // num_layers * i :][: len(params) // num_layers],
-            )
+            part = tuple(
+                s.unflatten(0, (num_layers, -1))[i] for s in states
+            )  # of [layers · directions, batch, features]
             given = part[0] if isinstance(hx, torch.Tensor) else part
-            x, *end = function(x, given, own, has_biases, 1, 0.0, train, bidirectional, False)
+            x, *end = function(x, given, params[each * i :][:each], has_biases, 1, 0.0, train, bidirectional, False)
             ends.append(end)
         return (x.transpose(0, 1) if batch_first else x, *(torch.cat(of) for of in zip(*ends, strict=True)))
 
     return stack
 
 
-def _parts(states: Sequence[torch.Tensor], layers: int, i: int) -> tuple[torch.Tensor, ...]:
-    """Of states [layers · directions, batch, features] those of layer ``i``."""
-    return tuple(s.unflatten(0, (layers, -1))[i] for s in states)
+Vector = torch.Tensor | None
 
 
 def _instance_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    *options: Any,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: Vector, bias: Vector, running_mean: Vector, running_var: Vector, use_input_stats: bool,
+    momentum: float, *options: Any,
+) -> torch.Tensor:  # fmt: skip
     """``torch.instance_norm``: its op writes running statistics and does not say so."""
     if not use_input_stats:
         return _INSTANCE_NORM(x, weight, bias, running_mean, running_var, False, momentum, *options)
@@ -68,15 +59,9 @@ def _instance_norm(
 
 
 def _batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    training: bool,
-    momentum: Any,
-    *options: Any,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: Vector, bias: Vector, running_mean: Vector, running_var: Vector, training: bool,
+    momentum: Any, *options: Any,
+) -> torch.Tensor:  # fmt: skip
     """``torch.batch_norm``, whose op takes no momentum that the program computes."""
     if not (training and isinstance(momentum, torch.SymFloat)):
         return _BATCH_NORM(x, weight, bias, running_mean, running_var, training, momentum, *options)

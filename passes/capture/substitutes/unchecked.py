@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.runtime.ctc import ctc_loss
+from autoshard.runtime.grouped import grouped_mm
 
 
 def _gaussian_nll_loss(
@@ -78,6 +79,23 @@ def _ctc_loss(
     return loss
 
 
+def _grouped_mm(mat_a: torch.Tensor, mat_b: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+    """``torch._grouped_mm``; in float32 and float16, which its kernel takes and its trace does not, as an op of our own."""
+    options = dict(zip(("offs", "bias", "out_dtype"), given, strict=False)) | options
+    ends = options.get("offs")
+    plain = options.get("bias") is None and options.get("out_dtype") in (None, mat_a.dtype)
+    wide = mat_a.dtype == mat_b.dtype and mat_a.dtype in (torch.float32, torch.float16)
+    dims = (mat_a.dim(), mat_b.dim())
+    found: torch.Tensor
+    if wide and plain and ends is not None and dims == (2, 3):
+        found = grouped_mm(mat_a, mat_b, ends)
+    elif wide and plain and ends is None and dims == (3, 3):
+        found = torch.bmm(mat_a, mat_b)
+    else:
+        found = torch._grouped_mm(mat_a, mat_b, **options)
+    return found
+
+
 def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # noqa: A002
     """``torch.masked_select`` as an index: what one mask selects has one length, which only an index remembers."""
     if input.shape != mask.shape:
@@ -89,6 +107,7 @@ UNCHECKED: dict[Any, Callable[..., torch.Tensor]] = {
     F.ctc_loss: _ctc_loss,
     torch._is_all_true: torch.all,  # what torch.distributions calls
     torch._is_any_true: torch.any,
+    torch._grouped_mm: _grouped_mm,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,

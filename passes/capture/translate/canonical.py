@@ -27,6 +27,9 @@ DROPPED = {
 STRIDED = {aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype}
 """ops that read their operand's memory layout: it is made contiguous first, as it was in the traced run"""
 
+OVERWRITING = {aten.zero.default, aten.fill.Scalar}
+"""ops of which the operand's values do not count"""
+
 _NO_OPS = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.clone.default}
 _SHAPES = {aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
@@ -145,7 +148,7 @@ def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> t
 
     - Every way to reshape is ``reshape``, which also serves local tensors of any strides.
     - ``native_dropout`` whose mask is unused is ``dropout``.
-    - What overwrites a value wholly (``zero``, ``fill``) makes a new one: the old one has no part in the gradient.
+    - What overwrites a value without a gradient (``zero``, ``fill``) makes a new one.
     - ``item`` is ``_local_scalar_dense``.
     - Memory that is not initialised is zeros: it would differ from rank to rank.
     - No op names a device, a layout or pinned memory: a program runs on the device of its module.

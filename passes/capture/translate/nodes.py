@@ -24,9 +24,10 @@ from autoshard.passes.capture.exported.arguments import Example, argument_paths,
 from autoshard.passes.capture.exported.lengths import Lengths, Open
 from autoshard.passes.capture.exported.provenance import fqn, frames, module_types, names_by_tensor, set_apart, where
 from autoshard.passes.capture.exported.symbolic import constant, is_length, is_symbolic, number_op, type_of
-from autoshard.passes.capture.refusals.checks import check_filled, check_result, not_an_op, written
+from autoshard.passes.capture.refusals.checks import check_filled, check_result, is_left_out, not_an_op, written
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
 from autoshard.passes.capture.translate.canonical import (
+    OVERWRITING,
     STRIDED,
     Gradients,
     canonical,
@@ -121,8 +122,7 @@ class _Translation:
         return fan_out(remove_dead(graph))
 
     def read_inputs(self) -> tuple[str | None, ...]:
-        leaves = pytree.tree_leaves(self.example)
-        order = iter(export_order(self.program, self.example))
+        leaves, order = pytree.tree_leaves(self.example), iter(export_order(self.program, self.example))
         flat: list[str | None] = [None] * len(leaves)
         for spec in self.program.graph_signature.input_specs:
             kind, name = _KINDS.get(spec.kind), spec.arg.name
@@ -133,6 +133,8 @@ class _Translation:
                     "such as a torch.Generator or a script object. Use torch's default generator and plain tensors."
                 )
             if not isinstance(spec.arg, TensorArgument):
+                continue
+            if kind == "buffer" and is_left_out(str(spec.target), self.fx_nodes[name]):
                 continue
             if kind == "input":
                 flat[index] = name
@@ -187,6 +189,8 @@ class _Translation:
         args, kwargs = self.argument(node.args), self.argument(dict(node.kwargs))
         if any(is_symbolic(a) for a in pytree.tree_leaves((args, kwargs))):
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
+        if op is aten._to_copy.default and not isinstance(args[0], Ref):  # vmap makes tensors of numbers
+            op, args, kwargs = aten.full.default, ([], args[0]), {"dtype": node.meta["val"].dtype}
         if op is aten.linear.default and len(args) == 2 and len(self.types[args[1].name].shape) == 1:
             op = aten.matmul.default  # a weight of one row
         if op is aten.broadcast_tensors.default and not self.is_open(args):
@@ -321,7 +325,8 @@ class _Translation:
         value = node.meta.get("val")
         results = list(value) if isinstance(value, tuple | list) else [value]
         used = self.results(node, value)
-        op, args, kwargs = canonical(op, args, kwargs, [slot for _, slot, _ in used])
+        written = op in OVERWRITING and self.types[args[0].name].grad  # its gradient is there, and zero
+        op, args, kwargs = (op, args, kwargs) if written else canonical(op, args, kwargs, [s for _, s, _ in used])
         grads = self.gradients.flags(op, args, kwargs, self.types, results)
         self.add(node, node.name, op, args, kwargs, used, grads)
 
@@ -353,7 +358,7 @@ class _Translation:
             return [(node.name, 0, value)]
         gets = [g for g in node.users if g.target is operator.getitem and g.users]
         slot_of: dict[fx.Node, Any] = {g: g.args[1] for g in gets}
-        slots: list[int] = sorted(set(slot_of.values()))
+        slots: list[int] = sorted(set(slot_of.values())) or [0]  # a draw that nobody reads is one of a first result
         names = {s: node.name if len(slots) == 1 else f"{node.name}_{s}" for s in slots}
         for get in gets:
             slot = slot_of[get]

@@ -1,0 +1,51 @@
+"""What a call brings: refused in a sentence where programs cannot take it, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autoshard.errors import CaptureError
+from autoshard.module.executable import Executable
+from autoshard.passes.capture.exported.arguments import argument_paths
+
+
+def check_data(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: str | None) -> None:
+    """Raise :class:`CaptureError` for a call without data, or with data on another device type than ``device``.
+
+    ``device``: that of the parameters and buffers; None where inputs are moved there.
+    """
+    if torch.get_default_device().type == "meta":
+        raise CaptureError(
+            "the default device is meta, which has no data: call the module outside of torch.device('meta')"
+        )
+    example = tuple(args), dict(kwargs)
+    for i, leaf in enumerate(pytree.tree_leaves(example)):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        kind = leaf.device.type
+        if kind == "meta" or (device not in (None, kind) and (leaf.dim() or kind != "cpu")):
+            what = "it has no data" if kind == "meta" else f"the module's tensors lie on {device}"
+            raise CaptureError(
+                f"input {argument_paths(model, example)[i]!r} of {type(model).__name__} comes on device {kind}, and {what}. "
+                "Move it to the device of the module."
+            )
+
+
+def beside(error: CaptureError, programs: Sequence[Executable], leaves: Sequence[Any]) -> CaptureError:
+    """``error`` of compiling for ``leaves``, with the inputs of other dtypes than those it was compiled for before."""
+    if not programs or len(programs[0].graph.flat_inputs) != len(leaves):
+        return error
+    graph, before = programs[0].graph, programs[0].inputs
+    fqns = {i.name: i.fqn for i in graph.inputs}
+    changed = []
+    for name, leaf in zip(graph.flat_inputs, leaves, strict=True):
+        if name is not None and isinstance(leaf, torch.Tensor):
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            if dtype != before[name]["dtype"]:
+                changed.append(f"{fqns[name]!r} with {before[name]['dtype']} and comes with {dtype}")
+    return CaptureError(f"{error} The module was compiled for input {', '.join(changed)}.") if changed else error

@@ -1,0 +1,140 @@
+"""Inputs that come in parts: which, cut how, and what the whole is that programs are captured for.
+
+A process brings either the whole of an input or, where it is *local*, its own part of the batch. All ranks of an
+in-process mesh are one process: its part is the whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autoshard.errors import HintError
+from autoshard.layout import Layout, Shard
+from autoshard.mesh import Mesh
+from autoshard.passes.capture.exported.arguments import argument_paths
+
+Inputs = str | Mapping[str, str]
+"""``"global"``, ``"local"``, or {fnmatch pattern on the name of an input: one of these}"""
+
+_KINDS = ("global", "local")
+_BATCH_AXIS = re.compile(r"(dp|ddp|fsdp|hsdp|zero\d?|data|batch|replica|replicate|shard)(_|\d|$)")
+"""names of mesh axes that cut the batch by convention"""
+
+
+def check_inputs(inputs: Any) -> None:
+    """Raise :class:`HintError` unless ``inputs`` is what :data:`Inputs` says."""
+    kinds = inputs.values() if isinstance(inputs, Mapping) else (inputs,)
+    if wrong := [k for k in kinds if k not in _KINDS]:
+        raise HintError(f'inputs={inputs!r}: {wrong[0]!r} is neither "global" nor "local"')
+
+
+def local_layouts(
+    model: nn.Module, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Inputs, hints: Any
+) -> tuple[Layout | None, ...]:
+    """Per leaf of the arguments how one that is local is cut; None for what is whole.
+
+    Dim 0 is cut by the axes of the batch, unless a hint for the input says otherwise. Raises :class:`HintError` where a
+    pattern matches nothing or the axes are not known.
+    """
+    if inputs == "global":
+        return ()
+    example = tuple(args), dict(kwargs)
+    names, leaves = argument_paths(model, example), pytree.tree_leaves(example)
+    if isinstance(inputs, Mapping):
+        _check_patterns(inputs, model, names)
+    local = [bool(n) and leaf.ndim > 0 and _is_local(n, inputs) for n, leaf in zip(names, leaves, strict=True)]
+    found = tuple(_layout(n, mesh, hints) if is_local else None for n, is_local in zip(names, local, strict=True))
+    if inputs == "local":
+        _check_lengths([(n, x) for n, x, layout in zip(names, leaves, found, strict=True) if layout is not None], found)
+    return found
+
+
+def _is_local(name: str, inputs: Inputs) -> bool:
+    if isinstance(inputs, str):
+        return inputs == "local"
+    return any(kind == "local" and _matches(name, pattern) for pattern, kind in inputs.items())
+
+
+def _matches(name: str, pattern: str) -> bool:
+    root = re.match(r"\w*", name)
+    return any(n == pattern or fnmatch.fnmatchcase(n, pattern) for n in (name, root[0] if root else name))
+
+
+def _check_patterns(inputs: Mapping[str, str], model: nn.Module, names: Sequence[str]) -> None:
+    known = [*filter(None, names), *inspect.signature(model.forward).parameters]
+    for pattern in inputs:
+        if not any(_matches(n, pattern) for n in known):
+            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
+            raise HintError(f"inputs: {pattern!r} matches no input. Nearest: {', '.join(near)}")
+
+
+def _layout(name: str, mesh: Mesh, hints: Any) -> Layout:
+    asked: Any = Shard(0)
+    for pattern, hint in (hints or {}).items():
+        cuts = [p for p in (hint.values() if isinstance(hint, Mapping) else (hint,)) if isinstance(p, Shard)]
+        if cuts and _matches(name, pattern):
+            asked = hint
+    if isinstance(asked, Mapping):
+        return Layout(mesh, {axis: p for axis, p in asked.items() if isinstance(p, Shard)})
+    return Layout(mesh, dict.fromkeys(_batch_axes(name, mesh), asked))
+
+
+def _batch_axes(name: str, mesh: Mesh) -> list[str]:
+    axes = [a for a in mesh.axes if mesh.size_of((a,)) > 1]
+    found = axes if len(axes) < 2 else [a for a in axes if _BATCH_AXIS.match(a)]
+    if not found and axes:
+        raise HintError(
+            f"input {name!r} is local: which axes of the mesh ({mesh}) cut the batch? Say so in "
+            f"hints={{{name!r}: {{{axes[0]!r}: Shard(0)}}}}, or name them as is usual: dp, data, fsdp, replica, …"
+        )
+    return found
+
+
+def _check_lengths(local: Sequence[tuple[str, torch.Tensor]], layouts: Sequence[Layout | None]) -> None:
+    """Of inputs that nobody named: that dim 0 is the batch of all of them."""
+    cuts = [layout for layout in layouts if layout is not None]
+    rows = [(n, x.shape[0]) for (n, x), layout in zip(local, cuts, strict=True) if layout.axes_of(0)]
+    if other := [(n, length) for n, length in rows if length != rows[0][1]]:
+        raise HintError(
+            f'inputs="local" takes dim 0 of every input for the batch, but {rows[0][0]!r} has {rows[0][1]} rows and '
+            f'{other[0][0]!r} {other[0][1]}. Name those that come in parts: inputs={{{rows[0][0]!r}: "local"}}.'
+        )
+
+
+def whole_shape(part: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """The shape of the whole of which every rank has a part of this shape."""
+    return tuple(n * layout.mesh.size_of(layout.axes_of(d)) for d, n in enumerate(part))
+
+
+def wholes(
+    args: Sequence[Any], kwargs: Mapping[str, Any], layouts: Sequence[Layout | None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the shapes of the wholes, made of copies of the parts in ``args``: examples where no other rank runs."""
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    for i, layout in enumerate(layouts):
+        if layout is not None:
+            part = leaves[i].detach()
+            whole = without_data(part, whole_shape(part.shape, layout))
+            made = part.repeat(whole_shape([1] * part.ndim, layout)) if whole is None else whole
+            leaves[i] = made.requires_grad_(leaves[i].requires_grad)
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
+    return found
+
+
+_LARGE = 1 << 24
+"""elements of an input in parts that nobody is to hold whole for a capture: caches"""
+
+
+def without_data(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """What a capture is given for a large input of this shape; None for a small one, or integers: it gets the data."""
+    large = like.is_floating_point() and torch.Size(shape).numel() > _LARGE
+    return torch.empty(tuple(shape), dtype=like.dtype, device="meta") if large else None

@@ -1,0 +1,141 @@
+"""Parameters under torch.distributed on their way into a forward, and what their ``.grad`` is after the backward.
+
+Inside ``no_sync()`` a gradient is left as a summand: a DTensor that is Partial over the axes of its last sum. The next
+backward outside takes it along, so that several of them cost one sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoshard import runtime
+from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.communicator import Communicator
+from autoshard.runtime.move import Move
+
+Axes = tuple[str, ...]
+
+
+def locals_of(comm: Communicator, parameters: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """The local tensors of DTensor parameters, for one forward."""
+    gradients = runtime.Gradients(comm, lambda number, axes: _taken(comm, parameters[number], axes))
+    return runtime.wait_gradients(*_Locals.apply(gradients, *parameters), gradients=gradients)  # type: ignore[no-untyped-call]
+
+
+class _Locals(torch.autograd.Function):
+    """DTensor parameters → their local tensors; the backward makes DTensor gradients of the same placements."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: runtime.Gradients, *parameters: Any) -> tuple[torch.Tensor, ...]:
+        ctx.gradients, ctx.parameters = gradients, parameters
+        ctx.specs = [p._spec for p in parameters]
+        ctx.set_materialize_grads(False)
+        return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        comm, summands = ctx.gradients.comm, ctx.gradients.summands
+        given, specs = [], []
+        for i, (p, g, spec) in enumerate(zip(ctx.parameters, gradients, ctx.specs, strict=True)):
+            if g is not None:
+                axes = _meet(comm, p, summands.get(i, ()))
+                given.append(ctx.gradients.summand(g, summands.get(i, ()), axes))
+                specs.append(_over(comm, spec, axes))
+        made = iter(_Globals.apply(specs, *given))  # type: ignore[no-untyped-call]
+        return None, *(None if g is None else next(made) for g in gradients)
+
+
+class _Globals(torch.autograd.Function):
+    """Local gradients → DTensors, as a node of the graph: where it is recorded (create_graph), it has a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, specs: list[Any], *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.specs = specs
+        ctx.set_materialize_grads(False)
+        return tuple(DTensor(g.detach(), s, requires_grad=False) for g, s in zip(gradients, specs, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *(
+            None if g is None else g.redistribute(spec.mesh, spec.placements).to_local()
+            for g, spec in zip(gradients, ctx.specs, strict=True)
+        )
+
+
+def _waiting(comm: Communicator, gradient: Any) -> Axes:
+    """The axes over which a gradient is a summand."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    return tuple(a for a, p in zip(comm.mesh, gradient.placements, strict=True) if p.is_partial())
+
+
+def _over(comm: Communicator, spec: Any, axes: Axes) -> Any:
+    """``spec`` with summands over ``axes``, and over no others."""
+    whole = [Replicate() if p.is_partial() else p for p in spec.placements]
+    placements = [Partial() if a in axes else p for a, p in zip(comm.mesh, whole, strict=True)]
+    return type(spec)(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def _taken(comm: Communicator, p: Any, axes: Axes) -> torch.Tensor | None:
+    """The summand that ``p.grad`` is over these axes, to become a part of what this backward leaves there instead."""
+    if p.grad is None or _waiting(comm, p.grad) != axes or not _accumulates(p):
+        return None
+    kept: torch.Tensor = p.grad.to_local()
+    p.grad = None
+    return kept
+
+
+def _meet(comm: Communicator, p: Any, axes: Axes) -> Axes:
+    """Bring ``p.grad`` and a new gradient that is a summand over ``axes`` together: the axes both are to be over."""
+    held = None if p.grad is None or not _accumulates(p) else _waiting(comm, p.grad)
+    if axes:
+        _deferred[p] = None
+    if held is None or held == axes:
+        return axes
+    local, spec = p.grad.to_local(), p.grad._spec
+    if not axes:  # no bucket took it along
+        with torch.no_grad():
+            total = comm.apply(Move("P", "I", held), local)
+        p.grad = DTensor(total, _over(comm, spec, ()), requires_grad=False)
+        return axes
+    gradients = runtime.Gradients(comm)
+    both = gradients.together(held, axes)
+    p.grad = DTensor(gradients.summand(local, held, both), _over(comm, spec, both), requires_grad=False)
+    return both
+
+
+def _accumulates(p: torch.Tensor) -> bool:
+    """Whether the running backward adds to ``p.grad``: not where torch.autograd.grad asks for something."""
+    if not p.is_leaf:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node))
+    except RuntimeError:  # autograd.grad, of this parameter
+        return False
+
+
+_deferred = WeakIdKeyDictionary()
+"""parameters that had gradients left as summands"""
+
+
+def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if not _deferred:
+        return
+    waiting = 0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            waiting += p in _deferred and isinstance(p.grad, DTensor) and any(x.is_partial() for x in p.grad.placements)
+    if waiting:
+        raise RuntimeMismatchError(
+            f"{waiting} gradients are not summed over the ranks yet: the last backward pass was inside no_sync(). Run "
+            "the last forward and backward before a step outside of it."
+        )
+
+
+register_optimizer_step_pre_hook(_check_step)

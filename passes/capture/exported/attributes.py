@@ -1,0 +1,77 @@
+"""Tensors that a model keeps in plain attributes: constants of the graph, unless the forward writes them or sets them anew.
+
+Those are caches and states. A trace would lose what happens to them, so it is made again with buffers in their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import CaptureError
+
+Held = dict[str, tuple[torch.Tensor, int]]
+"""name → a tensor in a plain attribute, and its version"""
+
+
+class WrittenError(CaptureError):
+    """The forward writes plain attributes, ``names``."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        super().__init__(f"the forward writes the tensors in plain attributes {', '.join(map(repr, self.names))}")
+
+
+def held(model: nn.Module) -> Held:
+    """The tensors in plain attributes of ``model``."""
+    modules = model.named_modules()
+    named = ((path, name, value) for path, module in modules for name, value in vars(module).items())
+    return {
+        f"{path}.{name}" if path else name: (value, value._version)
+        for path, name, value in named
+        if isinstance(value, torch.Tensor) and value.is_leaf
+    }
+
+
+def check_unwritten(model: nn.Module, before: Held) -> None:
+    """Raise :class:`WrittenError` where since ``before`` one of them was written, or another tensor was put in its place."""
+    written = []
+    for name, (tensor, version) in before.items():
+        now = attribute(model, name)
+        if not isinstance(now, torch.Tensor) or (now is tensor and now._version == version):
+            continue
+        if now.shape != tensor.shape:
+            raise CaptureError(
+                f"the forward gives attribute {name!r} another shape: {list(now.shape)} for {list(tensor.shape)}. A program "
+                "keeps a state in one size: allocate the largest and write into a part of it, or pass it as an argument."
+            )
+        written.append(name)
+    if written:
+        raise WrittenError(written)
+
+
+def attribute(model: nn.Module, name: str) -> Any:
+    """What the attribute of this dotted name is; None where there is none."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(path), leaf, None)
+
+
+def as_buffers(model: nn.Module, names: Iterable[str]) -> None:
+    """Register the tensors in these plain attributes as buffers that are not saved, in their places."""
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        tensor = vars(module).pop(leaf)
+        module.register_buffer(leaf, tensor, persistent=False)
+
+
+def apart(model: nn.Module) -> None:
+    """Put an alias in the place of each: a trace leaves its mark on tensors that are written."""
+    aliases: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_leaf and not value.requires_grad:
+                vars(module)[name] = aliases.setdefault(id(value), value.detach())

@@ -1,0 +1,166 @@
+"""Cases of states: what models keep in plain attributes and buffers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from state_harness import Net, Of, both, case, close, full, ids, once, pair, refused, rows, steps
+from torch import nn
+
+import autoshard
+from autoshard.errors import HintError
+
+
+class Cached(nn.Module):
+    """Keys in a plain attribute, as Meta's Llama 2 keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.cache = nn.Linear(8, 8), torch.zeros(4, 6, 8, dtype=torch.float64)
+        self.scale = torch.tensor(2.0, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        self.cache = self.cache.to(x)
+        self.cache[: x.shape[0], start : start + x.shape[1]] = self.lin(x)
+        return self.cache[: x.shape[0], : start + x.shape[1]] * self.scale
+
+
+class Recurrent(nn.Module):
+    """A state that every call sets anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.state = nn.Linear(8, 8), torch.zeros(4, 8, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = torch.tanh(self.lin(x) + self.state.detach())
+        return self.lin(self.state)
+
+
+@case
+def a_cache_in_a_plain_attribute(mesh: autoshard.Mesh) -> None:
+    torch.manual_seed(0)
+    model = Cached().double()
+    given = copy.deepcopy(model)
+    sharded = autoshard.compile(given, mesh, hints={"lin": "colwise"})
+    with torch.no_grad():
+        for start in range(3):
+            x = rows(4).unsqueeze(1) * (start + 1)
+            close(sharded(x, start), model(x, start))
+        both(model, sharded, lambda m: m.cache.zero_())
+        close(sharded(x, 1), model(x, 1))
+    close(sharded.cache, model.cache)
+    assert "cache" not in sharded.state_dict()
+    assert not given.cache.any()
+    assert given.cache.grad_fn is None
+
+
+@case
+def a_state_set_anew_in_the_forward(mesh: autoshard.Mesh) -> None:
+    model, sharded = pair(mesh, Recurrent, rows())
+    for seed in range(3):
+        once(model, sharded, rows(seed=seed))
+    close(sharded.state, model.state)
+
+
+@case
+def a_state_that_grows(mesh: autoshard.Mesh) -> None:
+    class Grows(Recurrent):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state = torch.cat([self.state, x])
+            return self.lin(self.state)
+
+    with refused(r"gives attribute 'state' another shape: \[8, 8\] for \[4, 8\]"):
+        pair(mesh, Grows, rows())
+
+
+@case
+def a_buffer_that_is_returned(mesh: autoshard.Mesh) -> None:
+    """A copy of what it was: eager gives the buffer itself."""
+
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(x)  # type: ignore[operator]
+            return self.count  # type: ignore[return-value]
+
+    one = torch.ones(3, dtype=torch.float64)
+    _, sharded = pair(mesh, Returns, one)
+    first = full(sharded(one))
+    close(full(sharded(one)), 2 * one)
+    close(first, one)
+    close(sharded.count, 2 * one)
+
+
+@case
+def a_sparse_buffer(mesh: autoshard.Mesh) -> None:
+    """One that nobody reads does no harm, as in openai-whisper."""
+
+    class Sparse(Of):
+        def __init__(self, function: Any) -> None:
+            super().__init__(function)
+            self.register_buffer("heads", torch.eye(8, dtype=torch.float64).to_sparse(), persistent=False)
+
+        def forward(self, *inputs: torch.Tensor) -> Any:
+            return self.function(self, *inputs)
+
+    model, sharded = pair(mesh, lambda: Sparse(lambda m, x: m.lin(x)), rows())
+    once(model, sharded, rows())
+    assert sharded.heads.layout == torch.sparse_coo
+    with refused("buffer 'heads' is a tensor of layout torch.sparse_coo, and the forward reads it"):
+        pair(mesh, lambda: Sparse(lambda m, x: m.heads @ m.lin(x)), rows(8))
+
+
+@case
+def a_written_buffer_that_is_to_be_cut(mesh: autoshard.Mesh) -> None:
+    axis = mesh.axes[0]
+    for hint in (autoshard.Shard(0), {axis: autoshard.Shard(0)}):
+        with refused(r"the forward writes buffer 'bn\.running_mean'", HintError):
+            pair(mesh, Net, ids(), hints={"bn.running_mean": hint})
+    model, sharded = pair(mesh, Net, ids(), hints={"bn.running_*": autoshard.Replicate()})
+    steps(model, sharded, ids())
+
+
+class Rotary(nn.Module):
+    def __init__(self, computes: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        if computes:
+            self.reset_buffers = self.compute
+        self.register_buffer("table", torch.zeros(8), persistent=False)
+        self.compute()
+
+    def compute(self) -> None:
+        self.table.copy_(torch.arange(8) / 3)  # type: ignore[operator]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) * self.table  # type: ignore[no-any-return]
+
+
+class Recomputes(Rotary):
+    def __init__(self) -> None:
+        super().__init__(False)
+
+    def reset_buffers(self) -> None:
+        self.compute()
+
+
+@case
+def a_meta_model_with_computed_buffers(mesh: autoshard.Mesh) -> None:
+    """The module computes them, or somebody has to: zeros are never run with."""
+    for kind in (Recomputes, lambda: Rotary(False)):
+        model = kind().double()
+        with torch.device("meta"):
+            empty = kind().double()
+        sharded = autoshard.compile(empty, mesh, (rows(),))
+        sharded.load_full_state_dict(model.state_dict())
+        if kind is not Recomputes:
+            with refused("buffers 'table' are computed where the model is made, and no checkpoint holds them"):
+                sharded(rows())
+            sharded.table = model.table.clone()
+        once(model, sharded, rows())

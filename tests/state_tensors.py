@@ -1,0 +1,141 @@
+"""Cases of states: parameters and buffers replaced, moved and converted; modules as they were built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from state_harness import Block, Net, both, case, close, full, ids, pair, refused, same_gradients, steps
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+
+# --- parameters and buffers replaced, moved, converted ---
+
+
+@case
+def converted_to_another_dtype(mesh: autoshard.Mesh) -> None:
+    model, sharded = pair(mesh, Net, ids())
+    steps(model, sharded, ids())
+    both(model, sharded, lambda m: m.float())
+    for p in sharded.parameters():
+        assert p.dtype == torch.float32
+    for module in (model, sharded):
+        module.zero_grad()
+        full(module(ids())[0]).backward()
+    close(sharded(ids())[0], model(ids())[0], rtol=1e-5)
+    same_gradients(sharded, model, 1e-4)
+    both(model, sharded, lambda m: m.to(torch.float64))
+    both(model, sharded, lambda m: m.zero_grad())
+    assert sharded(ids())[0].dtype == torch.float64
+    both(model, sharded, lambda m: m.bfloat16().eval())
+    with torch.no_grad():
+        close(sharded(ids())[1], model(ids())[1], rtol=0.1)
+
+
+@case
+def buffers_replaced_by_assignment(mesh: autoshard.Mesh) -> None:
+    model, sharded = pair(mesh, Net, ids())
+
+    def replace(module: Any) -> None:
+        module.bn.running_mean = torch.full((8,), 0.5, dtype=torch.float64)
+        module.bn.running_var = torch.full((8,), 2.0, dtype=torch.float64)
+        module.bn.eval()
+
+    both(model, sharded, replace)
+    steps(model, sharded, ids())
+
+
+@case
+def parameters_replaced_by_assignment(mesh: autoshard.Mesh) -> None:
+    """In one process followed; under torch.distributed a plain tensor is refused, as it has no layout."""
+    model, sharded = pair(mesh, lambda: Net(tied=False), ids())
+    new = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    both(model, sharded, lambda m: setattr(m.head, "weight", nn.Parameter(new.clone())))
+    if isinstance(next(p for n, p in sharded.named_parameters() if n == "emb.weight"), DTensor):
+        with refused(
+            "parameter 'head.weight' was replaced by one in layout of a plain tensor; it is kept as a DTensor in"
+        ):
+            sharded(ids())
+        return
+    steps(model, sharded, ids())
+    sharded.head.weight = nn.Parameter(torch.zeros(13, 8, dtype=torch.float64))
+    with refused(r"parameter 'head.weight' has shape \[13, 8\]; the module was compiled with \[12, 8\]"):
+        sharded(ids())
+
+
+@case
+def tied_and_untied_after_compile(mesh: autoshard.Mesh) -> None:
+    model, sharded = pair(
+        mesh, lambda: Net(tied=False), ids(), hints={"emb.weight": "replicate", "head.weight": "replicate"}
+    )
+    both(model, sharded, lambda m: setattr(m.head, "weight", m.emb.weight))
+    for module in (model, sharded):
+        full(module(ids())[0]).backward()
+    close(full(sharded.emb.weight.grad), model.emb.weight.grad)  # type: ignore[union-attr]
+    model, sharded = pair(mesh, Net, ids())
+    sharded.head.weight = nn.Parameter(sharded.head.weight.detach().clone())
+    with refused("'emb.weight' and 'head.weight' were one tensor when the module was compiled, and are no longer"):
+        sharded(ids())
+
+
+@case
+def weights_tied_in_other_layouts(mesh: autoshard.Mesh) -> None:
+    cut = {"emb.weight": autoshard.Shard(0), "head.weight": autoshard.Shard(1)}
+    model, sharded = pair(mesh, lambda: Net(tied=False), ids(), hints=cut)
+    both(model, sharded, lambda m: setattr(m.head, "weight", m.emb.weight))
+    if isinstance(sharded.emb.weight, DTensor):
+        with refused("parameter 'head.weight' was replaced by one in layout"):
+            sharded(ids())
+        return
+    steps(model, sharded, ids())
+
+
+@case
+def what_is_built_otherwise_is_refused(mesh: autoshard.Mesh) -> None:
+    """Modules and attributes are those of the compiled model: every change is refused where it is made."""
+    _, sharded = pair(mesh, lambda: Net(p=0.1), ids())
+    before = sharded(ids())[0]
+    with refused("module 'head' is put into the sharded module"):
+        sharded.head = nn.Identity()
+    with refused("module 'up' is put into the sharded module"):
+        sharded.layers[0].up = nn.Linear(8, 16)
+    with refused("module '2' is put into the sharded module"):
+        sharded.layers.append(Block(8, 0.0))
+    with refused("is taken out of the sharded module"):
+        del sharded.layers[1]
+    with refused("attribute 'p' of a Dropout is set"):
+        sharded.layers[0].drop.p = 0.5
+    with refused("attribute 'forward' of a Linear is set"):
+        sharded.head.forward = lambda x: x
+    with refused("'bias' of a Linear is removed"):
+        sharded.head.bias = None
+    with refused("'weight' of a Linear is deleted"):
+        nn.utils.parametrize.register_parametrization(sharded.layers[0].up, "weight", nn.Identity())
+    with refused("a hook is put on a Linear inside the sharded module"):
+        sharded.layers[0].down.register_forward_hook(lambda *args: None)
+    with refused("a LayerNorm inside a sharded module cannot be called alone"):
+        sharded.layers[0].norm(torch.ones(8))
+    assert sharded.layers[0].drop.p == 0.1
+    torch.manual_seed(0)
+    assert sharded(ids())[0].dtype == before.dtype
+    del sharded.layers[0].down._parameters["bias"]  # behind its back
+    with refused("'layers.0.down.bias' is no longer among the sharded module's tensors"):
+        sharded(ids())
+
+
+@case
+def hooks_of_the_whole_and_of_tensors(mesh: autoshard.Mesh) -> None:
+    model, sharded = pair(mesh, Net, ids())
+    seen: list[int] = []
+    for number, module in enumerate((model, sharded)):
+        module.register_forward_pre_hook(lambda m, args: (args[0].flip(0),))
+        module.register_forward_hook(lambda m, args, out, n=number: (seen.append(n), (out[0] * 2, out[1]))[1])
+        module.head.bias.register_hook(lambda g: g * 3)
+    steps(model, sharded, ids())
+    assert seen == [0, 1]
+    hook = nn.modules.module.register_module_forward_hook(lambda m, args, out: None)
+    with refused("a global module hook is registered"):
+        sharded(ids())
+    hook.remove()

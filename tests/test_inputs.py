@@ -1,0 +1,72 @@
+"""Inputs that come in parts: what plans, saved modules and programs with open lengths make of them."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import ideal
+from safetensors.torch import save_file
+from state_cases_inputs import Tied, ids
+from state_harness import close, pair, same_gradients
+
+import autoshard
+from autoshard.module.executable import load_source
+from autoshard.runtime import launch
+
+AXES = {"dp": 2, "tp": 2}
+
+
+def test_a_saved_module_cuts_its_inputs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saved folder takes global inputs; without the cut the ranks would come with twice the batch."""
+    model, sharded = pair(ideal(AXES), Tied, ids(), inputs="local")
+    assert str(sharded.plan.layouts["ids"]) == "S(0)@dp R@tp"
+    sharded.save(tmp_path)
+    save_file({"ids": ids(seed=3)}, tmp_path / "inputs.safetensors")
+    monkeypatch.setattr(sys, "argv", ["rank_module.py", "--inputs", str(tmp_path / "inputs.safetensors")])
+    saved = tmp_path / "rank_module.py"
+    launch.main(load_source(saved.read_text("utf-8")), str(saved))
+    assert capsys.readouterr().out == f"step 0: loss {model(ids(seed=3))[0].item():.6f}\n"
+
+
+@pytest.mark.parametrize(("planned", "given"), [("local", "global"), ("global", "local")])
+def test_a_plan_is_followed_whatever_the_inputs_are(planned: str, given: str) -> None:
+    parts = ids(rows=2) if planned == "local" else ids()
+    plan = autoshard.plan(Tied().double(), ideal(AXES), (parts,), inputs=planned)
+    model, sharded = pair(ideal(AXES), Tied, ids(), inputs=given, plan=plan)
+    assert str(sharded.plan.layouts["ids"]) == ("S(0)@dp R@tp" if given == "local" else "R@dp R@tp")
+    assert {n: c.labels for n, c in sharded.plan.choices.items()} == {n: c.labels for n, c in plan.choices.items()}
+    for module in (model, sharded):
+        module(ids())[0].backward()
+    same_gradients(sharded, model)
+
+
+def test_programs_with_open_lengths_take_whole_inputs() -> None:
+    model, sharded = pair(ideal(AXES), Tied, ids(), inputs="local", dynamic=True)
+    for rows in (4, 3, 6):
+        close(sharded(ids(rows=rows))[0], model(ids(rows=rows))[0])
+    assert len(sharded.programs) == 1
+    assert str(sharded.plan.layouts["ids"]) == "R@dp R@tp"
+
+
+def test_where_an_input_starts_is_priced() -> None:
+    """Parts that the plan needs whole are gathered, and the plan says so."""
+    hints = {"*": "replicate", "norm": autoshard.Replicate(), "ids": {"dp": autoshard.Shard(0)}}
+    mesh = {"dp": 2}
+    local = autoshard.plan(Tied(), mesh, (ids(rows=2),), hints=hints, inputs="local")
+    whole = autoshard.plan(copy.deepcopy(Tied()), mesh, (ids(),), inputs="global")
+    assert any(c.kind == "all_gather" for c in local.collectives)
+    assert not any(c.kind == "all_gather" for c in whole.collectives)
+    assert local.cost.total_s > whole.cost.total_s
+    assert torch.Size(local.shapes["ids"]) == whole.shapes["ids"]
+
+
+def test_large_parts_take_no_memory_for_a_plan() -> None:
+    """64 ranks bring 128 MiB each; the whole would be 8 GiB."""
+    plan = autoshard.plan(torch.nn.Linear(1 << 12, 4), {"dp": 64}, (torch.zeros(1 << 13, 1 << 12),), inputs="local")
+    assert plan.shapes["input"] == (1 << 19, 1 << 12)
