@@ -61,12 +61,15 @@ class _Run:
     deadline: float
     bound: float = -math.inf
     dual: Dual | None = None
-    seen: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
-    """choices"""
+    seen: NDArray[np.intp] = field(init=False)
+    """choices [many, nodes]"""
     tried: int = 0
     size: float = 2_000
     """entries of a neighbourhood"""
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.seen = np.zeros((0, len(self.lives.usage)), np.intp)
 
     @property
     def closed(self) -> bool:
@@ -147,7 +150,7 @@ def raise_prices(run: _Run, steps: int, price: float, deadline: float) -> None:
             break
         choice = tuple(s for _, s in sorted(dual.decode().items()))
         best.offer(choice)
-        run.seen = np.append(run.seen.reshape(-1, len(choice)), np.array([choice], np.int32), axis=0)[-SEEN:]
+        run.seen = np.append(run.seen, [choice], axis=0)[-SEEN:]
         if step % 8 == 7:
             best.offer(descend(lives, choice, price, PASSES, deadline))
         slope = lives.sums(lives.held(choice)) - lives.limit
