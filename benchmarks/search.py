@@ -225,7 +225,8 @@ def report(name: str, network: CostNetwork, solution: Solution, seconds: float, 
     sizes = [vector.size for vector in network.nodes]
     print(
         f"{name}: {len(sizes)} nodes of up to {max(sizes)} strategies, {len(network.edges)} edges\n"
-        f"  cost {solution.cost:.9g}, lower bound {solution.lower_bound:.9g}, exact {solution.exact}, {seconds:.2f} s, of CPU {used:.2f} s\n"
+        f"  cost {solution.cost:.9g}, lower bound {solution.lower_bound:.9g}, exact {solution.exact}\n"
+        f"  {seconds:.2f} s, of CPU {used:.2f} s\n"
         f"  {solution.stats}"
     )
 

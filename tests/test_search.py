@@ -362,7 +362,7 @@ def test_memory_that_cannot_be_met_says_what_is_needed() -> None:
     network = CostNetwork((np.zeros(2),) * 3, ())
     with pytest.raises(PlanError, match=r"limit of 5: the least that any choice uses is 6"):
         solve(network, memory=Memory((np.array([2.0, 5.0]),) * 3, 5.0))
-    with pytest.raises(PlanError, match="one vector per node"):
+    with pytest.raises(PlanError, match="one entry per node"):
         solve(network, memory=Memory((np.zeros(2),), 5.0))
 
 
@@ -370,3 +370,30 @@ def test_memory_to_spare_changes_nothing() -> None:
     network = layered(6)
     memory = Memory(tuple(np.ones(v.size) for v in network.nodes), 1e9)
     assert solve(network, memory=memory).choice == solve(network).choice
+
+
+def mortal(seed: int, nodes: int = 60) -> tuple[CostNetwork, Memory]:
+    """A chain with short cuts whose nodes live for a while: cheaper strategies hold more, and the limit binds."""
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(2, 9, nodes)
+    cost = tuple(np.sort(generator.integers(0, 50, n)).astype(np.float64) for n in sizes)
+    usage = tuple(np.sort(generator.integers(1, 30, n)).astype(np.float64)[::-1].copy() for n in sizes)
+    pairs = [(i, i + 1) for i in range(nodes - 1)] + [(i, i + 5) for i in range(0, nodes - 5, 3)]
+    edges = tuple((i, j, generator.integers(0, 20, (sizes[i], sizes[j])).astype(np.float64)) for i, j in pairs)
+    lives = tuple((i, i + int(generator.integers(0, 12))) for i in range(nodes))
+    return CostNetwork(cost, edges), Memory(usage, 100.0, lives)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_choice_within_the_memory_is_there_when_the_time_is_up(seed: int) -> None:
+    network, memory = mortal(seed)
+    found = solve(network, memory=memory, time_limit=1.0)
+    assert holds(memory, found.choice) <= memory.limit
+    assert holds(memory, solve(network).choice) > memory.limit  # it does bind
+    assert found.lower_bound <= found.cost == network.cost(found.choice)
+
+
+def test_memory_over_time_without_a_time_limit_is_the_same_every_time() -> None:
+    network, memory = mortal(3, nodes=30)
+    first, second = solve(network, memory=memory, effort=0.2), solve(network, memory=memory, effort=0.2)
+    assert (first.choice, first.lower_bound) == (second.choice, second.lower_bound)

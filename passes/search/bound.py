@@ -5,7 +5,9 @@ Source: Kolmogorov, Convergent tree-reweighted message passing (2006), in the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,10 +58,12 @@ class Dual:
         self.bound = network.constant + constant
         self.kept: dict[int, Classes] = {i: np.arange(network.sizes[i]) for i in self.order}
 
-    def sweep(self, upper: float) -> None:
-        """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``."""
+    def sweep(self, upper: float, deadline: float = math.inf) -> None:
+        """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``. Ends at ``deadline``."""
         for order, ahead in ((self.order, self.after), (self.order[::-1], self.before)):
-            for i in order:
+            for k, i in enumerate(order):
+                if k % 256 == 0 and time.perf_counter() > deadline:
+                    return
                 self._visit(i, ahead[i], upper)
 
     def _visit(self, i: int, ahead: list[Scope], upper: float) -> None:
@@ -124,3 +128,19 @@ class Dual:
     @property
     def strategies(self) -> int:
         return sum(map(len, self.kept.values()))
+
+    def reprice(self, change: Mapping[int, Array], constant: float) -> None:
+        """Add vectors over all strategies to the nodes' costs, and ``constant`` to the total."""
+        self.bound += constant
+        for i, vector in change.items():
+            self.node[i] += vector[self.kept[i]]
+            least = float(self.node[i].min())
+            self.bound += least
+            self.node[i] -= least
+
+    def marginal(self, i: int) -> Array:
+        """For each strategy that is left by how much a choice with it costs more than the best, at least, nearby."""
+        total = self.node[i].copy()
+        for scope in self.before[i] + self.after[i]:
+            total += self._message(scope, i)
+        return total

@@ -11,21 +11,29 @@ import math
 import numpy as np
 
 from autoshard.errors import PlanError
+from autoshard.passes.search.mixture import mix
 from autoshard.passes.search.network import Array
 from autoshard.passes.search.prices import Part, Search, maximise_bound
 from autoshard.passes.search.stacked import Choice
 from autoshard.passes.search.tables import Classes
 
-# Iterations of the bound of a branch, and how many branches are looked at for effort 1.
+# Iterations of the bound of a branch, and the box in which they start.
 ITERATIONS = 8
+REACH = 0.02
+# Branches that are looked at for effort 1, and entries that they may compute (a second or so for each billion).
 BRANCHES = 24
+WORK = 4_000_000_000
+# Mixtures tried in each of them.
+MIXTURES = 2
 
 
 def branch(search: Search, enough: float, effort: float) -> int:
     """Narrow the gap of a search to ``enough``; returns how many branches were looked at."""
     leaves: list[tuple[float, int, Part]] = [(search.part.bound, 0, search.part)]
-    made = 0
-    while leaves and made < BRANCHES * effort and search.gap(leaves[0][0]) > enough and not search.late:
+    made, most = 0, search.work + WORK * effort
+    while leaves and made < BRANCHES * effort and search.work < most and not search.late:
+        if search.gap(leaves[0][0]) <= enough:
+            break
         bound, _, part = heapq.heappop(leaves)
         split = _split(part)
         if split is None:  # nothing tells its cheapest choices apart
@@ -37,10 +45,12 @@ def branch(search: Search, enough: float, effort: float) -> int:
             half = part.restricted({node: kept})
             half.bound = -math.inf
             try:
-                maximise_bound(search, half, ITERATIONS, enough / 2)
+                maximise_bound(search, half, ITERATIONS, enough / 2, REACH)
             except PlanError:
                 continue
             half.bound = max(half.bound, bound)
+            if search.gap(half.bound) > enough:
+                mix(search, half, enough, MIXTURES)
             heapq.heappush(leaves, (half.bound, made, half))
         leaves = [leaf for leaf in leaves if leaf[0] < search.total]
         heapq.heapify(leaves)
@@ -53,7 +63,7 @@ def _split(part: Part) -> tuple[int, tuple[Classes, Classes]] | None:
     parts = sorted(part.mixture, key=lambda weighted: -weighted[0])[:2]
     if len(parts) < 2:
         return None
-    first, second = (_renumbered(part, cut.choice) for _, cut in parts)
+    first, second = (part.renumbered(cut.choice) for _, cut in parts)
     uses = _uses(part, (first, second))
     change = [u[:, a] - u[:, b] for u, a, b in zip(uses, first, second, strict=True)]
     node = int(np.argmax([np.abs(c).sum() for c in change]))
@@ -62,10 +72,6 @@ def _split(part: Part) -> tuple[int, tuple[Classes, Classes]] | None:
     # how far each strategy is on the way from the second choice's to the first's
     way = change[node] @ (uses[node] - uses[node][:, [second[node]]]) / (change[node] @ change[node])
     return node, (np.flatnonzero(way < 0.5), np.flatnonzero(way >= 0.5))
-
-
-def _renumbered(part: Part, choice: Choice) -> Choice:
-    return tuple(int(np.searchsorted(number, s)) for number, s in zip(part.numbers, choice, strict=True))
 
 
 def _uses(part: Part, choices: tuple[Choice, Choice]) -> list[Array]:

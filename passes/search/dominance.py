@@ -8,6 +8,8 @@ Source: Goldstein, Efficient rotamer elimination applied to protein side-chains 
 from __future__ import annotations
 
 import itertools
+import math
+import time
 
 import numpy as np
 
@@ -29,8 +31,6 @@ NOISE = 1e-12
 
 
 def probes(problem: Stacked) -> list[Probe]:
-    if problem.live is not None:
-        return [(1.0, np.zeros(1)), (0.0, np.ones(1))]
     soft = np.flatnonzero(np.isfinite(problem.prices))
     single = np.eye(len(problem.prices))
     if len(soft) > MAX_CORNERS:
@@ -48,8 +48,9 @@ def _subsets(members: list[int]) -> list[tuple[int, ...]]:
 class Dominance:
     """Answers are remembered by the tables around a node, so equal layers cost like one."""
 
-    def __init__(self, problem: Stacked) -> None:
-        self.problem = problem
+    def __init__(self, problem: Stacked, deadline: float = math.inf) -> None:
+        """After ``deadline`` only what is forbidden is removed."""
+        self.problem, self.deadline = problem, deadline
         self.probes = probes(problem)
         self._kept: dict[Key, Classes] = {}
         self._least: dict[tuple[int, int], tuple[Classes, list[Array]] | None] = {}
@@ -87,8 +88,10 @@ class Dominance:
             never = np.isinf(stacks[number][0])
             forbidden |= never if axis < 0 else never.all(axis=1 - axis)
         feasible = np.flatnonzero(~forbidden)
+        if len(feasible) < 2 or time.perf_counter() > self.deadline:
+            return feasible
         edges = [self.least(number, axis) for number, axis in key if axis >= 0]
-        if any(edge is None for edge in edges) or len(feasible) < 2:
+        if any(edge is None for edge in edges):
             return feasible
         worse, better = np.ones((2, len(feasible), len(feasible)), dtype=bool)
         better[:] = False

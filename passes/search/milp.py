@@ -96,6 +96,8 @@ def solve_core(
     if math.isinf(constant):
         return CoreSolution(None, math.inf, True)
     ceiling = upper - constant + 1e-9 * abs(upper) if math.isfinite(upper) else math.inf
+    if ceiling < 0:
+        return CoreSolution(None, math.inf, True)
     reduced = [
         (scope, np.where(array - least[scope] <= ceiling, array - least[scope], np.inf)) for scope, array in factors
     ]

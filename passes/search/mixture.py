@@ -1,62 +1,82 @@
 """Choices between those that the prices give: k of L equal layers take one, the rest the other.
 
-At the best prices the cheapest choices differ, and the best of all is nearly a mixture of them. Here the first nodes pay the
-prices at which one choice was the cheapest, the next ones those of another; what passes from one to the other is optimal.
+At the best prices the cheapest choices differ, and the best of all is nearly a mixture of them. Here the first nodes do as in
+one of these choices, the next as in another, and what lies around the borders, or is joined to several parts, is free.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 
 import numpy as np
 
+from autoshard.passes.search.eliminate import by_join
 from autoshard.passes.search.network import Array
-from autoshard.passes.search.prices import Search
+from autoshard.passes.search.prices import Part, Search
 from autoshard.passes.search.relaxation import Elimination
+from autoshard.passes.search.stacked import Choice
 
-# Mixtures tried at effort 1.
-TRIALS = 16
+# So many of all nodes are free on each side of a border: some layers.
+FREE = 1 / 20
+# The first step by which a border is moved, as a part of all nodes.
+STEP = 1 / 24
 # A hard row's excess counts this many times its price while the borders are moved.
 HARD = 3.0
 
 
-def mix(search: Search, enough: float, effort: float) -> int:
+def mix(search: Search, part: Part, enough: float, trials: int) -> int:
     """Move the borders between the parts of a mixture to the cheapest choice; returns how many were tried."""
-    part = search.part
     mixture = sorted(part.mixture, key=lambda weighted: tuple(weighted[1].slope))
     if part.elimination is None or len(mixture) < 2:
         return 0
-    borders = _Borders(search, part.elimination, np.array([cut.prices for _, cut in mixture]))
-    return borders.move(np.cumsum([weight for weight, _ in mixture])[:-1], enough, math.ceil(TRIALS * effort))
+    borders = _Borders(search, part, [part.renumbered(cut.choice) for _, cut in mixture])
+    return borders.move(np.cumsum([weight for weight, _ in mixture])[:-1], enough, trials)
 
 
 class _Borders:
-    """The nodes up to a border pay one row of ``prices`` [parts, rows], those after it the next."""
+    """The nodes up to a border do as in one of ``choices``, those after it as in the next."""
 
-    def __init__(self, search: Search, elimination: Elimination, prices: Array) -> None:
-        self.search, self.elimination, self.prices = search, elimination, prices
-        self.count = len(search.part.problem.sizes)
-        most = search.part.problem.prices
-        self.charge = np.where(np.isinf(most), HARD * prices.max(axis=0), most)
+    def __init__(self, search: Search, part: Part, choices: list[Choice]) -> None:
+        self.search, self.part = search, part
+        self.choices = np.array(choices)
+        self.count = len(part.problem.sizes)
+        most = part.problem.prices
+        self.charge = np.where(np.isinf(most), HARD * part.prices, most)
+        self.pairs = np.array([scope for scope in part.problem.factors if len(scope) == 2]).reshape(-1, 2)
         self.tried: dict[tuple[int, ...], float] = {}
 
     def value(self, borders: tuple[int, ...]) -> float:
         """The cost of the choice that these borders give, hard rows' excess at a price of their own."""
         if borders not in self.tried:
-            segment = np.searchsorted(np.array(borders), np.arange(self.count), side="right").tolist()
-            planned = Elimination(self.elimination.problem, self.elimination.order, segment)
-            choice, _ = planned.solve(self.prices)
+            part = self.part.restricted({i: self.choices[k, i : i + 1] for i, k in self._fixed(borders)})
+            elimination = Elimination(part.problem, by_join)
+            choice, _ = elimination.solve(part.prices[None])
             self.search.solved += 1
-            cost, over = self.search.offer(self.search.part.original(choice))
+            self.search.work += elimination.work
+            cost, over = self.search.offer(part.original(choice))
             self.tried[borders] = cost + float(np.maximum(over, 0.0) @ self.charge)
         return self.tried[borders]
 
+    def _fixed(self, borders: tuple[int, ...]) -> list[tuple[int, int]]:
+        """The nodes that do as in one of the choices, and in which."""
+        nodes = np.arange(self.count)
+        which = np.searchsorted(np.array(borders), nodes, side="right")
+        free = np.zeros(self.count, dtype=bool)
+        for border in borders:
+            free |= np.abs(nodes - border + 0.5) < max(FREE * self.count, 2)
+        first, second = self.pairs.T
+        low, high = which.copy(), which.copy()
+        for a, b in ((first, second), (second, first)):
+            np.minimum.at(low, a, which[b])
+            np.maximum.at(high, a, which[b])
+        free |= low < high
+        return [(int(i), int(which[i])) for i in np.flatnonzero(~free)]
+
     def move(self, parts: Array, enough: float, trials: int) -> int:
         """Shift one border after the other, by ever less."""
-        best = tuple(int(round(part * self.count)) for part in parts)
+        best = tuple(round(part * self.count) for part in parts)
         self.value(best)
-        step = self.count // 8
+        step = max(int(STEP * self.count), 1)
         while (
             step and len(self.tried) < trials and self.search.gap(self.search.bound) > enough and not self.search.late
         ):
@@ -70,8 +90,6 @@ class _Borders:
                     and len(self.tried) < trials
                 ):
                     found = min(found, moved, key=self.value)
-            if len(set(self.tried.values())) == 1:
-                break  # what differs lies in a few places, not in many layers
             if found == best:
                 step //= 2
             best = found

@@ -34,12 +34,11 @@ SLACK = 1e-13
 
 @dataclass(frozen=True)
 class Cut:
-    """A choice seen: L(p) ≤ cost + p · slope. It was the cheapest at ``prices``."""
+    """A choice seen: L(p) ≤ cost + p · slope."""
 
     choice: Choice
     cost: float
     slope: Array
-    prices: Array
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Part:
 
     @cached_property
     def elimination(self) -> Elimination | None:
-        return easy(self.problem) if self.problem.live is None else None
+        return easy(self.problem)
 
     def restricted(self, kept: Mapping[int, Classes]) -> Part:
         """With only some strategies of the nodes named."""
@@ -72,6 +71,10 @@ class Part:
         """A choice of the problem in the numbers of the first."""
         return tuple(int(number[s]) for number, s in zip(self.numbers, choice, strict=True))
 
+    def renumbered(self, choice: Choice) -> Choice:
+        """A choice in the numbers of the first problem in those of this one."""
+        return tuple(int(np.searchsorted(number, s)) for number, s in zip(self.numbers, choice, strict=True))
+
 
 class Search:
     """The state of one search: the best choice, a bound of what all cost, and the part of the choices that is left."""
@@ -82,7 +85,7 @@ class Search:
         self.total, self.bound = math.inf, -math.inf
         self.choice: Choice | None = None
         self.slack = SLACK * problem.scale
-        self.solved = 0
+        self.solved = self.work = 0
         left, numbers = Dominance(problem).run()
         self.part = Part(left, tuple(numbers), np.zeros(len(problem.limits)))
 
@@ -99,17 +102,22 @@ class Search:
         """(the best choice found at ``prices`` and ``unit`` for the cost, a bound of its value, whether they are equal)."""
         self.solved += 1
         if part.elimination is not None:
+            self.work += part.elimination.work
             choice, value = part.elimination.solve(prices[None], unit)
             return part.original(choice), value, True
         found = self.relaxed(part.problem.priced(prices, unit), self.deadline)
         return part.original(found.choice), found.lower_bound, found.exact
 
+    def cut(self, part: Part, choice: Choice) -> None:
+        """Take a choice, and what it says of the bound."""
+        cost, slope = self.offer(choice)
+        if all(cut.choice != choice for cut in part.cuts):
+            part.cuts.append(Cut(choice, cost, slope))
+
     def relax(self, part: Part, prices: Array) -> float:
         """The bound that ``prices`` give; takes the choice, and its cut."""
         choice, value, _ = self.cheapest(part, prices)
-        cut = Cut(choice, *self.offer(choice), prices)
-        if all(c.choice != choice for c in part.cuts):
-            part.cuts.append(cut)
+        self.cut(part, choice)
         return value - float(prices @ part.problem.limits)
 
     def gap(self, bound: float) -> float:
@@ -125,8 +133,11 @@ class Search:
         return time.perf_counter() > self.deadline
 
 
-def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP, deadline: float = math.inf) -> None:
-    """Prices that maximise the bound of a part, by cutting planes in a box around the best prices; from those it has."""
+def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP, reach: float = 1.0) -> None:
+    """Prices that maximise the bound of a part, by cutting planes in a box around the best prices; from those it has.
+
+    ``reach``: the size of the first box, as a part of all that the prices may be.
+    """
     count = len(part.problem.limits)
     prices, radius = part.prices, np.full(count, math.inf)
     for step in range(iterations):
@@ -141,10 +152,10 @@ def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP
             part.bound, part.prices = value, prices
         elif np.isfinite(radius).all():
             radius = radius / 2
-        if search.gap(part.bound) <= gap or count == 0 or search.late or time.perf_counter() > deadline:
+        if search.gap(part.bound) <= gap or count == 0 or search.late:
             return
         if not np.isfinite(radius).all():
-            radius = _first_radius(part)
+            radius = reach * _first_radius(part)
         prices, model, held = _master(part, radius)
         if held and better:
             radius = radius * 2
@@ -156,8 +167,8 @@ def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP
 
 def _first_radius(part: Part) -> Array:
     """The box to begin with: the rows' prices, where the limit is hard a few times the cost over what is too much."""
-    cut, problem = part.cuts[-1], part.problem
-    unit = 8 * max(abs(cut.cost), 1e-300)
+    cut, problem = part.cuts[0], part.problem
+    unit = 8 * (max(abs(cut.cost) for cut in part.cuts) or problem.cost_scale or 1.0)
     most = np.maximum(np.abs(cut.slope), 1e-3 * np.maximum(np.abs(problem.limits), 1e-300))
     hard = np.where(cut.slope > 0, unit / most, unit / most.max(initial=1e-300))
     return np.where(np.isfinite(problem.prices), problem.prices, hard)
@@ -184,6 +195,8 @@ def _master(part: Part, radius: Array) -> tuple[Array, float, bool]:
     solution = highs.getSolution()
     found = np.asarray(solution.col_value)
     parts = np.abs(np.asarray(solution.row_dual)).tolist()
+    if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal or len(parts) != len(part.cuts):
+        return centre, part.bound, False  # numbers beyond what the solver can tell apart
     part.mixture = [(weight, cut) for weight, cut in zip(parts, part.cuts, strict=True) if weight > 1e-6]
     prices = np.clip(found[:count] * unit, low, high)
     at_low = (prices <= low + 1e-9 * radius) & (low > 0)

@@ -22,6 +22,8 @@ from autoshard.passes.search.tape import Tape
 LARGEST_JOIN = 10_000_000_000
 ALL_TABLES = 50_000_000
 ALL_JOINS = 500_000_000
+# A node's share of a solution takes as long as so many entries.
+NODE_WORK = 40_000
 # Bits kept for the sum of all costs: sums are exact and do not depend on their order.
 GRID_BITS = 50
 
@@ -56,6 +58,11 @@ class Elimination:
         for scope, base in bases.items():
             self._work.insert(scope, numbers[base])
         self._work.run(len(problem.sizes), sys.maxsize, order)
+
+    @property
+    def work(self) -> int:
+        """Entries that a solution computes, and what the choices of so many nodes take beside that."""
+        return self.tape.work + NODE_WORK * len(self.problem.sizes)
 
     def solve(self, weights: Array, unit: float = 1.0) -> tuple[Choice, float]:
         """The cheapest choice, and its value: ``unit`` times the cost and the rows' sums at prices [segments, rows]."""

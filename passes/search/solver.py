@@ -16,10 +16,12 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.eliminate import Eliminator, Step
+from autoshard.passes.search.lives import Lives
 from autoshard.passes.search.milp import entries, solve_core
 from autoshard.passes.search.network import CostNetwork, Memory, Row, Solution
+from autoshard.passes.search.over_time import solve_over_time
 from autoshard.passes.search.prune import NO_CHOICE, Pruner, restrict
-from autoshard.passes.search.stacked import stack_memory, stack_rows
+from autoshard.passes.search.stacked import stack_rows
 from autoshard.passes.search.tables import Tables
 from autoshard.passes.search.within import solve_within
 
@@ -87,13 +89,22 @@ def solve(
     """
     limit = math.inf if time_limit is None else time_limit
     pruner = Pruner(Tables())
-    if memory is None and not rows:
+    if memory is not None and memory.intervals is None:
+        rows, memory = [*rows, Row(memory.usage, (None,) * len(network.edges), memory.limit)], None
+    lives = Lives(network, memory) if memory is not None else None
+    if not rows and (lives is None or lives.count == 0):
         return _solve(on_grid(network, grid(network)), network, pruner, time.perf_counter() + limit)
 
     def relaxed(priced: CostNetwork, deadline: float) -> Solution:
         return _solve(on_grid(priced, grid(priced)), priced, pruner, deadline, milp=False)
 
-    problem = stack_rows(network, rows) if memory is None else stack_memory(network, memory)
+    if lives is not None:
+        return solve_over_time(lives, limit, effort)
+    problem = stack_rows(network, rows)
+    if all(math.isinf(row.price) for row in rows):  # where there is room to spare nothing changes
+        found = _solve(on_grid(network, grid(network)), network, pruner, time.perf_counter() + limit, milp=False)
+        if found.exact and all(row.used(network, found.choice) <= row.limit for row in rows):
+            return found
     return solve_within(problem, relaxed, limit, effort)
 
 

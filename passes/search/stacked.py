@@ -11,7 +11,7 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.eliminate import Scope
-from autoshard.passes.search.network import Array, CostNetwork, Memory, Row
+from autoshard.passes.search.network import Array, CostNetwork, Row
 from autoshard.passes.search.tables import Classes
 
 Choice = tuple[int, ...]
@@ -72,8 +72,7 @@ class Stacked:
     """``factors``: (i,) of every node and (i, j), i < j, of joined pairs → the number of a stack.
 
     In ``store``: float64 [1 + quantities, n_i] or [1 + quantities, n_i, n_j]: the cost, then the amounts of the quantities;
-    those left out at the end are zero. Row r sums quantity r over everything or, with ``live`` [rows, nodes], the only
-    quantity over the nodes i with live[r, i] = 1.
+    those left out at the end are zero. Row r sums quantity r.
     """
 
     sizes: tuple[int, ...]
@@ -81,7 +80,6 @@ class Stacked:
     store: Stacks
     limits: Array
     prices: Array
-    live: Array | None = None
 
     @property
     def stacks(self) -> Sequence[Array]:
@@ -90,27 +88,23 @@ class Stacked:
     @property
     def scale(self) -> Array:
         """Per row what its amounts sum to at most, and its limit."""
-        if self.live is None:
-            used = set(self.factors.values())
-            most = {n: np.abs(self.stacks[n][1:]).max(axis=tuple(range(1, self.stacks[n].ndim))) for n in used}
-            total = np.zeros(len(self.limits))
-            for number in self.factors.values():
-                total[: len(most[number])] += most[number]
-        else:
-            total = self.live @ np.array([self._amounts(i).max() for i in range(len(self.sizes))])
+        used = set(self.factors.values())
+        most = {n: np.abs(self.stacks[n][1:]).max(axis=tuple(range(1, self.stacks[n].ndim))) for n in used}
+        total = np.zeros(len(self.limits))
+        for number in self.factors.values():
+            total[: len(most[number])] += most[number]
         scale: Array = np.maximum(total + np.abs(self.limits), 1e-300)
         return scale
 
-    def _amounts(self, node: int) -> Array:
-        """What each strategy of a node holds (with ``live``)."""
-        stack = self.stacks[self.factors[node,]]
-        return stack[1] if len(stack) > 1 else np.zeros(self.sizes[node])
+    @property
+    def cost_scale(self) -> float:
+        """What the costs sum to at most."""
+        most = {n: np.abs(self.stacks[n][0]) for n in set(self.factors.values())}
+        largest = {n: float(costs[np.isfinite(costs)].max(initial=0.0)) for n, costs in most.items()}
+        return sum(largest[n] for n in self.factors.values())
 
     def used(self, choice: Choice) -> Array:
         """The sum of every row."""
-        if self.live is not None:
-            held: Array = self.live @ np.array([self._amounts(i)[s] for i, s in enumerate(choice)])
-            return held
         total = np.zeros(len(self.limits))
         for scope, number in self.factors.items():
             stack = self.stacks[number]
@@ -124,24 +118,10 @@ class Stacked:
         return sum(float(stack[(0, *place)]) for stack, place in at)
 
     def priced(self, weights: Array, unit: float = 1.0) -> CostNetwork:
-        """Costs times ``unit`` plus the rows' sums at the prices ``weights``, [rows] or (with ``live`` None) [nodes, rows].
-
-        An edge takes the prices of its first node. Equal tables are one array.
-        """
-        if self.live is not None:
-            weights = (weights @ self.live)[:, None]
-        made: dict[tuple[int, bytes], Array] = {}
-        uniform = weights.tobytes() if weights.ndim == 1 else None
-
-        def table(number: int, i: int) -> Array:
-            at = weights if uniform is not None else weights[i]
-            key = (number, uniform or at.tobytes())
-            if key not in made:
-                made[key] = value(self.stacks[number], at, unit)
-            return made[key]
-
-        nodes = tuple(table(self.factors[i,], i) for i in range(len(self.sizes)))
-        edges = tuple((s[0], s[1], table(number, s[0])) for s, number in self.factors.items() if len(s) == 2)
+        """Costs times ``unit`` plus the rows' sums at the prices ``weights``. Equal tables are one array."""
+        made = {number: value(self.stacks[number], weights, unit) for number in set(self.factors.values())}
+        nodes = tuple(made[self.factors[i,]] for i in range(len(self.sizes)))
+        edges = tuple((s[0], s[1], made[number]) for s, number in self.factors.items() if len(s) == 2)
         return CostNetwork(nodes, edges)
 
     def costless(self) -> Stacked:
@@ -215,36 +195,3 @@ def _check(network: CostNetwork, row: Row, number: int) -> None:
         raise PlanError(f"row {number}: amounts must be finite; forbid a choice in the costs")
     if not math.isfinite(row.limit) or not row.price >= 0:
         raise PlanError(f"row {number} needs a finite limit and a price of at least 0, got {row.limit} and {row.price}")
-
-
-def stack_memory(network: CostNetwork, memory: Memory) -> Stacked:
-    """The network with a row per largest set of nodes that live at once and could exceed the limit."""
-    count = len(network.nodes)
-    if len(memory.usage) != count or any(u.shape != v.shape for u, v in zip(memory.usage, network.nodes, strict=True)):
-        raise PlanError("memory: usage needs one vector per node, as long as the node's costs")
-    if memory.limit <= 0:
-        raise PlanError(f"memory: the limit must be positive, got {memory.limit}")
-    intervals = memory.intervals or ((0, 1),) * count
-    stacks = Stacks()
-    factors: dict[Scope, int] = {}
-    for i, (vector, usage) in enumerate(zip(network.nodes, memory.usage, strict=True)):
-        factors[i,] = stacks.number(vector, [usage])
-    for i, j, matrix in network.edges:
-        scope = (min(i, j), max(i, j))
-        number = stacks.number(matrix, [], transposed=i > j)
-        factors[scope] = stacks.add(factors[scope], number) if scope in factors else number
-    live = _live(intervals, np.array([usage.max() for usage in memory.usage]) / memory.limit)
-    sizes = tuple(vector.size for vector in network.nodes)
-    return Stacked(sizes, factors, stacks, np.full(len(live), memory.limit), np.full(len(live), np.inf), live)
-
-
-def _live(intervals: Sequence[tuple[int, int]], most: Array) -> Array:
-    """[row, node]: who is alive at the moments that matter."""
-    moments = sorted({start for start, end in intervals if start < end})
-    sets = {frozenset(i for i, (start, end) in enumerate(intervals) if start <= t < end): None for t in moments}
-    tight = [s for s in sets if most[list(s)].sum() > 1]
-    tight = [s for s in tight if not any(s < other for other in tight)]
-    live = np.zeros((len(tight), len(intervals)))
-    for r, members in enumerate(tight):
-        live[r, list(members)] = 1.0
-    return live

@@ -116,7 +116,7 @@ class Tape(Tables):
                     shape[axis + 1] = part.shape[position + 1]
                 parts.append(np.ascontiguousarray(part).reshape(shape))
             if vectors:
-                own: Array = sum(self.arrays[table][m] for table, m in vectors)
+                own: Array = sum((self.arrays[table][m] for table, m in vectors), np.zeros(len(order)))
                 parts.append(np.minimum.reduceat(own[order], starts).reshape([-1] + [1] * rank))
             return min_sum(parts, tuple(map(len, first[:-1])))
 

@@ -24,14 +24,16 @@ from autoshard.passes.search.tables import Classes, Tables
 FIRST_ITERATIONS = 12
 ITERATIONS = 48
 # Of a problem of many layers a gap of this part of the cost is not worth more: its plan would lose its regularity.
-ENOUGH = 1e-3
+ENOUGH = 2e-3
+# Mixtures tried.
+MIXTURES = 16
 # Sweeps of message passing.
 SWEEPS = 8
 # A problem of up to so many entries goes to the MILP as it is, and up to so many when what is too dear is gone.
-SMALL = 2_000
-MILP_ENTRIES = 30_000
+SMALL = 500
+MILP_ENTRIES = 10_000
 # Entries times nodes of the MILP's tree, for effort 1.
-MILP_WORK = 20_000_000
+MILP_WORK = 400_000
 # The MILP first looks only this far above the bound, as a part of it; each failure looks four times as far.
 FIRST_LOOK = 0.002
 MAX_LOOKS = 6
@@ -47,18 +49,16 @@ def solve_within(problem: Stacked, relaxed: Relaxed, limit: float, effort: float
         fit(search, effort)
     maximise_bound(search, search.part, math.ceil(FIRST_ITERATIONS * effort))
     search.bound = search.part.bound
-    small = _entries(search.part.problem) <= SMALL
-    enough = GAP if small else ENOUGH
-    if small:
+    if _entries(search.part.problem) <= SMALL:
         stats["looks"] = close_gap(search, effort)
-    elif search.gap(search.bound) > enough:
+    if search.gap(search.bound) > ENOUGH:
         thin(search)
-        maximise_bound(search, search.part, math.ceil(ITERATIONS * effort), enough)
+        maximise_bound(search, search.part, math.ceil(ITERATIONS * effort), ENOUGH)
         search.bound = max(search.bound, search.part.bound)
-        stats["mixtures"] = mix(search, enough, effort)
-        stats["branches"] = branch(search, enough, effort)
-        if search.gap(search.bound) > enough:
-            stats["looks"] = close_gap(search, effort)
+        stats["mixtures"] = mix(search, search.part, ENOUGH, math.ceil(MIXTURES * effort))
+        stats["branches"] = branch(search, ENOUGH, effort)
+    if search.gap(search.bound) > ENOUGH and "looks" not in stats:
+        stats["looks"] = close_gap(search, effort)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
     stats |= {"solved": search.solved, "seconds": round(time.perf_counter() - begin, 3)}
@@ -74,7 +74,7 @@ def fit(search: Search, effort: float) -> None:
     """A choice within the hard limits, whatever it costs. Raises PlanError with the least usage found if there is none."""
     problem, part = search.first, search.part
     hard = np.flatnonzero(np.isinf(problem.prices))
-    if problem.live is None and len(hard) == 1:
+    if len(hard) == 1:
         weights = np.zeros(len(problem.limits))
         weights[hard] = 1.0
         choice, _, exact = search.cheapest(part, weights, unit=0.0)
@@ -88,7 +88,7 @@ def fit(search: Search, effort: float) -> None:
         if only.choice is None:
             raise PlanError(NO_CHOICE)
         choice, exact = part.original(only.choice), only.closed
-    search.offer(choice)
+    search.cut(part, choice)
     if search.choice is None:
         raise PlanError(_unfit(problem, choice, hard, "" if exact else " found"))
 
@@ -154,11 +154,7 @@ def solve_programme(search: Search, kept: list[Classes], target: float, effort: 
     limits = []
     for r, (limit, price) in enumerate(zip(problem.limits, problem.prices, strict=True)):
         stacks = ((scope, problem.stacks[number]) for scope, number in problem.factors.items())
-        if problem.live is None:
-            amounts = {scope: stack[1 + r] for scope, stack in stacks if len(stack) > 1 + r}
-        else:
-            alive = problem.live[r]
-            amounts = {scope: stack[1] for scope, stack in stacks if len(stack) > 1 and alive[scope[0]]}
+        amounts = {scope: stack[1 + r] for scope, stack in stacks if len(stack) > 1 + r}
         limits.append(Limit(amounts, float(limit), float(price)))
     found = solve_core(
         core,

@@ -1,0 +1,67 @@
+"""Local search under a limit on what is held at any time: one node after the other takes its best strategy."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+
+from autoshard.passes.search.lives import Lives
+from autoshard.passes.search.stacked import Choice
+
+# Stands for what is forbidden.
+FORBIDDEN = 1e18
+
+
+class Best:
+    """The best choice so far: allowed and within the limit if there is one, otherwise that which is nearest to it."""
+
+    def __init__(self, lives: Lives, choice: Choice) -> None:
+        self.lives, self.choice = lives, choice
+        self.forbidden, self.excess, self._cost = lives.judge(choice)
+
+    @property
+    def cost(self) -> float:
+        """Infinite where no choice is within the limit."""
+        return math.inf if self.forbidden or self.excess else self._cost
+
+    def offer(self, choice: Choice) -> bool:
+        """Take a choice if it is the best; returns whether it is."""
+        found = self.lives.judge(choice)
+        if found >= (self.forbidden, self.excess, self._cost):
+            return False
+        self.choice, (self.forbidden, self.excess, self._cost) = choice, found
+        return True
+
+
+def descend(lives: Lives, start: Choice, price: float, passes: int, deadline: float) -> Choice:
+    """From ``start`` to a choice that no change of one node betters; a unit held too much costs ``price``.
+
+    The price doubles with every pass until nothing too much is held.
+    """
+    choice = list(start)
+    used = lives.sums(lives.held(choice))
+    waiting = set(range(len(choice)))
+    for _ in range(passes):
+        changed: set[int] = set()
+        for node in sorted(waiting):
+            if len(lives.usage[node]) == 1:
+                continue
+            own = float(lives.usage[node][choice[node]])
+            total = np.minimum(lives.cost_of(node, choice), FORBIDDEN)
+            total = total + price * lives.excess_of(node, used, own)
+            best = int(np.argmin(total))
+            if total[best] < total[choice[node]]:
+                used[lives.first[node] : lives.last[node]] += lives.usage[node][best] - own
+                choice[node] = best
+                changed.update([node, *(other for other, _ in lives.beside[node])])
+            if node % 64 == 0 and time.perf_counter() > deadline:
+                return tuple(choice)
+        waiting = changed
+        if (used > lives.limit * (1 + 1e-12)).any():
+            price *= 2
+            waiting = set(range(len(choice)))
+        elif not changed:
+            break
+    return tuple(choice)
