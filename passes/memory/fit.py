@@ -15,6 +15,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
+from autoshard.passes.ir.sizes import noting
 from autoshard.passes.lower.blocks import hoisted
 from autoshard.passes.lower.bucket import bucket
 from autoshard.passes.lower.lowering import lower
@@ -82,7 +83,8 @@ def _seconds(program: Program) -> float:
 
 def _tried(assignment: Assignment, optimizer: str) -> tuple[Program, Memory]:
     program = lowered(assignment)
-    return program, simulate(program, optimizer)
+    with noting():  # memory is that of the example's lengths: what they decide binds no program
+        return program, simulate(program, optimizer)
 
 
 def _does_not_fit(memory: Memory, budget: float, mesh: Mesh) -> str:
