@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.compiler import Wishes, captured, compiled, like_of
 from autoshard.devices import planned_for
-from autoshard.errors import CaptureError, MeshError
+from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
@@ -66,7 +66,8 @@ def compile(  # noqa: A001  the public name
             hardware's memory. Where no plan is found that stays within it: :class:`PlanError`.
         optimizer: whose state the memory model counts, such as "adamw", "sgd" or "adafactor".
         recompute: what the backward makes again instead of having it kept: ``"auto"`` (as memory needs), ``"none"``,
-            ``"blocks"``, ``"selective"`` or ``{pattern of modules: True | False}``.
+            ``"blocks"``, ``"selective"`` or ``{pattern of modules: True | False}``. Plans only, as yet: what is compiled
+            keeps what autograd keeps, and ``"auto"`` is ``"none"`` there.
         training: whether the example inputs are compiled for with a backward; default: ``model.training``. A later call
             has a backward exactly where eager records gradients: with grad mode on and a parameter or input that
             requires one. ``False``: no call ever records gradients. Dropout and batch norm follow the modules' own
@@ -81,13 +82,15 @@ def compile(  # noqa: A001  the public name
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
+    if recompute not in ("auto", "none"):
+        raise PlanError(f"recompute={recompute!r}: plans can have it, compiled modules make nothing again yet")
     resolved = Mesh.of(mesh)
     settings = Settings(
         Wishes(
             hints=hints,
             memory_budget=memory_budget,
             optimizer=optimizer,
-            recompute=recompute,
+            recompute="none",
             strict=strict,
             plan=plan,
             like=like,
