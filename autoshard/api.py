@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compiler import Wishes, captured, compiled, like_of
+from autoshard.compiler import captured, compiled, like_of
 from autoshard.devices import planned_for
 from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.hardware import Hardware
@@ -26,6 +26,7 @@ from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
 from autoshard.stages import set_up_logs
+from autoshard.wishes import Wishes
 
 set_up_logs()
 

@@ -196,7 +196,8 @@ def _weigh(make: Callable[[], nn.Module], copies: float, itemsize: int = 0) -> N
 
 def _compiled(options: argparse.Namespace) -> Any:
     """The :class:`~autoshard.compiler.Compiled` stages of a model without weights."""
-    from autoshard.compiler import Wishes, compiled
+    from autoshard.compiler import compiled
+    from autoshard.wishes import Wishes
 
     make, args, kwargs = load(options.model, options.batch, options.seq)
     training, wishes = not options.inference, Wishes(hints=_hints(options), like=_like(options))

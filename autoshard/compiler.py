@@ -10,7 +10,6 @@ from torch import nn
 
 from autoshard import stages
 from autoshard.errors import PlanError
-from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.lengths import Dynamic
@@ -25,13 +24,13 @@ from autoshard.passes.memory import fitting, lowered, simulate
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.propagate.planner import Planner
-from autoshard.passes.propagate.recompute import Recompute
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of
 from autoshard.plans.plan import Plan
 from autoshard.progress import stage
 from autoshard.runtime.autocast import without_autocast
+from autoshard.wishes import Wishes
 
 
 @dataclass(frozen=True)
@@ -47,23 +46,6 @@ class Compiled:
     def symbols(self) -> Symbols:
         """The lengths it was not fixed to, and what must hold of them."""
         return self.program.graph.symbols
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What is asked of a plan beside the model and the mesh; see :func:`autoshard.compile`."""
-
-    hints: Mapping[str, Any] | None = None
-    memory_budget: float | None = None
-    optimizer: str = "adamw"
-    recompute: Recompute = "auto"
-    strict: bool = False
-    plan: Plan | None = None
-    """choices to follow instead of a search"""
-    like: Any = None
-    """an expert's plan: a name, a name per mesh axis, or styles by module"""
-    parameters: Mapping[str, Layout] | None = None
-    """layouts that an earlier compilation gave the parameters"""
 
 
 def compiled(
@@ -124,14 +106,7 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
     program = narrowed(program, decided)
     check_program(program)
     plan = describe(program, title, wishes.optimizer, memory)
-    return program, replace(plan, like=_told(wishes))
-
-
-def _told(wishes: Wishes) -> str:
-    """The expert's plan that was followed, as text."""
-    if wishes.plan is not None:
-        return wishes.plan.like
-    return "" if wishes.like is None else repr(wishes.like)
+    return program, replace(plan, like=wishes.told)
 
 
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]:

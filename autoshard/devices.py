@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from autoshard.compiler import Wishes, planned
+from autoshard.compiler import planned
 from autoshard.errors import MeshError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
@@ -18,6 +18,7 @@ from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Candidate, Cost
 from autoshard.plans.report import show_seconds
+from autoshard.wishes import Wishes
 
 log = logging.getLogger("autoshard.plan")
 

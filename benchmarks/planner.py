@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard import Mesh
-from autoshard.compiler import Wishes, captured, planned
+from autoshard.compiler import captured, planned
 from autoshard.hardware import PRESETS, Hardware
 from autoshard.models.gpt import Gpt, GptConfig
 from autoshard.models.llama import Llama, LlamaConfig
@@ -35,6 +35,7 @@ from autoshard.passes.ir.program import Program
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.rules import rule_for
 from autoshard.plans.schedule import step_end
+from autoshard.wishes import Wishes
 
 Selects = Callable[[str, str, bool], float]
 """(module, operation, whether it is a product) → the share of it that is computed again in the backward"""

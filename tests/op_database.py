@@ -30,7 +30,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from autoshard import AutoshardError, Mesh, Shard
-from autoshard.compiler import Compiled, Wishes, build
+from autoshard.compiler import Compiled, build
 from autoshard.module.base import Settings
 from autoshard.module.executable import Executable, load_source
 from autoshard.module.in_process import InProcessModule
@@ -38,6 +38,7 @@ from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.rules.facts import is_view
 from autoshard.runtime.in_process import World
+from autoshard.wishes import Wishes
 
 STATUSES = ("wrong", "crash", "sharded", "decomposed", "replicated", "refused", "not run")
 """of an op: the first of these that any of its cases has"""

@@ -11,11 +11,12 @@ from torch import nn
 
 import autoshard
 from autoshard import Invariant, Partial, Replicate, Shard
-from autoshard.compiler import Wishes, build
+from autoshard.compiler import build
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.hints import resolve
 from autoshard.plans.plan import Plan
+from autoshard.wishes import Wishes
 
 TP = {"tp": 2}
 BOTH = {"dp": 2, "tp": 2}

@@ -7,8 +7,9 @@ from memory_truth import kept_bytes, peak_bytes
 
 import autoshard
 from autoshard import models
-from autoshard.compiler import Wishes, build, captured
+from autoshard.compiler import build, captured
 from autoshard.passes.ir.graph import Graph
+from autoshard.wishes import Wishes
 
 FAMILIES = ("mlp", "gpt", "llama", "moe", "dlrm", "vit")
 MESHES: tuple[dict[str, int], ...] = ({"tp": 1}, {"dp": 2}, {"tp": 2, "dp": 2})

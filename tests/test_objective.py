@@ -17,7 +17,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Layout, Replicate, Shard
-from autoshard.compiler import Compiled, Wishes, build
+from autoshard.compiler import Compiled, build
 from autoshard.hardware import PRESETS
 from autoshard.layout import I, P, Placement, R
 from autoshard.passes.capture.export import capture
@@ -35,6 +35,7 @@ from autoshard.passes.propagate.step_time import movable_values
 from autoshard.passes.redistribute import redistribution
 from autoshard.passes.rules import rule_for
 from autoshard.plans.plan import Plan
+from autoshard.wishes import Wishes
 
 
 class Heads(nn.Module):

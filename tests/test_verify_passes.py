@@ -11,10 +11,11 @@ from torch import nn
 
 import autoshard
 from autoshard import PlanError, Shard
-from autoshard.compiler import Compiled, Wishes, build
+from autoshard.compiler import Compiled, build
 from autoshard.layout import Layout
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.verify import check_graph, check_program
+from autoshard.wishes import Wishes
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.compiler import Wishes, compiled
+from autoshard.compiler import compiled
 from autoshard.errors import AutoshardError
 from autoshard.hardware import PRESETS, Link
 from autoshard.mesh import Mesh, MeshLike
@@ -19,6 +19,7 @@ from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view
 from autoshard.plans.plan import Plan
 from autoshard.plans.report import globbed, show_seconds
+from autoshard.wishes import Wishes
 
 STATUSES = ("refused", "replicated", "decomposed", "sharded")
 

@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.compiler import Compiled, Wishes, compiled
+from autoshard.compiler import Compiled, compiled
 from autoshard.errors import CaptureError, PlanError, RuleError, RuntimeMismatchError
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
@@ -31,6 +31,7 @@ from autoshard.plans.record import Collective
 from autoshard.runtime.autocast import without_autocast
 from autoshard.runtime.exactly import is_of_other_values
 from autoshard.runtime.module import RankModule
+from autoshard.wishes import Wishes
 
 log = logging.getLogger("autoshard")
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
-from autoshard.compiler import Compiled, Wishes, build, captured
+from autoshard.compiler import Compiled, build, captured
 from autoshard.errors import CaptureError, CommunicationError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
@@ -33,6 +33,7 @@ from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
 from autoshard.plans.plan import Plan
 from autoshard.runtime.module import RankModule
+from autoshard.wishes import Wishes
 
 FIRST_CALLS = 8
 """how many calls are checked for equal inputs; AUTOSHARD_CHECK=inputs checks all"""
