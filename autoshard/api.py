@@ -72,7 +72,8 @@ def compile(  # noqa: A001  the public name
             hardware's memory. Where no plan is found that stays within it: :class:`PlanError`.
         optimizer: whose state the memory model counts, such as "adamw", "sgd" or "adafactor".
         recompute: what the backward makes again instead of having it kept: ``"auto"`` (as memory needs), ``"none"``,
-            ``"blocks"``, ``"selective"`` or ``{pattern of modules: True | False}``.
+            ``"blocks"``, ``"selective"`` or ``{pattern of modules: True | False}``. Plans only, as yet: what is compiled
+            keeps what autograd keeps, and ``"auto"`` is ``"none"`` there.
         training: whether the example inputs are compiled for with a backward; default: ``model.training``. A later call
             has a backward exactly where eager records gradients: with grad mode on and a parameter or input that
             requires one. ``False``: no call ever records gradients. Dropout and batch norm follow the modules' own

@@ -19,7 +19,7 @@ FLOORS = (
     ("api",),
     ("module", "devices"),
     ("compiler",),
-    ("stages",),
+    ("stages", "wishes"),
     ("plans", "viz", "initialise"),
     ("passes.codegen", "passes.memory"),
     ("passes.lower",),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,11 @@ from torch import nn
 import autoshard
 from autoshard.compiler import build, captured
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.memory.fit import lowered
+from autoshard.passes.memory.simulate import simulate
+from autoshard.passes.propagate.objective import objective
+from autoshard.passes.propagate.planner import Planner
+from autoshard.passes.search import Solution
 from autoshard.plans.wishes import Wishes
 
 
@@ -56,39 +64,166 @@ def gpt(layers: int) -> Graph:
     return GRAPHS[layers]
 
 
-HINTS = {
-    "*.q": "colwise",
-    "*.k": "colwise",
-    "*.v": "colwise",
-    "*.out": "rowwise",
-    "*.up": "colwise",
-    "*.down": "rowwise",
-}
-
-
-def per_layer(tp: int, sequence: bool, recompute: str) -> float:
+def per_layer(tp: int, like: str | None, recompute: str) -> float:
     """Bytes of activations that one more layer keeps."""
-    styles = {f"{name}.weight": style for name, style in HINTS.items()}
-    like = None if tp == 1 else "megatron-sp" if sequence else "megatron"
-    mesh = autoshard.Mesh({"tp": tp}, "a100")
-    wishes = Wishes(like=like, recompute=recompute, memory_budget=1e18)
-    assert styles
+    mesh, wishes = autoshard.Mesh({"tp": tp}, "a100"), Wishes(like=like, recompute=recompute)
     two, three = (build(gpt(n), mesh, wishes).plan.memory.activations for n in (2, 3))
     return three - two
 
 
+FULL = 34 + 5 * A * S / H
+
+
 @pytest.mark.parametrize(
-    ("tp", "sequence", "recompute", "formula"),
+    ("tp", "like", "recompute", "factor"),
     [
-        (1, False, "none", lambda t: 34 + 5 * A * S / H),
-        (8, False, "none", lambda t: 10 + 24 / t + 5 * A * S / (H * t)),
-        (8, True, "none", lambda t: (34 + 5 * A * S / H) / t),
-        (1, False, "selective", lambda t: 34),
-        (8, True, "selective", lambda t: 34 / t),
-        (1, False, "blocks", lambda t: 2),
+        (1, None, "none", FULL),
+        (8, "megatron", "none", 10 + 24 / 8 + 5 * A * S / H / 8),
+        (8, "megatron-sp", "none", FULL / 8),
+        (1, None, "selective", 34),
+        (8, "megatron-sp", "selective", 34 / 8),
+        (1, None, "blocks", 2),
     ],
 )
-def test_korthikantis_formulas(tp: int, sequence: bool, recompute: str, formula: object) -> None:
-    """Bytes per layer in 16 bit, arXiv:2205.05198, table 2."""
-    expected = S * B * H * formula(tp)  # type: ignore[operator]
-    assert per_layer(tp, sequence, recompute) == pytest.approx(expected, rel=0.02)
+def test_korthikantis_formulas(tp: int, like: str | None, recompute: str, factor: float) -> None:
+    """Bytes per layer in 16 bit, arXiv:2205.05198, table 2: all, tensor parallel, with sequence parallelism, …"""
+    assert per_layer(tp, like, recompute) == pytest.approx(S * B * H * factor, rel=0.02)
+
+
+# --- the search against brute force ---
+
+
+class Chain(nn.Module):
+    """A few operations that keep what they read, what they make, both, or nothing."""
+
+    def __init__(self, width: int, parts: str) -> None:
+        super().__init__()
+        self.parts = parts
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            match part:
+                case "e":
+                    x = x.exp()
+                case "g":
+                    x = F.gelu(x)
+                case "l":
+                    x = F.linear(x, self.weight)
+                case "m":
+                    x = x * x.neg()
+                case "v":
+                    x = x.view(x.shape[1], x.shape[0]).t().contiguous()
+        return x.sum()
+
+
+def every_choice(planner: Planner) -> Iterator[tuple[int, ...]]:
+    """All choices of the network that are not forbidden, tags included."""
+    _, built = planner._network(limited=True)
+    nodes, before = built.network.nodes, [[] for _ in built.network.nodes]  # type: ignore[var-annotated]
+    for a, b, table in built.network.edges:
+        before[max(a, b)].append((a, b, table))
+
+    def extended(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(chosen) == len(nodes):
+            yield chosen
+            return
+        for state in range(len(nodes[len(chosen)])):
+            found = (*chosen, state)
+            if all(math.isfinite(table[found[a], found[b]]) for a, b, table in before[len(chosen)]):
+                yield from extended(found)
+
+    return extended(())
+
+
+@pytest.mark.parametrize(
+    ("parts", "axes"),
+    [
+        ("gml", {"tp": 1}),
+        ("egv", {"tp": 1}),
+        ("e", {"tp": 2}),
+        pytest.param("l", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("gegmel", {"tp": 1}, marks=pytest.mark.slow),
+        pytest.param("ge", {"tp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_and_states_are_the_best_of_all(parts: str, axes: dict[str, int]) -> None:
+    """Time and bytes of every choice, by the objective and by the simulation; the search finds the best within a limit."""
+    x = torch.randn(64, 64, requires_grad=True)
+    graph = captured(Chain(64, parts), (x,), {}, training=True)
+    planner = Planner(graph, autoshard.Mesh(axes, "h100"), {}, recompute="auto")
+    network, _ = planner._network(limited=True)
+    found: dict[str, tuple[float, float]] = {}
+    for choice in every_choice(planner):
+        assignment = network.assignment(Solution(choice, 0.0, 0.0, exact=False))
+        key = f"{assignment} {assignment.again} {assignment.shared_again}"
+        if key not in found:
+            memory = simulate(lowered(assignment))
+            held = memory.parameters + memory.optimizer + memory.activations
+            found[key] = objective(assignment).total_s, held
+    sizes = sorted({size for _, size in found.values()})
+    assert len(found) > 3
+    for limit in sizes[:: max(1, len(sizes) // 8)]:
+        assignment, held = planner.within(limit + 0.5, 1e18)
+        assert held <= limit + 0.5
+        best = min(seconds for seconds, size in found.values() if size <= limit)
+        assert assignment.solution.cost == pytest.approx(best, rel=2e-3 if axes["tp"] > 1 else 1e-9)
+        assert objective(assignment).total_s == pytest.approx(assignment.solution.cost, rel=1e-9)
+    with pytest.raises(autoshard.PlanError):
+        planner.within(sizes[0] * 0.9, 1e18)
+
+
+# --- settings ---
+
+
+def planned(recompute: object, layers: int = 2, **wishes: object) -> autoshard.Plan:
+    return build(gpt(layers), autoshard.Mesh({"tp": 1}, "a100"), Wishes(recompute=recompute, **wishes)).plan  # type: ignore[arg-type]
+
+
+def test_what_is_made_again_is_listed_with_what_it_saves_and_takes() -> None:
+    none, selective, blocks = (planned(x) for x in ("none", "selective", "blocks"))
+    assert not none.recomputed
+    for plan in (selective, blocks):
+        saved = sum(r.bytes for r in plan.recomputed)
+        assert plan.memory.activations == pytest.approx(none.memory.activations - saved)
+        paid = plan.cost.total_s - none.cost.total_s
+        assert sum(r.seconds for r in plan.recomputed) == pytest.approx(paid, rel=1e-6)
+        assert "Made again in the backward" in str(plan)
+        assert plan.cost.hfu > plan.cost.mfu
+        assert autoshard.Plan.from_json(plan.to_json()) == plan
+    assert blocks.memory.activations < selective.memory.activations < none.memory.activations
+    assert none.cost.total_s < selective.cost.total_s < blocks.cost.total_s
+
+
+def test_a_pattern_names_modules() -> None:
+    only = planned({"blocks.0": True})
+    assert {r.fqn.split(".")[1] for r in only.recomputed} == {"0"}
+    assert not planned({"blocks.*": True, "blocks.?": False}).recomputed
+    with pytest.raises(autoshard.HintError, match=r"the pattern 'layers\.\*' matches no module"):
+        planned({"layers.*": True})
+    with pytest.raises(
+        autoshard.PlanError, match="recompute='all' is not one of 'auto', 'none', 'blocks', 'selective'"
+    ):
+        planned("all")
+
+
+def test_the_budget_binds_the_peak_and_the_cheapest_is_made_again_first() -> None:
+    """With less and less memory more and more is made again, and never more than needed."""
+    free = planned("auto", 6)
+    assert not free.recomputed
+    paid = free.cost.total_s
+    for part in (0.92, 0.84):
+        plan = planned("auto", 6, memory_budget=part * free.memory.peak)
+        assert plan.memory.peak <= part * free.memory.peak
+        assert plan.cost.total_s > paid
+        paid = plan.cost.total_s
+        if part == 0.92:
+            computed = [plan.choices[r.name].op for r in plan.recomputed if r.what == "computed"]
+            assert computed
+            assert "aten.linear.default" not in computed
+
+
+def test_what_does_not_fit_says_why() -> None:
+    """The least peak, what it consists of, and what helps."""
+    with pytest.raises(autoshard.PlanError, match=r"the least peak found is .* GB, at the .*\. What helps: "):
+        planned("auto", memory_budget=1e6)

@@ -22,6 +22,7 @@ from autoshard.passes.propagate.op_space import axis_strategies
 from autoshard.passes.propagate.step_time import movable_values
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.checks import has_rule
+from autoshard.passes.rules.facts import is_view
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import TOGETHER, Choice, Collective, Cost
 from autoshard.plans.report import utilisation
@@ -106,11 +107,11 @@ def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterat
     """What is made again, in order of the program, as far as it counts."""
     nodes = {n.name: n for n in program.graph.nodes}
     for name in dict.fromkeys((*memory.spared, *searched.again)):
-        computed = name in nodes and nodes[name].name in program.assignment.again
         node = nodes.get(name) or program.graph.producers.get(name)
         parts = searched.again.get(name)
         seconds = 0.0 if parts is None else float(parts.compute + parts.communication())
-        what = "computed" if computed and program.assignment.again[name] == 2 else "converted"
+        computed = program.assignment.again.get(name) == 2 or (name in nodes and is_view(nodes[name].op))
+        what = "computed" if computed else "converted"
         if seconds or memory.spared.get(name):
             yield Recomputed(name, node.fqn if node is not None else "", what, memory.spared.get(name, 0.0), seconds)
 

@@ -63,7 +63,8 @@ class Memory:
     curve: tuple[tuple[str, str, float], ...] = ()
     """(operation, phase, bytes): the most while each operation of the graph ran, in order"""
     spared: Mapping[str, float] = field(default_factory=dict)
-    """operation that is made again in the backward, or value whose conversion is → bytes that are not kept therefore"""
+    """operation that is made again in the backward, or value whose conversion is → bytes that are not kept therefore, less
+    what is kept to make it from"""
 
     def dominant(self) -> str:
         """The parts of the peak, largest first, as text."""

@@ -65,7 +65,7 @@ def _searched(planner: Planner, budget: float, program: Program, memory: Memory)
     for number in range(ROUNDS):
         log.info("peak %.4g B, budget %.4g B: choices may hold %.4g B", memory.peak, budget, limit)
         try:
-            assignment, held = planner.within(limit)
+            assignment, held = planner.within(limit, budget)
         except PlanError:
             if number:
                 return

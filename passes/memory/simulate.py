@@ -7,7 +7,7 @@ operation's backward; gradients of parameters appear as the backward goes. Colle
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -105,6 +105,10 @@ class _Simulation:
         """these → the statement that made them"""
         self.spared: set[int] = set()
         """those of them that autograd would keep"""
+        self.wanted: set[int] = set()
+        """other storages that autograd keeps"""
+        self.extra: dict[int, Statement] = {}
+        """storages → the first statement that is made again from them"""
         for value in self.graph.inputs:
             self._input(value.name, value.kind, optimizer)
 
@@ -141,11 +145,12 @@ class _Simulation:
         )
 
     def _recomputed(self) -> dict[str, float]:
-        found: Counter[str] = Counter()
-        for part in self.parts:
-            found[_name(part)] += 0
+        found: dict[str, float] = defaultdict(float, dict.fromkeys(map(_name, self.parts), 0.0))
         for storage in self.spared:
             found[_name(self.maker[storage])] += self.heap.sizes[storage]
+        for storage, part in self.extra.items():
+            if storage not in self.wanted:
+                found[_name(part)] -= self.heap.sizes[storage]
         return dict(found)
 
     # --- what is there ---
@@ -226,13 +231,15 @@ class _Simulation:
             self.stretch.update(dict.fromkeys(new, self.segment))
             self.maker.update(dict.fromkeys(new, s))
             self.uses.update(dict.fromkeys(new, 0))
-        self.spared.update(x for x in map(storage, asked) if x in self.stretch)
+        for x in map(storage, asked):
+            (self.spared if x in self.stretch else self.wanted).add(x)
         keeps = tuple(x for x in dict.fromkeys(map(storage, kept)) if x not in self.fixed)
         for x in keeps:
             if x in self.uses:
                 self.uses[x] += 1
             else:
                 self.heap.save(x)
+                self.extra.setdefault(x, s)
         for name, made in zip(s.outputs, outcome.made, strict=False):
             if name != "_" and made is not None:
                 self.storage[name] = storage(made.storage)

@@ -62,18 +62,20 @@ class Planner:
         network, built = self._network(limited=not self.plain)
         return network.assignment(solve(built.network, rows=built.hiding))
 
-    def within(self, limit: float) -> tuple[Assignment, float]:
-        """The fewest seconds where what the choices hold is at most ``limit`` bytes per rank; and what they hold.
+    def within(self, limit: float, budget: float | None = None) -> tuple[Assignment, float]:
+        """The fewest seconds where what the choices hold at the end of the forward is at most ``limit`` bytes per rank, and
+        at the end of the backward at most ``budget`` (None: ``limit``); and what they hold at the end of the forward.
 
         Raises :class:`~autoshard.errors.PlanError` where nothing is that small.
         """
         network, built = self._network(limited=True)
-        rows = [*built.hiding, *(replace(row, limit=limit) for row in built.kept)]
+        kept, stays = built.kept
+        rows = [*built.hiding, replace(kept, limit=limit), replace(stays, limit=limit if budget is None else budget)]
         found = solve(built.network, rows=rows, effort=EFFORT)
         return network.assignment(found), _used(built, found)
 
     def least(self) -> tuple[Assignment, float]:
-        """What holds least at the end of the forward; and how much that is at any time."""
+        """What holds least at the end of the forward; and how much that is."""
         network, built = self._network(limited=True)
         row, seconds = built.kept[0], built.network
         nodes = tuple(_smallest(s, row.nodes[i]) for i, s in enumerate(seconds.nodes))
@@ -83,7 +85,7 @@ class Planner:
         return network.assignment(found), _used(built, found)
 
     def held(self, assignment: Assignment) -> float:
-        """Bytes that the choices of ``assignment``, which makes nothing again, hold."""
+        """Bytes that the choices of ``assignment``, which makes nothing again, hold at the end of the forward."""
         network, built = self._network(limited=True)
         nodes = []
         for (name, variable), seconds in zip(network.variables.items(), built.network.nodes, strict=True):
@@ -115,7 +117,7 @@ class Planner:
 
 
 def _used(built: Built, found: Solution) -> float:
-    return max(row.used(built.network, found.choice) for row in built.kept)
+    return built.kept[0].used(built.network, found.choice)
 
 
 def _smallest(seconds: np.ndarray, held: np.ndarray | None) -> np.ndarray:
