@@ -123,4 +123,4 @@ def test_a_worse_plan_is_seen() -> None:
         tokens = torch.zeros(1, seq, dtype=torch.long)
     hints = {"blocks.*.feed_forward": "replicate", "blocks.*.feed_forward.gate": "replicate"}
     plan = autoshard.plan(model, {"tp": RANKS}, (tokens,), {"labels": tokens}, hints=hints)
-    assert sum(c.bytes for c in plan.collectives) > megatron(2, 1, seq, width)
+    assert plan.cost.total_s > llama("1k", 2, "tp", like="megatron").cost.total_s

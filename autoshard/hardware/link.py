@@ -89,6 +89,8 @@ class Route:
         if kind == "all_reduce":  # never slower than in two steps
             (a, b), (c, d) = self._rate("reduce_scatter"), self._rate("all_gather")
             latency, per_byte = min(latency, a + c), min(per_byte, (b + d) / 2)
+        elif kind in ("all_gather", "reduce_scatter"):  # by a tree, too, where messages are small (NCCL's PAT)
+            latency = min(latency, self._rate("all_reduce")[0])
         return (latency + self.launch if self.ranks > 1 else 0.0), per_byte
 
     def seconds(self, ring_bytes: float, kind: str = "all_gather") -> float:

@@ -168,7 +168,8 @@ def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Place
     Read: the value, its gradient and the state; written: the value and the state. One fused kernel updates many
     parameters, so a single one pays no launch.
     """
-    if not type_.grad or optimizer == "none":
+    ideal = not mesh.hardware.node.latency  # an ideal network: only operations count, and bytes on the wire
+    if not type_.grad or optimizer == "none" or ideal:
         return 0.0
     shape = local_shape(type_.shape, placements, mesh)
     state = optimizer_bytes(optimizer, shape, type_.dtype)

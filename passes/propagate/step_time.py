@@ -89,15 +89,16 @@ def movable_values(graph: Graph) -> frozenset[str]:
     Not those of the first weight (of two dims or more) and of the parameters read before it: before it is gathered
     nothing can be computed, and after its gradient nothing is left that could hide the reduction.
     """
-    found, first = set(graph.parameters), set[str]()
+    made_of = {name: frozenset((name,)) for name in graph.parameters}
+    first: set[str] = set()
     complete = False
     for node in graph.nodes:
         read = dict.fromkeys(node.inputs)
-        if read and all(name in found for name in read):
-            found.update(node.outputs)
-            first.update(node.outputs if any(name in first for name in read) else ())
+        if read and all(name in made_of for name in read):
+            whole = frozenset(node.outputs).union(*(made_of[name] for name in read))
+            made_of.update(dict.fromkeys(node.outputs, whole))
         elif not complete:
-            weights = [name for name in read if name in found]
-            first.update(weights)
+            weights = [name for name in read if name in made_of]
+            first.update(*(made_of[name] for name in weights))
             complete = any(len(graph.types[name].shape) >= 2 for name in weights)
-    return frozenset(found - first)
+    return frozenset(name for name, parts in made_of.items() if first.isdisjoint(parts))

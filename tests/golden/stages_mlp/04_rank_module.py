@@ -19,14 +19,14 @@ class Block(runtime.Block):
         "up.weight": "float32[32/64, 16]",
         "up.bias": "float32[32/64]",
         "down.weight": "float32[16, 32/64]",
-        "down.bias": "float32[8/16]",
+        "down.bias": "float32[16]",
     }
 
     def forward(self, x):
         # [2, 16, 32/64] S(2)@tp  mlp.py:42
         up = F.linear(x, self.up.weight, self.up.bias)
         gelu = F.gelu(up)  # [2, 16, 32/64] S(2)@tp  mlp.py:42
-        down_bias = runtime.pad(self.down.bias, 0, "tp")  # S(0)@tp → P@tp
+        down_bias = runtime.partial(self.down.bias, "tp", of="I")  # I@tp → P@tp
         # [2, 16, 16] P@tp  mlp.py:42
         down = F.linear(gelu, self.down.weight, down_bias)
         return down
