@@ -104,7 +104,8 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
 def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterator[Recomputed]:
     """What is made again, in order of the program, as far as it counts."""
     nodes = {n.name: n for n in program.graph.nodes}
-    for name in dict.fromkeys((*memory.spared, *searched.again)):
+    gathered = [name for name in searched.again if name in program.graph.parameters]
+    for name in dict.fromkeys((*memory.spared, *gathered)):
         computed = name in nodes and nodes[name].name in program.assignment.again
         node = nodes.get(name) or program.graph.producers.get(name)
         parts = searched.again.get(name)

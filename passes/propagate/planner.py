@@ -16,7 +16,7 @@ from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.network import Built, Network
 from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
-from autoshard.passes.propagate.recompute import Recompute, offer
+from autoshard.passes.propagate.recompute import Recompute, hinted, offer
 from autoshard.passes.search import CostNetwork, solve
 
 log = logging.getLogger("autoshard.plan")
@@ -51,7 +51,7 @@ class Planner:
         self.given = given or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
-        self.recompute = recompute
+        self.recompute = recompute = hinted(graph, recompute)
         self.offers = {"none": offer(graph, "none"), "asked": offer(graph, recompute)}
         self.built: dict[str, tuple[Network, Built]] = {}
 

@@ -18,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from autoshard import frames
 from autoshard.passes.capture.observer import Observer, Patch, Refusals, patched
-from autoshard.passes.capture.refusals.gradients import CHECKPOINT
 from autoshard.runtime import functions
 from autoshard.runtime.functions import Context
 
@@ -41,8 +40,6 @@ class CustomFunctions(Observer):
 
     def _refusing(self, function: type) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if function.__module__ == "torch.utils.checkpoint":
-                raise self.refuse(CHECKPOINT)
             raise self.refuse(
                 f"custom autograd.Function {function.__qualname__!r} ({function.__module__}): tracing keeps its "
                 "forward and drops its backward, so gradients would be wrong. Write it with differentiable torch ops, "
@@ -62,6 +59,8 @@ def _subclasses(cls: type) -> Iterator[type]:
 def _is_foreign(function: type) -> bool:
     """Whether a forward may call it. torch's own are behind ops, which are kept whole, but for a few."""
     module = function.__module__
+    if module == "torch.utils.checkpoint":  # Checkpoints stands in for it
+        return False
     return not module.startswith("torch.") or module.startswith(("torch.nn.", "torch.utils.", "torch.distributed."))
 
 

@@ -26,6 +26,7 @@ from autoshard.passes.capture.exported.provenance import fqn, frames, module_typ
 from autoshard.passes.capture.exported.symbolic import constant, is_length, is_symbolic, number_op, type_of
 from autoshard.passes.capture.refusals.checks import check_filled, check_result, not_an_op, written
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
+from autoshard.passes.capture.substitutes.checkpoints import checkpoint_of
 from autoshard.passes.capture.translate.canonical import (
     STRIDED,
     Gradients,
@@ -342,6 +343,7 @@ class _Translation:
             module_types=module_types(node),
             frames=frames(node),
             origin=origin(node),
+            checkpoint=checkpoint_of(node),
         )
         self.nodes.append(replace(made, order=operand_order(node)) if is_random(made) else made)
 
