@@ -323,14 +323,15 @@ def as_planned(mesh: autoshard.Mesh) -> None:
         sharded = compiled(model, mesh, args, recompute)
         loss_of(sharded(*args)).backward()
         log: list[Any] = []
-        sharded.record(log)
+        holder = sharded._comm if dist.is_initialized() else sharded._world
+        holder.log = log
         loss_of(sharded(*args)).backward()
+        holder.log = None
         planned, executed = Counter[Any](), Counter[Any]()
         for c in sharded.collectives:
             planned[c.kind, c.axes, c.phase] += c.bytes
         for e in log:
             executed[e.kind, e.axes, e.phase] += e.bytes
-        executed.pop(("all_gather", tuple(sharded.plan.mesh.axes), "outputs"), None)
         assert planned == pytest.approx(executed)
         assert any("(made again)" in c.reason for c in sharded.collectives)
 
@@ -343,7 +344,7 @@ def hinted(reentrant: bool) -> Callable[[autoshard.Mesh], None]:
         torch.manual_seed(0)
         model = Smooth(reentrant).double()
         sharded = compiled(model, mesh, args, "auto")
-        assert sharded.source.count("def block_again") == 1
+        assert "def block_again" in sharded.source
         for m in (model, sharded):
             torch.manual_seed(0)
             loss_of(m(*args)).backward()
