@@ -17,7 +17,7 @@ from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.again import run_again
 from autoshard.passes.lower.blocks import segments
 from autoshard.passes.lower.bucket import regathered
-from autoshard.passes.rules.facts import saved
+from autoshard.passes.rules.facts import is_view, saved
 from autoshard.passes.rules.rehearsal import Form, Made, Outcome, Rehearsal
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
@@ -219,7 +219,7 @@ class _Simulation:
             return self.storage[operands[number]] if number >= 0 else new[~number]
 
         asked = kept
-        if id(s) in self.runs_again:
+        if id(s) in self.runs_again or self._copies_again(s, operands):
             kept = (*kept, *range(len(operands)))  # what it is made again from
             self.stretch.update(dict.fromkeys(new, self.segment))
             self.maker.update(dict.fromkeys(new, s))
@@ -238,6 +238,11 @@ class _Simulation:
                 self.forms[name] = made.form
         if self.graph.training:
             self.tape.append(_Ran(s, operands, s.outputs, outcome, keeps))
+
+    def _copies_again(self, s: Statement, operands: Sequence[str]) -> bool:
+        """Whether it is a view, which may copy, of what runs again."""
+        view = s.step is None and s.node is not None and is_view(s.node.op)
+        return view and self.storage[operands[0]] in self.stretch
 
     def _bucket(self, s: Statement) -> None:
         """Parameters that go together: views of one buffer where they are gathered, the parameters where not."""
