@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from capture_models import Inner, Model, X, check, ops
 from torch import nn
 
-from autoshard.errors import CaptureError
 from autoshard.passes.capture.export import capture
 
 aten = torch.ops.aten
@@ -101,11 +100,22 @@ def test_cache_as_an_argument() -> None:
     assert cache.get_seq_length() == lengths
 
 
-def test_hugging_face_checkpointing_is_refused() -> None:
-    model, kwargs = transformer("gpt2")
-    model.gradient_checkpointing_enable()  # type: ignore[operator]
-    with pytest.raises(CaptureError, match="gradient_checkpointing_disable"):
-        capture(model.train(), (), kwargs)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_hugging_face_checkpoints_are_marked(name: str) -> None:
+    """Each layer has a number; the graph is otherwise the one without."""
+    graphs = []
+    for reentrant in (None, False, True):
+        model, kwargs = transformer(name)
+        if reentrant is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})  # type: ignore[operator]
+        graphs.append(capture(model.train(), (), {**kwargs, "use_cache": False}))
+    for graph in graphs[1:]:
+        inside = {n.checkpoint for n in graph.nodes}
+        assert inside == {0, 1, 2}
+        assert all(
+            n.checkpoint == 0 or ".".join(n.fqn.split(".")[:3]).endswith(f".{n.checkpoint - 1}") for n in graph.nodes
+        )
+        assert str(graph) == str(graphs[0])
 
 
 def test_a_linear_layer_with_a_weight_of_one_row() -> None:

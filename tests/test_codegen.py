@@ -45,6 +45,7 @@ class Golden(NamedTuple):
     inputs: dict[str, int] | tuple[torch.Tensor, ...]
     mesh: dict[str, int]
     hints: dict[str, Any] | None = None
+    recompute: str = "auto"
 
 
 ROWS, HELD = {"dp": Shard(0), "fsdp": Shard(0)}, {"dp": Invariant(), "fsdp": Shard(0)}
@@ -59,6 +60,7 @@ GOLDEN = {
     "convolution_sp2": Golden(Smooth, (torch.ones(2, 3, 8, 6).cumsum(2),), {"sp": 2}, BY_HEIGHT),
     "moe_ep2": Golden("moe", {}, {"ep": 2}),
     "gpt_dropout_tp2": Golden("gpt", {}, {"tp": 2}),
+    "gpt_again_tp2": Golden("gpt", {}, {"tp": 2}, recompute="blocks"),
 }
 SIGNS = {  # what a file is there to show
     "mlp_tp2": "runtime.all_reduce(",
@@ -68,6 +70,7 @@ SIGNS = {  # what a file is there to show
     "convolution_sp2": "runtime.halo(",
     "moe_ep2": "experts",
     "gpt_dropout_tp2": "runtime.dropout(",
+    "gpt_again_tp2": "runtime.again(",
 }
 
 
@@ -81,7 +84,8 @@ def test_golden(name: str, golden: Callable[[str, str], None], close: Callable[.
         model, (args, kwargs) = reference.model().double(), double(reference.inputs(**case.inputs))
     else:
         model, args, kwargs = case.model().double(), double(case.inputs), {}
-    sharded = autoshard.compile(copy.deepcopy(model), ideal(case.mesh), args, kwargs, hints=case.hints)
+    options: dict[str, Any] = {"hints": case.hints, "recompute": case.recompute}
+    sharded = autoshard.compile(copy.deepcopy(model), ideal(case.mesh), args, kwargs, **options)
     golden(f"{name}.py", sharded.source)
     assert SIGNS[name] in sharded.source
     outputs = []

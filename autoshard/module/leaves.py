@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoshard import runtime
 from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.again import CHANGED
 from autoshard.runtime.communicator import Communicator
 from autoshard.runtime.move import Move
 
@@ -35,11 +36,15 @@ class _Locals(torch.autograd.Function):
     def forward(ctx: Any, gradients: runtime.Gradients, *parameters: Any) -> tuple[torch.Tensor, ...]:
         ctx.gradients, ctx.parameters = gradients, parameters
         ctx.specs = [p._spec for p in parameters]
+        ctx.versions = [p._version for p in parameters]
         ctx.set_materialize_grads(False)
         return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        # DTensor's operations change its local tensor where autograd does not see it.
+        if any(p._version != version for p, version in zip(ctx.parameters, ctx.versions, strict=True)):
+            raise RuntimeMismatchError(CHANGED.format("a parameter"))
         comm, summands = ctx.gradients.comm, ctx.gradients.summands
         given, specs = [], []
         for i, (p, g, spec) in enumerate(zip(ctx.parameters, gradients, ctx.specs, strict=True)):

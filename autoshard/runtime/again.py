@@ -21,7 +21,7 @@ from autoshard.runtime.autocast import without_autocast
 from autoshard.runtime.communicator import Communicator, current
 
 CHANGED = (
-    "{} was changed in place between forward and backward, which computes with it once more and so cannot be right. "
+    "{} was changed in place between forward and backward, which computes with it as it was then, and so cannot be right. "
     "Change it after the backward."
 )
 

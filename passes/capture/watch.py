@@ -27,6 +27,7 @@ from autoshard.passes.capture.refusals.draws import Draws
 from autoshard.passes.capture.refusals.gradients import Gradients
 from autoshard.passes.capture.substitutes.autocast import Autocast
 from autoshard.passes.capture.substitutes.caches import Caches
+from autoshard.passes.capture.substitutes.checkpoints import Checkpoints
 from autoshard.passes.capture.substitutes.conversions import Conversions
 from autoshard.passes.capture.substitutes.custom_functions import CustomFunctions
 from autoshard.passes.capture.substitutes.flex import FlexAttention
@@ -57,6 +58,7 @@ def concerns(training: bool, learnt: Learnt, numbers: Numbers, example: Example 
     return (
         numbers, Draws(refusals), Caches(),
         PackedSequences(), Gradients(training, refusals), CustomFunctions(training, refusals),
+        Checkpoints(training, refusals),
         NoGrad(), Conversions(), Scripted(), FlexAttention(), Autocast(), Bodies(),
         Known(bool(steering)), Conditions(loops), Rewritten(), *steering, loops, refusals,
     )  # fmt: skip

@@ -86,6 +86,8 @@ class Node(Applied):
     """(file, line number) of the user's lines that were running, outermost first"""
     origin: str = ""
     """the op without a rule that it was decomposed from"""
+    checkpoint: int = 0
+    """number of the ``torch.utils.checkpoint`` that it stands in; 0: it stands in none"""
     order: tuple[int, ...] = ()
     """of a random op: the dims of its operand as they lie in memory, if not as they are numbered"""
     batch: int | None = None

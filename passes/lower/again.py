@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from autoshard.passes.ir.graph import Node
@@ -31,7 +32,7 @@ def run_again(program: Program) -> tuple[Statement, ...]:
             continue
         keeps = saved(node, program.graph.types)
         operands = reads(part)
-        if assignment.again.get(node.name) == 2 and (wanted or keeps.results or keeps.intermediates):
+        if _again(node, program) and (wanted or keeps.results or keeps.intermediates):
             found.append(part)
             needed.update(operands)
         elif is_view(node.op):
@@ -47,7 +48,10 @@ def _kept(node: Node, operands: Sequence[str], positions: frozenset[int]) -> lis
 
 
 def _copies(parts: Sequence[Statement], program: Program) -> frozenset[str]:
-    """Converted copies that are made again: where nobody keeps them who has nothing made again."""
+    """Converted copies that are made again: where nobody keeps them who has nothing made again.
+
+    One that took communication is kept in the place of what it was made from where it is no larger.
+    """
     assignment = program.assignment
     readers: dict[str, list[Statement]] = {}
     for part in parts:
@@ -64,13 +68,33 @@ def _copies(parts: Sequence[Statement], program: Program) -> frozenset[str]:
             bool(keeping) or any(remade(o, s) for s in steps for o in s.outputs)
         )
 
-    conversions = (p for p in parts if p.step is not None and p.value not in program.graph.parameters)
-    return frozenset(o for p in conversions for o in p.outputs if remade(o, p))
+    found: set[str] = set()
+    computed = {o for p in parts if p.step is None and p.node is not None for o in p.outputs if _again(p.node, program)}
+    fixed = {i.name for i in program.graph.inputs}
+    for part in parts:
+        if part.step is None or part.value in program.graph.parameters:
+            continue
+        source = reads(part)[0]
+        others = [s for s in readers[source] if s is not part]
+        kept = any(s.node is None or s.step is not None or _needs(s.node, source, readers, program) for s in others)
+        there = kept or source in found or source in computed or source in fixed
+        if there or not part.step.is_collective or _size(part.outputs[0], program) > _size(source, program):
+            found.update(o for o in part.outputs if remade(o, part))
+    return frozenset(found)
+
+
+def _again(node: Node, program: Program) -> bool:
+    return program.assignment.again.get(node.name) == 2
+
+
+def _size(name: str, program: Program) -> int:
+    """Elements on the rank with the most."""
+    return math.prod(program.layouts[name].max_local_shape(program.types[name].example.shape))
 
 
 def _needs(node: Node, name: str, readers: dict[str, list[Statement]], program: Program) -> bool:
     """Whether ``node`` keeps the local value, shows its memory, or is made again from it."""
-    if is_view(node.op) or program.assignment.again.get(node.name) == 2:
+    if is_view(node.op) or _again(node, program):
         return True
     part = next(s for s in readers[name] if s.node is node)
     return name in _kept(node, reads(part), saved(node, program.graph.types).operands)

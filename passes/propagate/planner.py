@@ -16,7 +16,7 @@ from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.network import Built, Network
 from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
-from autoshard.passes.propagate.recompute import Recompute, offer
+from autoshard.passes.propagate.recompute import Recompute, hinted, offer
 from autoshard.passes.search import CostNetwork, Solution, solve
 
 log = logging.getLogger("autoshard.plan")
@@ -52,6 +52,7 @@ class Planner:
         self.given = given or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
+        recompute = hinted(graph, recompute)
         self.offer = offer(graph, recompute, regather)
         self.plain = not graph.training or (recompute in ("auto", "none") and not regather)
         """whether nothing has to be made again"""

@@ -3,8 +3,8 @@
 "none": nothing. "blocks": every repeated module (``layers.3``) keeps what comes in, and is computed again. "selective":
 attention matrices are computed again (Korthikanti et al., arXiv:2205.05198); where a fused kernel keeps none, the results of
 elementwise operations and norms are, those of products are kept (as torchtitan's selective checkpointing).
-``{pattern of modules: True | False}``: modules whose path matches are computed again as blocks are, or are kept. "auto": the
-search decides for every operation.
+``{pattern of modules: True | False}``: modules whose path matches are computed again as blocks are, or are kept. "auto": what
+the model computes in ``torch.utils.checkpoint`` is, as blocks are; in a model without, the search decides for every operation.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def _offer(graph: Graph, recompute: Recompute) -> Offer:
     match recompute:
         case "blocks":
             return _fixed(_within(graph, {node.name: block_path(node.fqn) for node in graph.nodes}))
+        case "checkpoints":
+            return _fixed(_within(graph, {n.name: str(n.checkpoint) for n in graph.nodes if n.checkpoint}))
         case "selective":
             return _fixed(_selective(graph))
         case "auto":
@@ -58,6 +60,11 @@ def _offer(graph: Graph, recompute: Recompute) -> Offer:
     raise PlanError(
         f"recompute={recompute!r} is not one of {', '.join(map(repr, SETTINGS))} or {{pattern: True | False}}"
     )
+
+
+def hinted(graph: Graph, recompute: Recompute) -> Recompute:
+    """``recompute``, or "checkpoints" where that is left open and the model has some."""
+    return "checkpoints" if recompute == "auto" and any(node.checkpoint for node in graph.nodes) else recompute
 
 
 def _fixed(states: Mapping[str, int]) -> Offer:

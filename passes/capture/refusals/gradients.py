@@ -1,4 +1,4 @@
-"""What a forward does to gradients and a trace would lose: hooks, backwards, ``.data``, checkpoints."""
+"""What a forward does to gradients and a trace would lose: hooks, backwards, ``.data``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import torch
 
 from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, Patch, Refusals
 
-CHECKPOINT = (
-    "activation checkpointing (torch.utils.checkpoint) is erased by tracing. Turn it off "
-    "(Hugging Face: model.gradient_checkpointing_disable())."
-)
 _DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REQUIRES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _ADVICE = "Do it on the compiled module's outputs or gradients, or remove it."
@@ -58,8 +54,6 @@ class Gradients(Observer):
         return None
 
     def _saved_tensors(self, hooks: Any) -> None:
-        if type(hooks).__module__ == "torch.utils.checkpoint":
-            raise self.refuse(CHECKPOINT)
         raise self.refuse(
             "saved-tensor hooks are used in the forward; the compiled module would lose them. Remove them."
         )

@@ -26,6 +26,7 @@ from autoshard.passes.capture.exported.provenance import fqn, frames, module_typ
 from autoshard.passes.capture.exported.symbolic import constant, is_length, is_symbolic, number_op, type_of
 from autoshard.passes.capture.refusals.checks import check_filled, check_result, is_left_out, not_an_op, written
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
+from autoshard.passes.capture.substitutes.checkpoints import checkpoint_of
 from autoshard.passes.capture.translate.canonical import (
     OVERWRITING,
     STRIDED,
@@ -347,6 +348,7 @@ class _Translation:
             module_types=module_types(node),
             frames=frames(node),
             origin=origin(node),
+            checkpoint=checkpoint_of(node),
         )
         self.nodes.append(replace(made, order=operand_order(node)) if is_random(made) else made)
 
@@ -369,14 +371,11 @@ class _Translation:
 
     def argument(self, arg: Any) -> Any:
         if isinstance(arg, fx.Node):
-            if arg.name in self.values:
-                return self.values[arg.name]
-            return arg.meta.get("val")  # what no node computes; the caller refuses a symbol
+            # What no node computes stays as it is; the caller refuses a symbol.
+            return self.values.get(arg.name, arg.meta.get("val"))
         if isinstance(arg, tuple | list):
             return (tuple if isinstance(arg, tuple) else list)(self.argument(a) for a in arg)
-        if isinstance(arg, dict):
-            return {k: self.argument(v) for k, v in arg.items()}
-        return arg
+        return {k: self.argument(v) for k, v in arg.items()} if isinstance(arg, dict) else arg
 
     def outputs(self) -> tuple[tuple[Any, ...], dict[str, str]]:
         outputs: list[Any] = []
