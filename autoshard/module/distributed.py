@@ -29,7 +29,6 @@ from autoshard.module.dtensor_ops import mend
 from autoshard.module.executable import Call, Executable
 from autoshard.module.gradients import one_verdict
 from autoshard.module.inputs import without_data
-from autoshard.module.leaves import copied
 from autoshard.module.loaded import Loaded
 from autoshard.module.outputs import Output
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
@@ -86,8 +85,8 @@ class DistributedModule(ShardedModule):
         """See :meth:`ShardedModule.__deepcopy__`. The rank modules that tensors are bound to are its own."""
         memo[id(self._loaded)] = {}
         for p in self._of.tensors():
-            if isinstance(p, DTensor) and id(p) not in memo:
-                memo[id(p)] = copied(p)
+            if isinstance(p, DTensor):  # a copy of a DTensor would have a gradient, that of a plain parameter has none
+                memo[id(p)] = nn.Parameter(p.detach().clone(), p.requires_grad)
         return super().__deepcopy__(memo)
 
     # --- tensors ---

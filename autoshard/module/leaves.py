@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -67,15 +66,6 @@ class _Globals(torch.autograd.Function):
             None if g is None else g.redistribute(spec.mesh, spec.placements).to_local()
             for g, spec in zip(gradients, ctx.specs, strict=True)
         )
-
-
-def copied(parameter: Any) -> nn.Parameter:
-    """A copy of a DTensor parameter, with its gradient: torch cannot copy one that has a gradient."""
-    made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-    made.grad = None if parameter.grad is None else parameter.grad.clone()
-    if parameter in _deferred:
-        _deferred[made] = None
-    return made
 
 
 def _waiting(comm: Communicator, gradient: Any) -> Axes:
