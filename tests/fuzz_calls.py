@@ -93,7 +93,7 @@ WRITES = (
     "{w}[{w} > 0] = {c}",
     "{w}.masked_fill_({w} < 0, {c})",
     "{w} += {g}",
-    "{w}.index_add_(0, index % 2, {w}[:4] if len({w}) >= 4 else {w}[[0, 0, 1, 1]])",
+    "{w}.index_add_(0, index % 2, {w}[[0, 0, 1, 1]])",
     "{w}.relu_()",
     "F.dropout({w}, 0.2, self.training, inplace=True)",
     "written.add_(1)",

@@ -1,14 +1,21 @@
-"""The scripts of docs/examples, as a reader would run them."""
+"""The scripts of docs/examples, as a reader would run them; accelerate."""
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import autoshard
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -37,3 +44,41 @@ def test_trainer_stopped_and_resumed_on_another_mesh(tmp_path: Path) -> None:
     whole = evaluations(run(script, str(tmp_path / "b"), "--steps", "8", "--whole"))
     assert half[0] == half[1] != resumed[0]
     assert resumed == whole
+
+
+@pytest.mark.slow
+def test_finetune(tmp_path: Path) -> None:
+    """In one process and on two ranks: the evaluation improves, alike to the rounding of bfloat16; weights are saved."""
+    script = str(ROOT / "docs" / "examples" / "finetune.py")
+    alone = [float(e) for e in evaluations(run(script, str(tmp_path / "a.pt")))]
+    both = [float(e) for e in evaluations(run(*TORCHRUN, script, str(tmp_path / "b.pt")))]
+    assert alone[1] < alone[0]
+    assert both[0] == both[1]
+    assert both[::2] == pytest.approx(alone, abs=0.01)
+    a, b = (torch.load(tmp_path / name) for name in ("a.pt", "b.pt"))
+    assert a.keys() == b.keys() >= {"blocks.0.up.a", "blocks.0.up.base.weight"}
+    torch.testing.assert_close(a["blocks.0.up.base.weight"], b["blocks.0.up.base.weight"], rtol=0, atol=0)
+
+
+def test_accelerate_leaves_a_sharded_module_as_it_is() -> None:
+    """In one process: prepared with optimizer, loader and schedule, accumulated, clipped; the plain model's weights."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).double(), torch.randn(16, 8).double()
+    sharded = autoshard.compile(copy.deepcopy(model), autoshard.Mesh({"tp": 2}, "ideal_network"), (x[:4],))
+    for module in (model, sharded):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+        prepared, optimizer, loader, schedule = accelerator.prepare(
+            module, optimizer, DataLoader(x, batch_size=4), schedule
+        )
+        assert prepared is module
+        for batch in loader:
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(batch).square().mean())
+                accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+    for name, weight in sharded.full_state_dict().items():
+        torch.testing.assert_close(weight, model.state_dict()[name], rtol=1e-9, atol=1e-9)
