@@ -24,8 +24,9 @@ from autoshard.runtime.in_process import World
 MESHES = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "fsdp3": {"fsdp": 3}}
 
 
-SLOW = {"gpt_selective", "llama_blocks", "moe_blocks", "gpt_micro_batches", "second_derivatives", "two_forwards", "open_lengths",
-        "autocast", "without_gradients", "buffers_once", "as_planned", "two_ranks_differ", "checkpoint_reentrant"}  # fmt: skip
+SLOW = {"gpt_selective", "llama_blocks", "moe_blocks", "gpt_micro_batches", "second_derivatives", "two_forwards",
+        "open_lengths", "autocast", "without_gradients", "buffers_once", "as_planned", "two_ranks_differ",
+        "checkpoint_reentrant"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])

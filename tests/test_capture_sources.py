@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from capture_models import Inner, Model, X, check, ops
 from torch import nn
 
-from autoshard.errors import CaptureError
 from autoshard.passes.capture.export import capture
 
 aten = torch.ops.aten
