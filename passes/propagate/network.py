@@ -153,11 +153,13 @@ class Network:
             return (0,)
         if not is_passive(node):
             return self.offer(node)
-        return self._passive(not needed.isdisjoint(node.outputs), any(self.offer(node)))
+        offered = self.offer(node)
+        return self._passive(not needed.isdisjoint(node.outputs), any(offered), 0 in offered)
 
     @staticmethod
-    def _passive(needed: bool, again: bool) -> tuple[int, ...]:
-        return (ABSENT,) if not needed else (ABSENT, NEEDED, AGAIN) if again else (ABSENT, NEEDED)
+    def _passive(needed: bool, again: bool, keeps: bool = True) -> tuple[int, ...]:
+        """``again``, ``keeps``: whether a converted copy may be made again, and whether it may be kept."""
+        return (ABSENT, *([NEEDED] if keeps else []), *([AGAIN] if again else [])) if needed else (ABSENT,)
 
     def _operation(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Variable:
         if self.offer is None:
