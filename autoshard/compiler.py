@@ -20,7 +20,7 @@ from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.lower.parts import parted
-from autoshard.passes.memory import fitting, lowered, simulate
+from autoshard.passes.memory import fitting, tried
 from autoshard.passes.microbatch import MicroBatches, micro_batched
 from autoshard.passes.propagate.experts import Expert, asked_by, like_of
 from autoshard.passes.propagate.hints import fixed, resolve
@@ -110,8 +110,7 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[
     """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
     given = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
     if wishes.plan is not None:
-        program = lowered(assignment_of(wishes.plan, graph, mesh, given))
-        return program, simulate(program, wishes.optimizer)
+        return tried(assignment_of(wishes.plan, graph, mesh, given), wishes.optimizer)
     hinted = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
     with stage("planning"):

@@ -32,7 +32,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from autoshard import AutoshardError, Mesh, Shard
 from autoshard.compiler import Compiled, build
 from autoshard.module.compiling import Settings
-from autoshard.module.executable import Executable, load_source
+from autoshard.module.executable import Call, Executable, load_source
 from autoshard.module.in_process import InProcessModule
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
@@ -126,7 +126,7 @@ class _Captured(InProcessModule):
         object.__setattr__(self, "_world", world)
         object.__setattr__(self, "_compiled", compiled)
 
-    def _build(self, args: Any, kwargs: Any, training: bool, structure: Any) -> Executable:
+    def _build(self, call: Call, structure: Any) -> Executable:
         return Executable(self._compiled, load_source(self._compiled.source.text))
 
 

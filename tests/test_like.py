@@ -116,12 +116,13 @@ def test_megatron_reduces_four_activations_per_layer() -> None:
 
 
 def test_megatron_with_sequence_parallelism_gathers_and_scatters_instead() -> None:
+    """The backward gathers twice per pair: the gradient of what was scattered, and again what was gathered but not kept."""
     norms = numel(lambda n: "norm" in n) * 8
     assert sent({"tp": 4}, "megatron-sp") == {
         ("all_gather", ("tp",), "forward"): ring(4) * (2 * LAYERS + 1) * ACTIVATION,
         ("reduce_scatter", ("tp",), "forward"): ring(4) * (2 * LAYERS + 1) * ACTIVATION,
         ("all_reduce", ("tp",), "forward"): 2 * ring(4) * 3 * BATCH * SEQ * 8,
-        ("all_gather", ("tp",), "backward"): ring(4) * (2 * LAYERS + 1) * ACTIVATION,
+        ("all_gather", ("tp",), "backward"): 2 * ring(4) * (2 * LAYERS + 1) * ACTIVATION,
         ("reduce_scatter", ("tp",), "backward"): ring(4) * (2 * LAYERS + 1) * ACTIVATION,
         ("all_reduce", ("tp",), "backward"): 2 * ring(4) * norms,  # each rank has a part of the sequence
     }

@@ -344,13 +344,13 @@ def test_the_searchs_tables_hold_the_prices_that_alternatives_ask_for(mesh: dict
 
 
 def test_a_weight_that_moves_from_cut_to_cut_is_not_gathered_again() -> None:
-    """Two all-to-alls of 15 µs and their bytes, forward and backward."""
+    """Two all-to-alls of 15 µs and their bytes, forward and backward; a gradient that is cut takes a kernel of 7 µs."""
     graph, mesh = small({"tp": 2}, 64)
     type_ = graph.types["p_w"]
     price = lambda a, b: float(conversion_parts(type_, mesh, [(a,)], [(b,)], True, False).blocking[0, 0])  # noqa: E731
     assert price(Shard(0), Shard(1)) == pytest.approx(30.0e-6, rel=5e-3)
     assert price(Shard(0), R) == pytest.approx(45.0e-6, rel=5e-3)
-    assert price(Shard(0), I) == pytest.approx(30.0e-6, rel=5e-3)
+    assert price(Shard(0), I) == pytest.approx(37.0e-6, rel=5e-3)
 
 
 def test_a_value_that_one_operation_reads_three_times_is_paid_once_per_layout() -> None:

@@ -109,7 +109,7 @@ def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterat
     for name in dict.fromkeys((*memory.spared, *searched.again)):
         node = nodes.get(name) or program.graph.producers.get(name)
         parts = searched.again.get(name)
-        seconds = 0.0 if parts is None else float(parts.compute + parts.communication())
+        seconds = 0.0 if parts is None else float(parts.compute + parts.other + parts.communication())
         computed = program.assignment.again.get(name) == 2 or (name in nodes and is_view(nodes[name].op))
         what = "computed" if computed else "converted"
         if seconds or memory.spared.get(name):

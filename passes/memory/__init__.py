@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.passes.memory.fit import fitting, lowered
+from autoshard.passes.memory.fit import fitting, lowered, tried
 from autoshard.passes.memory.simulate import simulate
 
-__all__ = ["fitting", "lowered", "simulate"]
+__all__ = ["fitting", "lowered", "simulate", "tried"]

@@ -46,7 +46,7 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     """
     mesh, optimizer = planner.mesh, planner.optimizer
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
-    closest = _tried(planner.cheapest(), optimizer)
+    closest = tried(planner.cheapest(), optimizer)
     if closest[1].peak <= budget:
         return closest
     best: tuple[Program, Memory] | None = None
@@ -70,7 +70,7 @@ def _searched(planner: Planner, budget: float, program: Program, memory: Memory)
             if number:
                 return
             assignment, held = planner.least()
-        program, memory = found = _tried(assignment, planner.optimizer)
+        program, memory = found = tried(assignment, planner.optimizer)
         yield found
         before, limit = limit, budget - (memory.peak - held)
         if limit < before + CLOSE * budget and memory.peak <= budget:
@@ -81,7 +81,8 @@ def _seconds(program: Program) -> float:
     return program.assignment.solution.cost
 
 
-def _tried(assignment: Assignment, optimizer: str) -> tuple[Program, Memory]:
+def tried(assignment: Assignment, optimizer: str) -> tuple[Program, Memory]:
+    """The program of an assignment, and its memory."""
     program = lowered(assignment)
     with noting():  # memory is that of the example's lengths: what they decide binds no program
         return program, simulate(program, optimizer)

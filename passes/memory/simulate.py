@@ -245,6 +245,9 @@ class _Simulation:
                 self.storage[name] = storage(made.storage)
                 self.heap.hold(self.storage[name])
                 self.forms[name] = made.form
+            elif name != "_":  # a number
+                self.storage[name], self.forms[name] = self.heap.new(0), self._form(name)
+                self.heap.hold(self.storage[name])
         if self.graph.training:
             self.tape.append(_Ran(s, operands, s.outputs, outcome, keeps))
 

@@ -271,14 +271,14 @@ def rank_0_plans() -> None:
     """The other ranks do not search: they follow rank 0's plan."""
     from autoshard import compiler
 
-    search = compiler.propagate
+    search = compiler.fitting
     searched = []
 
     def counted(*args: Any) -> Any:
         searched.append(args)
         return search(*args)
 
-    with mock.patch.object(compiler, "propagate", counted):
+    with mock.patch.object(compiler, "fitting", counted):
         model, args, kwargs = case("llama")
         sharded = autoshard.compile(model, mesh(), args, kwargs)
         sharded.eval()(*args, **kwargs)
@@ -299,8 +299,8 @@ def errors_are_raised_everywhere() -> None:
         return fail
 
     for name, rank, error in (
-        ("propagate", 0, PlanError("no plan at all")),
-        ("propagate", 0, IndexError("out of range")),
+        ("fitting", 0, PlanError("no plan at all")),
+        ("fitting", 0, IndexError("out of range")),
         ("capture", 1, CaptureError("cannot be captured")),
         ("assignment_of", 1, PlanError("another model")),
     ):

@@ -27,13 +27,13 @@ class Block(runtime.Block):
         "up.weight": "float64[128/256, 64]",
         "up.bias": "float64[128/256]",
         "down.weight": "float64[64, 128/256]",
-        "down.bias": "float64[32/64]",
+        "down.bias": "float64[64]",
     }
 
     def forward(self, x):
-        down_bias = runtime.pad(self.down.bias, 0, "tp")  # S(0)@tp → P@tp
+        down_bias = runtime.partial(self.down.bias, "tp", of="I")  # I@tp → P@tp
 
-        # runs again in the backward, keeps 187.5 KiB less, for 0.17 µs
+        # runs again in the backward, keeps 179.5 KiB less, for 0.17 µs
         def block_again(
             x,
             norm_1_weight,
@@ -121,12 +121,11 @@ class RankModule(runtime.RankModule):
     """Gpt"""
 
     MESH = MESH
-    GATHERS = True
     AGAIN = True
     BLOCKS = {f"blocks.{i}": Block for i in range(2)}
     TENSORS = {
-        "token_embedding.weight": "float64[64/128, 64]",
-        "position_embedding.weight": "float64[16/32, 64]",
+        "token_embedding.weight": "float64[128, 64]",
+        "position_embedding.weight": "float64[32, 64]",
         "norm.weight": "float64[32/64]",
         "norm.bias": "float64[32/64]",
     }
@@ -136,12 +135,9 @@ class RankModule(runtime.RankModule):
         positions = runtime.slice(
             torch.arange(16, device=runtime.device()), 0, "tp", of="R"
         )
-        # S(0)@tp → R@tp    backward: reduce-scatter
-        token_embedding_weight, position_embedding_weight = runtime.gather_parameters(
-            (self.token_embedding.weight, self.position_embedding.weight),
-            (0, 0),
-            "tp",
-            to="R",
+        # I@tp → R@tp    backward: all-reduce
+        token_embedding_weight, position_embedding_weight = runtime.enter_parameters(
+            (self.token_embedding.weight, self.position_embedding.weight), "tp"
         )
         tokens = runtime.slice(tokens, 1, "tp", of="R")  # R@tp → S(1)@tp
         # [2, 8/16, 64] S(1)@tp  gpt.py:109
@@ -161,8 +157,10 @@ class RankModule(runtime.RankModule):
         )
         # S(2)@tp → R@tp    backward: reduce-scatter
         norm = runtime.all_gather(norm, 2, "tp", to="R")
+        # R@tp → S(0)@tp
+        token_embedding_weight = runtime.slice(token_embedding_weight, 0, "tp", of="R")
         # [2, 16, 64/128] S(2)@tp  gpt.py:112
-        head = F.linear(norm, self.token_embedding.weight)
+        head = F.linear(norm, token_embedding_weight)
         # S(2)@tp → S(0)@tp    backward: all-to-all
         head = runtime.all_to_all(head, 2, 0, "tp")
         head_view = head.reshape(16, 128)  # [16/32, 128] S(0)@tp  gpt.py:112

@@ -89,8 +89,8 @@ class RankModule(runtime.RankModule):
     MESH = MESH
     BLOCKS = {f"blocks.{i}": Block for i in range(2)}
     TENSORS = {
-        "token_embedding.weight": "float64[64/128, 64]",
-        "position_embedding.weight": "float64[32, 32/64]",
+        "token_embedding.weight": "float64[128, 64]",
+        "position_embedding.weight": "float64[32, 64]",
         "norm.weight": "float64[32/64]",
         "norm.bias": "float64[32/64]",
     }
@@ -100,18 +100,20 @@ class RankModule(runtime.RankModule):
         positions = runtime.slice(
             torch.arange(16, device=runtime.device()), 0, "tp", of="R"
         )
-        # S(0)@tp → S(1)@tp    backward: all-to-all
-        token_embedding_weight = runtime.all_to_all(
-            self.token_embedding.weight, 0, 1, "tp"
+        # I@tp → R@tp    backward: all-reduce
+        token_embedding_weight, position_embedding_weight = runtime.enter_parameters(
+            (self.token_embedding.weight, self.position_embedding.weight), "tp"
         )
-        # [2, 16, 32/64] S(2)@tp  gpt.py:109
+        tokens = runtime.slice(tokens, 1, "tp", of="R")  # R@tp → S(1)@tp
+        # [2, 8/16, 64] S(1)@tp  gpt.py:109
         token_embedding = F.embedding(tokens, token_embedding_weight)
-        positions = runtime.all_gather(positions, 0, "tp", to="R")  # S(0)@tp → R@tp
-        # [16, 32/64] S(1)@tp  gpt.py:109
-        position_embedding = F.embedding(positions, self.position_embedding.weight)
-        add = token_embedding + position_embedding  # [2, 16, 32/64] S(2)@tp  gpt.py:109
-        # [2, 16, 32/64] S(2)@tp  gpt.py:109
-        x = runtime.dropout(add, 0.1, (2, 16, 64), {2: "tp"})
+        # [8/16, 64] S(0)@tp  gpt.py:109
+        position_embedding = F.embedding(positions, position_embedding_weight)
+        add = token_embedding + position_embedding  # [2, 8/16, 64] S(1)@tp  gpt.py:109
+        # [2, 8/16, 64] S(1)@tp  gpt.py:109
+        x = runtime.dropout(add, 0.1, (2, 16, 64), {1: "tp"})
+        # S(1)@tp → S(2)@tp    backward: all-to-all
+        x = runtime.all_to_all(x, 1, 2, "tp")
         for block in self.blocks:
             x = block(x)
         # [2, 16, 32/64] S(2)@tp  gpt.py:112
@@ -120,8 +122,10 @@ class RankModule(runtime.RankModule):
         )
         # S(2)@tp → R@tp    backward: reduce-scatter
         norm = runtime.all_gather(norm, 2, "tp", to="R")
+        # R@tp → S(0)@tp
+        token_embedding_weight = runtime.slice(token_embedding_weight, 0, "tp", of="R")
         # [2, 16, 64/128] S(2)@tp  gpt.py:112
-        head = F.linear(norm, self.token_embedding.weight)
+        head = F.linear(norm, token_embedding_weight)
         # S(2)@tp → S(0)@tp    backward: all-to-all
         head = runtime.all_to_all(head, 2, 0, "tp")
         head_view = head.reshape(16, 128)  # [16/32, 128] S(0)@tp  gpt.py:112

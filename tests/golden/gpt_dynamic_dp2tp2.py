@@ -104,8 +104,8 @@ class RankModule(runtime.RankModule):
     MESH = MESH
     BLOCKS = {f"blocks.{i}": Block for i in range(2)}
     TENSORS = {
-        "token_embedding.weight": "float32[32/128, 64]",
-        "position_embedding.weight": "float32[32, 16/64]",
+        "token_embedding.weight": "float32[128, 64]",
+        "position_embedding.weight": "float32[32, 64]",
         "norm.weight": "float32[16/64]",
         "norm.bias": "float32[16/64]",
     }
@@ -117,20 +117,22 @@ class RankModule(runtime.RankModule):
         positions = runtime.slice(
             torch.arange(seq, device=runtime.device()), 0, ("dp", "tp"), of="R"
         )
-        # S(0)@dp S(0)@tp → S(1)@dp S(1)@tp    backward: all-to-all
-        token_embedding_weight = runtime.all_to_all(
-            self.token_embedding.weight, 0, 1, ("dp", "tp")
+        # I@dp I@tp → R@dp R@tp    backward: all-reduce
+        token_embedding_weight, position_embedding_weight = runtime.enter_parameters(
+            (self.token_embedding.weight, self.position_embedding.weight), ("dp", "tp")
         )
-        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:109
+        # R@dp R@tp → S(1)@dp S(1)@tp
+        tokens = runtime.slice(tokens, 1, ("dp", "tp"), of="R")
+        # [batch, seq/4, 64] S(1)@dp S(1)@tp  gpt.py:109
         token_embedding = F.embedding(tokens, token_embedding_weight)
-        # S(0)@dp S(0)@tp → R@dp R@tp
-        positions = runtime.all_gather(positions, 0, ("dp", "tp"), to="R", size=seq)
-        # [seq, 16/64] S(1)@dp S(1)@tp  gpt.py:109
-        position_embedding = F.embedding(positions, self.position_embedding.weight)
-        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:109
+        # [seq/4, 64] S(0)@dp S(0)@tp  gpt.py:109
+        position_embedding = F.embedding(positions, position_embedding_weight)
+        # [batch, seq/4, 64] S(1)@dp S(1)@tp  gpt.py:109
         add = token_embedding + position_embedding
-        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:109
-        x = runtime.dropout(add, 0.1, (batch, seq, 64), {2: ("dp", "tp")})
+        # [batch, seq/4, 64] S(1)@dp S(1)@tp  gpt.py:109
+        x = runtime.dropout(add, 0.1, (batch, seq, 64), {1: ("dp", "tp")})
+        # S(1)@dp S(1)@tp → S(2)@dp S(2)@tp    backward: all-to-all
+        x = runtime.all_to_all(x, 1, 2, ("dp", "tp"), size=seq)
         for block in self.blocks:
             x = block(x, batch, seq)
         # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:112
@@ -143,20 +145,22 @@ class RankModule(runtime.RankModule):
         norm = runtime.all_to_all(norm, 2, 0, "dp")
         # S(0)@dp → R@dp    backward: reduce-scatter
         norm = runtime.all_gather(norm, 0, "dp", to="R", size=batch)
-        # S(1)@tp → R@tp    backward: reduce-scatter
-        norm = runtime.all_gather(norm, 1, "tp", to="R", size=seq)
-        # [batch, seq, 32/128] S(2)@dp S(2)@tp  gpt.py:112
-        head = F.linear(norm, self.token_embedding.weight)
+        # R@dp → S(0)@dp
+        token_embedding_weight = runtime.slice(token_embedding_weight, 0, "dp", of="R")
+        # [batch, seq/2, 64/128] S(2)@dp S(1)@tp  gpt.py:112
+        head = F.linear(norm, token_embedding_weight)
+        # S(1)@tp → S(2)@tp    backward: all-to-all
+        head_moved = runtime.all_to_all(head, 1, 2, "tp", size=seq)
         # [batch * seq, 32/128] S(1)@dp S(1)@tp  gpt.py:112
-        head_view = head.reshape(batch * seq, 32)
+        head_moved = head_moved.reshape(batch * seq, 32)
         labels = labels.reshape(batch * seq)  # [batch * seq]  gpt.py:112
         # S(1)@dp S(1)@tp → S(0)@dp S(0)@tp    backward: all-to-all
-        head_view = runtime.all_to_all(head_view, 1, 0, ("dp", "tp"))
+        head_moved = runtime.all_to_all(head_moved, 1, 0, ("dp", "tp"))
         # R@dp R@tp → S(0)@dp S(0)@tp
         labels = runtime.slice(labels, 0, ("dp", "tp"), of="R")
         # [] P@dp P@tp  gpt.py:112
         loss = runtime.cross_entropy(
-            head_view, labels, classes=128, batch_axes=("dp", "tp")
+            head_moved, labels, classes=128, batch_axes=("dp", "tp")
         )
         loss = runtime.all_reduce(loss, ("dp", "tp"), to="I")  # P@dp P@tp → I@dp I@tp
         return (head, loss)

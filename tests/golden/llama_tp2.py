@@ -107,15 +107,17 @@ class RankModule(runtime.RankModule):
     MESH = MESH
     BLOCKS = {f"blocks.{i}": Block for i in range(2)}
     TENSORS = {
-        "embedding.weight": "float64[128, 32/64]",
+        "embedding.weight": "float64[128, 64]",
         "norm.weight": "float64[32/64]",
         "head.weight": "float64[64/128, 64]",
         "rope.inverse_frequencies": "float64[8]",
     }
 
     def forward(self, tokens, labels):
-        # [2, 16, 32/64] S(2)@tp  llama.py:154
-        x = F.embedding(tokens, self.embedding.weight)
+        # I@tp → R@tp    backward: all-reduce
+        (embedding_weight,) = runtime.enter_parameters((self.embedding.weight,), "tp")
+        tokens = runtime.slice(tokens, 0, "tp", of="R")  # R@tp → S(0)@tp
+        x = F.embedding(tokens, embedding_weight)  # [1/2, 16, 64] S(0)@tp  llama.py:154
         # [8/16] S(0)@tp  llama.py:155
         arange = runtime.slice(
             torch.arange(16, device=runtime.device()), 0, "tp", of="R"
@@ -126,8 +128,6 @@ class RankModule(runtime.RankModule):
         angles = torch.cat([angles, angles], dim=-1)  # [8/16, 16] S(0)@tp  llama.py:127
         cos = torch.cos(angles)  # [8/16, 16] S(0)@tp  llama.py:128
         sin = torch.sin(angles)  # [8/16, 16] S(0)@tp  llama.py:128
-        # S(2)@tp → S(0)@tp    backward: all-to-all
-        x = runtime.all_to_all(x, 2, 0, "tp")
         for block in self.blocks:
             x = block(x, cos, sin)
         power = x**2  # [1/2, 16, 64] S(0)@tp  llama.py:59
