@@ -17,7 +17,10 @@ from autoshard.passes.microbatch import micro_batched
 MESHES = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "fsdp3": {"fsdp": 3}}
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"llama_in_2", "gpt_in_4"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
 @pytest.mark.parametrize("mesh", ["dp2tp2"])
 def test_case(mesh: str, name: str) -> None:
     CASES[name](ideal(MESHES[mesh]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.runtime.communicator import Communicator
 from autoshard.runtime.gradients import Gradients
+from autoshard.runtime.in_process import World
 
 MESH = {"dp": 2, "tp": 2}
 
@@ -17,7 +17,7 @@ def test_parts_over_different_axes() -> None:
     by_rank = torch.randn(4, 3, generator=random, dtype=torch.float64)
     found = []
     for rank in range(4):
-        gradients = Gradients(Communicator(MESH, rank))
+        gradients = Gradients(World(MESH).ranks[rank])
         gradients.parts = [(1, by_dp[rank // 2], ("dp",)), (1, by_rank[rank], ("dp", "tp"))]
         out = gradients.finish([whole, whole, None])
         assert gradients.summands == {1: ("dp", "tp")}
@@ -29,7 +29,7 @@ def test_parts_over_different_axes() -> None:
 
 
 def test_one_kind_of_parts_stays_as_it_is() -> None:
-    gradients = Gradients(Communicator(MESH, 3))
+    gradients = Gradients(World(MESH).ranks[3])
     part = torch.ones(2)
     gradients.parts = [(0, part, ("dp",))]
     assert gradients.finish([None])[0] is part

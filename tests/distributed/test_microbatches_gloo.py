@@ -10,7 +10,7 @@ import pytest
 import world
 from microbatch_cases import CASES
 
-SLOW = {"llama_in_2", "gpt_in_4", "moe_in_4", "weighted_in_4"}
+SLOW = {"llama_in_2", "gpt_in_4", "moe_in_4", "weighted_in_4", "draws_go_on", "refused"}
 
 
 @pytest.fixture(scope="session")
