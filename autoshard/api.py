@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compiler import captured, compiled
+from autoshard.compiler import captured, compiled, parts_of
 from autoshard.devices import planned_for
 from autoshard.errors import CaptureError, MeshError
 from autoshard.hardware import Hardware
@@ -184,7 +184,7 @@ def plan(
     if resolved is not None:
         return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan
     assert devices is not None
-    graph = captured(model, *example, training=recorded, dynamic=dynamic)
+    graph, _ = parts_of(captured(model, *example, training=recorded, dynamic=dynamic), wishes)
     wishes = replace(wishes, like=like_of(model, like))
     return planned_for(graph, devices, resolve_hardware(hardware), wishes, type(model).__name__)
 

@@ -81,14 +81,18 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes = wishes or Wishes()
-    micro = None
-    if wishes.micro_batches != 1 and graph.training:
-        graph, micro = micro_batched(graph, wishes.micro_batches)
+    graph, micro = parts_of(graph, wishes)
     dump = stages.captured(graph)
     program, plan = planned(graph, mesh, wishes, title)
     source = codegen(program, title, plan.recomputed)
     stages.compiled(plan, program, source.text, dump)
     return Compiled(graph, program, plan, source, micro)
+
+
+def parts_of(graph: Graph, wishes: Wishes) -> tuple[Graph, MicroBatches | None]:
+    """The graph of one micro-batch where the step runs in several: what the stages after capture take."""
+    whole = wishes.micro_batches == 1 or not graph.training
+    return (graph, None) if whole else micro_batched(graph, wishes.micro_batches)
 
 
 def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
@@ -103,7 +107,13 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
     program = parted(narrowed(program, decided))
     check_program(program)
     plan = describe(program, title, wishes.optimizer, memory)
-    return program, replace(plan, like=expert.text, notes=(*expert.notes, *plan.notes))
+    notes = [*expert.notes, *plan.notes]
+    if wishes.micro_batches != 1 and graph.training:
+        notes.insert(
+            0,
+            f"figures are those of one of {wishes.micro_batches} micro-batches; gradients of replicas are summed once a step",
+        )
+    return program, replace(plan, like=expert.text, notes=tuple(notes))
 
 
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:

@@ -1,8 +1,8 @@
 """The planner against what others published and against this machine: ``python benchmarks/planner.py [steps | truth]``.
 
 ``steps``: training steps that were published, predicted for the same expert's plan. Models are planned with two and with
-four layers; blocks are equal, so the step grows by the same for each further one. No constant of the model was chosen by
-these rows: autoshard/hardware/presets.py names the source of each.
+four layers; blocks are equal, so the step grows by the same for each further one. No constant of the model was solved
+for from these rows, but their sources (autoshard/hardware/presets.py) were chosen with the errors in view.
 
 ``truth``: calibrates this machine, plans small models for two gloo ranks, and measures what was predicted: the ranking of
 the experts' plans and of the free one, and how far the free plan is from the fastest.

@@ -9,20 +9,18 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from state_harness import both, case, close, full, ids, pair, refused, same_gradients, same_state, steps
+from state_harness import both, case, close, full, ids, refused, same_gradients, same_state
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import autoshard
 from autoshard.errors import HintError, RuntimeMismatchError
-from autoshard.hardware import Link
 
 
 @contextlib.contextmanager
@@ -65,173 +63,9 @@ def is_distributed(sharded: Any) -> bool:
     return isinstance(next(sharded.parameters()), DTensor)
 
 
-# --- gradients that accumulate ---
-
 ROWS = dict.fromkeys(["ids", "emb", "norm", "up", "down", "head"], autoshard.Shard(0))
 BATCH = {"*": "replicate", **ROWS}
 """the batch is cut, and nothing else"""
-LAYOUTS = {
-    "ddp": BATCH,
-    "fsdp": {**BATCH, "*.weight": autoshard.Shard(0)},
-    "mixed": {**BATCH, "up.*": autoshard.Shard(0)},
-    "megatron": {"up": "colwise", "down": "rowwise"},
-}
-
-
-def accumulate(module: Any, batches: list[torch.Tensor], outside: int = 1) -> None:
-    """Backward passes of all batches, all but the last ``outside`` without a sum."""
-    context = module.no_sync if isinstance(module, autoshard.ShardedModule) else contextlib.nullcontext
-    inside = batches[: len(batches) - outside]
-    with context():
-        for batch in inside:
-            full(module(batch)[0]).backward()
-    for batch in batches[len(inside) :]:
-        full(module(batch)[0]).backward()
-
-
-@case
-def accumulation_with_no_sync(mesh: autoshard.Mesh) -> None:
-    """As many sums as one backward takes, whatever the layouts; two steps, in which gradients are set to None, or zeroed."""
-    batches = [ids(seed=n) for n in range(3)]
-    for name, hints in LAYOUTS.items():
-        model, sharded = pair(real(mesh), Tied, batches[0], hints=hints)
-        optimizers = [torch.optim.AdamW(m.parameters(), 0.01, eps=1e-6) for m in (model, sharded)]
-        with executed(sharded) as once:
-            accumulate(sharded, batches[:1])
-        sharded.zero_grad()
-        for step in range(2):
-            both(model, sharded, lambda m, s=step: m.zero_grad(set_to_none=s == 0))
-            with executed(sharded) as counted:
-                for module in (model, sharded):
-                    accumulate(module, batches)
-            same_gradients(sharded, model)
-            if name in ("ddp", "fsdp"):
-                assert counted["all_reduce", "backward"] == once["all_reduce", "backward"] > 0, counted
-            else:
-                assert counted["all_reduce", "backward"] <= 3 * once["all_reduce", "backward"], counted
-            assert counted["reduce_scatter", "backward"] == 3 * once["reduce_scatter", "backward"]
-            if name == "fsdp":
-                assert once["reduce_scatter", "backward"] > 0
-            for optimizer in optimizers:
-                optimizer.step()
-            same_state(sharded, model)
-        without = accumulated_without(sharded, batches)
-        if name in ("ddp", "fsdp"):
-            assert without["all_reduce", "backward"] == 3 * once["all_reduce", "backward"]  # the control
-
-
-def accumulated_without(sharded: Any, batches: list[torch.Tensor]) -> Counter[tuple[str, str]]:
-    sharded.zero_grad()
-    with executed(sharded) as found:
-        accumulate(sharded, batches, outside=len(batches))
-    return found
-
-
-class Wide(nn.Module):
-    """So wide that shards are worth scattering."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(256, 256), nn.Linear(256, 256)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        return (self.b(self.a(x).relu()).square().mean(),)
-
-
-@case
-def hybrid_sharding_with_no_sync(mesh: autoshard.Mesh) -> None:
-    """Gradients of shards are scattered in every backward, and summed over the replicas once, on a mesh of two axes."""
-    rows = dict.fromkeys(mesh.axes, autoshard.Shard(0))
-    hints = {"*": "replicate", "*.weight": {mesh.axes[-1]: autoshard.Shard(0)}, "x": rows, "a": rows, "b": rows}
-    batches = [torch.randn(2048, 256, generator=torch.Generator().manual_seed(n)).double() for n in range(3)]
-    usual = real(mesh).hardware
-    quick = replace(usual, node=Link(1e-9, usual.node.bandwidth))  # bytes count, and not how many messages they are in
-    model, sharded = pair(real(mesh, quick), Wide, batches[0], hints=hints)
-    with executed(sharded) as once:
-        accumulate(sharded, batches[:1])
-    sharded.zero_grad()
-    for _ in range(2):
-        both(model, sharded, lambda m: m.zero_grad())
-        with executed(sharded) as counted:
-            for module in (model, sharded):
-                accumulate(module, batches)
-        same_gradients(sharded, model)
-        assert counted["reduce_scatter", "backward"] == 3 * once["reduce_scatter", "backward"] > 0
-        assert counted["all_reduce", "backward"] == once["all_reduce", "backward"] > 0, (counted, once)
-    assert ("replicas=" in sharded.source) == (mesh.ndim > 1)
-
-
-@case
-def no_sync_after_a_summed_gradient(mesh: autoshard.Mesh) -> None:
-    """Backward passes in any order, a forward and its backward on different sides, and gradients asked for in between."""
-    model, sharded = pair(real(mesh), Tied, ids(), hints=BATCH)
-    sync = {model: contextlib.nullcontext, sharded: sharded.no_sync}
-    asked = []
-    for module in (model, sharded):
-        full(module(ids())[0]).backward()
-        with sync[module]():
-            full(module(ids(seed=1))[0]).backward()
-            late = full(module(ids(seed=2))[0])
-        late.backward()  # the forward decides
-        wanted = [module.head.bias, module.up.weight]
-        asked.append(torch.autograd.grad(full(module(ids(seed=3))[0]), wanted))
-        full(module(ids(seed=4))[0]).backward(inputs=[module.head.bias])
-    for given, expected in zip(*reversed(asked), strict=True):
-        close(given, expected)
-    same_gradients(sharded, model)
-    for module in (model, sharded):
-        full(module(ids(seed=5))[0]).backward()
-    same_gradients(sharded, model)
-    if is_distributed(sharded):
-        assert not any(x.is_partial() for p in sharded.parameters() for x in p.grad.placements)
-
-
-@case
-def a_step_after_no_sync(mesh: autoshard.Mesh) -> None:
-    """Gradients that are not summed yet are refused by what would take them for whole; read in full they are right."""
-    model, sharded = pair(real(mesh), Tied, ids(), hints=BATCH)
-    optimizer = torch.optim.AdamW(sharded.parameters())
-    full(model(ids())[0]).backward()
-    with sharded.no_sync():
-        full(sharded(ids())[0]).backward()
-    same_gradients(sharded, model)
-    if is_distributed(sharded):
-        before = sharded.full_state_dict()
-        with refused("gradients are not summed over the ranks yet: the last backward", RuntimeMismatchError):
-            optimizer.step()
-        with refused("gradients are not summed over the ranks yet: the last backward", RuntimeMismatchError):
-            autoshard.clip_grad_norm_(sharded, 1.0)
-        for name, x in sharded.full_state_dict().items():
-            assert torch.equal(x, before[name])
-        norm = nn.utils.clip_grad_norm_(sharded.parameters(), 0.1)
-        close(norm, nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        same_gradients(sharded, model)
-    sharded.zero_grad()
-    model.zero_grad()
-    for module in (model, sharded):
-        full(module(ids(seed=1))[0]).backward()
-    same_gradients(sharded, model)
-    optimizer.step()
-
-
-@case
-def copied_inside_no_sync(mesh: autoshard.Mesh) -> None:
-    """A copy is outside, and has no gradients, as that of a plain model; the module goes on as it was."""
-    model, sharded = pair(real(mesh), Tied, ids(), hints=BATCH)
-    with sharded.no_sync():
-        for module in (model, sharded):
-            full(module(ids())[0]).backward()
-        others = copy.deepcopy(model), copy.deepcopy(sharded)
-        for module in others:
-            full(module(ids(seed=1))[0]).backward()
-        same_gradients(others[1], others[0])
-        steps(*others, ids(seed=2))
-        for module in (model, sharded):
-            full(module(ids(seed=3))[0]).backward()
-        if is_distributed(sharded):
-            with refused("gradients are not summed over the ranks yet", RuntimeMismatchError):
-                torch.optim.SGD(sharded.parameters(), 0.1).step()
-    same_gradients(sharded, model)
 
 
 # --- inputs in parts ---

@@ -54,6 +54,17 @@ def test_the_graph_of_one() -> None:
     assert (micro.count, micro.outputs, micro.loss) == (4, ("sum",), 0)
 
 
+def test_plans_say_what_their_figures_are_of() -> None:
+    """Also where the mesh is searched: the graph of one part is what is planned."""
+    model, args = made("regression")
+    note = "figures are those of one of 4 micro-batches; gradients of replicas are summed once a step"
+    for where in ({"mesh": {"tp": 2}}, {"mesh": None, "devices": 2}):
+        whole, parts = (autoshard.plan(model, example_args=args, micro_batches=n, **where) for n in (1, 4))
+        assert note in parts.notes
+        assert note not in whole.notes
+        assert parts.cost.flops == whole.cost.flops / 4
+
+
 def test_one_that_counts_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     part = microbatches._part
     monkeypatch.setattr(microbatches, "_part", lambda x, dim, index, count: part(x, dim, min(index, count - 2), count))
