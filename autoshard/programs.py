@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoshard.layout import Layout
 from autoshard.passes.codegen import Source
 from autoshard.passes.ir.graph import Graph, Symbols
 from autoshard.passes.ir.program import Program
@@ -31,3 +32,13 @@ class Compiled:
     def symbols(self) -> Symbols:
         """The lengths it was not fixed to, and what must hold of them."""
         return self.program.graph.symbols
+
+    @property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """Original name of a parameter → its layout on the mesh that programs run on."""
+        layouts: dict[str, Layout] = {}
+        for part in self.parts or (self,):
+            layouts |= part.plan.layouts
+        names = [i.fqn for i in self.graph.inputs if i.kind == "parameter"]
+        whole = Layout((self.parts or (self,))[0].plan.mesh)
+        return {name: layouts.get(name, whole) for name in names}
