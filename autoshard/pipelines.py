@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from autoshard.errors import AutoshardError, MeshError, PlanError
 from autoshard.layout import Layout
@@ -99,11 +100,11 @@ def planned_stages(
         asked = replace(
             wishes,
             stages=None,
-            hints=_that_fit(wishes.hints, lambda one, s=stage: resolve(one, s.graph, own)),
+            hints=_that_fit(wishes.hints, partial(_hinted, stage, own)),
             like=_styles(wishes.like, stage, own),
-            plan=given[stage.number] if given else None,
+            plan=cast(Plan, given[stage.number]) if given else None,
             parameters=parameters,
-            inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs),
+            inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
         )
         found.append(plan(stage.graph, own, asked, title))
         layouts = found[-1][1].layouts
@@ -113,6 +114,10 @@ def planned_stages(
     messages = tuple(float(s.message_bytes) for s in stages.each[:-1])
     record = Staged(axis, wishes.schedule, wishes.micro_batches, stages.boundaries, tuple(plans), messages)
     return found, together(stages, plans, mesh, record)
+
+
+def _hinted(stage: Stage, mesh: Mesh, hints: Mapping[str, Any]) -> object:
+    return resolve(hints, stage.graph, mesh)
 
 
 def _styles(like: Any, stage: Stage, mesh: Mesh) -> Any:
