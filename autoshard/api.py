@@ -27,9 +27,9 @@ from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.propagate.experts import like_of
 from autoshard.passes.propagate.recompute import Recompute
-from autoshard.pipelines import check_stages
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
+from autoshard.plans.stages import check_stages
 from autoshard.plans.wishes import Wishes
 from autoshard.stages import set_up_logs
 

@@ -28,9 +28,9 @@ from autoshard.module.turns import Turns
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
-from autoshard.plans.staged import rest
+from autoshard.plans.compiled import Compiled
+from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
-from autoshard.programs import Compiled
 from autoshard.runtime.autocast import without_autocast
 
 log = logging.getLogger("autoshard")
@@ -178,7 +178,7 @@ class Compiling(Fixed):
             why = found.refuses(structure, leaves)
             if not why:
                 return found
-            logging.getLogger("autoshard.programs").info("a program does not serve this call: %s", why)
+            logging.getLogger("autoshard.plans.compiled").info("a program does not serve this call: %s", why)
         return None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is ours to trace the model

@@ -37,9 +37,9 @@ from autoshard.module.turns import Turns
 from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
+from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
-from autoshard.programs import Compiled
 from autoshard.runtime.module import RankModule
 
 FIRST_CALLS = 8
@@ -77,7 +77,9 @@ class DistributedModule(ShardedModule):
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())
         set_(self, "_compared", None)
-        set_(self, "_on_gloo", all(dist.get_backend(device_mesh.get_group(i)) == "gloo" for i in range(mesh.ndim)))
+        set_(
+            self, "_on_gloo", all(dist.get_backend(device_mesh.get_group(i)) == "gloo" for i in range(device_mesh.ndim))
+        )
         self._comm.device = self._device
 
     def _shared(self) -> list[Any]:

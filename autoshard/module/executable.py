@@ -20,7 +20,7 @@ from autoshard.module.state import State
 from autoshard.passes.codegen import root_class
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.symbols import bind, evaluate, mismatch
-from autoshard.programs import Compiled
+from autoshard.plans.compiled import Compiled
 from autoshard.runtime import generators
 from autoshard.runtime.exactly import is_of_other_values
 from autoshard.runtime.profiling import name_lines

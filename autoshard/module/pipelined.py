@@ -25,7 +25,7 @@ from autoshard.module.microbatches import delivered, part_of
 from autoshard.module.pipeline import Pipeline, packed, unpacked
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.pipeline import Stages
-from autoshard.plans.staged import rest
+from autoshard.plans.stages_together import rest
 from autoshard.runtime import generators
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]

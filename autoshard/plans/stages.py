@@ -17,11 +17,11 @@ from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.pipeline import Stage, Stages, boundaries, cut, following
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import resolve
+from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Staged
-from autoshard.plans.staged import rest, together
+from autoshard.plans.stages_together import rest, together
 from autoshard.plans.wishes import Wishes
-from autoshard.programs import Compiled
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 """schedule → stages per rank"""
