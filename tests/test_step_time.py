@@ -164,10 +164,8 @@ def test_the_causal_half_is_neither_counted_nor_computed() -> None:
     assert half["heads",].forward < 0.55 * whole["heads",].forward
     last = (
         0.75 * whole["queries",].forward
-    )  # of two ranks the one with the last rows computes three quarters of its tiles
-    assert half["queries",].forward == pytest.approx(last, rel=0.5)
-    assert last < half["queries",].forward < half["keys",].forward
-    assert half["folded ring",].forward < 0.75 * half["ring",].forward
+    )  # of two ranks the one with the last rows computes three quarters of the pairs
+    assert last < half["queries",].forward < last + 9 * H100.kernel_latency
     assert half["keys",].forward == pytest.approx(whole["keys",].forward, rel=1e-2)  # the mask is a tensor there
     flops = [sum(costs.node_flops(n, g, rule_for(n.op)) for n in g.nodes) for g in (causal, full)]
     assert flops[0] == pytest.approx(flops[1] * 4097 / 8192)

@@ -21,7 +21,8 @@ def trains(name: str) -> None:
     mesh = autoshard.Mesh({"cp": ranks}, hardware="ideal_network")
     sharded = assert_trains_alike(name, on=mesh, like="ring")
     labels = {label for c in sharded.plan.choices.values() if "scaled_dot" in c.op for label in c.labels}
-    assert labels and labels <= {"ring", "folded ring"}, labels
+    assert labels
+    assert labels <= {"ring", "folded ring"}, labels
     planned, executed, log = Counter[Any](), Counter[Any](), list[runtime.Executed]()
     for c in sharded.plan.collectives:
         planned[c.kind, c.axes, c.phase] += c.bytes
