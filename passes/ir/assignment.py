@@ -49,6 +49,9 @@ class Strategy:
     least: int = 0
     """what every rank must hold of the factor at least: 1 where the op's kernel takes no empty part"""
 
+    travels: bool = False
+    """whether operands travel between ranks inside the operation: the dims that it cuts are not one dim"""
+
     def allows(self, ranks: Sequence[int]) -> bool:
         """Whether axes of these sizes, outer to inner, may all be on the factor."""
         if self.size is None:
