@@ -57,8 +57,8 @@ def _form(module: Any) -> str | None:
 
 
 def _as_op(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    first = module.gate_up_proj if module.has_gate else module.up_proj
-    y: torch.Tensor = experts_op(
-        x.to(first.dtype), ids, weights, first, module.down_proj, _form(module), module.has_gate, module.is_transposed
-    )
+    first, second = module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
+    weights = weights.to(torch.promote_types(weights.dtype, first.dtype))  # as the product with them is computed
+    form = _form(module), module.has_gate, module.is_transposed
+    y: torch.Tensor = experts_op(x.to(first.dtype), ids, weights, first, second, *form)
     return y.to(x.dtype)
