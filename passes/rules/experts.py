@@ -93,6 +93,6 @@ RULES: tuple[Rule, ...] = (
         _flops,
         "rows _, rows k, rows k, experts h _, experts columns h -> rows columns",
         _collectives,
-        facts=Facts("weights first second", _intermediates, rounding="product"),
+        facts=Facts("x ids weights first second", _intermediates, rounding="product"),
     ),
 )
