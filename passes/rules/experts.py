@@ -94,5 +94,6 @@ RULES: tuple[Rule, ...] = (
         "rows _, rows k, rows k, experts h _, experts columns h -> rows columns",
         _collectives,
         facts=Facts("x ids weights first second", _intermediates, rounding="product"),
+        named="experts",
     ),
 )
