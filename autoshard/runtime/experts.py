@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from autoshard.runtime.communicator import Axes, Communicator, current
 from autoshard.runtime.grouped import grouped_mm
+from autoshard.runtime.halo import halo
 from autoshard.runtime.move import Move, Splits
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -90,11 +91,14 @@ def experts(
     count: int | None = None,
     expert_axes: Axes = (),
     exchange_axes: Axes = (),
+    hidden: int = 0,
+    hidden_axes: Axes = (),
 ) -> torch.Tensor:
     """As :func:`experts_op`, with this rank's rows and its ``expert_axes`` part of ``count`` experts.
 
     Rows travel over ``exchange_axes``, some of ``expert_axes``: results are whole there. Over the others each rank
-    gives the summand of its own experts. Raises where a rank of a group does not come.
+    gives the summand of its own experts. ``hidden_axes`` cut the ``hidden`` features between the products: results are
+    summands. There ``first`` is cut as one dim, of which most ranks have gates only or none; they exchange their parts.
     """
     top = ids.shape[1]
     held = _held(count or first.shape[0], expert_axes, exchange_axes)
@@ -103,16 +107,12 @@ def experts(
     rows = _exchanged(rows, held, routes)
     if routes.order is not None:
         rows = rows.index_select(0, routes.order)
-    if not transposed:
-        first, second = first.mT, second.mT
     ends = routes.ends[: first.shape[0]]
-    mid = grouped_mm(rows, first, ends, True)
-    act = ACTIVATIONS[activation]
-    if gated:
-        gate, up = mid.chunk(2, -1)
-        mid = act(gate) * up
-    else:
-        mid = act(mid)
+    parts = _parts(first, 2 if transposed else 1, hidden, hidden_axes) if gated and hidden_axes else [first]
+    made = [grouped_mm(rows, part if transposed else part.mT, ends, True) for part in parts]
+    mid = ACTIVATIONS[activation](made[0]) if not gated else _gated(made, ACTIVATIONS[activation])
+    if not transposed:
+        second = second.mT
     out = grouped_mm(mid, second, ends, True)
     if routes.order is not None:
         out = torch.empty_like(out).index_copy(0, routes.order, out)
@@ -120,6 +120,16 @@ def experts(
     out = out * weights.reshape(-1).index_select(0, slots).unsqueeze(1)
     placed = out.new_zeros(ids.numel(), out.shape[1]).index_copy(0, slots, out)
     return placed.view(x.shape[0], top, -1).sum(1).to(x.dtype)
+
+
+def _parts(first: torch.Tensor, dim: int, hidden: int, axes: Axes) -> list[torch.Tensor]:
+    """This rank's part of the gates and of what they gate, of a dim that holds one after the other."""
+    return [halo(first, dim, 2 * hidden, hidden, axes, padding=-start) for start in (0, hidden)]
+
+
+def _gated(made: list[torch.Tensor], activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    gate, up = made[0].chunk(2, -1) if len(made) == 1 else made
+    return activation(gate) * up
 
 
 class _Held(NamedTuple):

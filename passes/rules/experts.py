@@ -13,24 +13,35 @@ from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import Facts, Rule, Site, Types
 from autoshard.passes.rules.factors import Dims, Factors, Space
 from autoshard.runtime.experts import experts_op
+from autoshard.runtime.window import Window, halo_of
 
 EXCHANGE = "exchange"
 """the label of the strategy in which an axis cuts rows and experts, and rows travel"""
 
 
 def _strategies(node: Node, graph: Graph) -> Space:
-    """Rows are independent, and linear in the routing weights and in the last matrices; experts are summands."""
+    """Rows are independent, and linear in the routing weights and in the last matrices.
+
+    Experts are summands, and so are the features between their products.
+    """
     (rows, _), _, _, first, _ = graph.shapes(node.inputs)
-    by_column: Dims = ("experts", None, "columns") if node.argument("transposed") else ("experts", "columns", None)
-    columns = graph.shape(node.outputs[0])[1]
     row: Dims = ("rows", None)
+    of_first: Dims = ("experts", "hidden", None)
+    of_second: Dims = ("experts", "columns", "hidden")
+    if node.argument("transposed"):
+        of_first, of_second = (of_first[0], *of_first[:0:-1]), (of_second[0], *of_second[:0:-1])
     factors = Factors(
-        (row, row, row, ("experts", None, None), by_column),
+        (row, row, row, of_first, of_second),
         (("rows", "columns"),),
-        {"rows": rows, "experts": first[0], "columns": columns},
+        {"rows": rows, "experts": first[0], "hidden": _hidden(node, graph), "columns": graph.shape(node.outputs[0])[1]},
         linear=((2,), (4,)),
     )
     return (*factors.strategies(node, graph), _exchange(rows))
+
+
+def _hidden(node: Node, graph: Graph) -> int:
+    """Features between the products."""
+    return graph.shapes(node.inputs)[4][1 if node.argument("transposed") else 2]
 
 
 def _exchange(rows: int) -> Strategy:
@@ -46,6 +57,8 @@ def _local(site: Site) -> Call:
         form |= {"count": site.in_type(3).shape[0], "expert_axes": spell(axes)}
     if axes := site.axes(EXCHANGE):
         form["exchange_axes"] = spell(axes)
+    if node.argument("gated") and (axes := site.axes("hidden")):
+        form |= {"hidden": _hidden(site.node, site.graph), "hidden_axes": spell(axes)}
     return Call("experts", (x, ids, weights, first, second), form)
 
 
@@ -54,7 +67,7 @@ def _collectives(site: Site) -> tuple[Internal, ...]:
     axes = site.axes(EXCHANGE)
     ranks = site.mesh.size_of(axes)
     if ranks == 1:
-        return ()
+        return _of_parts(site)
     local = [layout.max_local_shape(site.in_type(i).shape) for i, layout in enumerate(site.inputs)]
     elsewhere = tuple(a for a in site.inputs[3].axes_of(0) if a not in axes)
     rows = math.prod(local[1]) / site.mesh.size_of(elsewhere) * site.in_type(0).dtype.itemsize
@@ -65,7 +78,25 @@ def _collectives(site: Site) -> tuple[Internal, ...]:
         found.append(("backward", back, "gradients of results of experts"))
     if site.in_type(0).grad:
         found.append(("backward", there, "gradients of rows"))
-    return tuple(Internal("all_to_all", axes, size, phase, what) for phase, size, what in found)
+    return (*_of_parts(site), *(Internal("all_to_all", axes, size, phase, what) for phase, size, what in found))
+
+
+def _of_parts(site: Site) -> tuple[Internal, ...]:
+    """Gates, and what they gate, from a cut of both as one dim: ranks exchange what they hold of the other."""
+    axes, first = site.axes("hidden"), site.in_type(3)
+    if site.mesh.size_of(axes) == 1 or not site.node.argument("gated"):
+        return ()
+    hidden, dim = int(_hidden(site.node, site.graph)), 2 if site.node.argument("transposed") else 1
+    local = site.inputs[3].max_local_shape(first.shape)
+    row = math.prod(n for d, n in enumerate(local) if d != dim) * first.dtype.itemsize
+    ranks = tuple(site.mesh.size_of(a) for a in axes)
+    found = []
+    for start, what in ((0, "gates"), (hidden, "what is gated")):
+        halo = halo_of(Window(padding=-start), 2 * hidden, hidden, ranks)
+        found.append(Internal("halo", axes, row * halo.forward, "forward", what))
+        if first.grad:
+            found.append(Internal("halo", axes, row * halo.backward, "backward", f"gradient of {what}"))
+    return tuple(found)
 
 
 def _flops(node: Node, graph: Graph) -> float:
@@ -91,7 +122,7 @@ RULES: tuple[Rule, ...] = (
         _strategies,
         _local,
         _flops,
-        "rows _, rows k, rows k, experts h _, experts columns h -> rows columns",
+        "rows _, rows k, rows k, experts hidden _, experts columns hidden -> rows columns",
         _collectives,
         facts=Facts("x ids weights first second", _intermediates, rounding="product"),
         named="experts",
