@@ -51,6 +51,9 @@ class Strategy:
     apart: frozenset[str] = frozenset()
     """labels of strategies that no other axis may have beside it"""
 
+    travels: bool = False
+    """whether operands travel between ranks inside the operation: the dims that it cuts are not one dim"""
+
     def allows(self, ranks: Sequence[int]) -> bool:
         """Whether axes of these sizes, outer to inner, may all be on the factor."""
         if self.size is None:

@@ -142,7 +142,9 @@ class Families:
 
 
 def cut_dims(node: Node, strategy: Strategy) -> list[tuple[str, int]]:
-    """(value, dim) of every operand and result of ``node`` that a strategy cuts."""
+    """(value, dim) of every operand and result of ``node`` that a strategy cuts; none where operands travel."""
+    if strategy.travels:
+        return []
     names, placed = (*node.inputs, *node.outputs), (*strategy.inputs, *strategy.outputs)
     return [(n, p.dim) for n, p in zip(names, placed, strict=True) if isinstance(p, Shard)]
 
