@@ -134,6 +134,21 @@ class Network:
             for slot, name in enumerate(node.outputs):
                 side = self._definition(node, slot, self.variables[f"node:{node.name}"].tags)
                 self._connect(f"node:{node.name}", side, name, readers[name], needed)
+        self._in_order()
+
+    def _in_order(self) -> None:
+        """Every variable next to the operations that it is joined to: the search goes through them one after another."""
+        place = {f"node:{node.name}": float(i) for i, node in enumerate(self.graph.nodes)}
+        for link in self.links:
+            if link.source in place:
+                place.setdefault(link.reader, place[link.source] + 0.5)
+        before: dict[str, float] = {}
+        for link in reversed(self.links):
+            if link.source not in place:
+                first = place.get(link.reader, before.get(link.reader, 0.0))
+                before[link.source] = min(before.get(link.source, math.inf), first - 0.25)
+        place |= before
+        self.variables = dict(sorted(self.variables.items(), key=lambda item: place.get(item[0], 0.0)))
 
     # --- operations ---
 
