@@ -1,1 +1,7 @@
-"""Pipeline stages: the graph cut along an axis of the mesh, and the schedule by which ranks run the parts."""
+"""Pipeline stages: a graph cut along an axis of the mesh into graphs that run one after another."""
+
+from autoshard.passes.pipeline.boundaries import boundaries
+from autoshard.passes.pipeline.cut import cut
+from autoshard.passes.pipeline.stage import Stage, Stages
+
+__all__ = ["Stage", "Stages", "boundaries", "cut"]
