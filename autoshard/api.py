@@ -26,6 +26,7 @@ from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.propagate.experts import like_of
 from autoshard.passes.propagate.recompute import Recompute
+from autoshard.pipelines import check_stages
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
 from autoshard.plans.wishes import Wishes
@@ -53,6 +54,8 @@ def compile(  # noqa: A001  the public name
     strict: bool = False,
     dynamic: Dynamic = False,
     micro_batches: int = 1,
+    stages: str | None = None,
+    schedule: str = "1f1b",
     inputs: Inputs = "global",
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
@@ -90,6 +93,10 @@ def compile(  # noqa: A001  the public name
             that activations of one of them are kept at a time. Loss, gradients and dropout are exactly those of the
             whole batch. The model returns one loss; its ``backward()`` hands the gradients over, and other outputs come
             detached. An operation that needs the whole batch, such as batch norm in training, is refused.
+        stages: the mesh axis along which the graph is cut into pipeline stages; the rest of the mesh shards each of them.
+            A call with a backward runs forward and backward of all micro-batches, as above; under torch.distributed a
+            process holds the parameters of its stages alone, and ``torch.distributed.pipelining`` runs the schedule.
+        schedule: of stages: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``.
         inputs: ``"global"``: every process brings the whole batch; ``"local"``: each brings its own part of it, all of
             one size, as from a DistributedSampler, and the results are those of the parts put together (in one process
             the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
@@ -110,7 +117,10 @@ def compile(  # noqa: A001  the public name
         plan=plan,
         like=like,
         micro_batches=micro_batches,
+        stages=stages,
+        schedule=schedule,
     )
+    check_stages(resolved, wishes)
     settings = Settings(wishes, training, gather_outputs, dynamic, inputs)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
@@ -148,6 +158,8 @@ def plan(
     training: bool | None = None,
     dynamic: Dynamic = False,
     micro_batches: int = 1,
+    stages: str | None = None,
+    schedule: str = "1f1b",
     inputs: Inputs = "global",
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
@@ -172,8 +184,11 @@ def plan(
         recompute=recompute,
         like=like,
         micro_batches=micro_batches,
+        stages=stages,
+        schedule=schedule,
     )
     if resolved is not None:
+        check_stages(resolved, wishes)
         layouts = local_layouts(model, resolved, *example, inputs, hints)
         example = wholes(*example, layouts)
         wishes = replace(wishes, inputs=() if dynamic or micro_batches != 1 else layouts)

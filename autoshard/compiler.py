@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,8 +12,8 @@ from autoshard import stages
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.lengths import Dynamic
-from autoshard.passes.codegen import Source, codegen
-from autoshard.passes.ir.graph import Graph, Symbols
+from autoshard.passes.codegen import codegen
+from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
@@ -26,29 +26,14 @@ from autoshard.passes.propagate.experts import Expert, asked_by, like_of
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
+from autoshard.pipelines import in_stages
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
+from autoshard.programs import Compiled
 from autoshard.progress import stage
 from autoshard.runtime.autocast import without_autocast
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """All stages of one compilation; each prints itself."""
-
-    graph: Graph
-    program: Program
-    plan: Plan
-    source: Source
-    micro_batches: MicroBatches | None = None
-    """where the step runs in several: the other stages are those of one of them"""
-
-    @property
-    def symbols(self) -> Symbols:
-        """The lengths it was not fixed to, and what must hold of them."""
-        return self.program.graph.symbols
 
 
 def compiled(
@@ -83,15 +68,18 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
     wishes = wishes or Wishes()
     graph, micro = parts_of(graph, wishes)
     dump = stages.captured(graph)
-    program, plan = planned(graph, mesh, wishes, title)
-    source = codegen(program, title, plan.recomputed)
-    stages.compiled(plan, program, source.text, dump)
-    return Compiled(graph, program, plan, source, micro)
+    if wishes.stages is not None:
+        found = in_stages(graph, mesh, wishes, title, micro, planned)
+    else:
+        program, plan = planned(graph, mesh, wishes, title)
+        found = Compiled(graph, program, plan, codegen(program, title, plan.recomputed), micro)
+    stages.compiled(found.plan, found.program, found.source.text, dump)
+    return found
 
 
 def parts_of(graph: Graph, wishes: Wishes) -> tuple[Graph, MicroBatches | None]:
     """The graph of one micro-batch where the step runs in several: what the stages after capture take."""
-    whole = wishes.micro_batches == 1 or not graph.training
+    whole = (wishes.micro_batches == 1 and wishes.stages is None) or not graph.training
     return (graph, None) if whole else micro_batched(graph, wishes.micro_batches)
 
 

@@ -19,6 +19,8 @@ FLOORS = (
     ("api",),
     ("module", "devices"),
     ("compiler",),
+    ("pipelines",),
+    ("programs",),
     ("stages", "wishes"),
     ("plans", "viz", "initialise"),
     ("passes.codegen", "passes.memory"),

@@ -20,6 +20,7 @@ from autoshard.module.entrance import check_data
 from autoshard.module.executable import Executable, first_that_serves
 from autoshard.module.microbatches import MicroBatchRun
 from autoshard.module.saving import save
+from autoshard.module.stages import one_after_another
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Collective
 from autoshard.runtime.autocast import without_autocast
@@ -158,10 +159,11 @@ class ShardedModule(Compiling):
     ) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Outputs, and what is written back."""
         names, micro = executable.compiled.source.inputs, executable.compiled.micro_batches
+        run = partial(self._run if not executable.parts else self._through, executable)
         if micro is None:
-            return self._run(executable, [inputs[name] for name in names])
+            return run([inputs[name] for name in names])
         inputs = self._whole((), inputs)[1]
-        steps = MicroBatchRun(partial(self._run, executable), self._enter, self._defer, self._of.standing_in)
+        steps = MicroBatchRun(run, self._enter, self._defer, self._of.standing_in)
         return steps(micro, inputs, names)
 
     def _enter(self, index: int, count: int) -> None:
@@ -170,6 +172,10 @@ class ShardedModule(Compiling):
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         raise NotImplementedError
+
+    def _through(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """As :meth:`_run`, one stage after the other."""
+        return one_after_another(executable, inputs, self._run)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write ``rank_module.py``, ``plan.json``, ``inputs.json``, ``lines.json`` and ``rank<r>.safetensors``.

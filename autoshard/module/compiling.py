@@ -18,7 +18,7 @@ from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.entrance import beside
-from autoshard.module.executable import Call, Executable, described, load_source
+from autoshard.module.executable import Call, Executable, described
 from autoshard.module.inputs import Inputs, local_layouts
 from autoshard.module.original import Original, absent_buffers
 from autoshard.module.parts import Fixed, attributes
@@ -28,6 +28,7 @@ from autoshard.module.turns import Turns
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
+from autoshard.plans.staged import rest
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.autocast import without_autocast
 
@@ -55,7 +56,11 @@ class Compiling(Fixed):
     _turns: Turns
     _executables: dict[Any, Executable]
     _latest: Executable | None
+    _running: Mesh
+    """what programs run on: ``mesh``, or without the axis of stages what is left of it"""
     _parameter_layouts: dict[str, Layout] | None
+    _homes: Mapping[str, tuple[int, ...]] | None
+    """the stages that hold each parameter and buffer"""
     _layout_of: dict[str, Layout]
     """by each name of a parameter"""
 
@@ -65,6 +70,7 @@ class Compiling(Fixed):
         self.__dict__.update(attributes(model))
         set_ = object.__setattr__
         set_(self, "mesh", mesh)
+        set_(self, "_running", mesh if settings.wishes.stages is None else rest(mesh, settings.wishes.stages))
         set_(self, "_settings", settings)
         set_(self, "_of", Original(model))
         set_(self, "_title", type(model).__name__)
@@ -72,6 +78,7 @@ class Compiling(Fixed):
         set_(self, "_executables", {})
         set_(self, "_latest", None)
         set_(self, "_parameter_layouts", None)
+        set_(self, "_homes", None)
         set_(self, "__class__", class_of(type(self), type(model), Compiling))
         self._show()
 
@@ -96,7 +103,7 @@ class Compiling(Fixed):
 
     def _shared(self) -> list[Any]:
         """What a copy has in common with this module."""
-        return [self.mesh, self._settings, self._latest, self._layout_of if self._of.adopted else None]
+        return [self.mesh, self._running, self._settings, self._latest, self._layout_of if self._of.adopted else None]
 
     # --- calls and their programs ---
 
@@ -190,18 +197,18 @@ class Compiling(Fixed):
         apart = structure is None and (not call.state.recorded or settings.wishes.micro_batches == 1)
         inputs = self._input_layouts(call.args, call.kwargs) if apart else ()
         wishes = replace(settings.wishes, inputs=inputs)
-        wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts)
+        wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts, homes=self._homes)
         args, kwargs = self._whole(call.args, call.kwargs)
         with self._of.as_it_is(self._check) as model:
             found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
         if first:
-            parameters = {i.fqn: found.plan.layouts[i.fqn] for i in found.graph.inputs if i.kind == "parameter"}
+            parameters = found.parameter_layouts
             with without_autocast():
-                self._adopt(self._of.model, found.graph, parameters)
+                self._adopt(self._of.model, found, parameters)
             object.__setattr__(self, "_parameter_layouts", parameters)
+            object.__setattr__(self, "_homes", None if found.pipeline is None else found.pipeline.homes)
         self._adopt_attributes(found.graph)
-        rank_module = load_source(found.source.text, found.source.modules)
-        return Executable(found, rank_module, described(found.graph, args, kwargs), structure)
+        return Executable.of(found, described(found.graph, args, kwargs), structure)
 
     def _compiled(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
@@ -218,7 +225,7 @@ class Compiling(Fixed):
     def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
         """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""
         s = self._settings
-        return local_layouts(self._of.model, self.mesh, args, kwargs, s.inputs, s.wishes.hints)
+        return local_layouts(self._of.model, self._running, args, kwargs, s.inputs, s.wishes.hints)
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as plain tensors, for captures."""
@@ -229,8 +236,9 @@ class Compiling(Fixed):
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
 
-    def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
+    def _adopt(self, model: nn.Module, compiled: Compiled, layouts: Mapping[str, Layout]) -> None:
         """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
+        graph = compiled.graph
         taken: dict[int, torch.Tensor] = {}
         layouts = dict(layouts)
         names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}

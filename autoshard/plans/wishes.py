@@ -30,3 +30,9 @@ class Wishes:
     """parts of the batch that a step with a backward runs one after another"""
     inputs: tuple[Layout | None, ...] = ()
     """per leaf of the arguments the layout it comes in; None, or nothing: whole"""
+    stages: str | None = None
+    """the mesh axis along which the graph is cut into stages, instead of the tensors"""
+    schedule: str = "1f1b"
+    """the order in which stages run micro-batches: gpipe, 1f1b, interleaved or zero_bubble"""
+    homes: Mapping[str, tuple[int, ...]] | None = None
+    """the stages that an earlier compilation put the parameters and buffers into"""

@@ -1,7 +1,7 @@
 """Pipeline stages: a graph cut along an axis of the mesh into graphs that run one after another."""
 
-from autoshard.passes.pipeline.boundaries import boundaries
+from autoshard.passes.pipeline.boundaries import boundaries, following
 from autoshard.passes.pipeline.cut import cut
 from autoshard.passes.pipeline.stage import Stage, Stages
 
-__all__ = ["Stage", "Stages", "boundaries", "cut"]
+__all__ = ["Stage", "Stages", "boundaries", "cut", "following"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from autoshard.errors import PlanError
@@ -75,3 +77,27 @@ def _sent(graph: Graph, mesh: Mesh) -> np.ndarray:
             crossing[max(readers) + 1] -= size
     link = mesh.link(mesh.axes[:1])
     return np.array([link.seconds(b, "permute") for b in np.cumsum(crossing)])
+
+
+def following(graph: Graph, homes: Mapping[str, tuple[int, ...]], count: int) -> tuple[int, ...]:
+    """The boundaries that leave every parameter in the stages that ``homes`` says: of another graph of the same model.
+
+    Raises :class:`PlanError` where its operations read them in another order.
+    """
+    fqns = {i.name: i.fqn for i in graph.inputs if i.kind in ("parameter", "buffer")}
+    free, found, stage = floating(graph), list[int](), 0
+    for place, node in enumerate(graph.nodes):
+        known = [homes[fqns[n]] for n in node.inputs if n in fqns and fqns[n] in homes]
+        least = min((h[0] for h in known if len(h) == 1), default=stage)
+        if node.name in free or least == stage:
+            continue
+        if least < stage:
+            raise PlanError(
+                f"stages: {node.op} in {node.fqn or '(root)'} at {node.source} reads a parameter of stage {least} after "
+                f"one of stage {stage}, other than in the call that the stages were made for"
+            )
+        found += [place] * (least - stage)
+        stage = least
+    if len(found) != count - 1:
+        raise PlanError(f"stages: this call reads parameters of {len(found) + 1} of the {count} stages")
+    return tuple(found)
