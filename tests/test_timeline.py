@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules as torchs
 from autoshard.errors import PlanError
 from autoshard.passes.pipeline.timeline import Action, Orders, StageSeconds, held, in_flight, orders, refusal, timeline
 
-SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (3, 4), (4, 4), (4, 8), (4, 10), (8, 16)]
+SIZES = [(1, 1), (4, 1), (4, 2), (1, 3), (2, 2), (2, 5), (3, 4), (4, 4), (4, 8), (4, 10), (8, 16)]
 
 
 def torch_orders(schedule: str, ranks: int, batches: int, chunks: int) -> list[list[str]]:
@@ -56,10 +56,19 @@ def as_text(found: Orders) -> list[list[str]]:
 def test_the_order_of_work_is_torchs(schedule: str) -> None:
     tried = 0
     for (ranks, batches), chunks in itertools.product(SIZES, (1, 2, 3)):
-        if not refusal(schedule, ranks, batches, chunks):
+        listed = schedule != "1f1b" or batches >= ranks  # torch runs no others
+        if listed and not refusal(schedule, ranks, batches, chunks):
             assert as_text(orders(schedule, ranks, batches, chunks)) == torch_orders(schedule, ranks, batches, chunks)
             tried += 1
-    assert tried >= len(SIZES)
+    assert tried >= len(SIZES) - 2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_every_order_comes_to_an_end(schedule: str) -> None:
+    for ranks, batches, chunks in itertools.product(range(1, 6), range(1, 12), (1, 2, 3)):
+        if not refusal(schedule, ranks, batches, chunks):
+            found = timeline(orders(schedule, ranks, batches, chunks), [StageSeconds(1, 2, 1)] * (ranks * chunks))
+            assert found.work_s == pytest.approx(3 * batches * chunks)
 
 
 def test_in_the_order_of_another_schedule_the_work_differs() -> None:
@@ -147,7 +156,6 @@ def test_a_pipeline_without_backward_only_fills() -> None:
     ("asked", "said"),
     [
         (("2f2b", 2, 4, 1), "is not known"),
-        (("1f1b", 4, 3, 1), "at least as many micro-batches as stages"),
         (("1f1b", 2, 4, 2), "one stage per rank"),
         (("interleaved", 4, 9, 2), "in 2 rounds of at least 4"),
     ],

@@ -150,6 +150,8 @@ class Staged:
     """per stage; its figures are those of one micro-batch"""
     messages: tuple[float, ...] = ()
     """per boundary the bytes that one micro-batch sends forward, whole"""
+    sent: tuple[tuple[float, float], ...] = ()
+    """per boundary the bytes that one rank sends of one micro-batch: forward, and the gradients that come back"""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -160,7 +162,7 @@ class Staged:
         """What :meth:`to_dict` gave; ``plan`` reads the JSON of one stage's plan."""
         plans = tuple(plan(json.dumps(p)) for p in data["plans"])
         lists = {k: tuple(data[k]) for k in ("boundaries", "messages")}
-        return cls(**{**data, **lists, "plans": plans})
+        return cls(**{**data, **lists, "plans": plans, "sent": tuple(map(tuple, data.get("sent", ())))})
 
 
 @dataclass(frozen=True)

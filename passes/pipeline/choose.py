@@ -167,8 +167,8 @@ class Cutting:
         """float64 [pieces + 1, pieces + 1]: the sum over the pieces from row to column."""
         values = [getattr(p, what) for p in self.pieces]
         values = [p.kept if math.isnan(x) else x for x, p in zip(values, self.pieces, strict=True)]
-        before = np.concatenate([[0.0], np.cumsum(values)])
-        return before[None, :] - before[:, None]
+        before: Array = np.concatenate([[0.0], np.cumsum(values)])
+        return np.subtract(before[None, :], before[:, None])
 
     def _largest(self) -> Array:
         """float64 [pieces + 1, pieces + 1]: the most that one of the pieces needs while it runs."""

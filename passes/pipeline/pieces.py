@@ -6,6 +6,7 @@ spread evenly over it: what the plan of a stage adds, such as collectives, is al
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,7 +88,7 @@ class Pieces:
         """The pieces between cuts before the operations at ``places``."""
         sent, back = self.crossing
         ends = (0, *places, len(self.graph.nodes))
-        return [self._piece(first, end, sent, back) for first, end in zip(ends, ends[1:], strict=False)]
+        return [self._piece(first, end, sent, back) for first, end in itertools.pairwise(ends)]
 
     def _piece(self, first: int, end: int, sent: np.ndarray, back: np.ndarray) -> Piece:
         own = self.graph.nodes[first:end]

@@ -119,8 +119,6 @@ def refusal(schedule: str, ranks: int, batches: int, chunks: int = 1, training: 
         return ""
     if chunks > 1 and schedule in ("gpipe", "1f1b"):
         return f"schedule {schedule!r} has one stage per rank, not {chunks}: use 'interleaved' or 'zero_bubble'"
-    if schedule == "1f1b" and batches < ranks:
-        return f"schedule '1f1b' needs at least as many micro-batches as stages: {batches} for {ranks}; use 'gpipe'"
     rounds = max(1, batches // ranks)
     if schedule in ("interleaved", "zero_bubble") and batches % rounds:
         return (
