@@ -119,7 +119,10 @@ def planned_stages(
     plans = [p for _, p in found]
     messages = tuple(float(s.message_bytes) for s in stages.each[:-1])
     sent = tuple(_sent(stage, one) for stage, one in zip(stages.each[:-1], plans, strict=False))
-    record = Staged(axis, wishes.schedule, wishes.micro_batches, stages.boundaries, tuple(plans), messages, sent)
+    flying = tuple(_in_flight(mesh, wishes, stage) for stage in stages.each)
+    record = Staged(
+        axis, wishes.schedule, wishes.micro_batches, stages.boundaries, tuple(plans), messages, sent, flying
+    )
     return found, together(stages, plans, mesh, record)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from autoshard.passes.pipeline import Pieces, boundaries
 from autoshard.plans.pipeline import pipeline
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Staged
+from autoshard.plans.report import show_seconds
 from autoshard.plans.wishes import Wishes
+from autoshard.viz.html import html
+from autoshard.viz.trace import trace_json
 
 LAYERS, STAGES, BATCHES = 6, 3, 6
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -116,3 +120,40 @@ def test_more_stages_than_operations_are_refused(graph: Graph) -> None:
     pieces = Pieces(graph, Mesh({"tp": 2}), Mesh({"pp": 2, "tp": 2}).link("pp"))
     with pytest.raises(PlanError, match="operations to cut between"):
         boundaries(pieces, "1f1b", 1000, 8)
+
+
+def test_the_table_has_a_row_per_stage(plan: Plan) -> None:
+    staged = staged_in(plan)
+    lines = str(plan).splitlines()
+    at = next(
+        i for i, line in enumerate(lines) if line.startswith(f"Stages along pp: {staged.schedule}, 6 micro-batches")
+    )
+    rows = [line.split() for line in lines[at + 2 :]][: 2 * len(staged.plans)]
+    numbered = [row for row in rows if row and row[0].isdigit()]
+    assert [row[:2] for row in numbered] == [[str(i), str(i % STAGES)] for i in range(len(staged.plans))]
+    assert f"+ waiting {show_seconds(plan.cost.bubble_s)}" in " ".join(lines[1:3])
+
+
+def test_the_trace_has_a_process_per_rank(plan: Plan) -> None:
+    events = json.loads(trace_json(plan))["traceEvents"]
+    work = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
+    step, staged = pipeline(plan), staged_in(plan)
+    assert {e["pid"] for e in work} == set(range(STAGES))
+    kinds = 3 if staged.schedule == "zero_bubble" else 2
+    assert len(work) == kinds * BATCHES * len(staged.plans)
+    assert max(e["ts"] + e["dur"] for e in work) == pytest.approx(step.step_s * 1e6)
+    sends = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
+    assert len(sends) == len(step.messages) == 2 * BATCHES * (len(staged.plans) - 1)
+    assert {e["args"]["bytes"] for e in sends} == {size for pair in staged.sent for size in pair}
+    assert min(e["args"]["bytes"] for e in sends) == 128 * 128 * 4  # the values between two layers
+    memory = [e["args"]["bytes"] for e in events if e["ph"] == "C"]
+    assert memory[0] == pytest.approx(memory[-1])
+    assert max(memory) <= plan.memory.peak * (1 + 1e-9)
+
+
+def test_the_page_holds_the_schedule(plan: Plan) -> None:
+    page = html(plan)
+    data = json.loads(page.split('<script type="application/json" id="data">')[1].split("</script>")[0])["plans"][0]
+    assert [[tuple(row[:3]) for row in rank] for rank in data["pipeline"]["ranks"]] == [
+        [tuple(span.action) for span in spans] for spans in pipeline(plan).ranks
+    ]

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory
+from autoshard.passes.ir.paths import block_path
 from autoshard.passes.pipeline.timeline import StageSeconds, Timeline, orders, timeline
 from autoshard.plans.record import Collective, Cost, Record, Staged
-from autoshard.plans.report import utilisation
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,39 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
     )
 
 
-def with_utilisation(plan: Record) -> Cost:
-    """The cost of ``plan`` with MFU and HFU."""
-    mfu, hfu = utilisation(plan)
-    return replace(plan.cost, mfu=mfu, hfu=hfu)
+@dataclass(frozen=True)
+class StageRow:
+    """A stage as reports show it: seconds of one micro-batch, bytes of a rank."""
+
+    number: int
+    rank: int
+    """along the axis of stages"""
+    modules: tuple[str, ...]
+    """paths of the modules whose operations it has"""
+    times: StageTimes
+    flying: int
+    sent: float
+    """bytes of one micro-batch that go to the next stage"""
+    memory: Memory
+
+
+def stage_rows(plan: Record) -> tuple[StageRow, ...]:
+    """The stages of a plan, in order; none where it has none."""
+    staged = plan.staged
+    if staged is None:
+        return ()
+    ranks, found = plan.mesh.size_of(staged.axis), list[StageRow]()
+    for i, (times, one) in enumerate(zip(staged_times(staged, plan.mesh), staged.plans, strict=True)):
+        modules = dict.fromkeys(_path(c.fqn) for c in one.choices.values())
+        flying = staged.flying[i] if staged.flying else 0
+        sent = staged.sent[i][0] if i < len(staged.sent) else 0.0
+        found.append(StageRow(i, i % ranks, tuple(modules), times, flying, sent, one.memory))
+    return tuple(found)
+
+
+def _path(fqn: str) -> str:
+    """The numbered module that ``fqn`` lies in, such as a layer; else its first part."""
+    return block_path(fqn) or fqn.partition(".")[0] or "(root)"
 
 
 def _of_ranks(staged: Staged, ranks: int) -> Iterator[range]:

@@ -153,6 +153,9 @@ class Staged:
     sent: tuple[tuple[float, float], ...] = ()
     """per boundary the bytes that one rank sends of one micro-batch: forward, and the gradients that come back"""
 
+    flying: tuple[int, ...] = ()
+    """per stage the micro-batches that it keeps something for at once"""
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {**vars(self), "plans": [json.loads(plan.to_json()) for plan in self.plans]}
@@ -161,7 +164,7 @@ class Staged:
     def from_dict(cls, data: Mapping[str, Any], plan: Callable[[str], Record]) -> Staged:
         """What :meth:`to_dict` gave; ``plan`` reads the JSON of one stage's plan."""
         plans = tuple(plan(json.dumps(p)) for p in data["plans"])
-        lists = {k: tuple(data[k]) for k in ("boundaries", "messages")}
+        lists = {k: tuple(data.get(k, ())) for k in ("boundaries", "messages", "flying")}
         return cls(**{**data, **lists, "plans": plans, "sent": tuple(map(tuple, data.get("sent", ())))})
 
 

@@ -9,9 +9,10 @@ from typing import TypeVar
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.pipeline import Stages
-from autoshard.plans.pipeline import pipeline_cost, pipeline_memory, with_utilisation
+from autoshard.plans.pipeline import pipeline_cost, pipeline_memory
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Choice, Staged
+from autoshard.plans.report import utilisation
 
 T = TypeVar("T")
 
@@ -49,7 +50,7 @@ def together(stages: Stages, plans: Sequence[Plan], mesh: Mesh, staged: Staged) 
         given=tuple(sorted({name for p in plans for name in p.given} & {i.fqn for i in stages.whole.inputs})),
         shapes=_joined(p.shapes for p in backwards),
         kinds={**_joined(p.kinds for p in plans), **{n: "value" for s in stages.each for n in s.received}},
-        notes=(_note(staged), *dict.fromkeys(note for p in plans for note in p.notes)),
+        notes=(_note(staged), *_notes(plans)),
         modules=_joined(p.modules for p in backwards),
         dtypes=_joined(p.dtypes for p in backwards),
         differentiable=tuple(dict.fromkeys(n for p in plans for n in p.differentiable)),
@@ -58,7 +59,18 @@ def together(stages: Stages, plans: Sequence[Plan], mesh: Mesh, staged: Staged) 
         shared_again=tuple(sorted({n for p in plans for n in p.shared_again})),
         staged=staged,
     )
-    return replace(plan, cost=with_utilisation(plan))
+    mfu, hfu = utilisation(plan)
+    return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu))
+
+
+def _notes(plans: Sequence[Plan]) -> Iterator[str]:
+    """What stages say, once where it begins alike; not that figures are of one micro-batch: those of all stages are not."""
+    begun: set[str] = set()
+    for note in dict.fromkeys(note for p in plans for note in p.notes):
+        begins = note.partition(",")[0]
+        if begins not in begun and not note.startswith("figures are those of one of"):
+            begun.add(begins)
+            yield note
 
 
 def _note(staged: Staged) -> str:
