@@ -22,13 +22,14 @@ from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
 from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
+from autoshard.module.pipelined import PipelinedModule
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.propagate.experts import like_of
 from autoshard.passes.propagate.recompute import Recompute
-from autoshard.pipelines import check_stages
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
+from autoshard.plans.stages import check_stages
 from autoshard.plans.wishes import Wishes
 from autoshard.stages import set_up_logs
 
@@ -138,7 +139,8 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
                 f"the mesh ({resolved}) has {resolved.size} ranks, but torch.distributed runs {ranks}. "
                 f"Start {resolved.size} processes (torchrun --nproc-per-node {resolved.size}) or use a mesh of {ranks}."
             )
-        return DistributedModule(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
+        kind = DistributedModule if settings.wishes.stages is None else PipelinedModule
+        return kind(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
     return InProcessModule(model, resolved, settings)
 
 

@@ -26,12 +26,12 @@ from autoshard.passes.propagate.experts import Expert, asked_by, like_of
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
-from autoshard.pipelines import in_stages
+from autoshard.plans.compiled import Compiled
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of
 from autoshard.plans.plan import Plan
+from autoshard.plans.stages import in_stages
 from autoshard.plans.wishes import Wishes
-from autoshard.programs import Compiled
 from autoshard.progress import stage
 from autoshard.runtime.autocast import without_autocast
 

@@ -19,8 +19,6 @@ FLOORS = (
     ("api",),
     ("module", "devices"),
     ("compiler",),
-    ("pipelines",),
-    ("programs",),
     ("stages", "wishes"),
     ("plans", "viz", "initialise"),
     ("passes.codegen", "passes.memory"),

@@ -145,7 +145,8 @@ def test_the_trace_has_a_process_per_rank(plan: Plan) -> None:
     sends = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
     assert len(sends) == len(step.messages) == 2 * BATCHES * (len(staged.plans) - 1)
     assert {e["args"]["bytes"] for e in sends} == {size for pair in staged.sent for size in pair}
-    assert min(e["args"]["bytes"] for e in sends) == 128 * 128 * 4  # the values between two layers
+    if staged.schedule != "interleaved":  # the values between two layers
+        assert {e["args"]["bytes"] for e in sends} == {128 * 128 * 4}
     memory = [e["args"]["bytes"] for e in events if e["ph"] == "C"]
     assert memory[0] == pytest.approx(memory[-1])
     assert max(memory) <= plan.memory.peak * (1 + 1e-9)

@@ -198,6 +198,14 @@ class ShardedModule(Compiling):
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load full tensors by original name. Raises :class:`PlanError` for missing, unknown or misshapen entries."""
         own = self.state_dict(keep_vars=True)
+        self._check_state(own, state)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                self._load(tensor, state[name])
+
+    @staticmethod
+    def _check_state(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+        """Raise :class:`PlanError` for entries that are missing, unknown or misshapen."""
         missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or unknown:
             raise PlanError(f"state dict does not fit: missing {missing[:5]}, unknown {unknown[:5]}")
@@ -206,13 +214,23 @@ class ShardedModule(Compiling):
                 raise PlanError(
                     f"state dict entry {name!r} has shape {list(state[name].shape)}, the model {list(tensor.shape)}"
                 )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                self._load(tensor, state[name])
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Original parameter name → full gradient (parameters without one are left out). Collective."""
         return {n: self._full(p.grad) for n, p in self.named_parameters() if p.grad is not None}
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether this process holds the parameters of some pipeline stages only."""
+        return False
+
+    def gradients_once(self) -> list[Any]:
+        """This process's gradients, those that others hold too on one of them only."""
+        return [p.grad for p in self.parameters() if p.grad is not None]
+
+    def whole_parameters(self) -> Iterator[torch.Tensor]:
+        """All parameters of the model; of those that other processes hold only shapes and dtypes are known."""
+        return map(self._of.tensor, self._of.parameters)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()

@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.compiler import Compiled, compiled
+from autoshard.compiler import compiled
 from autoshard.errors import CaptureError, PlanError, RuleError
 from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
@@ -28,7 +28,8 @@ from autoshard.module.turns import Turns
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
-from autoshard.plans.staged import rest
+from autoshard.plans.compiled import Compiled
+from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.autocast import without_autocast
 
@@ -177,7 +178,7 @@ class Compiling(Fixed):
             why = found.refuses(structure, leaves)
             if not why:
                 return found
-            logging.getLogger("autoshard.programs").info("a program does not serve this call: %s", why)
+            logging.getLogger("autoshard.plans.compiled").info("a program does not serve this call: %s", why)
         return None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is ours to trace the model
@@ -203,10 +204,10 @@ class Compiling(Fixed):
             found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
         if first:
             parameters = found.parameter_layouts
-            with without_autocast():
-                self._adopt(self._of.model, found, parameters)
-            object.__setattr__(self, "_parameter_layouts", parameters)
             object.__setattr__(self, "_homes", None if found.pipeline is None else found.pipeline.homes)
+            with without_autocast():
+                self._adopt(self._of.model, found.graph, parameters)
+            object.__setattr__(self, "_parameter_layouts", parameters)
         self._adopt_attributes(found.graph)
         return Executable.of(found, described(found.graph, args, kwargs), structure)
 
@@ -236,9 +237,8 @@ class Compiling(Fixed):
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
 
-    def _adopt(self, model: nn.Module, compiled: Compiled, layouts: Mapping[str, Layout]) -> None:
+    def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
-        graph = compiled.graph
         taken: dict[int, torch.Tensor] = {}
         layouts = dict(layouts)
         names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
@@ -246,6 +246,11 @@ class Compiling(Fixed):
         object.__setattr__(self, "_layout_of", layouts)
         initial = self._initial(model, layouts)
         for name, p in model.named_parameters(remove_duplicate=False):
+            if not self._holds(names.get(name, name)):
+                if id(p) not in taken:
+                    taken[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+                self._of.put_elsewhere(name, taken[id(p)], parameter=True)
+                continue
             if id(p) not in taken:
                 taken[id(p)] = self._parameter(p, layouts[name], initial.get(name))
             self._of.put(name, taken[id(p)], parameter=True)
@@ -256,10 +261,13 @@ class Compiling(Fixed):
         }
         initial |= recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
         for name, b in model.named_buffers(remove_duplicate=False):
+            if not self._holds(names.get(name, name)):
+                self._of.put_elsewhere(name, b.detach().to("meta"), parameter=False)
+                continue
             if id(b) not in taken:
                 taken[id(b)] = self._buffer(b, initial.get(name))
             self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
-        self._of.adopt([name for name in absent if name not in initial])
+        self._of.adopt([name for name in absent if name not in initial and self._holds(names.get(name, name))])
 
     def _adopt_attributes(self, graph: Graph) -> None:
         """Take over what the forward writes of plain attributes; programs that knew them as constants serve no call more."""
@@ -278,7 +286,15 @@ class Compiling(Fixed):
             if any(p.is_meta for p in model.parameters()):
                 log.warning("%s is on the meta device: its weights are zeros until they are loaded", self._title)
             return {}
-        return materialise(model, self._seed(), lambda name, full: self._kept(full, layouts.get(name)))
+
+        def kept(name: str, full: torch.Tensor) -> torch.Tensor:
+            return self._kept(full, layouts.get(name)) if self._holds(name) else full.new_empty(0)
+
+        return materialise(model, self._seed(), kept)
+
+    def _holds(self, name: str) -> bool:
+        """Whether this process has the parameter or buffer of this original name: not those of other stages."""
+        return True
 
     def _seed(self) -> int:
         """The seed of the default generator, the same on every rank."""

@@ -15,12 +15,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
-from autoshard.compiler import Compiled
 from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.module.state import State
 from autoshard.passes.codegen import root_class
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.symbols import bind, evaluate, mismatch
+from autoshard.plans.compiled import Compiled
 from autoshard.runtime import generators
 from autoshard.runtime.exactly import is_of_other_values
 from autoshard.runtime.profiling import name_lines

@@ -43,8 +43,8 @@ def trace_rows(plan: Record) -> list[dict[str, object]]:
             rows.append(_event(rank, 0, f"{NAMES[kind]} {batch}, stage {stage}", CATEGORIES[kind], start, end, args))
     for (kind, stage, batch), source, target, start, end in step.messages:
         size = staged.sent[stage if kind == "F" else stage - 1][kind != "F"]
-        args = {"stage": stage, "micro-batch": batch, "bytes": size}
-        rows.append(_event(source, 1, f"send to {target}", CATEGORIES[kind], start, end, args))
+        sent = {"stage": stage, "micro-batch": batch, "bytes": size}
+        rows.append(_event(source, 1, f"send to {target}", CATEGORIES[kind], start, end, sent))
     rank, points = memory_over_steps(plan, step)
     rows += [{"ph": "C", "pid": rank, "name": "memory", "ts": at * 1e6, "args": {"bytes": n}} for at, n in points]
     return rows

@@ -159,7 +159,7 @@ class Cutting:
         with np.errstate(divide="ignore", invalid="ignore"):
             share = np.where(over > 0, np.where(spared > 0, over / spared, np.inf), 0.0)
         again = np.where(share <= 1, share, 0.0) * self._sums("again")
-        found = np.where(share <= 1, work + again + send[None, :] + back[:, None], np.inf)
+        found: Array = np.where(share <= 1, work + again + send[None, :] + back[:, None], np.inf)
         found[np.tril_indices(len(found))] = np.inf
         return found
 
@@ -168,7 +168,8 @@ class Cutting:
         values = [getattr(p, what) for p in self.pieces]
         values = [p.kept if math.isnan(x) else x for x, p in zip(values, self.pieces, strict=True)]
         before: Array = np.concatenate([[0.0], np.cumsum(values)])
-        return np.subtract(before[None, :], before[:, None])
+        found: Array = before[None, :] - before[:, None]
+        return found
 
     def _largest(self) -> Array:
         """float64 [pieces + 1, pieces + 1]: the most that one of the pieces needs while it runs."""

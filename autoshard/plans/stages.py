@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from autoshard.errors import AutoshardError, MeshError, PlanError
 from autoshard.layout import Layout
@@ -19,11 +20,11 @@ from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, fo
 from autoshard.passes.pipeline.timeline import held, orders
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import resolve
+from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Staged
-from autoshard.plans.staged import rest, together
+from autoshard.plans.stages_together import rest, together
 from autoshard.plans.wishes import Wishes
-from autoshard.programs import Compiled
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 """schedule → stages per rank"""
@@ -104,13 +105,13 @@ def planned_stages(
         asked = replace(
             wishes,
             stages=None,
-            hints=_that_fit(wishes.hints, lambda one, s=stage: resolve(one, s.graph, own)),
+            hints=_that_fit(wishes.hints, partial(_hinted, stage, own)),
             like=_styles(wishes.like, stage, own),
-            plan=given[stage.number] if given else None,
+            plan=cast(Plan, given[stage.number]) if given else None,
             parameters=parameters,
             flying=_in_flight(mesh, wishes, stage),
             memory_budget=_budget(mesh, wishes),
-            inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs),
+            inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
         )
         found.append(plan(stage.graph, own, asked, title))
         layouts = found[-1][1].layouts
@@ -150,6 +151,10 @@ def _budget(mesh: Mesh, wishes: Wishes) -> float:
     """Bytes per rank that a stage may hold: what is asked for, spread over the stages of a rank."""
     whole = SHARE * mesh.hardware.memory_bytes if wishes.memory_budget is None else wishes.memory_budget
     return whole / CHUNKS[wishes.schedule]
+
+
+def _hinted(stage: Stage, mesh: Mesh, hints: Mapping[str, Any]) -> object:
+    return resolve(hints, stage.graph, mesh)
 
 
 def _styles(like: Any, stage: Stage, mesh: Mesh) -> Any:
