@@ -12,7 +12,7 @@ from autoshard.compiler import captured
 from autoshard.errors import PlanError
 from autoshard.module import stages
 from autoshard.passes.ir.verify import check_graph
-from autoshard.passes.pipeline import boundaries, cut
+from autoshard.passes.pipeline import cut
 from autoshard.plans.plan import Plan
 
 MESHES = {"pp2": {"pp": 2}, "pp2tp2": {"pp": 2, "tp": 2}, "pp4": {"pp": 4}, "pp2dp2tp2": {"pp": 2, "dp": 2, "tp": 2}}
@@ -31,14 +31,14 @@ def test_cuts() -> None:
     """What a skip reads goes through the stages between; what is cheap and of inputs alone does not cross."""
     model, args = made("skips")
     graph = captured(model, args, {}, training=True)
-    found = cut(graph, boundaries(graph, autoshard.Mesh({"pp": 4}), 4))
+    linear = [i for i, n in enumerate(graph.nodes) if n.op is torch.ops.aten.linear.default]
+    found = cut(graph, linear[1:])
     for stage in found.each:
         check_graph(stage.graph)
     assert [len(s.received) for s in found.each] == [0, *(len(s.sent) for s in found.each[:-1])]
     skip = next(n for n in graph.nodes if n.op is torch.ops.aten.gelu.default).outputs[0]
     passing = [s.number for s in found.each if skip in s.received]
-    assert passing == list(range(passing[0], passing[-1] + 1))
-    assert len(passing) > 1
+    assert passing == [1, 2]
     makes_scale = [s.number for s in found.each if any(n.op is torch.ops.aten.arange.default for n in s.graph.nodes)]
     assert makes_scale == [0, 3]
     assert not any(
@@ -47,7 +47,7 @@ def test_cuts() -> None:
 
 
 def test_a_plan_in_stages_is_followed() -> None:
-    model, args = made("gpt")
+    model, args = made("skips")
     mesh = ideal({"pp": 2, "tp": 2})
     plan = autoshard.plan(model, mesh, args, stages="pp", micro_batches=2)
     again = Plan.from_json(plan.to_json())
@@ -62,11 +62,11 @@ def test_a_plan_in_stages_is_followed() -> None:
 
 def test_one_file_has_all_stages() -> None:
     model, args = made("gpt")
-    source = autoshard.compile(model, ideal({"pp": 4, "tp": 2}), args, stages="pp", micro_batches=2).source
+    source = autoshard.compile(model, ideal({"pp": 2, "tp": 2}), args, stages="pp", micro_batches=2).source
     assert [line for line in source.splitlines() if line.startswith("class Stage")] == [
-        f"class Stage{n}(runtime.RankModule):" for n in range(4)
+        f"class Stage{n}(runtime.RankModule):" for n in range(2)
     ]
-    assert source.count("(runtime.Block):") <= 4  # equal blocks of several stages are one class
+    assert source.count("(runtime.Block):") <= 3  # equal blocks of several stages are one class
 
 
 def test_a_wrong_message_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

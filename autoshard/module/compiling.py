@@ -272,8 +272,11 @@ class Compiling(Fixed):
     def _adopt_attributes(self, graph: Graph) -> None:
         """Take over what the forward writes of plain attributes; programs that knew them as constants serve no call more."""
         buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
-        found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots)
+        found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots and fqn not in self._of.elsewhere)
         for name, tensor in self._agreed(found).items():
+            if not self._holds(name):
+                self._of.put_elsewhere(name, tensor.detach().to("meta"), parameter=False)
+                continue
             self._of.put(name, self._buffer(tensor, None), parameter=False, persistent=False)
 
     def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
