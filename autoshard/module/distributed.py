@@ -306,7 +306,7 @@ class DistributedModule(ShardedModule):
         return leaves, {fqn: results[first + i].detach() for i, fqn in enumerate(program.mutations)}
 
     def _enter(self, index: int, count: int) -> None:
-        self._comm.micro_batch = (index, count)
+        self._comm.enter(index, count)
 
     def rank_modules(self) -> list[RankModule]:
         """See :meth:`ShardedModule.rank_modules`."""

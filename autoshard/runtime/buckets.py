@@ -45,6 +45,11 @@ class Bucket(ABC):
         self.deferred = deferred and bool(self.awaited)
 
     @property
+    @abstractmethod
+    def home(self) -> Communicator:
+        """A rank whose tensors it sees."""
+
+    @property
     def awaited(self) -> tuple[str, ...]:
         """Axes whose sum comes last in the backward, so that it may be taken once for several; () where there is none."""
         return self.replicas or (self.moves[0].axes if self.moves[0].verb == "enter" else ())
@@ -86,6 +91,11 @@ class FlatBucket(Bucket):
     ) -> None:
         super().__init__(moves, replicas, listed, comm.deferred)
         self.comm = comm
+
+    @property
+    def home(self) -> Communicator:
+        """See :attr:`Bucket.home`."""
+        return self.comm
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         out: list[Any] = list(xs)
@@ -232,6 +242,11 @@ class JointBucket(Bucket):
         super().__init__(moves, replicas, listed, world.ranks[0].deferred)
         self.world = world
         self.count = len(self.moves) // world.size
+
+    @property
+    def home(self) -> Communicator:
+        """See :attr:`Bucket.home`."""
+        return self.world.ranks[0]
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         return [y for y in self._execute(self.moves, list(xs), phase) if y is not None]

@@ -14,6 +14,7 @@ import torch
 
 from autoshard.errors import MeshError, RuntimeMismatchError
 from autoshard.runtime.move import Move
+from autoshard.runtime.step import Step
 from autoshard.runtime.window import Chunks, chunks
 
 Axes = str | Sequence[str]
@@ -46,6 +47,9 @@ class Communicator(ABC):
     micro_batch: tuple[int, int] = (0, 1)
     """which of how many micro-batches runs"""
 
+    step: Step | None = None
+    """what the micro-batches share, where there are several"""
+
     deferred: bool = False
     """whether forward passes leave their parameters' gradients as summands, to be added up in a later backward"""
 
@@ -58,6 +62,14 @@ class Communicator(ABC):
         self._active: dict[Axes, tuple[str, ...]] = {}
         self._chunks: dict[tuple[tuple[str, ...], int], Chunks] = {}
         self._index: dict[tuple[str, ...], int] = {}
+
+    def enter(self, index: int, count: int) -> None:
+        """Micro-batch number ``index`` of ``count`` runs from now on; 0 of 1: the whole batch."""
+        self.micro_batch = (index, count)
+        if index == 0:
+            self.step = Step(count) if count > 1 else None
+        if self.step is not None:
+            self.step.enter(index)
 
     @abstractmethod
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:

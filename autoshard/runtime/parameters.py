@@ -8,6 +8,7 @@ reads a gradient that is still under way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from autoshard.runtime.communicator import Axes, current
 from autoshard.runtime.gradients import Gradients
 from autoshard.runtime.in_process import InProcessCommunicator
 from autoshard.runtime.move import Move
+from autoshard.runtime.step import Gathered
 from autoshard.runtime.together import moved_back
 
 
@@ -47,13 +49,16 @@ def gather_parameters(
     to: Whole = "R",
     sizes: Sequence[int] | None = None,
     replicas: Axes = (),
+    zero: int = 3,
 ) -> Tensors:
     """S → R (or I) for the parameters of a block, as in FSDP. Forward: one all-gather per dtype.
 
     ``dims``: the cut dim of each tensor; ``sizes``: its length after the gather (default: the cut is even). Backward:
     one reduce-scatter per dtype (``to="I"``: a local slice), asynchronous as in :func:`enter_parameters`.
     ``replicas``: axes that hold equal shards (I → R there, as in HSDP); the reduced shards are all-reduced over them.
-    Inside :func:`regather` the gathered tensors are not kept for the backward.
+    ``zero``: the stage of ZeRO (Rajbhandari et al., arXiv:1910.02054). At 3 the gathered tensors are not kept for the
+    backward inside :func:`regather`; below they are, and the micro-batches of a step share them. At 1 these also share
+    the reduction of their gradients, which the last one makes.
     """
     comm = current()
     names = comm.active(axes)
@@ -64,7 +69,8 @@ def gather_parameters(
     n = comm.size_of(names)
     lengths = sizes if sizes is not None else [t.shape[d] * n for t, d in zip(tensors, dims, strict=True)]
     moves = [Move("S", to, names, d, length) for d, length in zip(dims, lengths, strict=True)]
-    return carried("gather_parameters", moves, tensors, _through, comm.active(replicas), listed=True)
+    through = functools.partial(_through, zero=zero)
+    return carried("gather_parameters", moves, tensors, through, comm.active(replicas), listed=True)
 
 
 def wait_gradients(*parameters: torch.Tensor, gradients: Gradients | None = None) -> Tensors:
@@ -96,20 +102,26 @@ class _Move(torch.autograd.Function):
     """A bucket as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, bucket: Bucket, *xs: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, bucket: Bucket, zero: int, *xs: torch.Tensor) -> Tensors:
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
         ctx.owners = [(getattr(x.grad_fn, "pending", None), x.output_nr) for x in xs if x.requires_grad]
-        out = tuple(bucket.forward(xs, current().phase))
+        out, shared = _moved(bucket, xs, zero)
+        ctx.sums = shared if zero == 1 else None
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in out]
         ctx.mark_non_differentiable(*(y for x, y in zip(xs, out, strict=True) if not x.requires_grad))
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[2:]
+        if ctx.sums is not None:
+            ctx.sums.add(gradients)
+            if not ctx.bucket.home.step.is_last:
+                return None, None, *(None for _ in gradients)
+            gradients = tuple(ctx.sums.take())
         if torch.is_grad_enabled():  # create_graph: as nodes that have a derivative, nothing left under way
-            return None, *moved_back(ctx.bucket, gradients, wanted, ctx.shapes)
+            return None, None, *moved_back(ctx.bucket, gradients, wanted, ctx.shapes)
         pending = ctx.owners[0][0]
         overlap = pending is not None and all(owner is pending for owner, _ in ctx.owners)
         if overlap:
@@ -121,20 +133,29 @@ class _Move(torch.autograd.Function):
                 work.wait()
             for begin in later:
                 begin().wait()
-            return None, *out
+            return None, None, *out
         numbers = iter(number for _, number in ctx.owners)
         pending.move(ctx.bucket, [next(numbers) if w else -1 for w in wanted], gradients)
-        return None, *(None for _ in gradients)
+        return None, None, *(None for _ in gradients)
 
 
-def _through(bucket: Bucket, xs: Sequence[torch.Tensor]) -> Tensors:
+def _moved(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int) -> tuple[Tensors, Gathered | None]:
+    """What comes out of ``bucket``, and that of all micro-batches where they share it."""
+    step, phase = bucket.home.step, current().phase
+    if zero == 3 or step is None:
+        return tuple(bucket.forward(xs, phase)), None
+    shared = step.gathered(lambda: bucket.forward(xs, phase))
+    return tuple(x.detach() for x in shared.tensors), shared
+
+
+def _through(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int = 3) -> Tensors:
     if not torch.is_grad_enabled():
-        return tuple(bucket.forward(xs, current().phase))
+        return _moved(bucket, xs, zero)[0]
     if any(x.requires_grad for x in xs):
-        out: Tensors = _Move.apply(bucket, *xs)  # type: ignore[no-untyped-call]
+        out: Tensors = _Move.apply(bucket, zero, *xs)  # type: ignore[no-untyped-call]
     else:
-        out = tuple(bucket.forward(xs, current().phase))
-    if _scope.depth and bucket.moves[0].verb == "all_gather":
+        out = _moved(bucket, xs, zero)[0]
+    if zero == 3 and _scope.depth and bucket.moves[0].verb == "all_gather":
         forget_freed()
         again = _Gather(bucket, tuple(xs))
         for i, y in enumerate(out):

@@ -233,7 +233,8 @@ class _Emitter:
         tuple_ = ", ".join(returned) + ("," if len(returned) == 1 else "")
         last = f"        return ({tuple_})"
         lines = ["", "", "class RankModule(runtime.RankModule):", f'    """{self.title}"""', "", "    MESH = MESH"]
-        if any(m.call.fn == "gather_parameters" for segment in self.segments for m in segment.statements):
+        gathers = [s.call for s in self.program.statements if s.call.fn == "gather_parameters"]
+        if not all(call.kwargs.get("zero") for call in gathers):
             lines.append("    GATHERS = True")
         if any(s.again for s in self.program.statements):
             lines.append("    AGAIN = True")

@@ -95,7 +95,9 @@ def step_comment(s: Statement) -> str:
     if not changed:  # the same cuts, nested in another order
         arrow = f"{step.src} → {step.dst}"
     backward = f"    backward: {step.backward.replace('_', '-')}" if step.backward else ""
-    return arrow + backward
+    stage = s.call.kwargs.get("zero")
+    kept = f", kept (ZeRO-{stage})" if stage else ""
+    return arrow + kept + backward
 
 
 def op_name(name: str) -> str:

@@ -40,7 +40,9 @@ def regathered(program: Program) -> set[str]:
     for part in (part for s in program.statements for part in s.parts):
         for name in reads(part):
             readers.setdefault(name, []).append(part)
-    gathers = (s.outputs for s in program.statements if s.call.fn == "gather_parameters")
+    gathers = (
+        s.outputs for s in program.statements if s.call.fn == "gather_parameters" and not s.call.kwargs.get("zero")
+    )
     return {o for outputs in gathers if any(_kept(o, readers, program) for o in outputs) for o in outputs}
 
 
@@ -74,14 +76,14 @@ def _bucketed(statements: Iterable[Statement], program: Program) -> Iterator[Sta
     """One block's statements with the conversions of parameters merged."""
     for unit in _placed(_units(statements, program)):
         function = _function(unit[0], program)
-        yield merged(function, unit) if function else unit[0]
+        yield merged(function, unit, program.assignment.zero) if function else unit[0]
 
 
 def _units(statements: Iterable[Statement], program: Program) -> list[list[Statement]]:
     """Buckets, and statements that stay alone, in the order of their first members.
 
-    The members of a bucket have the call, its axes, the target letter and the dtype in common, and came through as many
-    buckets before: sharding over two axes gathers along one after another.
+    The members of a bucket have the call, its axes, the target letter, the dtype and the stage of ZeRO in common, and came
+    through as many buckets before: sharding over two axes gathers along one after another.
     """
     units: list[list[Statement]] = []
     open_: dict[Any, list[Statement]] = {}
@@ -95,7 +97,9 @@ def _units(statements: Iterable[Statement], program: Program) -> list[list[State
             units.append([s])
             continue
         kwargs = s.call.kwargs
-        key = function, s.call.args[-1], kwargs.get("to"), kwargs.get("replicas"), program.types[s.value].dtype, depth
+        stage = program.assignment.zero.get(s.value, 0)
+        how = kwargs.get("to"), kwargs.get("replicas"), program.types[s.value].dtype
+        key = function, s.call.args[-1], *how, depth, stage
         if key not in open_ or sum(_bytes(member, program) for member in open_[key]) >= BUCKET_BYTES:
             open_[key] = []
             units.append(open_[key])

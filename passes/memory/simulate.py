@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.passes.ir.graph import Ref
@@ -111,6 +111,8 @@ class _Simulation:
         """storages → the first statement that is made again from them"""
         for value in self.graph.inputs:
             self._input(value.name, value.kind, optimizer)
+        if self.graph.training and self.graph.micro_batches > 1:
+            self._after_others()
 
     def run(self) -> Memory:
         for number, segment in enumerate(segments(self.program)):
@@ -155,6 +157,13 @@ class _Simulation:
 
     # --- what is there ---
 
+    def _after_others(self) -> None:
+        """The last of several micro-batches holds most: gradients of those before it are there, as sums."""
+        whole = {p: o for p, o, stage in _kept_gathered(self.program) if stage == 1}
+        for name in filter(self._trained, self.graph.parameters):
+            self.reached.add(name)
+            self.gradients += _form_bytes(self._form(whole.get(name, name)))
+
     def _input(self, name: str, kind: str, optimizer: str) -> None:
         form = self._form(name)
         size = math.prod(form.shape) * form.dtype.itemsize
@@ -180,8 +189,7 @@ class _Simulation:
         return Form(tuple(shape), tuple(strides), type_.dtype, type_.grad and self.graph.training)
 
     def _bytes(self, name: str) -> float:
-        form = self.forms[name]
-        return math.prod(form.shape) * form.dtype.itemsize
+        return _form_bytes(self.forms[name])
 
     def _seen(self, s: Statement | None, phase: str, more: float) -> None:
         """Note the moment, at which ``more`` bytes are there than what is held."""
@@ -254,9 +262,13 @@ class _Simulation:
     def _bucket(self, s: Statement) -> None:
         """Parameters that go together: views of one buffer where they are gathered, the parameters where not."""
         operands, gathers = tuple(reads(s)), s.call.fn == "gather_parameters"
-        forms = [self._form(o) for o in s.outputs]
-        sizes = [math.prod(f.shape) * f.dtype.itemsize for f in forms]
-        if gathers:
+        forms, stage = [self._form(o) for o in s.outputs], s.call.kwargs.get("zero")
+        sizes = [_form_bytes(f) for f in forms]
+        if gathers and stage:  # each by itself, so that those that the backward does not need are freed
+            made = tuple(Made(form, ~i) for i, form in enumerate(forms))
+            outcome = Outcome(made, tuple(sizes), (), 2 * sum(sizes), tuple(sizes), 0)
+            self._seen(s, "forward", sum(sizes))
+        elif gathers:
             made = tuple(Made(form, ~0) for form in forms)
             outcome = Outcome(made, (sum(sizes),), (), 2 * sum(sizes), tuple(sizes), 0)
             self._seen(s, "forward", sum(sizes))
@@ -265,6 +277,9 @@ class _Simulation:
         self._made(s, operands, outcome, ())
         if gathers and self.again.intersection(s.outputs):
             self.uses[self.storage[s.outputs[0]]] = 0
+        if stage and self.graph.micro_batches > 1:  # for all of them
+            for o in s.outputs:
+                self.heap.hold(self.storage[o])
 
     def _guess(self, s: Statement, operands: tuple[str, ...]) -> Outcome:
         """Of a statement that cannot run without data: contiguous results; what the rule says that autograd keeps."""
@@ -346,9 +361,23 @@ class _Simulation:
         """A bucket's gradients, copied into one buffer and reduced."""
         present = [(p, o) for p, o in zip(ran.operands, ran.outputs, strict=True) if o in self.gradient]
         flat = sum(self._bytes(o) for _, o in present)
+        if ran.statement.call.kwargs.get("zero") == 1 and self.graph.micro_batches > 1:
+            self._seen(ran.statement, "backward", 2 * flat)  # beside the sums so far: with these, and in one buffer
+            self.gradients -= flat - sum(self._bytes(p) for p, _ in present)
         self._seen(ran.statement, "backward", flat)
         for p, _ in present:
             self._give(p, self.heap.new(0))
+
+
+def _form_bytes(form: Form) -> int:
+    return math.prod(form.shape) * form.dtype.itemsize
+
+
+def _kept_gathered(program: Program) -> Iterator[tuple[str, str, int]]:
+    """(parameter, local name of its gathered copy, stage of ZeRO) of those that stay gathered."""
+    for s in program.statements:
+        if s.call.kwargs.get("zero"):
+            yield from ((program.values[o], o, s.call.kwargs["zero"]) for o in s.outputs)
 
 
 def _name(part: Statement) -> str:

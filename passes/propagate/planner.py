@@ -46,10 +46,12 @@ class Planner:
         recompute: Recompute = "none",
         regather: bool = False,
         given: Mapping[str, Layout] | None = None,
+        zero: Mapping[str, int] | None = None,
     ) -> None:
         """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
-        :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts."""
-        self.given = given or {}
+        :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts;
+        ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`."""
+        self.given, self.zero = given or {}, zero or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
         recompute = hinted(graph, recompute)
@@ -104,7 +106,7 @@ class Planner:
         """The network; ``limited``: with bytes, and with what may be made again."""
         if limited not in self.built:
             what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
-            network = Network(*what, self.offer if limited else None, self.optimizer, self.given)
+            network = Network(*what, self.offer if limited else None, self.optimizer, self.given, self.zero)
             built = network.build()
             self.built[limited] = network, built
             states = sum(map(len, built.network.nodes))

@@ -1,0 +1,118 @@
+"""Stages of ZeRO: bytes on the wire in steps of one and of several micro-batches; run in one process and under gloo."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from microbatch_cases import TOLERANCE, far, full
+from torch import nn
+
+import autoshard
+from autoshard import Link
+from autoshard.hardware import PRESETS
+
+WIDTH, LAYERS, BATCH = 16, 2, 32
+WIRE = replace(PRESETS["h100"], node=Link(0.0, 1e9))
+"""bytes decide, no latencies"""
+COUNTS = (1, 4)
+
+
+class Stack(nn.Module):
+    """The backward reads all weights, and nothing but gradients of parameters is sent in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x * self.first
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return F.mse_loss(x, y)
+
+
+def made() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, BATCH, WIDTH).double()
+    return Stack().double(), (x, y)
+
+
+def mesh_for(like: str, ranks: int) -> autoshard.Mesh:
+    return autoshard.Mesh({"replica": 2, "shard": ranks // 2} if like == "hsdp" else {"dp": ranks}, WIRE)
+
+
+def expected(like: str, ranks: int, count: int) -> Counter[tuple[str, str]]:
+    """Bytes per rank, kind and phase of a step, by the formulas of the papers; Ψ: the parameters, as float64."""
+    psi = 8 * sum(p.numel() for p in Stack().parameters())
+    first = 8 * WIDTH  # the backward does not read it: x, which it scales, needs no gradient
+    shards = ranks // 2 if like == "hsdp" else ranks
+    ring = (shards - 1) / shards
+    gather, back, scatter = ("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward")
+    reduce = ("all_reduce", "backward")
+    found = {
+        "ddp": {reduce: 2 * ring * psi},
+        "zero1": {gather: ring * psi, scatter: ring * psi},
+        "zero2": {gather: ring * psi, scatter: count * ring * psi},
+        "fsdp": {gather: count * ring * psi, back: count * ring * (psi - first), scatter: count * ring * psi},
+    }
+    if like == "hsdp":
+        return Counter(found["fsdp"]) + Counter({reduce: 2 * (2 - 1) / 2 * psi / shards})
+    return Counter(found[like])
+
+
+def sent(log: list[Any]) -> Counter[tuple[str, str]]:
+    """Bytes per kind and phase, without the loss's."""
+    found: Counter[tuple[str, str]] = Counter()
+    for e in log:
+        if e.bytes > 16:
+            found[e.kind, e.phase] += e.bytes
+    return found
+
+
+def begun(sharded: Any) -> list[Any]:
+    """A list that every collective from now on is appended to."""
+    log: list[Any] = []
+    (sharded._comm if hasattr(sharded, "_comm") else sharded._world).log = log
+    return log
+
+
+def trains(like: str, ranks: int, count: int, steps: int = 3) -> None:
+    """Losses, gradients and weights of AdamW steps are those of one device, and the bytes those of the formulas."""
+    model, args = made()
+    sharded = autoshard.compile(copy.deepcopy(model), mesh_for(like, ranks), args, like=like, micro_batches=count)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), 1e-2) for m in (sharded, model))
+    for _ in range(steps):
+        loss = model(*args)
+        loss.backward()
+        log = begun(sharded)
+        found = sharded(*args)
+        found.backward()
+        assert far(found.detach(), loss.detach()) <= TOLERANCE
+        bytes_ = sent(log)
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        for n, p in sharded.named_parameters():
+            assert far(full(p.grad), gradients[n]) <= TOLERANCE, n
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = dict(model.named_parameters())
+    assert max(far(full(p.detach()), weights[n].detach()) for n, p in sharded.named_parameters()) <= TOLERANCE
+    wanted = expected(like, ranks, count)
+    assert bytes_.keys() == wanted.keys(), (bytes_, wanted)
+    assert all(abs(bytes_[k] - wanted[k]) <= 1e-6 * wanted[k] for k in wanted), (bytes_, wanted)
+    assert all(("S" in str(sharded.plan.layouts[n])) == (like != "ddp") for n, _ in model.named_parameters())
+
+
+LIKE = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+
+CASES: dict[str, Callable[[], None]] = {
+    f"{like}_in_{count}": functools.partial(trains, like, 4, count) for like in LIKE for count in COUNTS
+}
