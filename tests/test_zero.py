@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -82,7 +83,7 @@ def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Parameters weigh more than activations."""
     torch.manual_seed(0)
     tokens = torch.randint(0, 128, (4, 8), generator=torch.Generator().manual_seed(0))
-    return Gpt(GptConfig.tiny()), (tokens, tokens)
+    return Gpt(replace(GptConfig.tiny(), layers=6)), (tokens, tokens)
 
 
 def gpt(like: str, micro_batches: int = 1) -> Any:

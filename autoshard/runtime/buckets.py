@@ -97,6 +97,11 @@ class FlatBucket(Bucket):
         """See :attr:`Bucket.home`."""
         return self.comm
 
+    @property
+    def gathers(self) -> bool:
+        """Whether its forward is an all-gather."""
+        return self.moves[0].verb == "all_gather"
+
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         out: list[Any] = list(xs)
         if self.moves[0].verb in LOCAL:
@@ -108,6 +113,25 @@ class FlatBucket(Bucket):
             for i, y in zip(members, moved, strict=True):
                 out[i] = y
         return out
+
+    @torch.no_grad()
+    def begin(self, xs: Sequence[torch.Tensor], phase: str) -> Callable[[], list[torch.Tensor]]:
+        """Begin an all-gather of ``xs``; what is returned waits for it, once, and gives the gathered tensors."""
+        begun = []
+        for members in _by_dtype(xs):
+            moves, parts = [self.moves[i] for i in members], [xs[i] for i in members]
+            self._announce(moves, parts, phase)
+            with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
+                begun.append((members, self._begin_gather(moves, parts)))
+
+        def arrived() -> list[torch.Tensor]:
+            out = list(xs)
+            for members, arrive in begun:
+                for i, y in zip(members, arrive(), strict=True):
+                    out[i] = y
+            return out
+
+        return arrived
 
     def of(self, moves: Sequence[Move]) -> Bucket:
         return FlatBucket(self.comm, moves)
@@ -145,16 +169,19 @@ class FlatBucket(Bucket):
             parts = [self.comm.local(m, x) for m, x in zip(moves, xs, strict=True)]
             buffer = _flat(parts)
             return buffer, None, _views(buffer, [p.shape for p in parts])
-        record(self.comm, moves, xs, phase)
-        self.comm.during(moves[0], phase)
+        self._announce(moves, xs, phase)
         with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
             if verb == "all_reduce":
                 buffer = _flat(xs)
                 return buffer, self._all_reduce(buffer, moves[0].axes), _views(buffer, [x.shape for x in xs])
             if verb == "reduce_scatter":
                 return self._reduce_scatter(moves, xs)
-            moved = self._gather(moves, xs) if verb == "all_gather" else self._all_to_all(moves, xs)
+            moved = self._begin_gather(moves, xs)() if verb == "all_gather" else self._all_to_all(moves, xs)
             return moved[0], None, moved
+
+    def _announce(self, moves: list[Move], xs: list[torch.Tensor], phase: str) -> None:
+        record(self.comm, moves, xs, phase)
+        self.comm.during(moves[0], phase)
 
     def _then_all_reduce(
         self, before: Any | None, buffer: torch.Tensor, parts: list[torch.Tensor], earlier: Gradients
@@ -175,19 +202,24 @@ class FlatBucket(Bucket):
     def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
         return self.comm.begin(self.comm.process_group(axes), dist.all_reduce, buffer)
 
-    def _gather(self, moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _begin_gather(self, moves: list[Move], xs: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         group = self.comm.process_group(moves[0].axes)
         rows = [self._shapes(moves, [x.shape for x in xs], k) for k in range(group.size)]
         row = sum(numel(s) for s in rows[0])
         mine = xs[0].new_empty(row)
         torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
         out = xs[0].new_empty(group.size * row)
-        self.comm.run(group, all_gather_single, raw(out), raw(mine))
-        by_index = list(torch.split(out, row)) if row else [out] * group.size
-        if group.order is not None:
-            by_index = [by_index[group.order.index(k)] for k in range(group.size)]
-        pieces = [_views(r, shapes) for r, shapes in zip(by_index, rows, strict=True)]
-        return [torch.cat([p[i] for p in pieces], m.dim) for i, m in enumerate(moves)]
+        work = self.comm.begin(group, all_gather_single, raw(out), raw(mine))
+
+        def arrive() -> list[torch.Tensor]:
+            work.wait()
+            by_index = list(torch.split(out, row)) if row else [out] * group.size
+            if group.order is not None:
+                by_index = [by_index[group.order.index(k)] for k in range(group.size)]
+            pieces = [_views(r, shapes) for r, shapes in zip(by_index, rows, strict=True)]
+            return [torch.cat([p[i] for p in pieces], m.dim) for i, m in enumerate(moves)]
+
+        return arrive
 
     def _all_to_all(self, moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
         group = self.comm.process_group(moves[0].axes)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from autoshard.errors import LayoutError, RuntimeMismatchError
 from autoshard.runtime.again import CHANGED, Source, can_be_made_again, forget_freed, forgetting
-from autoshard.runtime.buckets import Bucket, Tensors, carried
+from autoshard.runtime.ahead import gathered, there
+from autoshard.runtime.buckets import Bucket, FlatBucket, Tensors, carried
 from autoshard.runtime.collectives import Whole
 from autoshard.runtime.communicator import Axes, current
 from autoshard.runtime.gradients import Gradients
@@ -143,8 +146,10 @@ def _moved(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int) -> tuple[Tenso
     """What comes out of ``bucket``, and that of all micro-batches where they share it."""
     step, phase = bucket.home.step, current().phase
     if zero == 3 or step is None:
-        return tuple(bucket.forward(xs, phase)), None
-    shared = step.gathered(lambda: bucket.forward(xs, phase))
+        return tuple(gathered(bucket, xs, phase, zero < 3)), None
+    if step.is_gathered:
+        there(bucket)
+    shared = step.gathered(lambda: gathered(bucket, xs, phase, True))
     return tuple(x.detach() for x in shared.tensors), shared
 
 
@@ -157,7 +162,8 @@ def _through(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int = 3) -> Tenso
         out = _moved(bucket, xs, zero)[0]
     if zero == 3 and _scope.depth and bucket.moves[0].verb == "all_gather":
         forget_freed()
-        again = _Gather(bucket, tuple(xs))
+        again = _Gather(bucket, tuple(xs), _scope.before, _scope.ahead)
+        _scope.before.append(weakref.ref(again))
         for i, y in enumerate(out):
             can_be_made_again(y, again, i)
     return out
@@ -165,26 +171,57 @@ def _through(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int = 3) -> Tenso
 
 class _Scope(threading.local):
     depth = 0
+    ahead = 0
+    """how many buckets the backward gathers ahead"""
+
+    def __init__(self) -> None:
+        self.before: list[weakref.ref[_Gather]] = []
+        """the gathers of this forward so far"""
 
 
 _scope = _Scope()
 
 
 class _Gather(Source):
-    """A bucket that can be gathered once more for the backward, and is dropped after its last use."""
+    """A bucket that can be gathered once more for the backward, and is dropped after its last use.
 
-    def __init__(self, bucket: Bucket, xs: Tensors) -> None:
+    ``before``: those that the forward gathered before it (and, in time, after it). The backward, which needs them in the
+    opposite order, begins ``ahead`` of them when it makes this one.
+    """
+
+    def __init__(self, bucket: Bucket, xs: Tensors, before: list[weakref.ref[_Gather]], ahead: int) -> None:
         super().__init__()
         self.bucket, self.xs = bucket, xs
         self.versions = [x._version for x in xs]
         self.full: list[torch.Tensor] | None = None
+        self.arriving: Callable[[], list[torch.Tensor]] | None = None
+        self.before, self.number, self.ahead = before, len(before), ahead
 
     def make(self) -> None:
         """See :meth:`Source.make`."""
         if self.versions != [x._version for x in self.xs]:
             raise RuntimeMismatchError(CHANGED.format("a sharded parameter"))
-        with torch.no_grad():
-            self.full = self.bucket.forward(self.xs, "backward")
+        if not self.ahead or not isinstance(self.bucket, FlatBucket):
+            with torch.no_grad():
+                self.full = self.bucket.forward(self.xs, "backward")
+            return
+        arrive, self.arriving = self.arriving or self.bucket.begin(self.xs, "backward"), None
+        if torch._C._current_graph_task_id() != -1:
+            self._begin_others()
+        self.full = arrive()
+
+    def _begin_others(self) -> None:
+        wanted = (ref() for ref in reversed(self.before[: self.number]))
+        for other in itertools.islice((o for o in wanted if o is not None and o.unpacked < o.packed), self.ahead):
+            if other.full is None and other.arriving is None and isinstance(other.bucket, FlatBucket):
+                other.arriving = other.bucket.begin(other.xs, "backward")
+                torch.autograd.Variable._execution_engine.queue_callback(other.discard)
+
+    def discard(self) -> None:
+        """The backward is over: what has begun in vain is dropped."""
+        if self.arriving is not None:
+            self.arriving()
+            self.arriving = None
 
     def value(self, number: int) -> torch.Tensor | None:
         """Gathered tensor number ``number``."""
@@ -196,12 +233,18 @@ class _Gather(Source):
 
 
 @contextlib.contextmanager
-def regather() -> Iterator[None]:
+def regather(ahead: int = 0) -> Iterator[None]:
     """Around a block's forward: parameters that :func:`gather_parameters` gathers inside are not kept for the backward,
-    which gathers their bucket again, once. Copies (a cast under autocast, say) are kept as usual."""
+    which gathers their bucket again, once. Copies (a cast under autocast, say) are kept as usual.
+
+    ``ahead``: how many buckets before the one that it needs the backward begins to gather.
+    """
     _scope.depth += 1
+    before = _scope.before, _scope.ahead
+    _scope.before, _scope.ahead = [], ahead
     try:
         with forgetting():
             yield
     finally:
         _scope.depth -= 1
+        _scope.before, _scope.ahead = before

@@ -42,9 +42,14 @@ class Step:
         """Whether the gradients of all micro-batches are complete with this one."""
         return self.index == self.count - 1
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the next bucket is there already."""
+        return self.at < len(self.found)
+
     def gathered(self, gather: Callable[[], Sequence[torch.Tensor]]) -> Gathered:
         """The next bucket of this micro-batch; only the first one's is gathered."""
-        if self.at == len(self.found):
+        if not self.is_gathered:
             self.found.append(Gathered(gather()))
         self.at += 1
         return self.found[self.at - 1]

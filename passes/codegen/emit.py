@@ -25,6 +25,7 @@ from autoshard.passes.ir.memory import Recomputed
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import free_symbols
 from autoshard.passes.lower.blocks import Segment, segments
+from autoshard.passes.lower.bucket import prefetched
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,8 @@ class _Emitter:
         gathers = [s.call for s in self.program.statements if s.call.fn == "gather_parameters"]
         if not all(call.kwargs.get("zero") for call in gathers):
             lines.append("    GATHERS = True")
+        if depth := prefetched(self.program):
+            lines.append(f"    PREFETCH = {depth}")
         if any(s.again for s in self.program.statements):
             lines.append("    AGAIN = True")
         lines += [block_table((c.name, c.paths) for c in self.classes), self._tensor_table("")]

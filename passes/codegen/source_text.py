@@ -14,7 +14,7 @@ from autoshard.passes.ir.program import Statement
 from autoshard.passes.ir.sizes import Size, is_compound
 
 _NO_ATTRIBUTES = frozenset(keyword.kwlist) | frozenset(
-    "MESH BLOCKS TENSORS GATHERS AGAIN block_path place scope tensor_names bind_tensors release_tensors".split()
+    "MESH BLOCKS TENSORS GATHERS PREFETCH AGAIN block_path place scope tensor_names bind_tensors release_tensors".split()
 )
 """names that Python or the base classes of rank modules have taken"""
 _BUILTIN = frozenset("F torch aten runtime self MESH float int max min range".split()) | frozenset(keyword.kwlist)

@@ -14,6 +14,7 @@ from typing import Any
 
 import networkx as nx
 
+from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import refs
 from autoshard.passes.ir.merge import fused, merged
 from autoshard.passes.ir.program import Program, Statement, reads
@@ -21,7 +22,11 @@ from autoshard.passes.lower.blocks import runs
 from autoshard.passes.rules.facts import is_view, saves_operand
 
 BUCKET_BYTES = 25 * 2**20
-"""a bucket is closed when it holds this many bytes per rank (the default of DistributedDataParallel)"""
+"""a bucket is closed when it holds this many bytes per rank, on links without latency (DistributedDataParallel's default)"""
+LEAST, MOST = 2**20, 256 * 2**20
+"""bounds of what follows from a link"""
+LATENCY = 0.1
+"""of the time of a bucket's gather: smaller buckets overlap better, larger ones take more memory"""
 
 _KINDS = {"enter": "enter_parameters", "all_gather": "gather_parameters"}
 
@@ -44,6 +49,11 @@ def regathered(program: Program) -> set[str]:
         s.outputs for s in program.statements if s.call.fn == "gather_parameters" and not s.call.kwargs.get("zero")
     )
     return {o for outputs in gathers if any(_kept(o, readers, program) for o in outputs) for o in outputs}
+
+
+def prefetched(program: Program) -> int:
+    """How many buckets of parameters are gathered ahead of the one that is used: the memory of one, as in FSDP2."""
+    return int(sum(s.call.fn == "gather_parameters" for s in program.statements) > 1)
 
 
 def _kept(name: str, readers: Mapping[str, list[Statement]], program: Program) -> bool:
@@ -100,11 +110,23 @@ def _units(statements: Iterable[Statement], program: Program) -> list[list[State
         stage = program.assignment.zero.get(s.value, 0)
         how = kwargs.get("to"), kwargs.get("replicas"), program.types[s.value].dtype
         key = function, s.call.args[-1], *how, depth, stage
-        if key not in open_ or sum(_bytes(member, program) for member in open_[key]) >= BUCKET_BYTES:
+        if key not in open_ or sum(_bytes(member, program) for member in open_[key]) >= bucket_bytes(
+            program.mesh, s.call.args[-1]
+        ):
             open_[key] = []
             units.append(open_[key])
         open_[key].append(s)
     return units
+
+
+def bucket_bytes(mesh: Mesh, axes: str | Sequence[str]) -> float:
+    """Bytes of a gathered bucket in whose gather along ``axes`` latency takes its share."""
+    route = mesh.link(axes)
+    latency, per_byte = route.rate("all_gather")
+    if not latency:
+        return BUCKET_BYTES
+    ring = latency / per_byte * (1 - LATENCY) / LATENCY
+    return min(MOST, max(LEAST, ring * route.ranks / (route.ranks - 1)))
 
 
 def _function(s: Statement, program: Program) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.memory import Memory, optimizer_bytes
@@ -17,6 +17,8 @@ from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.again import run_again
 from autoshard.passes.lower.blocks import segments
 from autoshard.passes.lower.bucket import regathered
+from autoshard.passes.memory.heap import Heap
+from autoshard.passes.memory.under_way import under_way
 from autoshard.passes.rules.facts import is_view, saved
 from autoshard.passes.rules.rehearsal import Form, Made, Outcome, Rehearsal
 
@@ -40,44 +42,11 @@ class _Ran:
     """storages"""
 
 
-@dataclass
-class _Heap:
-    """Storages, who holds them, and how much there is at any time."""
-
-    sizes: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
-    """holders: locals, gradients, the caller"""
-    saved: list[int] = field(default_factory=list)
-    """holders among what autograd keeps"""
-    alive: float = 0.0
-    kept: float = 0.0
-
-    def new(self, size: int) -> int:
-        """A storage that nobody holds yet."""
-        for column, value in ((self.sizes, size), (self.held, 0), (self.saved, 0)):
-            column.append(value)
-        return len(self.sizes) - 1
-
-    def hold(self, storage: int, by: int = 1) -> None:
-        before = self.held[storage] + self.saved[storage]
-        self.held[storage] += by
-        self._changed(storage, before)
-
-    def save(self, storage: int, by: int = 1) -> None:
-        before, was = self.held[storage] + self.saved[storage], self.saved[storage]
-        self.saved[storage] += by
-        self.kept += self.sizes[storage] * ((self.saved[storage] > 0) - (was > 0))
-        self._changed(storage, before)
-
-    def _changed(self, storage: int, before: int) -> None:
-        self.alive += self.sizes[storage] * ((self.held[storage] + self.saved[storage] > 0) - (before > 0))
-
-
 class _Simulation:
     def __init__(self, program: Program, optimizer: str) -> None:
         self.program, self.graph, self.mesh = program, program.graph, program.mesh
         self.rehearsal = Rehearsal(program.mesh)
-        self.heap = _Heap()
+        self.heap = Heap()
         self.forms: dict[str, Form] = {}
         self.storage: dict[str, int] = {}
         self.fixed: set[int] = set()
@@ -86,6 +55,11 @@ class _Simulation:
         self.gradient: dict[str, int] = {}
         """local name → the storage of its gradient"""
         self.again = regathered(program) if self.graph.training else set()
+        self.prefetch = under_way(program, self.again, self._gathered_bytes)
+        self.under_way = 0.0
+        """bytes of buckets that are gathered ahead"""
+        self.bucket: dict[int, str] = {}
+        """storage of a bucket that is gathered again → its first result"""
         self.constant = dict.fromkeys(("parameters", "optimizer", "buffers"), 0.0)
         self.gradients = self.activations = 0.0
         self.best = Memory()
@@ -188,6 +162,9 @@ class _Simulation:
             strides[d] = strides[d + 1] * max(1, shape[d + 1])
         return Form(tuple(shape), tuple(strides), type_.dtype, type_.grad and self.graph.training)
 
+    def _gathered_bytes(self, bucket: Statement) -> float:
+        return sum(_form_bytes(self._form(o)) for o in bucket.outputs)
+
     def _bytes(self, name: str) -> float:
         return _form_bytes(self.forms[name])
 
@@ -196,7 +173,7 @@ class _Simulation:
         parts = dict(self.constant) | {
             "gradients": self.gradients,
             "activations": self.heap.kept,
-            "temporaries": self.heap.alive - self.heap.kept + more,
+            "temporaries": self.heap.alive - self.heap.kept + self.under_way + more,
         }
         peak = sum(parts.values())
         key = (s.node.name if s is not None and s.node is not None else self.curve_at, phase)
@@ -264,19 +241,21 @@ class _Simulation:
         operands, gathers = tuple(reads(s)), s.call.fn == "gather_parameters"
         forms, stage = [self._form(o) for o in s.outputs], s.call.kwargs.get("zero")
         sizes = [_form_bytes(f) for f in forms]
+        if gathers:
+            self.under_way = self.prefetch[s.outputs[0]].forward
+            self._seen(s, "forward", 2 * sum(sizes))  # as they arrive, and as parameters
         if gathers and stage:  # each by itself, so that those that the backward does not need are freed
             made = tuple(Made(form, ~i) for i, form in enumerate(forms))
             outcome = Outcome(made, tuple(sizes), (), 2 * sum(sizes), tuple(sizes), 0)
-            self._seen(s, "forward", sum(sizes))
         elif gathers:
             made = tuple(Made(form, ~0) for form in forms)
             outcome = Outcome(made, (sum(sizes),), (), 2 * sum(sizes), tuple(sizes), 0)
-            self._seen(s, "forward", sum(sizes))
         else:
             outcome = Outcome(tuple(Made(form, i) for i, form in enumerate(forms)), ())
         self._made(s, operands, outcome, ())
         if gathers and self.again.intersection(s.outputs):
             self.uses[self.storage[s.outputs[0]]] = 0
+            self.bucket[self.storage[s.outputs[0]]] = s.outputs[0]
         if stage and self.graph.micro_batches > 1:  # for all of them
             for o in s.outputs:
                 self.heap.hold(self.storage[o])
@@ -339,6 +318,8 @@ class _Simulation:
 
     def _make_again(self, storage: int) -> None:
         """What is made again together is there from its first use in the backward on, each until its last."""
+        if storage in self.bucket:
+            self.under_way = self.prefetch[self.bucket[storage]].backward
         together = [storage]
         if storage in self.stretch:
             together = [x for x, at in self.stretch.items() if at == self.stretch[storage]]
