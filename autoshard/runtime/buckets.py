@@ -355,6 +355,8 @@ def carried(
 
 def record(comm: Communicator, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str) -> None:
     """Log one collective for several tensors."""
+    if not comm.logs:
+        return
     axes = moves[0].axes
     ring = sum(m.ring_bytes(x, comm.size_of(axes)) for m, x in zip(moves, xs, strict=True))
     comm.record(moves[0].verb, axes, phase, ring)
@@ -375,9 +377,7 @@ def _flat(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Consecutive views of ``buffer``."""
-    out, at = [], 0
-    for shape in shapes:
-        n = numel(shape)
-        out.append(buffer[at : at + n].view(shape))
-        at += n
-    return out
+    sizes = [numel(shape) for shape in shapes]
+    rest = buffer.numel() - sum(sizes)
+    parts = torch.split(buffer, [*sizes, rest] if rest else sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]

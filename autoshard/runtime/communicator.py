@@ -172,6 +172,11 @@ class Communicator(ABC):
                 return out
         raise RuntimeMismatchError(f"{move} is not a local move")
 
+    @property
+    def logs(self) -> bool:
+        """Whether anyone wants to know of collectives."""
+        return self.log is not None
+
     def record(self, kind: str, axes: tuple[str, ...], phase: str, ring_bytes: float) -> None:
         """Append to :attr:`log`, if there is one."""
         if self.log is not None:
@@ -187,9 +192,11 @@ def in_order_of(x: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
 
     Kernels follow that order, so another one would round otherwise than on one device.
     """
+    if moved is x or x.is_contiguous():
+        return moved
     strides = x.stride()
     order = sorted(range(x.ndim), key=lambda d: -strides[d])
-    if moved is x or order == list(range(x.ndim)) or not all(strides):
+    if order == list(range(x.ndim)) or not all(strides):
         return moved
     back = sorted(range(x.ndim), key=order.__getitem__)
     return moved.permute(order).contiguous().permute(back)
