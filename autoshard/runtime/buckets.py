@@ -136,6 +136,19 @@ class FlatBucket(Bucket):
     def of(self, moves: Sequence[Move]) -> Bucket:
         return FlatBucket(self.comm, moves)
 
+    def joins(self, other: FlatBucket) -> bool:
+        """Whether both may go together."""
+        kinds = [(b.moves[0].verb, b.moves[0].target, b.moves[0].axes, b.replicas, b.deferred) for b in (self, other)]
+        return kinds[0] == kinds[1]
+
+    def joined(self, buckets: Sequence[FlatBucket]) -> FlatBucket:
+        """This bucket and others that join it as one."""
+        if len(buckets) == 1:
+            return self
+        whole = FlatBucket(self.comm, [m for b in buckets for m in b.moves], self.replicas, self.listed)
+        whole.deferred = self.deferred
+        return whole
+
     def backward(
         self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
     ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
