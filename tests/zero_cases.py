@@ -17,7 +17,7 @@ from torch import nn
 import autoshard
 from autoshard import Link
 from autoshard.hardware import PRESETS
-from autoshard.runtime import buckets
+from autoshard.runtime import flat_bucket
 from autoshard.runtime.process_group import TorchCommunicator
 
 WIDTH, LAYERS, BATCH = 16, 2, 32
@@ -133,7 +133,7 @@ def gathers_late(like: str, arrives: bool) -> tuple[list[str], list[float]]:
     real, events = TorchCommunicator.begin, list[str]()
 
     def begin(self: TorchCommunicator, group: Any, collective: Any, *given: Any) -> Any:
-        if collective is not buckets.all_gather_single:
+        if collective is not flat_bucket.all_gather_single:
             return real(self, group, collective, *given)
         events.append("b")
 

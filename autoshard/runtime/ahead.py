@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from autoshard.runtime.buckets import Bucket, FlatBucket
+from autoshard.runtime.bucket import Bucket
+from autoshard.runtime.flat_bucket import FlatBucket
 
 Arriving = Callable[[], list[torch.Tensor]]
 """waits for a gather, and gives what it brought"""

@@ -1,290 +1,35 @@
-"""Several tensors moved together: one collective per dtype instead of one per tensor.
-
-A bucket has a *face* for every rank whose tensors it sees: one under torch.distributed, all of them in-process.
-Tensors come and go as one list, face after face.
-"""
+"""Several tensors moved together: one collective per dtype instead of one per tensor."""
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.bucket import PLAIN, Begin, Bucket, Dtypes, Gradients, Tensors, by_dtype, record
 from autoshard.runtime.communicator import Communicator, current
+from autoshard.runtime.flat_bucket import FlatBucket
 from autoshard.runtime.in_process import InProcessCommunicator, World
 from autoshard.runtime.move import LOCAL, Move
-from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, numel
+from autoshard.runtime.process_group import TorchCommunicator
 from autoshard.runtime.profiling import named, recorded
-from autoshard.runtime.wire import raw
-
-Tensors = tuple[torch.Tensor, ...]
-Gradients = Sequence[torch.Tensor | None]
-Begin = Callable[[], Any]
-
-
-class Bucket(ABC):
-    """``moves``: one for each tensor of each face, all of one verb; ``replicas``: axes that hold the same shards.
-
-    ``listed``: whether the plan lists every member, as it does for parameters; profiles then say how many there are.
-    ``deferred``: whether the backward may leave the last sum to a later one, see :attr:`awaited`.
-    """
-
-    def __init__(
-        self,
-        moves: Sequence[Move],
-        replicas: tuple[str, ...] = (),
-        listed: bool = False,
-        deferred: bool = False,
-    ) -> None:
-        self.moves, self.replicas, self.listed = tuple(moves), replicas, listed
-        self.deferred = deferred and bool(self.awaited)
-
-    @property
-    @abstractmethod
-    def home(self) -> Communicator:
-        """A rank whose tensors it sees."""
-
-    @property
-    def awaited(self) -> tuple[str, ...]:
-        """Axes whose sum comes last in the backward, so that it may be taken once for several; () where there is none."""
-        return self.replicas or (self.moves[0].axes if self.moves[0].verb == "enter" else ())
-
-    @property
-    def last_move(self) -> Move:
-        """What the replicas do with the reduced shards' gradients."""
-        return Move("P", "I", self.replicas, module=self.moves[0].module)
-
-    @abstractmethod
-    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
-        """Every tensor moved."""
-
-    @abstractmethod
-    def of(self, moves: Sequence[Move]) -> Bucket:
-        """A bucket of other moves on the same ranks."""
-
-    def duals(self, present: Sequence[int]) -> list[Bucket]:
-        """What the gradients of the tensors with these numbers go through, one after the other."""
-        back = self.of([self.moves[i].backward() for i in present])
-        return [back, self.of([self.last_move] * len(present))] if self.replicas else [back]
-
-    @abstractmethod
-    def backward(
-        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
-    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
-        """Gradients, perhaps still under way: ``(gradients, works to wait for, works to begin later)``.
-
-        A gradient that is None on every rank stays None and is not communicated. ``keeps``: without the sum over
-        :attr:`awaited`; ``earlier``: what was kept of earlier backward passes, None where nothing was, to go into it.
-        """
-
-
-class FlatBucket(Bucket):
-    """One flat buffer per dtype on torch.distributed. Chunks that are uneven are padded at the end of a rank's row."""
-
-    def __init__(
-        self, comm: TorchCommunicator, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False
-    ) -> None:
-        super().__init__(moves, replicas, listed, comm.deferred)
-        self.comm = comm
-
-    @property
-    def home(self) -> Communicator:
-        """See :attr:`Bucket.home`."""
-        return self.comm
-
-    @property
-    def gathers(self) -> bool:
-        """Whether its forward is an all-gather."""
-        return self.moves[0].verb == "all_gather"
-
-    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
-        out: list[Any] = list(xs)
-        if self.moves[0].verb in LOCAL:
-            return [self.comm.local(m, x.view_as(x)) for m, x in zip(self.moves, xs, strict=True)]
-        for members in _by_dtype(xs):
-            _, work, moved = self._begin([self.moves[i] for i in members], [xs[i] for i in members], phase)
-            if work is not None:
-                work.wait()
-            for i, y in zip(members, moved, strict=True):
-                out[i] = y
-        return out
-
-    @torch.no_grad()
-    def begin(self, xs: Sequence[torch.Tensor], phase: str) -> Callable[[], list[torch.Tensor]]:
-        """Begin an all-gather of ``xs``; what is returned waits for it, once, and gives the gathered tensors."""
-        begun = []
-        for members in _by_dtype(xs):
-            moves, parts = [self.moves[i] for i in members], [xs[i] for i in members]
-            self._announce(moves, parts, phase)
-            with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
-                begun.append((members, self._begin_gather(moves, parts)))
-
-        def arrived() -> list[torch.Tensor]:
-            out = list(xs)
-            for members, arrive in begun:
-                for i, y in zip(members, arrive(), strict=True):
-                    out[i] = y
-            return out
-
-        return arrived
-
-    def of(self, moves: Sequence[Move]) -> Bucket:
-        return FlatBucket(self.comm, moves)
-
-    def joins(self, other: FlatBucket) -> bool:
-        """Whether both may go together."""
-        kinds = [(b.moves[0].verb, b.moves[0].target, b.moves[0].axes, b.replicas, b.deferred) for b in (self, other)]
-        return kinds[0] == kinds[1]
-
-    def joined(self, buckets: Sequence[FlatBucket]) -> FlatBucket:
-        """This bucket and others that join it as one."""
-        if len(buckets) == 1:
-            return self
-        whole = FlatBucket(self.comm, [m for b in buckets for m in b.moves], self.replicas, self.listed)
-        whole.deferred = self.deferred
-        return whole
-
-    def backward(
-        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
-    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
-        """See :meth:`Bucket.backward`."""
-        if keeps and not self.replicas:
-            return [None if g is None else g.clone(memory_format=torch.contiguous_format) for g in gradients], [], []
-        earlier = earlier or [None] * len(gradients)
-        if not self.replicas:
-            gradients = [g if g is None or e is None else g + e for g, e in zip(gradients, earlier, strict=True)]
-        out = list(gradients)
-        works: list[Any] = []
-        later: list[Begin] = []
-        for members in _by_dtype(gradients):
-            moves = [self.moves[i].backward() for i in members]
-            present = [g for i in members if (g := gradients[i]) is not None]
-            buffer, work, parts = self._begin(moves, present, "backward")
-            if self.replicas and not keeps:
-                later.append(self._then_all_reduce(work, buffer, parts, [earlier[i] for i in members]))
-            elif work is not None:
-                works.append(work)
-            for i, part in zip(members, parts, strict=True):
-                out[i] = part
-        return out, works, later
-
-    def _begin(
-        self, moves: list[Move], xs: list[torch.Tensor], phase: str
-    ) -> tuple[torch.Tensor, Any | None, list[torch.Tensor]]:
-        """A flat buffer, the work that fills it, and the moved tensors: parts of it."""
-        verb = moves[0].verb
-        if verb in LOCAL:
-            parts = [self.comm.local(m, x) for m, x in zip(moves, xs, strict=True)]
-            buffer = _flat(parts)
-            return buffer, None, _views(buffer, [p.shape for p in parts])
-        self._announce(moves, xs, phase)
-        with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
-            if verb == "all_reduce":
-                buffer = _flat(xs)
-                return buffer, self._all_reduce(buffer, moves[0].axes), _views(buffer, [x.shape for x in xs])
-            if verb == "reduce_scatter":
-                return self._reduce_scatter(moves, xs)
-            moved = self._begin_gather(moves, xs)() if verb == "all_gather" else self._all_to_all(moves, xs)
-            return moved[0], None, moved
-
-    def _announce(self, moves: list[Move], xs: list[torch.Tensor], phase: str) -> None:
-        record(self.comm, moves, xs, phase)
-        self.comm.during(moves[0], phase)
-
-    def _then_all_reduce(
-        self, before: Any | None, buffer: torch.Tensor, parts: list[torch.Tensor], earlier: Gradients
-    ) -> Begin:
-        def begin() -> Any:
-            if before is not None:
-                before.wait()  # once only: gloo copies its result out in every wait
-            for part, kept in zip(parts, earlier, strict=True):
-                if kept is not None:
-                    part.add_(kept)
-            record(self.comm, [self.last_move] * len(parts), parts, "backward")
-            self.comm.during(self.last_move, "backward")
-            with recorded(self.comm, self.last_move, "backward", len(parts)):
-                return self._all_reduce(buffer, self.replicas)
-
-        return begin
-
-    def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
-        return self.comm.begin(self.comm.process_group(axes), dist.all_reduce, buffer)
-
-    def _begin_gather(self, moves: list[Move], xs: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        group = self.comm.process_group(moves[0].axes)
-        rows = [self._shapes(moves, [x.shape for x in xs], k) for k in range(group.size)]
-        row = sum(numel(s) for s in rows[0])
-        mine = xs[0].new_empty(row)
-        torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
-        out = xs[0].new_empty(group.size * row)
-        work = self.comm.begin(group, all_gather_single, raw(out), raw(mine))
-
-        def arrive() -> list[torch.Tensor]:
-            work.wait()
-            by_index = list(torch.split(out, row)) if row else [out] * group.size
-            if group.order is not None:
-                by_index = [by_index[group.order.index(k)] for k in range(group.size)]
-            pieces = [_views(r, shapes) for r, shapes in zip(by_index, rows, strict=True)]
-            return [torch.cat([p[i] for p in pieces], m.dim) for i, m in enumerate(moves)]
-
-        return arrive
-
-    def _all_to_all(self, moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
-        group = self.comm.process_group(moves[0].axes)
-        members = range(group.size) if group.order is None else group.order
-        cuts = [self.comm.chunks(m.to_size, m.axes) for m in moves]
-        sent = [[x.narrow(m.to_dim, *c[k]) for m, x, c in zip(moves, xs, cuts, strict=True)] for k in members]
-        mine = [x.narrow(m.to_dim, *c[group.number]).shape for m, x, c in zip(moves, xs, cuts, strict=True)]
-        received = [self._shapes(moves, mine, k) for k in members]
-        sends = [sum(piece.numel() for piece in pieces) for pieces in sent]
-        receives = [sum(map(numel, shapes)) for shapes in received]
-        buffer = _flat([piece for pieces in sent for piece in pieces])
-        out = buffer.new_empty(sum(receives))
-        scale = 1 if raw(out) is out else out.element_size()
-        theirs, ours = ([n * scale for n in counts] for counts in (receives, sends))
-        self.comm.run(group, dist.all_to_all_single, raw(out), raw(buffer), theirs, ours)
-        by_index: list[list[torch.Tensor]] = [[] for _ in members]
-        for k, part, shapes in zip(members, torch.split(out, receives), received, strict=True):
-            by_index[k] = _views(part, shapes)
-        return [torch.cat([pieces[i] for pieces in by_index], m.dim) for i, m in enumerate(moves)]
-
-    def _reduce_scatter(
-        self, moves: list[Move], gradients: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
-        group = self.comm.process_group(moves[0].axes)
-        rows = [self._shapes(moves, [g.shape for g in gradients], k) for k in range(group.size)]
-        row = sum(numel(s) for s in rows[0])
-        buffer = gradients[0].new_empty(group.size * row)
-        for position in range(group.size):
-            k = position if group.order is None else group.order[position]
-            part = buffer[position * row : (position + 1) * row]
-            cuts = [self.comm.chunks(m.size, m.axes)[k] for m in moves]
-            pieces = [g.narrow(m.dim, *c).reshape(-1) for g, m, c in zip(gradients, moves, cuts, strict=True)]
-            length = sum(p.numel() for p in pieces)
-            torch.cat(pieces, out=part[:length])
-            part[length:].zero_()
-        out = gradients[0].new_empty(row)
-        work = self.comm.reduce_scatter(group, out, buffer)
-        return out, work, _views(out, rows[group.number])
-
-    def _shapes(self, moves: list[Move], shapes: Iterable[Sequence[int]], k: int) -> list[list[int]]:
-        """Shapes of the chunks of rank number ``k`` of the group."""
-        lengths = [self.comm.chunks(m.size, m.axes)[k][1] for m in moves]
-        return [[*s[: m.dim], n, *s[m.dim + 1 :]] for m, s, n in zip(moves, shapes, lengths, strict=True)]
 
 
 class JointBucket(Bucket):
     """The same for all in-process ranks at once, without flat buffers; logged as one collective per dtype."""
 
     def __init__(
-        self, world: World, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False
+        self,
+        world: World,
+        moves: Sequence[Move],
+        replicas: tuple[str, ...] = (),
+        listed: bool = False,
+        dtypes: Dtypes = PLAIN,
     ) -> None:
-        super().__init__(moves, replicas, listed, world.ranks[0].deferred)
+        super().__init__(moves, replicas, listed, dtypes, world.ranks[0].deferred)
         self.world = world
         self.count = len(self.moves) // world.size
 
@@ -294,11 +39,11 @@ class JointBucket(Bucket):
         return self.world.ranks[0]
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
-        return [y for y in self._execute(self.moves, list(xs), phase) if y is not None]
+        return [y for y in self._execute(self.moves, _as(xs, self.dtypes.forward), phase) if y is not None]
 
-    def of(self, moves: Sequence[Move]) -> Bucket:
+    def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
         """See :meth:`Bucket.of`; the same for every face."""
-        return JointBucket(self.world, moves)
+        return JointBucket(self.world, moves, dtypes=Dtypes(dtype))
 
     def backward(
         self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
@@ -307,7 +52,7 @@ class JointBucket(Bucket):
 
         Here gradients are kept whole, whose summands cost nothing to add: a sum that waits is one that is not counted.
         """
-        waits = self.deferred
+        waits, gradients = self.deferred, _as(gradients, self.dtypes.backward)
         out = self._execute([m.backward() for m in self.moves], gradients, "backward", waits and not self.replicas)
         if self.replicas:
             out = self._execute([self.last_move] * len(out), out, "backward", waits)
@@ -317,7 +62,7 @@ class JointBucket(Bucket):
         out: list[torch.Tensor | None] = [None] * len(xs)
         first = self.world.ranks[0]
         if moves[0].verb not in LOCAL and not waits:
-            for members in _by_dtype(xs[: self.count]):
+            for members in by_dtype(xs[: self.count]):
                 record(first, [moves[i] for i in members], [x for i in members if (x := xs[i]) is not None], phase)
         # The forward runs in any rank's thread; every rank records it where it waits for it.
         shown = self.count if self.listed else 1
@@ -341,22 +86,23 @@ def carried(
     through: Callable[[Bucket, Sequence[torch.Tensor]], Tensors],
     replicas: tuple[str, ...] = (),
     listed: bool = False,
+    dtypes: Dtypes = PLAIN,
 ) -> Tensors:
     """Every tensor moved: ``through(bucket, tensors)``, on all faces' tensors where this process holds all ranks.
 
-    ``what``: the caller's name, for errors; ``replicas`` and ``listed`` as in :class:`Bucket`.
+    ``what``: the caller's name, for errors; ``replicas``, ``listed`` and ``dtypes`` as in :class:`Bucket`.
     """
     comm = current()
     module = named(moves[0], always=isinstance(comm, TorchCommunicator)).module
     moves = [move._replace(module=module) for move in moves]
     if isinstance(comm, TorchCommunicator):
-        return through(FlatBucket(comm, moves, replicas, listed), xs)
+        return through(FlatBucket(comm, moves, replicas, listed, dtypes), xs)
     if not isinstance(comm, InProcessCommunicator):
         raise RuntimeMismatchError(f"{what}: unknown communicator {type(comm).__name__}")
     world = comm.world
 
     def joint(values: list[tuple[Sequence[Move], Sequence[torch.Tensor]]]) -> list[Tensors]:
-        bucket = JointBucket(world, [m for ms, _ in values for m in ms], replicas, listed)
+        bucket = JointBucket(world, [m for ms, _ in values for m in ms], replicas, listed, dtypes)
         out = through(bucket, [x for _, ys in values for x in ys])
         return [out[i * len(xs) : (i + 1) * len(xs)] for i in range(world.size)]
 
@@ -366,31 +112,6 @@ def carried(
     return result
 
 
-def record(comm: Communicator, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str) -> None:
-    """Log one collective for several tensors."""
-    if not comm.logs:
-        return
-    axes = moves[0].axes
-    ring = sum(m.ring_bytes(x, comm.size_of(axes)) for m, x in zip(moves, xs, strict=True))
-    comm.record(moves[0].verb, axes, phase, ring)
-
-
-def _by_dtype(xs: Sequence[torch.Tensor | None]) -> list[list[int]]:
-    """Indices of the tensors that exist, by dtype, in the order of first appearance."""
-    groups: dict[torch.dtype, list[int]] = {}
-    for i, x in enumerate(xs):
-        if x is not None:
-            groups.setdefault(x.dtype, []).append(i)
-    return list(groups.values())
-
-
-def _flat(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([x.reshape(-1) for x in xs])
-
-
-def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Consecutive views of ``buffer``."""
-    sizes = [numel(shape) for shape in shapes]
-    rest = buffer.numel() - sum(sizes)
-    parts = torch.split(buffer, [*sizes, rest] if rest else sizes)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
+def _as(xs: Any, dtype: torch.dtype | None) -> Any:
+    """Every tensor in this dtype."""
+    return [x if x is None or dtype is None else x.to(dtype) for x in xs]

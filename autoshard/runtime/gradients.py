@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.buckets import Begin, Bucket, FlatBucket
+from autoshard.runtime.bucket import Begin, Bucket
 from autoshard.runtime.communicator import Communicator
+from autoshard.runtime.flat_bucket import FlatBucket
 
 SMALL = 2**20
 """bytes of gradients below which a bucket goes with the next one"""

@@ -20,29 +20,37 @@ import torch
 from autoshard.errors import LayoutError, RuntimeMismatchError
 from autoshard.runtime.again import CHANGED, Source, can_be_made_again, forget_freed, forgetting
 from autoshard.runtime.ahead import gathered, there
-from autoshard.runtime.buckets import Bucket, FlatBucket, Tensors, carried
+from autoshard.runtime.bucket import Bucket, Dtypes, Tensors
+from autoshard.runtime.buckets import carried
 from autoshard.runtime.collectives import Whole
 from autoshard.runtime.communicator import Axes, current
+from autoshard.runtime.flat_bucket import FlatBucket
 from autoshard.runtime.gradients import Gradients
 from autoshard.runtime.in_process import InProcessCommunicator
 from autoshard.runtime.move import Move
 from autoshard.runtime.step import Gathered
 from autoshard.runtime.together import moved_back
 
+Dtype = torch.dtype | None
 
-def enter_parameters(tensors: Sequence[torch.Tensor], axes: Axes) -> Tensors:
+
+def enter_parameters(
+    tensors: Sequence[torch.Tensor], axes: Axes, *, dtype: Dtype = None, reduce_dtype: Dtype = None
+) -> Tensors:
     """I → R for the parameters of a block, as in data parallelism. Forward: nothing.
 
     Backward: the gradients are flattened into one buffer per dtype and all-reduced, asynchronously for parameters that
-    come from :func:`wait_gradients`.
+    come from :func:`wait_gradients`. In mixed precision values come in ``dtype``, and gradients are summed in
+    ``reduce_dtype`` and arrive in the parameter's own.
     """
     comm = current()
     names = comm.active(axes)
     moving = [t for t in tensors if t.requires_grad]
     if not names or not moving or not torch.is_grad_enabled():
-        return tuple(tensors)
-    moved = iter(carried("enter_parameters", [Move("I", "R", names)] * len(moving), moving, _through, listed=True))
-    return tuple(next(moved) if t.requires_grad else t for t in tensors)
+        return tuple(tensors) if dtype is None else tuple(t.to(dtype) for t in tensors)
+    moves, dtypes = [Move("I", "R", names)] * len(moving), Dtypes(dtype, reduce_dtype)
+    moved = iter(carried("enter_parameters", moves, moving, _through, listed=True, dtypes=dtypes))
+    return tuple(next(moved) if t.requires_grad else t if dtype is None else t.to(dtype) for t in tensors)
 
 
 def gather_parameters(
@@ -52,7 +60,10 @@ def gather_parameters(
     to: Whole = "R",
     sizes: Sequence[int] | None = None,
     replicas: Axes = (),
+    *,
     zero: int = 3,
+    dtype: Dtype = None,
+    reduce_dtype: Dtype = None,
 ) -> Tensors:
     """S → R (or I) for the parameters of a block, as in FSDP. Forward: one all-gather per dtype.
 
@@ -62,18 +73,19 @@ def gather_parameters(
     ``zero``: the stage of ZeRO (Rajbhandari et al., arXiv:1910.02054). At 3 the gathered tensors are not kept for the
     backward inside :func:`regather`; below they are, and the micro-batches of a step share them. At 1 these also share
     the reduction of their gradients, which the last one makes.
+    ``dtype``: what is gathered is cast to first; it and ``reduce_dtype`` as in :func:`enter_parameters`.
     """
     comm = current()
     names = comm.active(axes)
     if to not in ("I", "R"):
         raise LayoutError(f'gather_parameters: to={to!r} is not "I" or "R"')
     if not names or not tensors:
-        return enter_parameters(tensors, replicas)
+        return enter_parameters(tensors, replicas, dtype=dtype, reduce_dtype=reduce_dtype)
     n = comm.size_of(names)
     lengths = sizes if sizes is not None else [t.shape[d] * n for t, d in zip(tensors, dims, strict=True)]
     moves = [Move("S", to, names, d, length) for d, length in zip(dims, lengths, strict=True)]
-    through = functools.partial(_through, zero=zero)
-    return carried("gather_parameters", moves, tensors, through, comm.active(replicas), listed=True)
+    through, dtypes = functools.partial(_through, zero=zero), Dtypes(dtype, reduce_dtype)
+    return carried("gather_parameters", moves, tensors, through, comm.active(replicas), listed=True, dtypes=dtypes)
 
 
 def wait_gradients(*parameters: torch.Tensor, gradients: Gradients | None = None) -> Tensors:
@@ -149,7 +161,7 @@ def _moved(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int) -> tuple[Tenso
         return tuple(gathered(bucket, xs, phase, zero < 3)), None
     if step.is_gathered:
         there(bucket)
-    shared = step.gathered(lambda: gathered(bucket, xs, phase, True))
+    shared = step.gathered(lambda: gathered(bucket, xs, phase, True), bucket.dtypes.backward)
     return tuple(x.detach() for x in shared.tensors), shared
 
 

@@ -10,14 +10,16 @@ import torch
 class Gathered:
     """A bucket of parameters, gathered for all micro-batches of a step."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
+        self.tensors, self.dtype = tensors, dtype
+        """``dtype``: in which gradients are summed; None: in their own"""
         self.gradients: list[torch.Tensor | None] = [None] * len(tensors)
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Keep this micro-batch's ``gradients``, added to those of the ones before it."""
         # Not in place: what came first may be autograd's own.
         for i, (a, b) in enumerate(zip(self.gradients, gradients, strict=True)):
+            b = b if b is None or self.dtype is None else b.to(self.dtype)
             self.gradients[i] = a if b is None else b if a is None else a + b
 
     def take(self) -> list[torch.Tensor | None]:
@@ -47,9 +49,9 @@ class Step:
         """Whether the next bucket is there already."""
         return self.at < len(self.found)
 
-    def gathered(self, gather: Callable[[], Sequence[torch.Tensor]]) -> Gathered:
-        """The next bucket of this micro-batch; only the first one's is gathered."""
+    def gathered(self, gather: Callable[[], Sequence[torch.Tensor]], dtype: torch.dtype | None = None) -> Gathered:
+        """The next bucket of this micro-batch; only the first one's is gathered. ``dtype``: in which gradients are summed."""
         if not self.is_gathered:
-            self.found.append(Gathered(gather()))
+            self.found.append(Gathered(gather(), dtype))
         self.at += 1
         return self.found[self.at - 1]

@@ -107,11 +107,12 @@ def _units(statements: Iterable[Statement], program: Program) -> list[list[State
             units.append([s])
             continue
         kwargs = s.call.kwargs
-        stage = program.assignment.zero.get(s.value, 0)
-        how = kwargs.get("to"), kwargs.get("replicas"), program.types[s.value].dtype
-        key = function, s.call.args[-1], *how, depth, stage
+        alike = [kwargs.get(name) for name in ("to", "replicas", "dtype", "reduce_dtype")]
+        stage = program.assignment.zero.get(s.value) if function == "gather_parameters" else None
+        axes = s.call.args[-1]
+        key = function, axes, *alike, program.types[s.value].dtype, depth, stage
         if key not in open_ or sum(_bytes(member, program) for member in open_[key]) >= bucket_bytes(
-            program.mesh, s.call.args[-1]
+            program.mesh, axes
         ):
             open_[key] = []
             units.append(open_[key])
@@ -145,6 +146,6 @@ def _placed(units: Sequence[list[Statement]]) -> Iterator[list[Statement]]:
 
 
 def _bytes(s: Statement, program: Program) -> float:
-    type_ = program.types[s.value]
+    type_ = program.types[s.outputs[0]]
     layout = s.layouts[0]
     return math.prod(layout.max_local_shape(type_.shape)) * type_.dtype.itemsize if layout is not None else 0.0

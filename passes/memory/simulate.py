@@ -250,6 +250,8 @@ class _Simulation:
         elif gathers:
             made = tuple(Made(form, ~0) for form in forms)
             outcome = Outcome(made, (sum(sizes),), (), 2 * sum(sizes), tuple(sizes), 0)
+        elif s.call.kwargs.get("dtype") is not None:  # copies in the dtype that is read
+            outcome = Outcome(tuple(Made(form, ~i) for i, form in enumerate(forms)), tuple(sizes))
         else:
             outcome = Outcome(tuple(Made(form, i) for i, form in enumerate(forms)), ())
         self._made(s, operands, outcome, ())
@@ -342,6 +344,8 @@ class _Simulation:
         """A bucket's gradients, copied into one buffer and reduced."""
         present = [(p, o) for p, o in zip(ran.operands, ran.outputs, strict=True) if o in self.gradient]
         flat = sum(self._bytes(o) for _, o in present)
+        if dtype := ran.statement.call.kwargs.get("reduce_dtype"):
+            flat = sum(math.prod(self.forms[o].shape) * dtype.itemsize for _, o in present)
         if ran.statement.call.kwargs.get("zero") == 1 and self.graph.micro_batches > 1:
             self._seen(ran.statement, "backward", 2 * flat)  # beside the sums so far: with these, and in one buffer
             self.gradients -= flat - sum(self._bytes(p) for p, _ in present)
