@@ -55,7 +55,8 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
     solution = Solution((), plan.cost.total_s, bound, False)
     again = {name: choice.again for name, choice in plan.choices.items() if choice.again}
     shared_again = frozenset(fqns.get(n, n) for n in plan.shared_again)
-    return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, hinted, again, shared_again)
+    zero = {fqns[n]: stage for n, stage in plan.zero.items()}
+    return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, hinted, again, shared_again, zero)
 
 
 def check_precision(plan: Plan, precision: Precision | None) -> None:

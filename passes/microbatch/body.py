@@ -48,7 +48,9 @@ def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
     graph = separable_means(graph)
     found = separation(graph, count)
     body = _Body(graph, found)
-    return body.run(), MicroBatches(count, body.inputs, tuple(map(_combined, found.outputs)), loss)
+    return replace(body.run(), micro_batches=count), MicroBatches(
+        count, body.inputs, tuple(map(_combined, found.outputs)), loss
+    )
 
 
 def _loss(graph: Graph, count: int) -> int:

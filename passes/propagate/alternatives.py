@@ -49,7 +49,10 @@ class _Alternatives:
             return ()
         sources = {name: self.assignment.source(name).placements for name in node.inputs}
         targets = tuple(tuple(self.targets[name]) for name in node.outputs)
-        owned = tuple((name in self.graph.parameters, name in self.movable) for name in (*node.inputs, *node.outputs))
+        owned = tuple(
+            (name in self.graph.parameters, name in self.assignment.zero, name in self.movable)
+            for name in (*node.inputs, *node.outputs)
+        )
         key = (id(space), current, tuple(sources[n] for n in node.inputs), targets, owned)
         if key not in self.found:
             parts = space.parts
@@ -63,8 +66,9 @@ class _Alternatives:
         return self.found[key]
 
     def _parts(self, name: str, sources: Sequence[Placements], targets: Sequence[Placements]) -> Parts:
-        parameter, movable = name in self.graph.parameters, name in self.movable
-        return conversion_parts(self.graph.types[name], self.mesh, sources, targets, parameter, movable)
+        regathers = name in self.graph.parameters and name not in self.assignment.zero
+        movable = name in self.movable
+        return conversion_parts(self.graph.types[name], self.mesh, sources, targets, regathers, movable)
 
     def _best(self, space: OpSpace, extra: np.ndarray, current: int) -> tuple[Alternative, ...]:
         order = [int(i) for i in np.argsort(extra, kind="stable") if i != current and math.isfinite(extra[i])]

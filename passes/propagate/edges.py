@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,17 +23,17 @@ def conversion_parts(
     mesh: Mesh,
     sources: Sequence[Placements],
     targets: Sequence[Placements],
-    parameter: bool,
+    regathers: bool,
     movable: bool,
 ) -> Parts:
     """What it takes per step to bring a value from each source (row) to each target (column): forward and backward.
 
-    A ``parameter`` that is gathered is not kept: it is gathered once more in the backward (FSDP). ``movable``: see
+    ``regathers``: what is gathered is not kept, but gathered once more in the backward (FSDP). ``movable``: see
     :func:`~autoshard.passes.propagate.step_time.movable_values`.
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
     found: Sequence[np.ndarray] = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown)
-    if parameter and type_.grad:
+    if regathers and type_.grad:
         gathered = _gathers(a, b)
         again = forward_matrices(type_, a, b)
         found = tuple(x + np.where(gathered, y, 0.0) for x, y in zip(found, again, strict=True))
@@ -113,11 +113,12 @@ class Link(NamedTuple):
 class EdgeTables:
     """The tables of many links: one matrix per tensor type, cut per link; equal links share tables.
 
-    ``held``: whether bytes are asked for beside seconds.
+    ``held``: whether bytes are asked for beside seconds; ``kept``: parameters whose gathered copies are kept.
     """
 
-    def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool) -> None:
+    def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool, kept: Collection[str] = ()) -> None:
         self.graph, self.mesh, self.held = graph, mesh, held
+        self.regathered = graph.parameters.difference(kept)
         self.movable = movable_values(graph)
         self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
         self.known: dict[TensorType, dict[Placements, int]] = {}
@@ -139,7 +140,7 @@ class EdgeTables:
 
     def of(self, link: Link) -> tuple[Parts, np.ndarray | None]:
         """What a link takes, and its bytes [states of the source, states of the reader]; None where all are 0."""
-        case = (self.graph.types[link.value], link.value in self.graph.parameters, link.value in self.movable)
+        case = (self.graph.types[link.value], link.value in self.regathered, link.value in self.movable)
         key = (*case, link.given.key, link.asked.key, None if link.mask is None else link.mask.tobytes())
         if key not in self.tables:
             if case not in self.matrices:
@@ -177,15 +178,15 @@ class EdgeTables:
         return self.matrices["again", type_, movable]
 
     def _copies(self, value: str) -> Copies:
-        type_, parameter = self.graph.types[value], value in self.graph.parameters
-        if (type_, parameter) not in self.copies:
+        type_, regathers = self.graph.types[value], value in self.regathered
+        if (type_, regathers) not in self.copies:
             known = tuple(self.known[type_])
             layouts = [Layout(self.mesh, p) for p in known]
             own = np.array([costs.local_numel(type_, p, self.mesh) for p in known], dtype=float) * type_.dtype.itemsize
             codes: dict[Placements, int] = {}
             plain = np.array([codes.setdefault(x.without_gradient().placements, len(codes)) for x in layouts])
             shares = plain[:, None] == plain[None, :]
-            # Of a parameter that is gathered the copy is not kept: conversion_parts counts a second gather.
-            free = shares | _gathers(layouts, layouts) if parameter else shares
-            self.copies[type_, parameter] = Copies(np.where(free, 0.0, own[None, :]), shares, own)
-        return self.copies[type_, parameter]
+            # What is gathered again is not kept: conversion_parts counts a second gather.
+            free = shares | _gathers(layouts, layouts) if regathers else shares
+            self.copies[type_, regathers] = Copies(np.where(free, 0.0, own[None, :]), shares, own)
+        return self.copies[type_, regathers]

@@ -78,6 +78,8 @@ class Network:
     optimizer: str = "adamw"
     given: Mapping[str, Layout] = field(default_factory=dict)
     """layouts of the inputs that come in parts"""
+    zero: Mapping[str, int] = field(default_factory=dict)
+    """parameters that stay gathered, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`"""
     flying: int = 1
     """micro-batches that keep something for the backward at once"""
     variables: dict[str, Variable] = field(default_factory=dict)
@@ -93,7 +95,7 @@ class Network:
     def build(self) -> Built:
         """Variables and links, then their tables."""
         self._variables()
-        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None)
+        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None, self.zero)
         found = [tables.of(link) for link in self.links]
         numbers = {name: i for i, name in enumerate(self.variables)}
         sizes = [len(v.choices) * len(v.tags) for v in self.variables.values()]
@@ -369,7 +371,8 @@ class Network:
         )
         remade = frozenset(v for v in shared if tags[f"shared:{v}"] == AGAIN)
         given = frozenset(self.constraints)
-        return Assignment(self.graph, self.mesh, layouts, shared, choices, outputs, solution, given, again, remade)
+        found = layouts, shared, choices, outputs, solution, given, again, remade, self.zero
+        return Assignment(self.graph, self.mesh, *found)
 
 
 def _tail(graph: Graph) -> frozenset[str]:

@@ -101,11 +101,11 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
         operations[node.name] = known[key]
     prices: dict[object, Parts] = {}
     conversions: list[Parts] = []
-    movable = movable_values(graph)
+    movable, regathered = movable_values(graph), graph.parameters.difference(assignment.zero)
     for value, src, dst in _conversions(assignment):
         if src == dst:
             continue
-        case = (graph.types[value], src, dst, value in graph.parameters, value in movable)
+        case = (graph.types[value], src, dst, value in regathered, value in movable)
         if case not in prices:
             prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:])[0, 0]
         conversions.append(prices[case])

@@ -46,13 +46,14 @@ class Planner:
         recompute: Recompute = "none",
         regather: bool = False,
         given: Mapping[str, Layout] | None = None,
+        zero: Mapping[str, int] | None = None,
         flying: int = 0,
     ) -> None:
         """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
         :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts;
-        ``flying``: of a stage of a pipeline, the micro-batches that it keeps something for at once."""
-        self.flying = flying
-        self.given = given or {}
+        ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; ``flying``: of a stage of a pipeline, the
+        micro-batches that it keeps something for at once."""
+        self.flying, self.given, self.zero = flying, given or {}, zero or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
         recompute = hinted(graph, recompute)
@@ -107,7 +108,8 @@ class Planner:
         """The network; ``limited``: with bytes, and with what may be made again."""
         if limited not in self.built:
             what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
-            network = Network(*what, self.offer if limited else None, self.optimizer, self.given, max(1, self.flying))
+            more = self.optimizer, self.given, self.zero, max(1, self.flying)
+            network = Network(*what, self.offer if limited else None, *more)
             built = network.build()
             self.built[limited] = network, built
             states = sum(map(len, built.network.nodes))
