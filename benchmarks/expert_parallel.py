@@ -58,7 +58,7 @@ def rows(layers: int | None, length: int) -> Iterator[tuple[str, ...]]:
         moved = {True: 0.0, False: 0.0}
         for c in plan.collectives:
             if c.fqn.endswith(".experts"):
-                moved[c.movable or "gate" in c.reason] += c.bytes
+                moved[c.movable or ": part" in c.reason or "of part" in c.reason] += c.bytes
         assert plan.memory is not None
         yield (
             kind.removesuffix("ForCausalLM"), str(mesh), str(like or "(free)"), f"{plan.cost.total_s * 1e3:.0f} ms",

@@ -33,6 +33,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GROUPED, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
          "decoder_sparse_step": 1, "output_router_logits": True},
     ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {**GROUPED, "intermediate_size_mlp": 24, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "interleave_moe_layer_step": 1, "attention_chunk_size": 32},
+    ),
     "olmoe": ("OlmoeForCausalLM", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
 }  # fmt: skip
 
@@ -58,6 +63,7 @@ def exchanging(plan: autoshard.Plan) -> list[Any]:
 
 EQUAL = [
     ("mixtral", {"ep": 2}, True), ("deepseek-v3", {"ep": 4}, True), ("mixtral", {"ep": 2, "tp": 2}, False),
+    ("llama4", {"ep": 2}, False), ("llama4", {"ep": 2, "tp": 2}, False),
     ("qwen3", {"dp": 2, "ep": 2}, False), ("qwen3", {"ep": 2}, False), ("olmoe", {"ep": 2}, False),
     ("olmoe", {"dp": 2, "ep": 2}, False), ("deepseek-v3", {"ep": 2, "tp": 2}, False),
 ]  # fmt: skip

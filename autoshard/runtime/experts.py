@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from autoshard.runtime.communicator import Axes, Communicator, current
 from autoshard.runtime.grouped import grouped_mm
-from autoshard.runtime.halo import halo
+from autoshard.runtime.halo import split
 from autoshard.runtime.move import Move, Splits
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -108,7 +108,7 @@ def experts(
     if routes.order is not None:
         rows = rows.index_select(0, routes.order)
     ends = routes.ends[: first.shape[0]]
-    parts = _parts(first, 2 if transposed else 1, hidden, hidden_axes) if gated and hidden_axes else [first]
+    parts = split(first, 2 if transposed else 1, (hidden, hidden), hidden_axes) if gated and hidden_axes else [first]
     made = [grouped_mm(rows, part if transposed else part.mT, ends, True) for part in parts]
     mid = ACTIVATIONS[activation](made[0]) if not gated else _gated(made, ACTIVATIONS[activation])
     if not transposed:
@@ -120,11 +120,6 @@ def experts(
     out = out * weights.reshape(-1).index_select(0, slots).unsqueeze(1)
     placed = out.new_zeros(ids.numel(), out.shape[1]).index_copy(0, slots, out)
     return placed.view(x.shape[0], top, -1).sum(1).to(x.dtype)
-
-
-def _parts(first: torch.Tensor, dim: int, hidden: int, axes: Axes) -> list[torch.Tensor]:
-    """This rank's part of the gates and of what they gate, of a dim that holds one after the other."""
-    return [halo(first, dim, 2 * hidden, hidden, axes, padding=-start) for start in (0, hidden)]
 
 
 def _gated(made: list[torch.Tensor], activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
