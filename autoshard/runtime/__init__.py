@@ -117,6 +117,7 @@ from autoshard.runtime.reduce import (
     var_mean,
     vector_norm,
 )
+from autoshard.runtime.ring import causal_rows, ring_attention
 from autoshard.runtime.scan import cummax, cummin, cumprod, cumsum, logcumsumexp
 from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax
 
@@ -134,6 +135,7 @@ __all__ += [
     "batch_norm_no_stats",
     "bincount",
     "causal_mask",
+    "causal_rows",
     "crop",
     "cross_entropy",
     "cummax",
@@ -157,6 +159,7 @@ __all__ += [
     "native_dropout",
     "nll_loss",
     "prod",
+    "ring_attention",
     "rms_norm",
     "rrelu",
     "safe_softmax",

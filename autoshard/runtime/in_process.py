@@ -9,6 +9,7 @@ ranks' tensors: one graph spans the mesh, and a plain ``loss.backward()`` in the
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.communicator import Communicator, Executed, bind, current, in_order_of
 from autoshard.runtime.move import LOCAL, Move, piece, together
 from autoshard.runtime.profiling import named, recorded
+from autoshard.runtime.relay import Arrival, Hop
 from autoshard.runtime.schedule import Joint, Schedule, Threads, ThreadState
 
 Tensors = tuple[torch.Tensor, ...]
@@ -139,6 +141,23 @@ class InProcessCommunicator(Communicator):
     def _joint(self, values: list[tuple[Move, torch.Tensor]]) -> Sequence[torch.Tensor]:
         moves, xs = zip(*values, strict=True)
         return _joint(self.world, moves, xs, self.phase)
+
+    def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
+        """See :meth:`Communicator.exchange`."""
+        first = hops[0]
+        self.record("permute", first.move.axes, phase, first.bytes)
+        sent: dict[int, tuple[torch.Tensor, ...]] = {}
+        with recorded(self, first.move, phase):
+            for rank, hop in zip(self.world.ranks, hops, strict=True):
+                sent[rank.group(hop.move.axes)[hop.to]] = hop.tensors
+        for rank, hop in zip(self.world.ranks, hops, strict=True):
+            if [x.shape for x in sent[rank.rank]] != list(hop.shapes):
+                raise RuntimeMismatchError(f"{hop.move}: rank {rank.rank} gets other shapes than {hop.shapes}")
+        return [functools.partial(sent.__getitem__, rank.rank) for rank in self.world.ranks]
+
+    def meet(self, what: str, value: Any, joint: Joint) -> Any:
+        """See :meth:`Communicator.meet`."""
+        return self.world.meet(self.rank, what, value, joint)
 
     def gathered(self, what: str, mine: Any) -> Sequence[Any]:
         """See :meth:`Communicator.gathered`."""
