@@ -144,3 +144,17 @@ def test_experts_beside_the_plan_are_found_without_a_hint() -> None:
         plan.layouts[f"model.layers.0.mlp.experts.{w}"]["x"] == autoshard.Shard(0)
         for w in ("gate_up_proj", "down_proj")
     )
+
+
+def test_what_goes_to_no_expert_adds_nothing() -> None:
+    """As where a capacity drops rows: the others are what they are without them."""
+    model = Routed().double()
+    given = batch(*EVEN)
+    dropped = {**given, "ids": given["ids"].clone()}
+    dropped["ids"][1, 0] = dropped["ids"][4, 1] = -1
+    zeroed = {**given, "weights": given["weights"].clone()}
+    zeroed["weights"][1, 0] = zeroed["weights"][4, 1] = 0
+    torch.testing.assert_close(model(dropped)[0], model(zeroed)[0], rtol=1e-12, atol=0)
+    assert not torch.equal(model(given)[0], model(zeroed)[0])
+    report = autoshard.verify(model, ideal({"ep": 2}), (dropped,), like="expert")
+    assert report.ok, report
