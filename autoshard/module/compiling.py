@@ -15,7 +15,7 @@ from autoshard.compiler import Compiled, compiled
 from autoshard.errors import CaptureError, PlanError, RuleError
 from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
-from autoshard.layout import Layout
+from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.entrance import beside
 from autoshard.module.executable import Call, Executable, described, load_source
@@ -57,7 +57,7 @@ class Compiling(Fixed):
     _latest: Executable | None
     _parameter_layouts: dict[str, Layout] | None
     _layout_of: dict[str, Layout]
-    """by each name of a parameter"""
+    """by each name of a parameter, and of a buffer that is kept in parts"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__()
@@ -195,10 +195,10 @@ class Compiling(Fixed):
         with self._of.as_it_is(self._check) as model:
             found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
         if first:
-            parameters = {i.fqn: found.plan.layouts[i.fqn] for i in found.graph.inputs if i.kind == "parameter"}
+            kept = {i.fqn: found.plan.layouts[i.fqn] for i in found.graph.inputs if i.kind in ("parameter", "buffer")}
             with without_autocast():
-                self._adopt(self._of.model, found.graph, parameters)
-            object.__setattr__(self, "_parameter_layouts", parameters)
+                self._adopt(self._of.model, found.graph, kept)
+            object.__setattr__(self, "_parameter_layouts", kept)
         self._adopt_attributes(found.graph)
         rank_module = load_source(found.source.text, found.source.modules)
         return Executable(found, rank_module, described(found.graph, args, kwargs), structure)
@@ -232,7 +232,8 @@ class Compiling(Fixed):
     def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
         taken: dict[int, torch.Tensor] = {}
-        layouts = dict(layouts)
+        buffers = {i.fqn for i in graph.inputs if i.kind == "buffer"}
+        layouts = {n: x for n, x in layouts.items() if n not in buffers or x.axes_with(Shard)}
         names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
         layouts |= {alias: layouts[name] for alias, name in names.items() if name in layouts}
         object.__setattr__(self, "_layout_of", layouts)
@@ -246,10 +247,11 @@ class Compiling(Fixed):
             for prefix, module in model.named_modules()
             for n in module._non_persistent_buffers_set
         }
-        initial |= recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
+        found = recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
+        initial |= {n: self._kept(full, layouts.get(n)) for n, full in found.items()}
         for name, b in model.named_buffers(remove_duplicate=False):
             if id(b) not in taken:
-                taken[id(b)] = self._buffer(b, initial.get(name))
+                taken[id(b)] = self._buffer(b, layouts.get(name), initial.get(name))
             self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
         self._of.adopt([name for name in absent if name not in initial])
 
@@ -258,7 +260,8 @@ class Compiling(Fixed):
         buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
         found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots)
         for name, tensor in self._agreed(found).items():
-            self._of.put(name, self._buffer(tensor, None), parameter=False, persistent=False)
+            layout = self._layout_of.get(name)
+            self._of.put(name, self._buffer(tensor, layout, None), parameter=False, persistent=False)
 
     def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The same on every rank."""
@@ -277,13 +280,14 @@ class Compiling(Fixed):
         return torch.initial_seed()
 
     def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-        """What this process keeps of a full initial value; ``layout`` is None for buffers."""
+        """What this process keeps of a full initial value; ``layout`` is None for buffers that are whole."""
         return full
 
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         raise NotImplementedError
 
-    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+    def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
+        """``layout``: of one that is kept in parts."""
         raise NotImplementedError
 
     def tensor(self, fqn: str) -> Any:

@@ -114,19 +114,25 @@ class DistributedModule(ShardedModule):
         return full if layout is None else shard_of(full, layout, self._comm.rank)
 
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+        return nn.Parameter(
+            self._dtensor(self._part(p, layout, initial), layout, p.shape), requires_grad=p.requires_grad
+        )
+
+    def _part(self, full: torch.Tensor, layout: Layout, initial: torch.Tensor | None) -> torch.Tensor:
+        """This rank's part of a parameter or buffer, or a copy of the one in ``initial``; zeros where there are no data."""
         if initial is not None:
-            local = initial.detach().to(self._device, copy=True).contiguous()
-        elif p.is_meta:
-            shape = layout.local_shape(p.shape, self._comm.rank)
-            local = torch.zeros(shape, dtype=p.dtype, device=self._device)
-        else:
-            local = shard_of(p.detach(), layout, self._comm.rank).to(self._device, copy=True).contiguous()
-        return nn.Parameter(self._dtensor(local, layout, p.shape), requires_grad=p.requires_grad)
+            return initial.detach().to(self._device, copy=True).contiguous()
+        if full.is_meta:
+            shape = layout.local_shape(full.shape, self._comm.rank)
+            return torch.zeros(shape, dtype=full.dtype, device=self._device)
+        return shard_of(full.detach(), layout, self._comm.rank).to(self._device, copy=True).contiguous()
 
     def _dtensor(self, local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
         return dtensor(local, self.device_mesh, layout, shape)
 
-    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+    def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
+        if layout is not None:
+            return Output.of(self._dtensor(self._part(b, layout, initial), layout, b.shape))
         zeros = torch.zeros_like(b, device="cpu") if b.is_meta and initial is None else b
         return (zeros if initial is None else initial).detach().clone().to(self._device)
 
@@ -143,8 +149,9 @@ class DistributedModule(ShardedModule):
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         if isinstance(tensor, DTensor):
             layout = Layout.from_torch(self.mesh, tensor.placements)
-            tensor.to_local().copy_(shard_of(full, layout, self._comm.rank))
-        else:
+            part = full.to_local() if isinstance(full, DTensor) else shard_of(full, layout, self._comm.rank)
+            tensor, full = tensor.to_local(), part
+        if not full.is_set_to(tensor):  # else it was written in place
             tensor.copy_(full)
 
     def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -158,12 +165,12 @@ class DistributedModule(ShardedModule):
             )
         if layout is None and isinstance(tensor, DTensor):
             raise CaptureError(
-                f"buffer {name!r} was replaced by a DTensor. Every rank holds buffers whole: use full_tensor()."
+                f"buffer {name!r} was replaced by a DTensor. Every rank holds it whole: use full_tensor()."
             )
         placements = tensor.placements if isinstance(tensor, DTensor) else None
         if layout is not None and placements != tuple(layout.to_torch()):
             raise CaptureError(
-                f"parameter {name!r} was replaced by one in layout {placements or 'of a plain tensor'}; it is kept as a "
+                f"{name!r} was replaced by a tensor in layout {placements or 'of a plain tensor'}; it is kept as a "
                 f"DTensor in {layout}. Copy values into it, or load them with load_full_state_dict."
             )
 
@@ -303,7 +310,11 @@ class DistributedModule(ShardedModule):
             ]
         self._agreement.finish()
         first = len(program.outputs)
-        return leaves, {fqn: results[first + i].detach() for i, fqn in enumerate(program.mutations)}
+        written = {fqn: results[first + i].detach() for i, fqn in enumerate(program.mutations)}
+        for fqn, layout in program.assignment.written.items():
+            if layout.axes_with(Shard):
+                written[fqn] = self._dtensor(written[fqn], layout, actual(program.types[program.mutations[fqn]].shape))
+        return leaves, written
 
     def _enter(self, index: int, count: int) -> None:
         self._comm.micro_batch = (index, count)

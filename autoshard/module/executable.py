@@ -70,7 +70,7 @@ class Executable:
     def apart(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, torch.Tensor]]:
         """The arguments with copies of the tensors that the forward writes to, and these tensors by their fqn.
 
-        The program's values must not see what is written back.
+        The program's values must not see what is written back, unless it writes in place.
         """
         written = {i.name: i.fqn for i in self.graph.inputs if i.kind == "input" and i.fqn in self.graph.mutations}
         if not written:
@@ -83,7 +83,8 @@ class Executable:
                         f"the forward writes in place into its input {fqn!r}, which shares memory with input {other!r}: "
                         "the program would not see the write there. Pass a clone of one of them."
                     )
-        copies = [x.clone() if n in written else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
+        aside = {name for name, fqn in written.items() if fqn not in self.compiled.program.in_place}
+        copies = [x.clone() if n in aside else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
         return copies, {fqn: named[name] for name, fqn in written.items()}
 
     def named(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:

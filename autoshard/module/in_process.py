@@ -12,7 +12,7 @@ from autoshard.mesh import Mesh
 from autoshard.module.base import ShardedModule
 from autoshard.module.compiling import Settings
 from autoshard.module.executable import Executable
-from autoshard.module.simulate import cut, join, joined
+from autoshard.module.simulate import cut, join, joined, views
 from autoshard.passes.ir.graph import Ref
 from autoshard.runtime.communicator import Executed
 from autoshard.runtime.in_process import World
@@ -46,7 +46,7 @@ class InProcessModule(ShardedModule):
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         return nn.Parameter(_real(p, initial), requires_grad=p.requires_grad)
 
-    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+    def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
         return _real(b, initial)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would see the ranks of one thread only
@@ -61,7 +61,11 @@ class InProcessModule(ShardedModule):
         modules = self._rank_modules[key]
         tensors = self._tensors(executable)
         names = executable.compiled.source.inputs
-        arguments = [self._spread(x, program.layouts[n]) for n, x in zip(names, inputs, strict=True)]
+        written = {name for fqn, name in program.graph.states.items() if fqn in program.in_place}
+        arguments = [
+            views(x, program.layouts[n]) if n in written else self._spread(x, program.layouts[n])
+            for n, x in zip(names, inputs, strict=True)
+        ]
         for rank, module in enumerate(modules):
             module.bind_tensors({name: parts[rank] for name, parts in tensors.items()})
         try:
@@ -87,6 +91,7 @@ class InProcessModule(ShardedModule):
                 [r[first + i].detach() for r in results], program.layouts[name], actual(program.types[name].shape), fqn
             )
             for i, (fqn, name) in enumerate(program.mutations.items())
+            if fqn not in program.in_place
         }
         return leaves, mutated
 
@@ -100,13 +105,13 @@ class InProcessModule(ShardedModule):
         for value in executable.graph.inputs:
             if value.kind == "input":
                 continue
+            layout = executable.compiled.plan.layouts[value.fqn]
             if value.kind == "constant":
-                full = executable.graph.constants[value.name]
-            elif value.kind == "parameter":
-                full = self.tensor(value.fqn)
+                found[value.fqn] = cut(executable.graph.constants[value.name], layout, value.fqn)
+            elif value.fqn in executable.compiled.program.in_place:
+                found[value.fqn] = views(self.tensor(value.fqn), layout)
             else:
-                full = self.tensor(value.fqn)
-            found[value.fqn] = cut(full, executable.compiled.plan.layouts[value.fqn], value.fqn)
+                found[value.fqn] = cut(self.tensor(value.fqn), layout, value.fqn)
         return found
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:

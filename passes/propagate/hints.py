@@ -50,8 +50,8 @@ class Constraint:
             return self.anywhere in state and not any(isinstance(p, Shard) for p in others)
         return all(_same(p, state[mesh.index(axis)]) for axis, p in self.axes)
 
-    def check(self, type_: TensorType, kind: str, written: bool = False) -> None:
-        """Raise :class:`HintError` if the hint cannot be met by a tensor of this type, which the forward writes or not."""
+    def check(self, type_: TensorType, kind: str, anew: bool = False) -> None:
+        """Raise :class:`HintError` if the hint cannot be met by a tensor of this type. ``anew``: whether every call sets it."""
         for axis, p in self.axes or ((None, self.anywhere),):
             where = f" on axis {axis!r}" if axis else ""
             if isinstance(p, Shard) and p.dim >= len(type_.shape):
@@ -60,11 +60,11 @@ class Constraint:
                     f"{len(type_.shape)} dims, shape {list(type_.shape)}. "
                     + (f"Use Shard(0) to Shard({len(type_.shape) - 1})." if type_.shape else "A scalar stays whole.")
                 )
-            if isinstance(p, Shard) and kind == "buffer" and written:
+            if isinstance(p, Shard) and kind == "buffer" and anew:
                 raise HintError(
-                    f"hint {self.pattern!r} asks for {p}{where}, but the forward writes buffer {self.name!r}, and what it "
-                    "writes is kept whole on every rank: it would be cut and gathered in every call. Leave the buffer out of "
-                    "the pattern, or use Replicate()."
+                    f"hint {self.pattern!r} asks for {p}{where}, but the forward sets buffer {self.name!r} anew, in another "
+                    "shape or dtype: such a buffer is kept whole on every rank. Leave it out of the pattern, use Replicate(), "
+                    "or write into it in place."
                 )
             if isinstance(p, Partial) and kind in ("parameter", "buffer", "input"):
                 raise HintError(
@@ -121,7 +121,7 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh) -> dict[s
             value = module_output(graph, name) if kind == "module" else _input_named(graph, name)
             constraint = _constraint(pattern, name, asked, mesh)
             what = "the output of module" if kind == "module" else kind
-            constraint.check(graph.types[value], what, kind == "buffer" and name in graph.mutations)
+            constraint.check(graph.types[value], what, name in graph.mutations and name not in graph.states)
             constraints[value] = constraint
     return constraints
 
@@ -230,3 +230,10 @@ def fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constrain
             axes = tuple(zip(layout.mesh.axes, placements, strict=True))
             found[value.name] = Constraint(value.fqn, value.fqn, axes)
     return found
+
+
+def held(tensors: Mapping[str, Layout] | None, graph: Graph, mesh: Mesh) -> dict[str, Layout]:
+    """The layouts in which buffers are kept since an earlier compilation, by name; those that it did not know are whole."""
+    if tensors is None:
+        return {}
+    return {i.name: tensors.get(i.fqn, Layout(mesh)) for i in graph.inputs if i.kind == "buffer"}

@@ -87,6 +87,8 @@ class Network:
     def __post_init__(self) -> None:
         self.views = frozenset(n.name for n in self.graph.nodes if is_passive(n))
         self.tail = _tail(self.graph) if self.offer is not None else frozenset()
+        self.free = self._free()
+        """buffers whose layout is to be chosen, as a parameter's is"""
 
     def build(self) -> Built:
         """Variables and links, then their tables."""
@@ -123,7 +125,13 @@ class Network:
                 self.variables[f"out:{i}"] = Variable(states)
                 readers[out.name].append((f"out:{i}", Side(states), None))
         for fqn, name in graph.mutations.items():
-            states = self._once(("mutation",), ((R,) * self.mesh.ndim,))
+            old = graph.states.get(fqn)
+            if old in self.free:
+                if old != name:
+                    readers[name].append((old, Side(self._input_states(old, "buffer")), None))
+                continue
+            placed = (R,) * self.mesh.ndim if old is None else self._stated(old).without_gradient().placements
+            states = self._once(("mutation", placed), (placed,))
             self.variables[f"mutation:{fqn}"] = Variable(states)
             readers[name].append((f"mutation:{fqn}", Side(states), None))
         for value in graph.inputs:
@@ -248,8 +256,20 @@ class Network:
 
     # --- inputs and outputs ---
 
+    def _free(self) -> frozenset[str]:
+        """What the forward keeps between calls, such as keys and values; in training, running statistics, only if asked."""
+        buffers = {i.fqn for i in self.graph.inputs if i.kind == "buffer"}
+        states = {old for fqn, old in self.graph.states.items() if fqn in buffers and old not in self.given}
+        return frozenset(n for n in states if not self.graph.training or n in self.constraints)
+
+    def _stated(self, name: str) -> Layout:
+        return stated(name, self.graph, self.mesh, self.given)
+
     def _input(self, name: str, states: tuple[Placements, ...]) -> Variable:
         type_ = self.graph.types[name]
+        if name in self.free:
+            size = self._bytes(name, states)
+            return Variable(states, kept=size, stays=size)
         if name not in self.graph.parameters:
             return Variable(states)
         key = ("parameter", type_, id(states))
@@ -263,11 +283,11 @@ class Network:
         return Variable(states, (0,), *self.known[key])
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
-        """An input is given whole on every rank, or as it says; a parameter may be kept in shards."""
+        """An input is given whole on every rank, or as it says; a parameter, and a state, may be kept in shards."""
         type_ = self.graph.types[name]
         whole = I if type_.grad else R
-        if kind != "parameter":
-            placed = stated(name, self.graph, self.mesh, self.given).placements
+        if kind != "parameter" and name not in self.free:
+            placed = self._stated(name).placements
             return self._once(("given", placed), (placed,))
         states = _placeable(type_, self.mesh, replicated=whole)
         if name in self.constraints:

@@ -1,0 +1,242 @@
+"""Cases of states: caches that a module keeps, which lie in parts on the ranks and are written in place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from state_harness import Net, both, case, close, ids, pair, refused, same_state, steps
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard import Shard
+from autoshard.errors import HintError
+
+LENGTH, WIDTH, HEADS, BATCH = 12, 16, 4, 2
+MEGATRON = {"*.q": "colwise", "*.k": "colwise", "*.v": "colwise", "*.o": "rowwise"}
+
+
+class Attention(nn.Module):
+    """Attention with a cache of its own, as in gpt-fast. ``write``: how it is written to."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.write = write
+        for name in ("keys", "values"):
+            cache = torch.zeros(BATCH, HEADS, LENGTH, WIDTH // HEADS)
+            self.register_buffer(name, cache, persistent=name == "keys")
+
+    def put(self, cache: Any, new: torch.Tensor, at: torch.Tensor, start: int) -> None:
+        match self.write:
+            case "index_put":
+                cache[:, :, at] = new
+            case "index_copy":
+                cache.index_copy_(2, at, new)
+            case "scatter":
+                cache.scatter_(2, at[None, None, :, None].expand_as(new), new)
+            case "slice":
+                cache[:, :, start : start + new.shape[2]] = new
+            case "copy":
+                cache.copy_(cache.index_copy(2, at, new))
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor, start: int) -> torch.Tensor:
+        heads = (x.shape[0], x.shape[1], HEADS, -1)
+        q, k, v = (m(x).view(heads).transpose(1, 2) for m in (self.q, self.k, self.v))
+        self.put(self.keys, k, at, start)
+        self.put(self.values, v, at, start)
+        mask = torch.arange(LENGTH) <= at[:, None]
+        y = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask)
+        return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    def __init__(self, write: str = "index_put") -> None:
+        super().__init__()
+        self.emb = nn.Embedding(12, WIDTH)
+        self.layers = nn.ModuleList(Attention(write) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 12, bias=False)
+
+    def forward(self, ids: torch.Tensor, at: torch.Tensor, start: int = 0) -> torch.Tensor:
+        x = self.emb(ids)
+        for layer in self.layers:
+            x = x + layer(x, at, start)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def decode(model: nn.Module, sharded: Any, lengths: tuple[int, ...], given: bool = False) -> None:
+    """Calls one after another, each for as many tokens; ``given``: with the start as a number."""
+    tokens = torch.randint(0, 12, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
+    start = 0
+    for length in lengths:
+        end = start + length
+        call = tokens[:, start:end], torch.arange(start, end), *([start] if given else [])
+        with torch.no_grad():
+            close(sharded(*call), model(*call))
+        start = end
+
+
+@case
+def a_cache_of_ones_own(mesh: autoshard.Mesh) -> None:
+    """Each rank has the part that its heads need, and nothing is sent for it."""
+    for write in ("index_put", "index_copy", "scatter", "slice"):
+        torch.manual_seed(0)
+        model = Decoder(write).double().eval()
+        sharded = autoshard.compile(copy.deepcopy(model), mesh, hints=MEGATRON, training=False)
+        decode(model, sharded, (5, 1, 1), given=write == "slice")
+        assert {str(sharded.plan.layouts[f"layers.{i}.{n}"]) for i in (0, 1) for n in ("keys", "values")} == {"S(1)@tp"}
+        program = sharded.programs[-1].compiled.program
+        assert program.in_place == program.mutations.keys()
+        assert len(program.in_place) == 4
+        same_state(sharded, model)
+        whole = 4 * BATCH * LENGTH * WIDTH * 8
+        assert sharded.plan.memory.buffers - whole / 2 < 1000
+        assert sharded.plan.memory.temporaries < whole / 4  # no copy of a cache
+        token = BATCH * WIDTH * 8  # the activation of one
+        assert sharded.collectives
+        assert max(c.bytes for c in sharded.collectives) <= token
+    both(model, sharded, lambda m: m.layers[0].keys.zero_())
+    decode(model, sharded, (3, 1), given=True)
+
+
+@case
+def a_cache_whose_old_value_is_read(mesh: autoshard.Mesh) -> None:
+    """It is not written in place."""
+
+    class Old(Attention):
+        def put(self, cache: Any, new: torch.Tensor, at: torch.Tensor, start: int) -> None:
+            before = cache.flip(0).transpose(0, 1) if self.write == "read" else cache[:, :, :3]
+            cache[:, :, at] = new
+            if self.write == "written":
+                cache[:, :, 8:11] = cache[:, :, :3]
+            else:
+                cache.mul_(1 + before.sum().tanh())
+
+    class Reads(Decoder):
+        def __init__(self, write: str) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Old(write)])
+
+    for write in ("read", "view", "written"):
+        torch.manual_seed(0)
+        model = Reads(write).double().eval()
+        sharded = autoshard.compile(copy.deepcopy(model), mesh, hints=MEGATRON, training=False)
+        decode(model, sharded, (4, 1, 1))
+        assert not sharded.programs[-1].compiled.program.in_place
+        same_state(sharded, model)
+
+
+@case
+def a_cache_that_users_change(mesh: autoshard.Mesh) -> None:
+    """Resets, writes, assignments, copies and loaded weights reach every part."""
+    torch.manual_seed(0)
+    model = Decoder().double().eval()
+    start = torch.randn(BATCH, HEADS, LENGTH, WIDTH // HEADS, dtype=torch.float64)
+    model.layers[0].values.copy_(start)
+    hints = {"layers.0.keys": Shard(0), "layers.1.keys": Shard(2), "layers.0.values": Shard(3)}
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, hints=hints, training=False)
+
+    def change(m: Any) -> None:
+        for layer in m.layers:
+            layer.keys[:, :, 2:4] = 1
+            layer.values[:, 1] += start[:, 1]
+            layer.keys.mul_(start[:1, :1])
+            layer.values = start + 1
+            layer.values.index_fill_(0, torch.tensor([1]), 2)
+
+    for _ in range(2):
+        decode(model, sharded, (3, 1))
+        both(model, sharded, change)
+        same_state(sharded, model)
+        close(sharded.layers[1].values, model.layers[1].values)
+    for pattern, hint in hints.items():
+        assert sharded.plan.layouts[pattern].placements == (hint,)
+        if isinstance(held := sharded.get_buffer(pattern), DTensor):
+            assert held.to_local().numel() == held.numel() // 2
+    copies = copy.deepcopy(model), copy.deepcopy(sharded)
+    decode(model, sharded, (2, 2))
+    decode(*copies, (6, 1))
+    state = {n: t + 1 for n, t in model.state_dict().items()}
+    model.load_state_dict(state)
+    sharded.load_full_state_dict(state)
+    decode(model, sharded, (1, 3))
+    model.load_state_dict(state)
+    sharded.load_state_dict(state)
+    decode(model, sharded, (1, 3))
+
+
+@case
+def a_cache_on_the_meta_device(mesh: autoshard.Mesh) -> None:
+    torch.manual_seed(0)
+    model = Decoder().double().eval()
+    with torch.device("meta"):
+        empty = Decoder().double().eval()
+    sharded = autoshard.compile(empty, mesh, (ids(BATCH), torch.arange(3)), hints=MEGATRON, training=False)
+    sharded.load_full_state_dict(model.state_dict())
+    for layer in sharded.layers:
+        layer.values.zero_()  # in no checkpoint
+    decode(model, sharded, (3, 1))
+    same_state(sharded, model)
+
+
+@case
+def a_cache_given_as_an_argument(mesh: autoshard.Mesh) -> None:
+    """Written in place, as in eager."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+        def forward(self, x: torch.Tensor, cache: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            cache[:, at] = self.up(x)
+            return self.down(cache).sum(1)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = Writes().double(), torch.randn(4, 1, 6, dtype=torch.float64)
+    hints = {"up": "colwise", "down": "rowwise"}
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, hints=hints, training=False)
+    cache = torch.zeros(4, 5, 8, dtype=torch.float64)
+    caches: list[Any] = [cache, cache.clone()]
+    for step in range(3):
+        if step == 2 and hasattr(sharded, "device_mesh"):
+            part = caches[0].chunk(2, -1)[sharded._comm.rank].contiguous()
+            caches[0] = DTensor.from_local(part, sharded.device_mesh, [torch.distributed.tensor.Shard(2)])
+        at = torch.tensor([step])
+        with torch.no_grad():
+            close(sharded(x * step, caches[0], at), model(x * step, caches[1], at))
+        close(*caches)
+        # A whole one is cut for the layers, and put together again; not so what comes in parts.
+        assert sharded.programs[-1].compiled.program.in_place == (
+            {"cache"} if isinstance(caches[0], DTensor) else set()
+        )
+
+
+@case
+def a_written_buffer_that_is_to_be_cut(mesh: autoshard.Mesh) -> None:
+    """Running statistics, in training and after; the program that comes first decides."""
+    axis = mesh.axes[0]
+    for hint in (Shard(0), {axis: Shard(0)}, autoshard.Replicate()):
+        model, sharded = pair(mesh, Net, ids(), hints={"bn.running_mean": hint})
+        steps(model, sharded, ids(), ids(seed=1))
+        both(model, sharded, lambda m: m.eval())
+        with torch.no_grad():
+            close(sharded(ids())[1], model(ids())[1])
+        assert isinstance(sharded.bn.running_mean, DTensor) <= (hint != autoshard.Replicate())
+    model, sharded = pair(mesh, Net, ids())
+    assert sharded.plan.layouts["bn.running_mean"] == autoshard.Layout(mesh)
+
+    class Anew(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(4, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = (x + self.last).float()
+            return self.last + 1
+
+    with refused("the forward sets buffer 'last' anew, in another shape or dtype", HintError):
+        pair(mesh, Anew, torch.ones(4, 3, dtype=torch.float64), hints={"last": Shard(0)})
