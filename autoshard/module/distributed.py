@@ -311,9 +311,9 @@ class DistributedModule(ShardedModule):
         self._agreement.finish()
         first = len(program.outputs)
         written = {fqn: results[first + i].detach() for i, fqn in enumerate(program.mutations)}
-        for fqn, layout in program.assignment.written.items():
-            if layout.axes_with(Shard):
-                written[fqn] = self._dtensor(written[fqn], layout, actual(program.types[program.mutations[fqn]].shape))
+        for fqn, name in program.mutations.items():
+            if (layout := program.layouts[name]).axes_with(Shard):
+                written[fqn] = self._dtensor(written[fqn], layout, actual(program.types[name].shape))
         return leaves, written
 
     def _enter(self, index: int, count: int) -> None:

@@ -118,14 +118,10 @@ class Assignment:
         """How ``node`` makes result number ``result``."""
         return made(self.choices[node.name], result, self.graph.types[node.outputs[result]].grad)
 
-    @cached_property
-    def written(self) -> dict[str, Layout]:
-        """Per buffer or input that the forward writes, by fqn: the layout of its new value. What has another type is whole."""
-        graph, whole = self.graph, Layout(self.mesh)
-        return {
-            fqn: self.layouts[graph.states[fqn]].without_gradient() if fqn in graph.states else whole
-            for fqn in graph.mutations
-        }
+    def written(self, fqn: str) -> Layout:
+        """The layout of the new value of a buffer or input that the forward writes. What has another type is whole."""
+        old = self.graph.states.get(fqn)
+        return Layout(self.mesh) if old is None else self.layouts[old].without_gradient()
 
     def __str__(self) -> str:
         """A line per value or operation: the layout it lies in, what is cut along each axis, what is converted."""
@@ -138,7 +134,7 @@ class Assignment:
         pairs = zip(self.graph.outputs, self.outputs, strict=True)
         outs = (self._read(o.name, x) if isinstance(o, Ref) and x is not None else repr(o) for o, x in pairs)
         lines.append(f"return {', '.join(outs)}")
-        return "\n".join(lines + [f"{n} ← {self._read(v, self.written[n])}" for n, v in self.graph.mutations.items()])
+        return "\n".join(lines + [f"{n} ← {self._read(v, self.written(n))}" for n, v in self.graph.mutations.items()])
 
     def _defined(self, value: str) -> str:
         shared = self.shared.get(value, self.layouts[value])

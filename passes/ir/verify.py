@@ -61,7 +61,7 @@ def check_program(program: Program) -> None:
         if name not in made:
             raise PlanError(f"invalid program: it returns {name}, which nothing makes")
     for fqn, name in program.mutations.items():
-        if program.layouts[name] != program.assignment.written[fqn]:
+        if program.layouts[name] != program.assignment.written(fqn):
             raise PlanError(f"invalid program: {fqn} is written in {program.layouts[name]}, and kept in another layout")
 
 

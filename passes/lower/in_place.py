@@ -45,7 +45,7 @@ def in_place(program: Program) -> Program:
     written = set()
     for fqn, old in program.graph.states.items():
         writes = _writes(program, old, program.mutations[fqn])
-        if writes and program.layouts[old] == program.assignment.written[fqn] and _unnoticed(program, old, writes):
+        if writes and program.layouts[old] == program.assignment.written(fqn) and _unnoticed(program, old, writes):
             written.add(fqn)
             found |= {i: _instead(program.statements[i]) for i in writes}
     statements = tuple(found.get(i, s) for i, s in enumerate(program.statements))

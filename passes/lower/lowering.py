@@ -57,7 +57,7 @@ class _Lowering:
             for out, layout in zip(self.graph.outputs, self.assignment.outputs, strict=True)
         )
         written = self.assignment.written
-        mutations = {fqn: self._get(name, written[fqn], None) for fqn, name in self.graph.mutations.items()}
+        mutations = {fqn: self._get(name, written(fqn), None) for fqn, name in self.graph.mutations.items()}
         return Program(
             self.graph, self.mesh, self.assignment, tuple(self.statements), self.types, self.layouts, outputs, mutations
         )

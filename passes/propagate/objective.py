@@ -168,5 +168,5 @@ def wanted(assignment: Assignment) -> dict[str, list[Placements]]:
         if layout is not None:
             found[out.name].append(layout.placements)
     for fqn, name in graph.mutations.items():
-        found[name].append(assignment.written[fqn].placements)
+        found[name].append(assignment.written(fqn).placements)
     return found
