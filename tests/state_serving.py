@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from state_cases_inputs import executed
 from state_harness import Net, both, case, close, ids, pair, refused, same_state, steps
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -240,3 +241,61 @@ def a_written_buffer_that_is_to_be_cut(mesh: autoshard.Mesh) -> None:
 
     with refused("the forward sets buffer 'last' anew, in another shape or dtype", HintError):
         pair(mesh, Anew, torch.ones(4, 3, dtype=torch.float64), hints={"last": Shard(0)})
+
+
+class Handed(nn.Module):
+    """Attention whose keys and values are handed in and out, one pair a layer, and grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(12, WIDTH), nn.Linear(WIDTH, 12, bias=False)
+        self.layers = nn.ModuleList(Attention("") for _ in range(2))
+
+    def forward(self, ids: torch.Tensor, cache: Any = None) -> tuple[torch.Tensor, Any]:
+        x, made = self.emb(ids), []
+        for i, layer in enumerate(self.layers):
+            heads = (x.shape[0], x.shape[1], HEADS, -1)
+            q, k, v = (m(x).view(heads).transpose(1, 2) for m in (layer.q, layer.k, layer.v))
+            if cache is not None:
+                k, v = torch.cat([cache[i][0], k], 2), torch.cat([cache[i][1], v], 2)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None)
+            x = x + layer.o(y.transpose(1, 2).flatten(2))
+            made.append((k, v))
+        return self.head(x), tuple(made)
+
+
+@case
+def a_cache_handed_in_and_out(mesh: autoshard.Mesh) -> None:
+    """It stays in its layout: nothing is sent for it, and one program serves all lengths."""
+    torch.manual_seed(0)
+    model = Handed().double().eval()
+    mine = autoshard.Mesh(dict(zip(mesh.axes, mesh.shape, strict=True)))
+    sharded = autoshard.compile(copy.deepcopy(model), mine, like="megatron", training=False, dynamic=True)
+    tokens = torch.randint(0, 12, (3, 12), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        (given, cache), (expected, wanted) = sharded(tokens[:, :4]), model(tokens[:, :4])
+        for at in range(4, 12):
+            close(given, expected)
+            with executed(sharded) as counted:
+                given, cache = sharded(tokens[:, at : at + 1], cache)
+            expected, wanted = model(tokens[:, at : at + 1], wanted)
+            assert type(cache[0][0]) is not torch.Tensor
+            if at > 4:  # a capture sees all of it, once
+                assert counted["all_reduce", "forward"] == len(model.layers) + 1, counted  # and of the embedding
+                assert counted["all_gather", "forward"] <= 1  # of the logits
+                assert set(counted) <= {("all_reduce", "forward"), ("all_gather", "forward")}
+            if at == 7:  # other beams, in other rows: of the parts
+                order = torch.tensor([2, 0, 0])
+                cache, wanted = (tuple(tuple(x.index_select(0, order) for x in p) for p in c) for c in (cache, wanted))
+                assert type(cache[0][0]) is not torch.Tensor
+        assert len(sharded.programs) == 2
+        for a, b in zip(cache, wanted, strict=True):
+            assert a[0].shape == b[0].shape
+            assert isinstance(a[0].shape, torch.Size)
+            close(a[0] + 0, b[0])
+            close(a[1][:, 1], b[1][:, 1])
+        cache[0][0][:, 1:3] = 0  # changes what the next call sees
+        wanted[0][0][:, 1:3] = 0
+        close(sharded(tokens[:, :1], cache)[0], model(tokens[:, :1], wanted)[0])
+        whole = tuple(tuple(x.clone() for x in pair) for pair in wanted)  # a whole one is cut
+        close(sharded(tokens[:, :1], whole)[0], model(tokens[:, :1], wanted)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
+from autoshard.module.carried import carried
 from autoshard.module.entrance import beside
 from autoshard.module.executable import Call, Executable, described, load_source
 from autoshard.module.inputs import Inputs, local_layouts
@@ -186,8 +188,8 @@ class Compiling(Fixed):
     def _built(self, call: Call, structure: Any) -> Executable:
         settings, first = self._settings, self._parameter_layouts is None
         dynamic = settings.dynamic if structure is not None else False
-        # Open lengths are read off whole inputs, and micro-batches are rows of the whole.
-        apart = structure is None and (not call.state.recorded or settings.wishes.micro_batches == 1)
+        # Micro-batches are rows of the whole.
+        apart = not call.state.recorded or settings.wishes.micro_batches == 1
         inputs = self._input_layouts(call.args, call.kwargs) if apart else ()
         wishes = replace(settings.wishes, inputs=inputs)
         wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts)
@@ -201,7 +203,15 @@ class Compiling(Fixed):
             object.__setattr__(self, "_parameter_layouts", kept)
         self._adopt_attributes(found.graph)
         rank_module = load_source(found.source.text, found.source.modules)
-        return Executable(found, rank_module, described(found.graph, args, kwargs), structure)
+        examples, outputs = described(found.graph, args, kwargs), self._kept_outputs(found.graph)
+        return Executable(found, rank_module, examples, outputs, structure)
+
+    def _kept_outputs(self, graph: Graph) -> tuple[bool, ...]:
+        """Which outputs stay in their layout: unless the user says otherwise, in inference the states for the next call."""
+        asked = self._settings.gather_outputs
+        if asked is not None or graph.training:
+            return (not asked,) * len(graph.outputs)
+        return carried(graph.out_spec, inspect.signature(self._of.model.forward).parameters)
 
     def _compiled(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any

@@ -302,7 +302,7 @@ class DistributedModule(ShardedModule):
                     results[i],
                     program.layouts[out.name],
                     _shape(program.types[out.name], results[i], actual),
-                    executable.graph.training,
+                    executable.kept[i],
                 )
                 if isinstance(out, Ref)
                 else results[i]
@@ -334,17 +334,13 @@ class DistributedModule(ShardedModule):
         with torch.no_grad(), runtime.bind(self._comm):
             return {name: t.detach() for name, t in self._load_program(executable).tensors(self.tensor).items()}
 
-    def _output(self, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], recorded: bool) -> torch.Tensor:
-        """Scalars are plain; others an :class:`Output` in their layout, or the full tensor.
-
-        ``recorded``: whether the program has a backward, and outputs keep their layouts unless the user says otherwise.
-        """
-        asked = self._settings.gather_outputs
-        gathers = not recorded if asked is None else asked
-        if not layout.axes_with(Shard):
-            return local if not shape or gathers else Output.of(self._dtensor(local, layout, shape))
-        if not gathers:
+    def _output(self, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], kept: bool) -> torch.Tensor:
+        """Scalars are plain; others an :class:`Output` in their layout where it is ``kept``, or the full tensor."""
+        cut, state = layout.axes_with(Shard), self._settings.gather_outputs is None and not local.requires_grad
+        if kept and (cut or (shape and not state)):
             return Output.of(self._dtensor(local, layout, shape))
+        if not cut:
+            return local
         whole = Layout(self.mesh, [I if local.requires_grad else R] * self.mesh.ndim)
         return execute(redistribution(layout, whole, shape, self.mesh, local.dtype, local.requires_grad), local)
 

@@ -52,6 +52,9 @@ class Executable:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """shape, dtype and value range of every input it was compiled for"""
 
+    kept: Sequence[bool] = ()
+    """per output whether it stays in the layout in which it is computed"""
+
     structure: Any = None
     """what calls that it may serve have in common, apart from lengths; None where it serves one signature"""
 

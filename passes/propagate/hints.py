@@ -232,6 +232,21 @@ def fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constrain
     return found
 
 
+def comes_in(layouts: Sequence[Layout | None], graph: Graph) -> dict[str, Layout]:
+    """The layouts in which inputs come, by name. ``layouts``: per leaf of the arguments; None, or nothing: whole.
+
+    An input that an open length is read off is whole along that dim, whatever it comes in.
+    """
+    given = {n: x for n, x in zip(graph.flat_inputs, layouts, strict=False) if n is not None and x is not None}
+    read = {(s.value, axis) for s in graph.symbols.read if s.value in given for axis in given[s.value].axes_of(s.dim)}
+    return {
+        n: Layout(x.mesh, [R if (n, axis) in read else p for axis, p in zip(x.mesh.axes, x.placements, strict=True)])
+        if any(n == value for value, _ in read)
+        else x
+        for n, x in given.items()
+    }
+
+
 def held(tensors: Mapping[str, Layout] | None, graph: Graph, mesh: Mesh) -> dict[str, Layout]:
     """The layouts in which buffers are kept since an earlier compilation, by name; those that it did not know are whole."""
     if tensors is None:
