@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import accelerate
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -77,6 +78,38 @@ def pickled(mesh: autoshard.Mesh) -> None:
             pickle.dumps(what)
     with pytest.raises(AutoshardError, match="cannot be pickled"):
         torch.save(sharded, io.BytesIO())
+
+
+@case
+def wrapped_in_ddp(mesh: autoshard.Mesh) -> None:
+    """Refused on every rank, and the module is as it was."""
+    model, sharded = pair(mesh, Net, ids())
+    if torch.distributed.is_initialized():
+        with pytest.raises(AutoshardError, match="must not be wrapped in DistributedDataParallel"):
+            nn.parallel.DistributedDataParallel(sharded)
+    steps(model, sharded, ids())
+
+
+@case
+def prepared_by_accelerate(mesh: autoshard.Mesh) -> None:
+    """Its optimizer: gradients are accumulated and clipped as those of the plain model, which nothing prepares."""
+    model, sharded = pair(mesh, Net, ids())
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = accelerator.prepare(torch.optim.SGD(sharded.parameters(), 0.1, 0.9))
+    plain = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    for step in range(4):
+        with accelerator.accumulate(sharded):
+            accelerator.backward(sharded(ids(seed=step))[0])
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(sharded.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        (model(ids(seed=step))[0] / 2).backward()
+        if step % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            plain.step()
+            plain.zero_grad()
+    same_state(sharded, model)
 
 
 @case

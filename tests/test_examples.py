@@ -60,6 +60,19 @@ def test_finetune(tmp_path: Path) -> None:
     torch.testing.assert_close(a["blocks.0.up.base.weight"], b["blocks.0.up.base.weight"], rtol=0, atol=0)
 
 
+@pytest.mark.slow
+def test_vision(tmp_path: Path) -> None:
+    """In one process and on two ranks, each with its part of the batches and its own augmentation: both learn all."""
+    script = str(ROOT / "docs" / "examples" / "vision.py")
+    alone, both = run(script, str(tmp_path / "a.pt")), run(*TORCHRUN, script, str(tmp_path / "b.pt"))
+    found = [float(e) for e in evaluations(alone) + evaluations(both)]
+    assert len(found) == 3
+    assert min(found) > 0.9
+    a, b = (torch.load(tmp_path / name) for name in ("a.pt", "b.pt"))
+    assert a.keys() == b.keys()
+    assert a["body.1.norms.0.num_batches_tracked"] == b["body.1.norms.0.num_batches_tracked"] == 36
+
+
 def test_accelerate_leaves_a_sharded_module_as_it_is() -> None:
     """In one process: prepared with optimizer, loader and schedule, accumulated, clipped; the plain model's weights."""
     torch.manual_seed(0)

@@ -86,6 +86,14 @@ class Fixed(nn.Module):
             "(full_state_dict(), or state_dict() with torch.distributed.checkpoint), or its program: save(directory)."
         )
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """DistributedDataParallel asks for it before anything else."""
+        raise AutoshardError(
+            "a sharded module must not be wrapped in DistributedDataParallel: it sums gradients over its mesh itself. "
+            "Use it as it is; with accelerate, prepare the optimizer alone."
+        )
+
     # What classes of their own do about tensors is for modules that run.
     _apply = nn.Module._apply
     _save_to_state_dict = nn.Module._save_to_state_dict
