@@ -28,6 +28,7 @@ from autoshard.module.state import State, check_call, requires_grad
 from autoshard.module.surface import class_of, leave_to_torch_compile
 from autoshard.module.turns import Turns
 from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.wishes import Wishes
@@ -115,6 +116,7 @@ class Compiling(Fixed):
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool | None) -> Call:
         """A call with these arguments in the present state. ``recorded``: see :meth:`specialise`."""
+        register_types((tuple(args), dict(kwargs)))  # the arguments must look in each call as they do after a capture
         check_example(self._of.model, (tuple(args), dict(kwargs)))
         args, kwargs = self._arrived(args, kwargs)
         if self._of.renewed():
