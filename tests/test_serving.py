@@ -17,9 +17,8 @@ TOKENS = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0)
 
 
 def serving(model: Any, mesh: dict[str, int], **options: Any) -> Any:
-    return autoshard.compile(
-        copy.deepcopy(model), mesh, like="megatron", training=False, **{"dynamic": True, **options}
-    )
+    given = {"like": "megatron", "training": False, "dynamic": True, **options}
+    return autoshard.compile(copy.deepcopy(model), mesh, **given)
 
 
 def gpt2() -> Any:

@@ -78,7 +78,7 @@ def _patterns(found: dict[str, str], modules: set[str]) -> dict[str, str]:
     groups: dict[str, list[str]] = {}
     for module in modules:
         groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module), []).append(module)
-    made = {}
+    made: dict[str, str] = {}
     for pattern, members in groups.items():
         styles = {found.get(m, "") for m in members}
         made |= {pattern: styles.pop()} if len(styles) == 1 else {m: found[m] for m in members if m in found}
