@@ -30,7 +30,7 @@ class InProcessModule(ShardedModule):
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__(model, mesh, settings)
-        object.__setattr__(self, "_world", World(dict(zip(mesh.axes, mesh.shape, strict=True))))
+        object.__setattr__(self, "_world", World(dict(zip(self._running.axes, self._running.shape, strict=True))))
         object.__setattr__(self, "_rank_modules", {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -103,7 +103,7 @@ class InProcessModule(ShardedModule):
             type_, layout = program.types[out.name], program.layouts[out.name]
             shape = None if type_.unknown else actual(type_.shape)
             parts = [r[i] for r in results]
-            if keeps and executable.kept[i] and shape is not None and layout.axes_with(Shard):
+            if keeps and self._keeps(executable, i) and shape is not None and layout.axes_with(Shard):
                 leaves.append(Carried.of(parts, layout, shape))
             else:
                 leaves.append(joined(parts, layout, shape, f"output {i}"))
@@ -147,7 +147,7 @@ class InProcessModule(ShardedModule):
             return x.parts_in(layout)
         if layout.axes_with(Shard) or (x.requires_grad and torch.is_grad_enabled()):
             return cut(x, layout, "an input")
-        return (x,) * self.mesh.size
+        return (x,) * self._running.size
 
 
 def _real(tensor: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:

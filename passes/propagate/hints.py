@@ -247,8 +247,7 @@ def comes_in(layouts: Sequence[Layout | None], graph: Graph) -> dict[str, Layout
     }
 
 
-def held(tensors: Mapping[str, Layout] | None, graph: Graph, mesh: Mesh) -> dict[str, Layout]:
-    """The layouts in which buffers are kept since an earlier compilation, by name; those that it did not know are whole."""
-    if tensors is None:
-        return {}
-    return {i.name: tensors.get(i.fqn, Layout(mesh)) for i in graph.inputs if i.kind == "buffer"}
+def held(tensors: Mapping[str, Layout] | None, graph: Graph) -> dict[str, Layout]:
+    """The layouts in which buffers are kept since an earlier compilation, by name."""
+    known = tensors or {}
+    return {i.name: known[i.fqn] for i in graph.inputs if i.kind == "buffer" and i.fqn in known}

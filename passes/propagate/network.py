@@ -10,7 +10,6 @@ layouts (:mod:`~autoshard.passes.propagate.keep`), and every table of seconds on
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import numpy as np
 from autoshard.layout import I, Layout, Placement, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment, Placements, Strategy, stated
-from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate import cost as costs
@@ -30,6 +29,7 @@ from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import ABSENT, AGAIN, NEEDED, Keeps, KeepTables, Side, is_passive
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
+from autoshard.passes.propagate.states import free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row, Solution
 
@@ -78,6 +78,8 @@ class Network:
     optimizer: str = "adamw"
     given: Mapping[str, Layout] = field(default_factory=dict)
     """layouts of the inputs that come in parts"""
+    flying: int = 1
+    """micro-batches that keep something for the backward at once"""
     variables: dict[str, Variable] = field(default_factory=dict)
     """by name: a value, "node:…", "shared:…", "out:i" """
     links: list[Link] = field(default_factory=list)
@@ -87,7 +89,7 @@ class Network:
     def __post_init__(self) -> None:
         self.views = frozenset(n.name for n in self.graph.nodes if is_passive(n))
         self.tail = _tail(self.graph) if self.offer is not None else frozenset()
-        self.free = self._free()
+        self.free = free_states(self.graph, self.given, self.constraints)
         """buffers whose layout is to be chosen, as a parameter's is"""
 
     def build(self) -> Built:
@@ -105,9 +107,16 @@ class Network:
         network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap)
         if self.offer is None:
             return Built(network, hiding)
-        kept = Row(tuple(v.kept for v in self.variables.values()), tuple(held for _, held in found), math.inf)
+        own = tuple(self._flying(v.kept, name) for name, v in self.variables.items())
+        kept = Row(own, tuple(self._flying(held) for _, held in found), math.inf)
         stays = Row(tuple(v.stays for v in self.variables.values()), (None,) * len(edges), math.inf)
         return Built(network, hiding, (kept, stays))
+
+    def _flying(self, held: np.ndarray | None, name: str = "") -> np.ndarray | None:
+        """Bytes of all micro-batches in flight; a parameter is there once."""
+        if held is None or self.flying == 1 or name in self.graph.parameters:
+            return held
+        return self.known.setdefault(("flying", id(held)), (held, held * self.flying))[1]  # type: ignore[no-any-return]
 
     def _variables(self) -> None:
         graph = self.graph
@@ -142,6 +151,21 @@ class Network:
             for slot, name in enumerate(node.outputs):
                 side = self._definition(node, slot, self.variables[f"node:{node.name}"].tags)
                 self._connect(f"node:{node.name}", side, name, readers[name], needed)
+        self._in_order()
+
+    def _in_order(self) -> None:
+        """Every variable next to the operations that it is joined to: the search goes through them one after another."""
+        place = {f"node:{node.name}": float(i) for i, node in enumerate(self.graph.nodes)}
+        for link in self.links:
+            if link.source in place:
+                place.setdefault(link.reader, place[link.source] + 0.5)
+        before: dict[str, float] = {}
+        for link in reversed(self.links):
+            if link.source not in place:
+                first = place.get(link.reader, before.get(link.reader, 0.0))
+                before[link.source] = min(before.get(link.source, math.inf), first - 0.25)
+        place |= before
+        self.variables = dict(sorted(self.variables.items(), key=lambda item: place.get(item[0], 0.0)))
 
     # --- operations ---
 
@@ -249,18 +273,12 @@ class Network:
             for placed in read:
                 union.update(dict.fromkeys(placed))
             if isinstance(self.constraints.get(value), Constraint):
-                union.update(dict.fromkeys(_placeable(self.graph.types[value], self.mesh)))
+                union.update(dict.fromkeys(placeable(self.graph.types[value], self.mesh)))
             self.known[key] = tuple(union)
         states: tuple[Placements, ...] = self.known[key]
         return states
 
     # --- inputs and outputs ---
-
-    def _free(self) -> frozenset[str]:
-        """What the forward keeps between calls, such as keys and values; in training, running statistics, only if asked."""
-        buffers = {i.fqn for i in self.graph.inputs if i.kind == "buffer"}
-        states = {old for fqn, old in self.graph.states.items() if fqn in buffers and old not in self.given}
-        return frozenset(n for n in states if not self.graph.training or n in self.constraints)
 
     def _stated(self, name: str) -> Layout:
         return stated(name, self.graph, self.mesh, self.given)
@@ -274,9 +292,10 @@ class Network:
             return Variable(states)
         key = ("parameter", type_, id(states))
         if key not in self.known:
-            trained, size = type_.grad and self.graph.training, self._bytes(name, states)
+            trained = type_.grad and self.graph.training
+            size = self._bytes(name, states) * type_.kept.dtype.itemsize / type_.dtype.itemsize
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
-            state = np.array([optimizer_bytes(self.optimizer, x, type_.dtype) if trained else 0.0 for x in shapes])
+            state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
             parts = Parts(other=seconds) if type_.grad else ZERO
             self.known[key] = parts, size + state, size + state + (size if trained else 0.0)
@@ -289,7 +308,7 @@ class Network:
         if kind != "parameter" and name not in self.free:
             placed = self._stated(name).placements
             return self._once(("given", placed), (placed,))
-        states = _placeable(type_, self.mesh, replicated=whole)
+        states = placeable(type_, self.mesh, replicated=whole)
         if name in self.constraints:
             states = self.constraints[name].allowed(states, type_, self.mesh, whole)
         return self._once(("parameter", type_, self.constraints.get(name)), states)
@@ -300,7 +319,7 @@ class Network:
         whole = I if type_.grad else R
         if not type_.shape:
             return self._once(("scalar", type_.grad), ((whole,) * self.mesh.ndim,))
-        states = _placeable(type_, self.mesh, replicated=whole)
+        states = placeable(type_, self.mesh, replicated=whole)
         if not self.spaces.asked or name not in self.graph.producers:
             return self._once(("output", type_), states)
         made = self._made(name)
@@ -371,20 +390,3 @@ def _tail(graph: Graph) -> frozenset[str]:
     """Operations after the last repeated module. They work when most is kept, so that their work counts with it."""
     last = max((i for i, node in enumerate(graph.nodes) if block_path(node.fqn)), default=len(graph.nodes))
     return frozenset(node.name for node in graph.nodes[last + 1 :])
-
-
-def _placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = None) -> tuple[Placements, ...]:
-    """Every assignment of shards that leaves each rank a chunk; whole axes are ``replicated`` (None: R and I)."""
-    whole: tuple[Placement, ...] = (replicated,) if replicated is not None else (R, I) if type_.grad else (R,)
-    per_axis = [
-        (*whole, *(Shard(d) for d, n in enumerate(type_.shape) if ranks > 1 and int(n) >= ranks and not type_.unknown))
-        for ranks in mesh.shape
-    ]
-    return tuple(p for p in itertools.product(*per_axis) if _leaves_chunks(type_.shape, p, mesh))
-
-
-def _leaves_chunks(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> bool:
-    ranks = (
-        math.prod(r for p, r in zip(placements, mesh.shape, strict=True) if p == Shard(d)) for d in range(len(shape))
-    )
-    return all(int(n) >= cut or cut == 1 for n, cut in zip(shape, ranks, strict=True))
