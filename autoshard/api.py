@@ -105,7 +105,8 @@ def compile(  # noqa: A001  the public name
             the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
             batch: by the only one, by those that hints for the input name (``{"x": {"dp": Shard(0)}}``), or by those
             with usual names (dp, data, fsdp, replica, …); along others ranks bring the same. Inputs that are DTensors
-            state their layout themselves. With ``dynamic``, inputs in parts are gathered first.
+            state their layout themselves. With ``dynamic``, one that an open length is read
+            off is gathered first where it is cut along that dim.
         mixed_precision: a :class:`torch.distributed.fsdp.MixedPrecisionPolicy`, with the model as its one unit: parameters
             are cast to ``param_dtype`` before they are gathered and read, gradients summed over the ranks in
             ``reduce_dtype``; parameters, their gradients and the optimizer's state stay in the parameters' own dtype.

@@ -28,7 +28,10 @@ def class_of(base: type[Any], kind: type[nn.Module], root: type[Any]) -> type[An
     forward.__doc__ = kind.forward.__doc__
     with contextlib.suppress(TypeError, ValueError):
         forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
-    return derived(base, kind, {"forward": forward})
+    names: dict[str, Any] = {"forward": forward}
+    if isinstance(getattr(kind, "device", None), property):  # it asks parameters, of which there are none before a call
+        names["device"] = property(lambda self: self._of.tensors()[0].device)
+    return derived(base, kind, names)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.layout import Layout, R
+from autoshard.layout import Layout
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices
@@ -168,6 +168,6 @@ def wanted(assignment: Assignment) -> dict[str, list[Placements]]:
     for out, layout in zip(graph.outputs, assignment.outputs, strict=True):
         if layout is not None:
             found[out.name].append(layout.placements)
-    for name in graph.mutations.values():
-        found[name].append((R,) * assignment.mesh.ndim)
+    for fqn, name in graph.mutations.items():
+        found[name].append(assignment.written(fqn).placements)
     return found
