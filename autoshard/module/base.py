@@ -163,7 +163,7 @@ class ShardedModule(Compiling):
         if micro is None:
             return run([inputs[name] for name in names])
         inputs = self._whole((), inputs)[1]
-        steps = MicroBatchRun(run, self._enter, self._defer, self._of.standing_in)
+        steps = MicroBatchRun(run, self._enter, self._defer, self._of.standing_in, self.tensor)
         return steps(micro, inputs, names)
 
     def _enter(self, index: int, count: int) -> None:
@@ -181,8 +181,12 @@ class ShardedModule(Compiling):
         """Write ``rank_module.py``, ``plan.json``, ``inputs.json``, ``lines.json`` and ``rank<r>.safetensors``.
 
         ``torchrun --nproc-per-node N directory/rank_module.py`` runs it without the original model's code.
-        Under torch.distributed every rank calls it and writes its own shard.
+        Under torch.distributed every rank calls it and writes its own shard. Raises :class:`PlanError` for one in stages.
         """
+        if self._decided().parts:
+            raise PlanError(
+                "a module in stages cannot be saved as a rank module: save its full_state_dict(), and plan.to_json()"
+            )
         save(self._decided(), self.local_tensors, Path(directory), alone="device_mesh" not in self.__dict__)
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from autoshard.module.along import Along
 from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule, default_device_type
 from autoshard.module.executable import Executable
-from autoshard.module.microbatches import delivered, part_of
+from autoshard.module.microbatches import beforehand, delivered, part_of
 from autoshard.module.pipeline import Pipeline, packed, unpacked
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.pipeline import Stages
@@ -137,6 +137,8 @@ class PipelinedModule(DistributedModule):
         inputs = self._whole((), inputs)[1]
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
         pipeline, micro = self._pipeline(executable), executable.compiled.micro_batches
+        if micro is not None:
+            given |= beforehand(micro, given, self.tensor)
         pipeline.run = partial(self._run_stage, pipeline, given)
         self._agreement.finish()
         own = generators.states(cuda=self._device.type == "cuda")

@@ -9,8 +9,8 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Ref
-from autoshard.passes.pipeline.cut import floating
 from autoshard.passes.propagate.cost import node_flops
+from autoshard.passes.propagate.floating import floating
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view
 
