@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,23 @@ Gradients = Sequence[torch.Tensor | None]
 Begin = Callable[[], Any]
 
 
+class Dtypes(NamedTuple):
+    """In which dtypes tensors travel, and arrive; None: in their own."""
+
+    forward: torch.dtype | None = None
+    backward: torch.dtype | None = None
+    """of gradients; in this one they are summed"""
+
+
+PLAIN = Dtypes()
+
+
 class Bucket(ABC):
     """``moves``: one for each tensor of each face, all of one verb; ``replicas``: axes that hold the same shards.
 
     ``listed``: whether the plan lists every member, as it does for parameters; profiles then say how many there are.
-    ``deferred``: whether the backward may leave the last sum to a later one, see :attr:`awaited`.
+    ``dtypes``: of mixed precision. ``deferred``: whether the backward may leave the last sum to a later one, see
+    :attr:`awaited`.
     """
 
     def __init__(
@@ -39,9 +51,10 @@ class Bucket(ABC):
         moves: Sequence[Move],
         replicas: tuple[str, ...] = (),
         listed: bool = False,
+        dtypes: Dtypes = PLAIN,
         deferred: bool = False,
     ) -> None:
-        self.moves, self.replicas, self.listed = tuple(moves), replicas, listed
+        self.moves, self.replicas, self.listed, self.dtypes = tuple(moves), replicas, listed, dtypes
         self.deferred = deferred and bool(self.awaited)
 
     @property
@@ -54,20 +67,22 @@ class Bucket(ABC):
         """What the replicas do with the reduced shards' gradients."""
         return Move("P", "I", self.replicas, module=self.moves[0].module)
 
-    @abstractmethod
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         """Every tensor moved."""
+        return self._forward(_as(xs, self.dtypes.forward), phase)
 
     @abstractmethod
-    def of(self, moves: Sequence[Move]) -> Bucket:
-        """A bucket of other moves on the same ranks."""
+    def _forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]: ...
+
+    @abstractmethod
+    def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
+        """A bucket of other moves on the same ranks, in this dtype."""
 
     def duals(self, present: Sequence[int]) -> list[Bucket]:
         """What the gradients of the tensors with these numbers go through, one after the other."""
-        back = self.of([self.moves[i].backward() for i in present])
+        back = self.of([self.moves[i].backward() for i in present], self.dtypes.backward)
         return [back, self.of([self.last_move] * len(present))] if self.replicas else [back]
 
-    @abstractmethod
     def backward(
         self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
     ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
@@ -76,18 +91,29 @@ class Bucket(ABC):
         A gradient that is None on every rank stays None and is not communicated. ``keeps``: without the sum over
         :attr:`awaited`; ``earlier``: what was kept of earlier backward passes, None where nothing was, to go into it.
         """
+        return self._backward(_as(gradients, self.dtypes.backward), _as(earlier, self.dtypes.backward), keeps)
+
+    @abstractmethod
+    def _backward(
+        self, gradients: Gradients, earlier: Gradients, keeps: bool
+    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]: ...
 
 
 class FlatBucket(Bucket):
     """One flat buffer per dtype on torch.distributed. Chunks that are uneven are padded at the end of a rank's row."""
 
     def __init__(
-        self, comm: TorchCommunicator, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False
+        self,
+        comm: TorchCommunicator,
+        moves: Sequence[Move],
+        replicas: tuple[str, ...] = (),
+        listed: bool = False,
+        dtypes: Dtypes = PLAIN,
     ) -> None:
-        super().__init__(moves, replicas, listed, comm.deferred)
+        super().__init__(moves, replicas, listed, dtypes, comm.deferred)
         self.comm = comm
 
-    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+    def _forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         out: list[Any] = list(xs)
         if self.moves[0].verb in LOCAL:
             return [self.comm.local(m, x.view_as(x)) for m, x in zip(self.moves, xs, strict=True)]
@@ -99,13 +125,12 @@ class FlatBucket(Bucket):
                 out[i] = y
         return out
 
-    def of(self, moves: Sequence[Move]) -> Bucket:
-        return FlatBucket(self.comm, moves)
+    def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
+        return FlatBucket(self.comm, moves, dtypes=Dtypes(dtype))
 
-    def backward(
-        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
+    def _backward(
+        self, gradients: Gradients, earlier: Gradients, keeps: bool
     ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
-        """See :meth:`Bucket.backward`."""
         if keeps and not self.replicas:
             return [None if g is None else g.clone(memory_format=torch.contiguous_format) for g in gradients], [], []
         earlier = earlier or [None] * len(gradients)
@@ -227,21 +252,26 @@ class JointBucket(Bucket):
     """The same for all in-process ranks at once, without flat buffers; logged as one collective per dtype."""
 
     def __init__(
-        self, world: World, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False
+        self,
+        world: World,
+        moves: Sequence[Move],
+        replicas: tuple[str, ...] = (),
+        listed: bool = False,
+        dtypes: Dtypes = PLAIN,
     ) -> None:
-        super().__init__(moves, replicas, listed, world.ranks[0].deferred)
+        super().__init__(moves, replicas, listed, dtypes, world.ranks[0].deferred)
         self.world = world
         self.count = len(self.moves) // world.size
 
-    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+    def _forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         return [y for y in self._execute(self.moves, list(xs), phase) if y is not None]
 
-    def of(self, moves: Sequence[Move]) -> Bucket:
+    def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
         """See :meth:`Bucket.of`; the same for every face."""
-        return JointBucket(self.world, moves)
+        return JointBucket(self.world, moves, dtypes=Dtypes(dtype))
 
-    def backward(
-        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
+    def _backward(
+        self, gradients: Gradients, earlier: Gradients, keeps: bool
     ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
         """See :meth:`Bucket.backward`. Nothing is under way afterwards.
 
@@ -281,22 +311,23 @@ def carried(
     through: Callable[[Bucket, Sequence[torch.Tensor]], Tensors],
     replicas: tuple[str, ...] = (),
     listed: bool = False,
+    dtypes: Dtypes = PLAIN,
 ) -> Tensors:
     """Every tensor moved: ``through(bucket, tensors)``, on all faces' tensors where this process holds all ranks.
 
-    ``what``: the caller's name, for errors; ``replicas`` and ``listed`` as in :class:`Bucket`.
+    ``what``: the caller's name, for errors; ``replicas``, ``listed`` and ``dtypes`` as in :class:`Bucket`.
     """
     comm = current()
     module = named(moves[0], always=isinstance(comm, TorchCommunicator)).module
     moves = [move._replace(module=module) for move in moves]
     if isinstance(comm, TorchCommunicator):
-        return through(FlatBucket(comm, moves, replicas, listed), xs)
+        return through(FlatBucket(comm, moves, replicas, listed, dtypes), xs)
     if not isinstance(comm, InProcessCommunicator):
         raise RuntimeMismatchError(f"{what}: unknown communicator {type(comm).__name__}")
     world = comm.world
 
     def joint(values: list[tuple[Sequence[Move], Sequence[torch.Tensor]]]) -> list[Tensors]:
-        bucket = JointBucket(world, [m for ms, _ in values for m in ms], replicas, listed)
+        bucket = JointBucket(world, [m for ms, _ in values for m in ms], replicas, listed, dtypes)
         out = through(bucket, [x for _, ys in values for x in ys])
         return [out[i * len(xs) : (i + 1) * len(xs)] for i in range(world.size)]
 
@@ -320,6 +351,11 @@ def _by_dtype(xs: Sequence[torch.Tensor | None]) -> list[list[int]]:
         if x is not None:
             groups.setdefault(x.dtype, []).append(i)
     return list(groups.values())
+
+
+def _as(xs: Any, dtype: torch.dtype | None) -> Any:
+    """Every tensor in this dtype."""
+    return xs if dtype is None else [None if x is None else x.to(dtype) for x in xs]
 
 
 def _flat(xs: Sequence[torch.Tensor]) -> torch.Tensor:

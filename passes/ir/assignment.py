@@ -48,6 +48,11 @@ class Strategy:
     """whether the op's work is divided by the axis"""
     least: int = 0
     """what every rank must hold of the factor at least: 1 where the op's kernel takes no empty part"""
+    apart: frozenset[str] = frozenset()
+    """labels of strategies that no other axis may have beside it"""
+
+    travels: bool = False
+    """whether operands travel between ranks inside the operation: the dims that it cuts are not one dim"""
 
     def allows(self, ranks: Sequence[int]) -> bool:
         """Whether axes of these sizes, outer to inner, may all be on the factor."""
@@ -59,6 +64,12 @@ class Strategy:
         if not self.least or (self.least == 1 and self.size % count == 0):
             return True
         return not isinstance(self.size, Size) and _least(self.size, tuple(ranks)) >= self.least
+
+
+def together(choice: Sequence[Strategy]) -> bool:
+    """Whether no axis excludes the strategy of another."""
+    labels = {s.label for s in choice}
+    return all(labels.isdisjoint(s.apart) for s in choice)
 
 
 def _least(size: int, ranks: tuple[int, ...]) -> int:

@@ -260,6 +260,8 @@ class _Simulation:
             made = tuple(Made(form, ~0) for form in forms)
             outcome = Outcome(made, (sum(sizes),), (), 2 * sum(sizes), tuple(sizes), 0)
             self._seen(s, "forward", sum(sizes))
+        elif s.call.kwargs.get("dtype") is not None:  # copies in the dtype that is read
+            outcome = Outcome(tuple(Made(form, ~i) for i, form in enumerate(forms)), tuple(sizes))
         else:
             outcome = Outcome(tuple(Made(form, i) for i, form in enumerate(forms)), ())
         self._made(s, operands, outcome, ())

@@ -254,9 +254,10 @@ class Network:
             return Variable(states)
         key = ("parameter", type_, id(states))
         if key not in self.known:
-            trained, size = type_.grad and self.graph.training, self._bytes(name, states)
+            trained = type_.grad and self.graph.training
+            size = self._bytes(name, states) * type_.kept.dtype.itemsize / type_.dtype.itemsize
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
-            state = np.array([optimizer_bytes(self.optimizer, x, type_.dtype) if trained else 0.0 for x in shapes])
+            state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
             parts = Parts(other=seconds) if type_.grad else ZERO
             self.known[key] = parts, size + state, size + state + (size if trained else 0.0)
