@@ -232,6 +232,10 @@ class ShardedModule(Compiling):
         """This process's gradients, those that others hold too on one of them only."""
         return [p.grad for p in self.parameters() if p.grad is not None]
 
+    def whole_state_dict(self) -> dict[str, torch.Tensor]:
+        """The state dict with entries without data for what other processes hold."""
+        return self.state_dict(keep_vars=True)
+
     def whole_parameters(self) -> Iterator[torch.Tensor]:
         """All parameters of the model; of those that other processes hold only shapes and dtypes are known."""
         return map(self._of.tensor, self._of.parameters)
