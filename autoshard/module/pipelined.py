@@ -166,6 +166,7 @@ class PipelinedModule(DistributedModule):
             self._enter(0, 1)
             self._defer(before)
             generators.set_states(own)
+        self._agreement.everywhere(partial(_raise, pipeline.failed))
         self._end(pipeline)
         written = {fqn: x for number in pipeline.mine for fqn, x in self._written(pipeline, number).items()}
         with runtime.bind(self._comm):
@@ -282,3 +283,8 @@ class PipelinedModule(DistributedModule):
                 self._along.add_up(leaf.grad, range(self._along.ranks), f"the gradient of {name}")
                 found.append((x, leaf))
         return found
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -57,6 +58,42 @@ def resumed_elsewhere() -> None:
             assert all(far(state["state"][n][k], x) <= TOLERANCE for k, x in entry.items()), (number, n)
 
 
+def one_fails() -> None:
+    """In the middle of a schedule, forward or backward: every rank raises, and they can go on."""
+    model, args = made("gpt")
+    mesh = ideal(MESHES[dist.get_world_size()])
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=4)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    right = sharded._results
+    for phase in ("forward", "backward"):
+
+        def wrong(part: Any, inputs: Any, phase: str = phase) -> Any:
+            if phase == "forward" and sharded._comm.micro_batch[0] == 2:
+                raise MemoryError("no memory left")
+            results = right(part, inputs)
+            return results if phase == "forward" else [Broken.apply(x) if x.requires_grad else x for x in results]
+
+        if last:
+            object.__setattr__(sharded, "_results", wrong)
+        with pytest.raises(MemoryError, match="no memory left"):
+            sharded(*args)
+        object.__setattr__(sharded, "_results", right)
+        torch.manual_seed(0)
+        expected = loss_of(model(*args))
+        torch.manual_seed(0)
+        assert far(loss_of(sharded(*args)).detach(), expected.detach()) <= TOLERANCE
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("no memory left")
+
+
 if __name__ == "__main__":
     cases = {name: lambda case=case: case(ideal(MESHES[dist.get_world_size()])) for name, case in CASES.items()}
-    main({**cases, "resumed_elsewhere": resumed_elsewhere})
+    main({**cases, "resumed_elsewhere": resumed_elsewhere, "one_fails": one_fails})
