@@ -110,9 +110,9 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[
     given = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
     if wishes.plan is not None:
         check_precision(wishes.plan, wishes.mixed_precision)
-        return tried(assignment_of(wishes.plan, graph, mesh, given), wishes.optimizer)
+        return tried(assignment_of(wishes.plan, graph, mesh, given), wishes.optimizer, wishes.flying)
     hinted = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
     with stage("planning"):
-        planner = Planner(graph, mesh, {**expert.limits, **hinted}, *asked, given)
+        planner = Planner(graph, mesh, {**expert.limits, **hinted}, *asked, given, wishes.flying)
         return fitting(planner, wishes.memory_budget)

@@ -57,7 +57,7 @@ def rows(layers: int | None, length: int) -> Iterator[tuple[str, ...]]:
         took = time.perf_counter() - begun
         moved = {True: 0.0, False: 0.0}
         for c in plan.collectives:
-            if "experts" in c.fqn:
+            if c.fqn.endswith(".experts"):
                 moved[c.movable or "gate" in c.reason] += c.bytes
         assert plan.memory is not None
         yield (

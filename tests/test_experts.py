@@ -75,7 +75,7 @@ EQUAL = [
 def test_rows_travel_and_all_is_equal(name: str, axes: dict[str, int]) -> None:
     """Outputs, gradients and weights after 3 steps; no weight of an expert moves."""
     like = {a: "expert" if a == "ep" else None for a in axes}
-    report = assert_equal_training(model_of(name), axes, (), text(), steps=3, like=like)
+    report = assert_equal_training(model_of(name), axes, (), text(), steps=3, like=like, share=1.5)
     assert exchanging(report.plan)
 
 

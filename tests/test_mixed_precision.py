@@ -19,13 +19,13 @@ def test_case(name: str) -> None:
 
 def test_a_gradient_rounded_after_its_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    right = buckets.Bucket.backward
+    right = buckets.JointBucket.backward
 
-    def rounded(self: buckets.Bucket, *args: object) -> object:
+    def rounded(self: buckets.JointBucket, *args: object) -> object:
         out, works, later = right(self, *args)  # type: ignore[arg-type]
         return [None if g is None else g.bfloat16().to(g.dtype) for g in out], works, later
 
-    monkeypatch.setattr(buckets.Bucket, "backward", rounded)
+    monkeypatch.setattr(buckets.JointBucket, "backward", rounded)
     model, args = net()
     with pytest.raises(AssertionError, match="gradient of"):
         compare(model, args, ideal({"dp": 2}), WIDE, like="fsdp")

@@ -150,6 +150,11 @@ class Staged:
     """per stage; its figures are those of one micro-batch"""
     messages: tuple[float, ...] = ()
     """per boundary the bytes that one micro-batch sends forward, whole"""
+    sent: tuple[tuple[float, float], ...] = ()
+    """per boundary the bytes that one rank sends of one micro-batch: forward, and the gradients that come back"""
+
+    flying: tuple[int, ...] = ()
+    """per stage the micro-batches that it keeps something for at once"""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -159,8 +164,8 @@ class Staged:
     def from_dict(cls, data: Mapping[str, Any], plan: Callable[[str], Record]) -> Staged:
         """What :meth:`to_dict` gave; ``plan`` reads the JSON of one stage's plan."""
         plans = tuple(plan(json.dumps(p)) for p in data["plans"])
-        lists = {k: tuple(data[k]) for k in ("boundaries", "messages")}
-        return cls(**{**data, **lists, "plans": plans})
+        lists = {k: tuple(data.get(k, ())) for k in ("boundaries", "messages", "flying")}
+        return cls(**{**data, **lists, "plans": plans, "sent": tuple(map(tuple, data.get("sent", ())))})
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,8 +14,10 @@ from autoshard.mesh import Mesh
 from autoshard.passes.codegen import codegen_stages
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
+from autoshard.passes.memory.fit import SHARE
 from autoshard.passes.microbatch import MicroBatches
-from autoshard.passes.pipeline import Stage, Stages, boundaries, cut, following
+from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, following
+from autoshard.passes.pipeline.timeline import held, orders
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import resolve
 from autoshard.plans.compiled import Compiled
@@ -49,8 +52,7 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
     check_stages(mesh, wishes)
     assert wishes.stages is not None
     loss = micro.loss if micro is not None else None
-    ranks = mesh.size_of(wishes.stages)
-    count = ranks * CHUNKS[wishes.schedule]
+    ranks, chunks = mesh.size_of(wishes.stages), CHUNKS[wishes.schedule]
     if micro is not None and wishes.schedule in IN_ROUNDS and micro.count % max(1, micro.count // ranks):
         raise PlanError(
             f"schedule={wishes.schedule!r} runs micro-batches in equal rounds of at least {ranks}, one per rank along "
@@ -61,8 +63,10 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
             raise PlanError(f"stages={wishes.stages!r}: the plan that is given has no stages. Plan again with them.")
         return cut(graph, wishes.plan.staged.boundaries, loss)
     if wishes.homes is not None:
-        return cut(graph, following(graph, wishes.homes, count), loss)
-    return cut(graph, boundaries(graph, rest(mesh, wishes.stages), count), loss)
+        return cut(graph, following(graph, wishes.homes, ranks * chunks), loss)
+    pieces = Pieces(graph, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
+    budget = chunks * _budget(mesh, wishes)
+    return cut(graph, boundaries(pieces, wishes.schedule, ranks, wishes.micro_batches, chunks, budget), loss)
 
 
 def in_stages(
@@ -112,6 +116,8 @@ def planned_stages(
             like=_styles(wishes.like, stage, own),
             plan=cast(Plan, given[stage.number]) if given else None,
             parameters=parameters,
+            flying=_in_flight(mesh, wishes, stage),
+            memory_budget=_budget(mesh, wishes),
             inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
         )
         found.append(plan(stage.graph, own, asked, title))
@@ -120,8 +126,38 @@ def planned_stages(
         received = dict(zip(stage.sent, found[-1][1].outputs, strict=False))
     plans = [p for _, p in found]
     messages = tuple(float(s.message_bytes) for s in stages.each[:-1])
-    record = Staged(axis, wishes.schedule, wishes.micro_batches, stages.boundaries, tuple(plans), messages)
+    sent = tuple(_sent(stage, one) for stage, one in zip(stages.each[:-1], plans, strict=False))
+    flying = tuple(_in_flight(mesh, wishes, stage) for stage in stages.each)
+    record = Staged(
+        axis, wishes.schedule, wishes.micro_batches, stages.boundaries, tuple(plans), messages, sent, flying
+    )
     return found, together(stages, plans, mesh, record)
+
+
+def _sent(stage: Stage, plan: Plan) -> tuple[float, float]:
+    """Bytes that a rank sends after the forward, and gets back after the backward, in the layouts of ``plan``."""
+    ahead = back = 0.0
+    for name, layout in zip(stage.sent, plan.outputs, strict=False):
+        type_ = stage.graph.types[name]
+        assert layout is not None
+        size = math.prod(layout.max_local_shape(type_.example.shape)) * type_.dtype.itemsize
+        ahead, back = ahead + size, back + (size if type_.grad else 0.0)
+    return ahead, back
+
+
+def _in_flight(mesh: Mesh, wishes: Wishes, stage: Stage) -> int:
+    """Micro-batches that ``stage`` keeps something for at once; 0 where there is no backward."""
+    if not stage.graph.training or wishes.stages is None:
+        return 0
+    ranks, chunks = mesh.size_of(wishes.stages), CHUNKS[wishes.schedule]
+    order = orders(wishes.schedule, ranks, wishes.micro_batches, chunks)[stage.number % ranks]
+    return int(held(order, [float(s == stage.number) for s in range(ranks * chunks)]))
+
+
+def _budget(mesh: Mesh, wishes: Wishes) -> float:
+    """Bytes per rank that a stage may hold: what is asked for, spread over the stages of a rank."""
+    whole = SHARE * mesh.hardware.memory_bytes if wishes.memory_budget is None else wishes.memory_budget
+    return whole / CHUNKS[wishes.schedule]
 
 
 def _hinted(stage: Stage, mesh: Mesh, hints: Mapping[str, Any]) -> object:

@@ -9,8 +9,10 @@ from typing import TypeVar
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.pipeline import Stages
+from autoshard.plans.pipeline import pipeline_cost, pipeline_memory
 from autoshard.plans.plan import Plan
-from autoshard.plans.record import Choice, Cost, Staged
+from autoshard.plans.record import Choice, Staged
+from autoshard.plans.report import utilisation
 
 T = TypeVar("T")
 
@@ -32,7 +34,7 @@ def together(stages: Stages, plans: Sequence[Plan], mesh: Mesh, staged: Staged) 
         for position, layout in zip(stage.results, plan.outputs[len(stage.sent) :], strict=True):
             outputs[position] = layout
     backwards = [*reversed(plans)]
-    return replace(
+    plan = replace(
         first,
         mesh=mesh,
         layouts=_on(mesh, _joined(p.layouts for p in backwards)),
@@ -40,7 +42,7 @@ def together(stages: Stages, plans: Sequence[Plan], mesh: Mesh, staged: Staged) 
             *(c for p in plans for c in p.collectives if c.phase == "forward"),
             *(c for p in backwards for c in p.collectives if c.phase == "backward"),
         ),
-        cost=_cost(plans, mesh, staged),
+        cost=pipeline_cost(staged, mesh),
         lower_bound=0.0,
         choices={n: _labelled(c, mesh, staged.axis) for p in backwards for n, c in p.choices.items()},
         shared=_on(mesh, _joined(p.shared for p in backwards)),
@@ -48,41 +50,27 @@ def together(stages: Stages, plans: Sequence[Plan], mesh: Mesh, staged: Staged) 
         given=tuple(sorted({name for p in plans for name in p.given} & {i.fqn for i in stages.whole.inputs})),
         shapes=_joined(p.shapes for p in backwards),
         kinds={**_joined(p.kinds for p in plans), **{n: "value" for s in stages.each for n in s.received}},
-        notes=(_note(staged), *dict.fromkeys(note for p in plans for note in p.notes)),
+        notes=(_note(staged), *_notes(plans)),
         modules=_joined(p.modules for p in backwards),
         dtypes=_joined(p.dtypes for p in backwards),
         differentiable=tuple(dict.fromkeys(n for p in plans for n in p.differentiable)),
-        memory=max((p.memory for p in plans), key=lambda m: m.peak),
+        memory=pipeline_memory(staged, mesh.size_of(staged.axis)),
         recomputed=tuple(r for p in plans for r in p.recomputed),
         shared_again=tuple(sorted({n for p in plans for n in p.shared_again})),
         staged=staged,
     )
+    mfu, hfu = utilisation(plan)
+    return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu))
 
 
-def _cost(plans: Sequence[Plan], mesh: Mesh, staged: Staged) -> Cost:
-    """Of the step: every stage runs all micro-batches; the slowest is waited for."""
-    costs, count = [p.cost for p in plans], staged.micro_batches
-    slowest = max(costs, key=lambda c: c.total_s)
-    total = sum(c.total_s for c in costs) + (count - 1) * slowest.total_s
-    flops = count * sum(c.flops for c in costs)
-    per_rank = count * max(c.flops_per_rank for c in costs)
-    capacity = slowest.mfu and slowest.flops / rest(mesh, staged.axis).size / slowest.mfu / slowest.total_s
-    return Cost(
-        compute_s=count * slowest.compute_s,
-        comm_s=count * slowest.comm_s,
-        exposed_s=count * slowest.exposed_s,
-        bubble_s=total - count * slowest.total_s,
-        total_s=total,
-        memory_bytes=max(c.memory_bytes for c in costs),
-        flops=flops,
-        flops_per_rank=per_rank,
-        local_s=count * slowest.local_s,
-        merged_s=count * slowest.merged_s,
-        optimizer_s=slowest.optimizer_s,
-        schedule_s=total,
-        mfu=flops / mesh.size / capacity / total if capacity else 0.0,
-        hfu=per_rank / capacity / total if capacity else 0.0,
-    )
+def _notes(plans: Sequence[Plan]) -> Iterator[str]:
+    """What stages say, once where it begins alike; not that figures are of one micro-batch: those of all stages are not."""
+    begun: set[str] = set()
+    for note in dict.fromkeys(note for p in plans for note in p.notes):
+        begins = note.partition(",")[0]
+        if begins not in begun and not note.startswith("figures are those of one of"):
+            begun.add(begins)
+            yield note
 
 
 def _note(staged: Staged) -> str:

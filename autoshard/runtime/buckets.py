@@ -67,12 +67,9 @@ class Bucket(ABC):
         """What the replicas do with the reduced shards' gradients."""
         return Move("P", "I", self.replicas, module=self.moves[0].module)
 
+    @abstractmethod
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         """Every tensor moved."""
-        return self._forward(_as(xs, self.dtypes.forward), phase)
-
-    @abstractmethod
-    def _forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]: ...
 
     @abstractmethod
     def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
@@ -83,6 +80,7 @@ class Bucket(ABC):
         back = self.of([self.moves[i].backward() for i in present], self.dtypes.backward)
         return [back, self.of([self.last_move] * len(present))] if self.replicas else [back]
 
+    @abstractmethod
     def backward(
         self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
     ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
@@ -91,12 +89,6 @@ class Bucket(ABC):
         A gradient that is None on every rank stays None and is not communicated. ``keeps``: without the sum over
         :attr:`awaited`; ``earlier``: what was kept of earlier backward passes, None where nothing was, to go into it.
         """
-        return self._backward(_as(gradients, self.dtypes.backward), _as(earlier, self.dtypes.backward), keeps)
-
-    @abstractmethod
-    def _backward(
-        self, gradients: Gradients, earlier: Gradients, keeps: bool
-    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]: ...
 
 
 class FlatBucket(Bucket):
@@ -113,12 +105,14 @@ class FlatBucket(Bucket):
         super().__init__(moves, replicas, listed, dtypes, comm.deferred)
         self.comm = comm
 
-    def _forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         out: list[Any] = list(xs)
         if self.moves[0].verb in LOCAL:
-            return [self.comm.local(m, x.view_as(x)) for m, x in zip(self.moves, xs, strict=True)]
+            xs = [x.view_as(x) for x in xs] if self.dtypes.forward is None else [x.to(self.dtypes.forward) for x in xs]
+            return [self.comm.local(m, x) for m, x in zip(self.moves, xs, strict=True)]
         for members in _by_dtype(xs):
-            _, work, moved = self._begin([self.moves[i] for i in members], [xs[i] for i in members], phase)
+            moves, given = [self.moves[i] for i in members], [xs[i] for i in members]
+            _, work, moved = self._begin(moves, given, phase, self.dtypes.forward)
             if work is not None:
                 work.wait()
             for i, y in zip(members, moved, strict=True):
@@ -128,11 +122,14 @@ class FlatBucket(Bucket):
     def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
         return FlatBucket(self.comm, moves, dtypes=Dtypes(dtype))
 
-    def _backward(
-        self, gradients: Gradients, earlier: Gradients, keeps: bool
+    def backward(
+        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
     ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
+        """See :meth:`Bucket.backward`."""
+        dtype = self.dtypes.backward
         if keeps and not self.replicas:
-            return [None if g is None else g.clone(memory_format=torch.contiguous_format) for g in gradients], [], []
+            how: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
+            return [None if g is None else g.to(dtype or g.dtype, **how) for g in gradients], [], []
         earlier = earlier or [None] * len(gradients)
         if not self.replicas:
             gradients = [g if g is None or e is None else g + e for g, e in zip(gradients, earlier, strict=True)]
@@ -142,7 +139,7 @@ class FlatBucket(Bucket):
         for members in _by_dtype(gradients):
             moves = [self.moves[i].backward() for i in members]
             present = [g for i in members if (g := gradients[i]) is not None]
-            buffer, work, parts = self._begin(moves, present, "backward")
+            buffer, work, parts = self._begin(moves, present, "backward", dtype)
             if self.replicas and not keeps:
                 later.append(self._then_all_reduce(work, buffer, parts, [earlier[i] for i in members]))
             elif work is not None:
@@ -152,23 +149,23 @@ class FlatBucket(Bucket):
         return out, works, later
 
     def _begin(
-        self, moves: list[Move], xs: list[torch.Tensor], phase: str
+        self, moves: list[Move], xs: list[torch.Tensor], phase: str, dtype: torch.dtype | None
     ) -> tuple[torch.Tensor, Any | None, list[torch.Tensor]]:
-        """A flat buffer, the work that fills it, and the moved tensors: parts of it."""
-        verb = moves[0].verb
+        """A flat buffer, the work that fills it, and the moved tensors: parts of it. ``dtype``: of the buffer."""
+        verb, dtype = moves[0].verb, dtype or xs[0].dtype
         if verb in LOCAL:
             parts = [self.comm.local(m, x) for m, x in zip(moves, xs, strict=True)]
-            buffer = _flat(parts)
+            buffer = _flat(parts, dtype)
             return buffer, None, _views(buffer, [p.shape for p in parts])
-        record(self.comm, moves, xs, phase)
+        record(self.comm, moves, xs, phase, dtype)
         self.comm.during(moves[0], phase)
         with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
             if verb == "all_reduce":
-                buffer = _flat(xs)
+                buffer = _flat(xs, dtype)
                 return buffer, self._all_reduce(buffer, moves[0].axes), _views(buffer, [x.shape for x in xs])
             if verb == "reduce_scatter":
-                return self._reduce_scatter(moves, xs)
-            moved = self._gather(moves, xs) if verb == "all_gather" else self._all_to_all(moves, xs)
+                return self._reduce_scatter(moves, xs, dtype)
+            moved = self._gather(moves, xs, dtype) if verb == "all_gather" else self._all_to_all(moves, xs)
             return moved[0], None, moved
 
     def _then_all_reduce(
@@ -190,13 +187,13 @@ class FlatBucket(Bucket):
     def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
         return self.comm.begin(self.comm.process_group(axes), dist.all_reduce, buffer)
 
-    def _gather(self, moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _gather(self, moves: list[Move], xs: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         group = self.comm.process_group(moves[0].axes)
         rows = [self._shapes(moves, [x.shape for x in xs], k) for k in range(group.size)]
         row = sum(numel(s) for s in rows[0])
-        mine = xs[0].new_empty(row)
+        mine = xs[0].new_empty(row, dtype=dtype)
         torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
-        out = xs[0].new_empty(group.size * row)
+        out = mine.new_empty(group.size * row)
         self.comm.run(group, all_gather_single, raw(out), raw(mine))
         by_index = list(torch.split(out, row)) if row else [out] * group.size
         if group.order is not None:
@@ -213,7 +210,7 @@ class FlatBucket(Bucket):
         received = [self._shapes(moves, mine, k) for k in members]
         sends = [sum(piece.numel() for piece in pieces) for pieces in sent]
         receives = [sum(map(numel, shapes)) for shapes in received]
-        buffer = _flat([piece for pieces in sent for piece in pieces])
+        buffer = torch.cat([piece.reshape(-1) for pieces in sent for piece in pieces])
         out = buffer.new_empty(sum(receives))
         scale = 1 if raw(out) is out else out.element_size()
         theirs, ours = ([n * scale for n in counts] for counts in (receives, sends))
@@ -224,12 +221,12 @@ class FlatBucket(Bucket):
         return [torch.cat([pieces[i] for pieces in by_index], m.dim) for i, m in enumerate(moves)]
 
     def _reduce_scatter(
-        self, moves: list[Move], gradients: list[torch.Tensor]
+        self, moves: list[Move], gradients: list[torch.Tensor], dtype: torch.dtype
     ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
         group = self.comm.process_group(moves[0].axes)
         rows = [self._shapes(moves, [g.shape for g in gradients], k) for k in range(group.size)]
         row = sum(numel(s) for s in rows[0])
-        buffer = gradients[0].new_empty(group.size * row)
+        buffer = gradients[0].new_empty(group.size * row, dtype=dtype)
         for position in range(group.size):
             k = position if group.order is None else group.order[position]
             part = buffer[position * row : (position + 1) * row]
@@ -238,7 +235,7 @@ class FlatBucket(Bucket):
             length = sum(p.numel() for p in pieces)
             torch.cat(pieces, out=part[:length])
             part[length:].zero_()
-        out = gradients[0].new_empty(row)
+        out = buffer.new_empty(row)
         work = self.comm.reduce_scatter(group, out, buffer)
         return out, work, _views(out, rows[group.number])
 
@@ -263,21 +260,21 @@ class JointBucket(Bucket):
         self.world = world
         self.count = len(self.moves) // world.size
 
-    def _forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
-        return [y for y in self._execute(self.moves, list(xs), phase) if y is not None]
+    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+        return [y for y in self._execute(self.moves, _as(xs, self.dtypes.forward), phase) if y is not None]
 
     def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
         """See :meth:`Bucket.of`; the same for every face."""
         return JointBucket(self.world, moves, dtypes=Dtypes(dtype))
 
-    def _backward(
-        self, gradients: Gradients, earlier: Gradients, keeps: bool
+    def backward(
+        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
     ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
         """See :meth:`Bucket.backward`. Nothing is under way afterwards.
 
         Here gradients are kept whole, whose summands cost nothing to add: a sum that waits is one that is not counted.
         """
-        waits = self.deferred
+        waits, gradients = self.deferred, _as(gradients, self.dtypes.backward)
         out = self._execute([m.backward() for m in self.moves], gradients, "backward", waits and not self.replicas)
         if self.replicas:
             out = self._execute([self.last_move] * len(out), out, "backward", waits)
@@ -337,10 +334,14 @@ def carried(
     return result
 
 
-def record(comm: Communicator, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str) -> None:
-    """Log one collective for several tensors."""
+def record(
+    comm: Communicator, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str, dtype: torch.dtype | None = None
+) -> None:
+    """Log one collective for several tensors. ``dtype``: in which they travel, where that is not their own."""
     axes = moves[0].axes
-    ring = sum(m.ring_bytes(x, comm.size_of(axes)) for m, x in zip(moves, xs, strict=True))
+    size = comm.size_of(axes)
+    each = ((m.ring_bytes(x, size), x.dtype.itemsize) for m, x in zip(moves, xs, strict=True))
+    ring = sum(n if dtype is None else n / itemsize * dtype.itemsize for n, itemsize in each)
     comm.record(moves[0].verb, axes, phase, ring)
 
 
@@ -355,11 +356,12 @@ def _by_dtype(xs: Sequence[torch.Tensor | None]) -> list[list[int]]:
 
 def _as(xs: Any, dtype: torch.dtype | None) -> Any:
     """Every tensor in this dtype."""
-    return xs if dtype is None else [None if x is None else x.to(dtype) for x in xs]
+    return [x if x is None or dtype is None else x.to(dtype) for x in xs]
 
 
-def _flat(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([x.reshape(-1) for x in xs])
+def _flat(xs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    out = xs[0].new_empty(sum(x.numel() for x in xs), dtype=dtype)
+    return torch.cat([x.reshape(-1) for x in xs], out=out)
 
 
 def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:

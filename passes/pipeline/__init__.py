@@ -2,6 +2,7 @@
 
 from autoshard.passes.pipeline.boundaries import boundaries, following
 from autoshard.passes.pipeline.cut import cut
+from autoshard.passes.pipeline.pieces import Pieces
 from autoshard.passes.pipeline.stage import Stage, Stages
 
-__all__ = ["Stage", "Stages", "boundaries", "cut", "following"]
+__all__ = ["Pieces", "Stage", "Stages", "boundaries", "cut", "following"]

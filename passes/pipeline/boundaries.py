@@ -1,82 +1,56 @@
-"""Where to cut a graph: between operations, so that the slowest stage is as fast as can be and little crosses."""
+"""Where to cut a graph: between operations, so that the step is as short as can be; or where it was cut before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
+import math
+from collections.abc import Mapping, Sequence
 
 from autoshard.errors import PlanError
-from autoshard.mesh import Mesh
-from autoshard.passes.ir.graph import Graph, Ref
-from autoshard.passes.propagate.cost import node_flops
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.pipeline.choose import Boundaries, Cutting
+from autoshard.passes.pipeline.pieces import Pieces
 from autoshard.passes.propagate.floating import floating
-from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.facts import is_view
+
+GAIN = 0.05
+"""the share of the step for which it is cut elsewhere than between numbered modules: stages of whole layers read better,
+and equal ones are planned once"""
 
 
-def boundaries(graph: Graph, mesh: Mesh, count: int) -> tuple[int, ...]:
-    """Positions in ``graph.nodes`` before which ``count`` stages are cut: the least maximum of a stage's seconds.
+def boundaries(
+    pieces: Pieces, schedule: str, ranks: int, batches: int, chunks: int = 1, budget: float = math.inf
+) -> tuple[int, ...]:
+    """Positions in the graph's nodes before which ``ranks`` · ``chunks`` stages are cut, for the shortest step.
 
-    A stage's seconds are its operations' on one rank, and its message's. Of equals the first cut is the earliest.
-    Raises :class:`PlanError` where there are fewer operations to cut between.
+    ``budget``: bytes per rank. Raises :class:`PlanError` where there are fewer operations to cut between.
     """
+    graph, count = pieces.graph, ranks * chunks
     if count == 1:
         return ()
-    seconds, sent = _seconds(graph, mesh), _sent(graph, mesh)
-    free = floating(graph)
-    fixed = np.cumsum([0, *(n.name not in free for n in graph.nodes)])
-    places = [p for p in range(1, len(graph.nodes)) if graph.nodes[p].name not in free]
-    if fixed[-1] < count:
-        raise PlanError(f"{count} stages: the model has {fixed[-1]} operations to cut between. Ask for fewer stages.")
-    ends = [0, *places, len(graph.nodes)]
-    total = np.concatenate([[0.0], np.cumsum(seconds)])[ends]
-    own = fixed[ends]
-    best = np.where(np.arange(len(ends)) == 0, 0.0, np.inf)
-    came: list[np.ndarray] = []
-    for _ in range(count):
-        spent = total[None, :] - total[:, None] + sent[ends][:, None]
-        spent = np.where(own[None, :] > own[:, None], spent, np.inf)
-        reached = np.maximum(best[:, None], spent)
-        came.append(reached.argmin(0))
-        best = reached.min(0)
-    at, found = len(ends) - 1, []
-    for step in reversed(came[1:]):
-        at = int(step[at])
-        found.append(ends[at])
-    return tuple(reversed(found))
+    if len(pieces.places) + 1 < count:
+        own = sum(n.name not in pieces.free for n in graph.nodes)
+        raise PlanError(f"{count} stages: the model has {own} operations to cut between. Ask for fewer stages.")
 
+    def shortest(places: Sequence[int], limit: float) -> tuple[Boundaries, list[int]]:
+        cutting = Cutting(pieces.between(places), schedule, ranks, batches, chunks, limit, graph.training)
+        found, _ = cutting.shortest()
+        return found, [places[end - 1] for end in found.ends[:-1]]
 
-def _seconds(graph: Graph, mesh: Mesh) -> list[float]:
-    """Per operation: of its products or of its traffic to memory on one rank, whichever is longer."""
-    device, found = mesh.hardware, []
-    for node in graph.nodes:
-        names = (*node.inputs, *node.outputs)
-        if is_view(node.op) or not names:
-            found.append(0.0)
-            continue
-        flops = node_flops(node, graph, rule_for(node.op))
-        moved = sum(graph.types[n].nbytes for n in names) * (3 if any(graph.types[o].grad for o in node.outputs) else 1)
-        shape, dtype = graph.types[names[-1]].shape, graph.types[names[-1]].dtype
-        products = device.product_seconds(flops, shape, dtype) if flops else 0.0
-        found.append(max(products, device.memory_seconds(moved)))
-    return found
-
-
-def _sent(graph: Graph, mesh: Mesh) -> np.ndarray:
-    """Per position the seconds of the message, forward and backward, of a cut before it."""
-    free = floating(graph)
-    place = {n.name: i for i, n in enumerate(graph.nodes)}
-    crossing = np.zeros(len(graph.nodes) + 2)
-    returned = {o.name for o in graph.outputs if isinstance(o, Ref)}
-    for name, node in graph.producers.items():
-        readers = [place[n.name] for n in graph.uses[name]]
-        if node.name not in free and readers and name not in returned:
-            size = graph.types[name].nbytes * (2 if graph.types[name].grad else 1)
-            crossing[place[node.name] + 1] += size
-            crossing[max(readers) + 1] -= size
-    link = mesh.link(mesh.axes[:1])
-    return np.array([link.seconds(b, "permute") for b in np.cumsum(crossing)])
+    for limit in (budget, math.inf):  # what no estimate fits, the plans of the stages may
+        try:
+            found, cuts = shortest(pieces.places, limit)
+            break
+        except PlanError:
+            if limit == math.inf:
+                raise
+    blocks = pieces.block_ends
+    if len(blocks) + 1 >= count:
+        try:
+            whole, between = shortest(blocks, limit)
+        except PlanError:  # too much in one of them
+            return tuple(cuts)
+        if whole.seconds <= found.seconds * (1 + GAIN):
+            return tuple(between)
+    return tuple(cuts)
 
 
 def following(graph: Graph, homes: Mapping[str, tuple[int, ...]], count: int) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def _hidden(node: Node, graph: Graph) -> int:
 
 def _exchange(rows: int) -> Strategy:
     cut = Shard(0)
-    return Strategy(EXCHANGE, (cut,) * 5, (cut,), rows, divides=True, travels=True)
+    return Strategy(EXCHANGE, (cut,) * 5, (cut,), rows, divides=True, joins="none")
 
 
 def _local(site: Site) -> Call:
