@@ -89,6 +89,7 @@ def test_a_rank_that_makes_another_call(tmp_path: Path, how: str, what: str) -> 
         assert re.search(r"then: (Communication|RuntimeMismatch)Error", said), said
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_gone(tmp_path: Path) -> None:
     """Its rank is killed in the middle of a schedule."""
     seconds, text = seconds_and_text(seen(tmp_path, "", "pipeline_failure_worker.py")[0])

@@ -10,7 +10,7 @@ import pytest
 import world
 from pipeline_cases import CASES
 
-FAST = {"gpt_1f1b", "gpt_interleaved", "other_outputs", "ranks_hold_their_stages"}
+FAST = {"gpt_1f1b", "other_outputs"}
 OWN = ("resumed_elsewhere", "one_fails")
 """cases of pipeline_worker.py alone"""
 WORLDS = [pytest.param(2, id="world2"), pytest.param(4, id="world4", marks=pytest.mark.slow)]
