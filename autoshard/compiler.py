@@ -112,5 +112,5 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[
     hinted = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
     with stage("planning"):
-        planner = Planner(graph, mesh, {**expert.limits, **hinted}, *asked, given, wishes.flying)
+        planner = Planner(graph, mesh, {**expert.limits, **hinted}, *asked, given, wishes.flying, wishes.effort)
         return fitting(planner, wishes.memory_budget)

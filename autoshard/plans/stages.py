@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from autoshard.errors import AutoshardError, MeshError, PlanError
+from autoshard.hardware import Hardware
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.codegen import codegen_stages
@@ -58,7 +59,7 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
     if wishes.homes is not None:
         return cut(graph, following(graph, wishes.homes, ranks * chunks), loss)
     pieces = Pieces(graph, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
-    budget = chunks * _budget(mesh, wishes)
+    budget = budget_of(wishes, mesh.hardware)
     return cut(graph, boundaries(pieces, wishes.schedule, ranks, wishes.micro_batches, chunks, budget), loss)
 
 
@@ -110,7 +111,7 @@ def planned_stages(
             plan=cast(Plan, given[stage.number]) if given else None,
             parameters=parameters,
             flying=_in_flight(mesh, wishes, stage),
-            memory_budget=_budget(mesh, wishes),
+            memory_budget=budget_of(wishes, mesh.hardware) / CHUNKS[wishes.schedule],  # several stages share a rank
             inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
         )
         found.append(plan(stage.graph, own, asked, title))
@@ -147,10 +148,9 @@ def _in_flight(mesh: Mesh, wishes: Wishes, stage: Stage) -> int:
     return int(held(order, [float(s == stage.number) for s in range(ranks * chunks)]))
 
 
-def _budget(mesh: Mesh, wishes: Wishes) -> float:
-    """Bytes per rank that a stage may hold: what is asked for, spread over the stages of a rank."""
-    whole = SHARE * mesh.hardware.memory_bytes if wishes.memory_budget is None else wishes.memory_budget
-    return whole / CHUNKS[wishes.schedule]
+def budget_of(wishes: Wishes, hardware: Hardware) -> float:
+    """Bytes that a rank may hold."""
+    return SHARE * hardware.memory_bytes if wishes.memory_budget is None else wishes.memory_budget
 
 
 def _hinted(stage: Stage, mesh: Mesh, hints: Mapping[str, Any]) -> object:
