@@ -31,6 +31,7 @@ from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
 from autoshard.plans.stages import check_stages
 from autoshard.plans.wishes import Wishes
+from autoshard.precision import precision_of
 from autoshard.stages import set_up_logs
 
 set_up_logs()
@@ -58,6 +59,7 @@ def compile(  # noqa: A001  the public name
     stages: str | None = None,
     schedule: str = "1f1b",
     inputs: Inputs = "global",
+    mixed_precision: Any = None,
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
 
@@ -104,6 +106,11 @@ def compile(  # noqa: A001  the public name
             batch: by the only one, by those that hints for the input name (``{"x": {"dp": Shard(0)}}``), or by those
             with usual names (dp, data, fsdp, replica, …); along others ranks bring the same. Inputs that are DTensors
             state their layout themselves. With ``dynamic``, inputs in parts are gathered first.
+        mixed_precision: a :class:`torch.distributed.fsdp.MixedPrecisionPolicy`, with the model as its one unit: parameters
+            are cast to ``param_dtype`` before they are gathered and read, gradients summed over the ranks in
+            ``reduce_dtype``; parameters, their gradients and the optimizer's state stay in the parameters' own dtype.
+            Floating inputs of the model are cast to ``param_dtype`` (``cast_forward_inputs``) and its floating outputs to
+            ``output_dtype``. Buffers are not cast.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
@@ -118,6 +125,7 @@ def compile(  # noqa: A001  the public name
         plan=plan,
         like=like,
         micro_batches=micro_batches,
+        mixed_precision=precision_of(mixed_precision),
         stages=stages,
         schedule=schedule,
     )
@@ -163,6 +171,7 @@ def plan(
     stages: str | None = None,
     schedule: str = "1f1b",
     inputs: Inputs = "global",
+    mixed_precision: Any = None,
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
@@ -189,6 +198,7 @@ def plan(
         recompute=recompute,
         like=like,
         micro_batches=1 if micro_batches == "auto" else micro_batches,
+        mixed_precision=precision_of(mixed_precision),
         stages=stages if devices is None else None,
         schedule=schedule,
     )
@@ -204,12 +214,13 @@ def plan(
     if resolved is not None:
         return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan
     assert devices is not None
-    graph = captured(model, *example, training=recorded, dynamic=dynamic)
+    graph = captured(model, *example, training=recorded, dynamic=dynamic, precision=wishes.mixed_precision)
     wishes = replace(wishes, like=like_of(model, like))
     found = graph, devices, resolve_hardware(hardware), wishes, type(model).__name__
     if stages is None and micro_batches != "auto":
         return planned_for(parts_of(graph, wishes)[0], *found[1:])
-    return pipelined_for(*found, None if micro_batches == "auto" or micro_batches == 1 else micro_batches)
+    batches = None if micro_batches == "auto" or micro_batches == 1 else micro_batches
+    return pipelined_for(*found, batches, least=1 if stages is None else 2)
 
 
 def score(

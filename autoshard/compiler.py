@@ -28,7 +28,7 @@ from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.describe import describe
-from autoshard.plans.follow import assignment_of
+from autoshard.plans.follow import assignment_of, check_precision
 from autoshard.plans.plan import Plan
 from autoshard.plans.stages import in_stages
 from autoshard.plans.wishes import Wishes
@@ -51,7 +51,7 @@ def compiled(
 
     Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left as it was.
     """
-    graph = captured(model, args, kwargs, training=training, dynamic=dynamic)
+    graph = captured(model, args, kwargs, training=training, dynamic=dynamic, precision=wishes.mixed_precision)
     wishes = replace(wishes, like=like_of(model, wishes.like))
     return build(graph, mesh, wishes, title=title or type(model).__name__)
 
@@ -101,13 +101,15 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
             0,
             f"figures are those of one of {wishes.micro_batches} micro-batches; gradients of replicas are summed once a step",
         )
-    return program, replace(plan, like=expert.text, notes=tuple(notes))
+    mixed = str(wishes.mixed_precision or "")
+    return program, replace(plan, like=expert.text, mixed_precision=mixed, notes=tuple(notes))
 
 
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:
     """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
     given = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
     if wishes.plan is not None:
+        check_precision(wishes.plan, wishes.mixed_precision)
         return tried(assignment_of(wishes.plan, graph, mesh, given), wishes.optimizer, wishes.flying)
     hinted = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers

@@ -30,7 +30,7 @@ FLOORS = (
     ("passes.search",),
     ("runtime",),
     ("models",),
-    ("progress", "frames", "layout", "mesh", "hardware", "errors"),
+    ("progress", "frames", "layout", "mesh", "hardware", "precision", "errors"),
 )
 """from top to bottom: a room imports from its own floor and from those below"""
 

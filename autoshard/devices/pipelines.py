@@ -33,18 +33,24 @@ SCHEDULES = ("1f1b", "interleaved")
 
 @without_autocast()  # its casts are in the graph
 def pipelined_for(
-    graph: Graph, devices: int, hardware: Hardware, wishes: Wishes, title: str, batches: int | None = None
+    graph: Graph,
+    devices: int,
+    hardware: Hardware,
+    wishes: Wishes,
+    title: str,
+    batches: int | None = None,
+    least: int = 1,
 ) -> Plan:
     """The plan of the best pipeline found on ``devices``, with what else was estimated in ``candidates``.
 
-    ``graph``: of the whole batch; ``batches``: micro-batches, None: searched, too. One stage is a pipeline as well.
+    ``graph``: of the whole batch; ``batches``: micro-batches, None: searched, too; ``least``: stages, at least.
     Setups (:class:`Setup`) are estimated in the order of what they would take without communication, and no longer once
     that is more than the best takes, or :data:`SECONDS` are over. The best ones are then planned in full, until one has
     a plan. Raises :class:`MeshError` for a number of devices that is none, :class:`PlanError` where nothing has a plan.
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
-    search = _Search(Estimates(graph, hardware, wishes, title), devices, batches)
+    search = _Search(Estimates(graph, hardware, wishes, title), devices, batches, least)
     search.run()
     return search.result()
 
@@ -54,6 +60,7 @@ class _Search:
     estimates: Estimates
     devices: int
     batches: int | None
+    least: int
     found: list[Estimate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -88,7 +95,7 @@ class _Search:
         """Stages × meshes of up to two axes, the inner one within a node, × micro-batches of at least a row per rank."""
         per_node, length = self.estimates.hardware.devices_per_node, self.estimates.batch
         blocks = max(1, len(self.estimates.folded.blocks) or len(self.estimates.graph.nodes))
-        for stages in (n for n in range(1, min(self.devices, blocks) + 1) if self.devices % n == 0):
+        for stages in (n for n in range(self.least, min(self.devices, blocks) + 1) if self.devices % n == 0):
             rest = self.devices // stages
             for shape in shapes(rest, per_node):
                 if len(shape) == 2 and shape[1] > per_node:

@@ -254,7 +254,7 @@ class DistributedModule(ShardedModule):
         """Rank 0 plans, the others follow its plan; an error of one rank is raised on all."""
         agreement = self._agreement
         agreement.finish()
-        graph = agreement.everywhere(lambda: captured(model, args, kwargs, **options))
+        graph = agreement.everywhere(lambda: captured(model, args, kwargs, precision=wishes.mixed_precision, **options))
         agreement.agree(("the graph captured from the model", zlib.crc32(str(graph).encode())))
         constants = dict(of_first(agreement, graph.constants, f"a constant of {self._title}"))
         graph = replace(graph, constants={**graph.constants, **constants})

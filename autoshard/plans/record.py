@@ -206,6 +206,8 @@ class Record:
     """values whose conversion into the shared layout is made again in the backward"""
     like: str = ""
     """the expert's plan that was asked for, as text; "" for none"""
+    mixed_precision: str = ""
+    """the policy that it was made for, as text; "" for none"""
     candidates: tuple[Candidate, ...] = ()
     """where a number of devices was given instead of a mesh: the runners-up, the best first"""
     staged: Staged | None = None
@@ -240,6 +242,7 @@ class Record:
                 "recomputed": [asdict(r) for r in self.recomputed],
                 "shared_again": list(self.shared_again),
                 "like": self.like,
+                "mixed_precision": self.mixed_precision,
                 "candidates": [
                     {
                         "mesh": dict(zip(c.mesh.axes, c.mesh.shape, strict=True)),
@@ -283,6 +286,7 @@ class Record:
                 recomputed=tuple(Recomputed(**r) for r in data.get("recomputed", ())),
                 shared_again=tuple(data.get("shared_again", ())),
                 like=data.get("like", ""),
+                mixed_precision=data.get("mixed_precision", ""),
                 candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
                 staged=Staged.from_dict(data["staged"], cls.from_json) if "staged" in data else None,
             )

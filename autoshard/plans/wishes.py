@@ -9,6 +9,7 @@ from typing import Any
 from autoshard.layout import Layout
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
+from autoshard.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Wishes:
     """an expert's plan: a name, a name per mesh axis, or styles by module"""
     parameters: Mapping[str, Layout] | None = None
     """layouts that an earlier compilation gave the parameters"""
+    mixed_precision: Precision | None = None
     micro_batches: int = 1
     """parts of the batch that a step with a backward runs one after another"""
     inputs: tuple[Layout | None, ...] = ()

@@ -19,6 +19,7 @@ from autoshard.passes.ir.sizes import noting
 from autoshard.passes.lower.blocks import hoisted
 from autoshard.passes.lower.bucket import bucket
 from autoshard.passes.lower.lowering import lower
+from autoshard.passes.lower.precision import in_precision
 from autoshard.passes.lower.together import together
 from autoshard.passes.memory.simulate import simulate
 from autoshard.passes.propagate.planner import Planner
@@ -35,7 +36,7 @@ CLOSE = 0.02
 
 def lowered(assignment: Assignment) -> Program:
     """The program of an assignment: redistributions as statements, those together that can go together."""
-    return bucket(hoisted(together(lower(assignment.graph, assignment))))
+    return bucket(hoisted(together(in_precision(lower(assignment.graph, assignment)))))
 
 
 def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Memory]:
