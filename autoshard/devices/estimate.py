@@ -65,6 +65,8 @@ class Estimate:
     schedule: str
     seconds: float
     bubble_s: float
+    boundaries: tuple[int, ...]
+    """positions among the operations of the whole graph of one micro-batch"""
     held: float
     """bytes of states and activations on the fullest rank"""
     plan: Plan
@@ -143,6 +145,7 @@ class Estimates:
         bare = pieces.between(list(itertools.accumulate(map(len, rows)))[:-1])
         parts = [self._piece(piece, nodes, plan, pieces, flying) for piece, nodes in zip(bare, rows, strict=True)]
         whole, once = [parts[i][0] for i in sequence], sum(parts[i][1] for i in sequence) / setup.stages
+        places = list(itertools.accumulate(len(rows[i]) for i in sequence))
         found = []
         for schedule in schedules:
             chunks = CHUNKS[schedule] if setup.stages > 1 else 1
@@ -151,7 +154,8 @@ class Estimates:
             cutting = Cutting(whole, schedule, setup.stages, setup.batches, chunks, math.inf, graph.training)
             cut, step = cutting.shortest()
             size = _held(cutting, cut.ends)
-            found.append(Estimate(setup, schedule, step.step_s + once, step.bubble_s, size, plan, graph))
+            cuts = tuple(places[end - 1] for end in cut.ends[:-1])
+            found.append(Estimate(setup, schedule, step.step_s + once, step.bubble_s, cuts, size, plan, graph))
         if not found:
             raise PlanError("no schedule has so few parts and micro-batches")
         return min(found, key=lambda e: e.seconds)

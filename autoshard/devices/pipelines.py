@@ -135,7 +135,8 @@ class _Search:
         mesh = self._mesh(estimate)
         wishes = replace(of.wishes, micro_batches=setup.batches, schedule=estimate.schedule)
         if setup.stages > 1:
-            return build(of.graph, mesh, replace(wishes, stages=AXIS), title=of.title).plan
+            wishes = replace(wishes, stages=AXIS, boundaries=estimate.boundaries)
+            return build(of.graph, mesh, wishes, title=of.title).plan
         return whole_step(build(of.graph, mesh, wishes, title=of.title).plan, setup.batches)
 
     def _candidate(self, lost: Estimate, won: Estimate, plan: Plan) -> Candidate:

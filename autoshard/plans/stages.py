@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -21,6 +21,7 @@ from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, fo
 from autoshard.passes.pipeline.timeline import held, orders
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import resolve
+from autoshard.plans.alike import renamed, renaming
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Staged
@@ -56,6 +57,8 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
         if wishes.plan.staged is None:
             raise PlanError(f"stages={wishes.stages!r}: the plan that is given has no stages. Plan again with them.")
         return cut(graph, wishes.plan.staged.boundaries, loss)
+    if wishes.boundaries is not None:
+        return cut(graph, wishes.boundaries, loss)
     if wishes.homes is not None:
         return cut(graph, following(graph, wishes.homes, ranks * chunks), loss)
     pieces = Pieces(graph, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
@@ -100,6 +103,7 @@ def planned_stages(
     resolve(wishes.hints, stages.whole, own)  # what matches nothing is said before a stage is asked
     inputs = dict(zip(stages.whole.flat_inputs, wishes.inputs, strict=False))
     received: dict[str, Layout | None] = {}
+    done: list[tuple[Stage, Wishes, Plan]] = []
     parameters = dict(wishes.parameters or {})
     given = wishes.plan.staged.plans if wishes.plan is not None and wishes.plan.staged is not None else ()
     for stage in stages.each:
@@ -109,12 +113,15 @@ def planned_stages(
             hints=_that_fit(wishes.hints, partial(_hinted, stage, own)),
             like=_styles(wishes.like, stage, own),
             plan=cast(Plan, given[stage.number]) if given else None,
-            parameters=parameters,
+            parameters=dict(parameters),
             flying=_in_flight(mesh, wishes, stage),
             memory_budget=budget_of(wishes, mesh.hardware) / CHUNKS[wishes.schedule],  # several stages share a rank
             inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
         )
+        if not (asked.hints or asked.plan or isinstance(asked.like, Mapping)):
+            asked = replace(asked, plan=_as_before(stage, asked, done))
         found.append(plan(stage.graph, own, asked, title))
+        done.append((stage, asked, found[-1][1]))
         layouts = found[-1][1].layouts
         parameters |= {i.fqn: layouts[i.fqn] for i in stage.graph.inputs if i.kind == "parameter"}
         received = dict(zip(stage.sent, found[-1][1].outputs, strict=False))
@@ -126,6 +133,22 @@ def planned_stages(
         axis, wishes.schedule, wishes.micro_batches, stages.boundaries, tuple(plans), messages, sent, flying
     )
     return found, together(stages, plans, mesh, record)
+
+
+def _as_before(stage: Stage, asked: Wishes, done: Sequence[tuple[Stage, Wishes, Plan]]) -> Plan | None:
+    """The plan of an earlier stage that is the same but for names, if it is the best for this one, too.
+
+    It is where as many micro-batches are in flight, or fewer and nothing was made again.
+    """
+    if any(fqn in (asked.parameters or {}) for fqn in stage.held):
+        return None
+    for other, wishes, plan in reversed(done):
+        fits = asked.flying == wishes.flying or (asked.flying < wishes.flying and not plan.recomputed)
+        if fits and asked.inputs == wishes.inputs and not any(fqn in (wishes.parameters or {}) for fqn in other.held):
+            names = renaming(other.graph, stage.graph)
+            if names is not None:
+                return renamed(plan, names)
+    return None
 
 
 def _sent(stage: Stage, plan: Plan) -> tuple[float, float]:
