@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 import torch.utils._pytree as pytree
@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.compiler import captured, compiled, parts_of
-from autoshard.devices import planned_for
-from autoshard.errors import CaptureError, MeshError
+from autoshard.devices import pipelined_for, planned_for
+from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
@@ -168,7 +168,7 @@ def plan(
     recompute: Recompute = "auto",
     training: bool | None = None,
     dynamic: Dynamic = False,
-    micro_batches: int = 1,
+    micro_batches: int | Literal["auto"] = 1,
     stages: str | None = None,
     schedule: str = "1f1b",
     inputs: Inputs = "global",
@@ -178,7 +178,8 @@ def plan(
 
     Arguments as of :func:`compile`; example inputs are needed. Those that are local are what one rank brings: the plan
     is for a batch of as many parts as there are. With ``devices=64, hardware="h100"`` and no mesh the mesh is searched,
-    too, and ``plan.candidates`` lists those that were tried. Raises as :func:`compile` does.
+    too, and ``plan.candidates`` lists those that were tried; with ``micro_batches="auto"``, or ``stages="pp"``, so are
+    the number of stages, micro-batches and the schedule. Raises as :func:`compile` does.
     """
     check_inputs(inputs)
     if not example_args and not example_kwargs:
@@ -187,6 +188,8 @@ def plan(
         )
     if (mesh is None) == (devices is None):
         raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
+    if micro_batches == "auto" and devices is None:
+        raise PlanError('micro_batches="auto" searches with the mesh: give devices=64 instead of mesh=')
     example = tuple(example_args), dict(example_kwargs or {})
     resolved = None if mesh is None else Mesh.of(mesh)
     wishes = Wishes(
@@ -195,9 +198,9 @@ def plan(
         optimizer=optimizer,
         recompute=recompute,
         like=like,
-        micro_batches=micro_batches,
+        micro_batches=1 if micro_batches == "auto" else micro_batches,
         mixed_precision=precision_of(mixed_precision),
-        stages=stages,
+        stages=stages if devices is None else None,
         schedule=schedule,
     )
     if resolved is not None:
@@ -212,10 +215,13 @@ def plan(
     if resolved is not None:
         return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan
     assert devices is not None
-    precision = wishes.mixed_precision
-    graph, _ = parts_of(captured(model, *example, training=recorded, dynamic=dynamic, precision=precision), wishes)
+    graph = captured(model, *example, training=recorded, dynamic=dynamic, precision=wishes.mixed_precision)
     wishes = replace(wishes, like=like_of(model, like))
-    return planned_for(graph, devices, resolve_hardware(hardware), wishes, type(model).__name__)
+    found = graph, devices, resolve_hardware(hardware), wishes, type(model).__name__
+    if stages is None and micro_batches != "auto":
+        return planned_for(parts_of(graph, wishes)[0], *found[1:])
+    batches = None if micro_batches == "auto" or micro_batches == 1 else micro_batches
+    return pipelined_for(*found, batches, least=1 if stages is None else 2)
 
 
 def score(

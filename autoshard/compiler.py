@@ -114,5 +114,7 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[
     hinted = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
     with stage("planning"):
-        planner = Planner(graph, mesh, {**expert.limits, **hinted}, *asked, given, expert.zero, wishes.flying)
+        planner = Planner(
+            graph, mesh, {**expert.limits, **hinted}, *asked, given, expert.zero, wishes.flying, wishes.effort
+        )
         return fitting(planner, wishes.memory_budget)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.pipeline import Stages
-from autoshard.plans.pipeline import pipeline_cost, pipeline_memory
+from autoshard.plans.pipeline import OF_ONE, pipeline_cost, pipeline_memory
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Choice, Staged
 from autoshard.plans.report import utilisation
@@ -68,7 +68,7 @@ def _notes(plans: Sequence[Plan]) -> Iterator[str]:
     begun: set[str] = set()
     for note in dict.fromkeys(note for p in plans for note in p.notes):
         begins = note.partition(",")[0]
-        if begins not in begun and not note.startswith("figures are those of one of"):
+        if begins not in begun and not note.startswith(OF_ONE):
             begun.add(begins)
             yield note
 
