@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compiler import captured, compiled, parts_of
+from autoshard.compiler import captured, compiled
 from autoshard.devices import planned_for
 from autoshard.errors import CaptureError, MeshError
 from autoshard.hardware import Hardware
@@ -53,7 +53,7 @@ def compile(  # noqa: A001  the public name
     gather_outputs: bool | None = None,
     strict: bool = False,
     dynamic: Dynamic = False,
-    micro_batches: int = 1,
+    micro_batches: int | Literal["auto"] = 1,
     inputs: Inputs = "global",
     mixed_precision: Any = None,
 ) -> ShardedModule:
@@ -91,7 +91,8 @@ def compile(  # noqa: A001  the public name
         micro_batches: parts of the batch that a call with a backward runs one after another, forward and backward, so
             that activations of one of them are kept at a time. Loss, gradients and dropout are exactly those of the
             whole batch. The model returns one loss; its ``backward()`` hands the gradients over, and other outputs come
-            detached. An operation that needs the whole batch, such as batch norm in training, is refused.
+            detached. An operation that needs the whole batch, such as batch norm in training, is refused. ``"auto"``: the
+            divisor of the batch with which the step fits and is cheapest, the smallest of equals.
         inputs: ``"global"``: every process brings the whole batch; ``"local"``: each brings its own part of it, all of
             one size, as from a DistributedSampler, and the results are those of the parts put together (in one process
             the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
@@ -155,7 +156,7 @@ def plan(
     recompute: Recompute = "auto",
     training: bool | None = None,
     dynamic: Dynamic = False,
-    micro_batches: int = 1,
+    micro_batches: int | Literal["auto"] = 1,
     inputs: Inputs = "global",
     mixed_precision: Any = None,
 ) -> Plan:
@@ -195,7 +196,7 @@ def plan(
         return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan
     assert devices is not None
     precision = wishes.mixed_precision
-    graph, _ = parts_of(captured(model, *example, training=recorded, dynamic=dynamic, precision=precision), wishes)
+    graph = captured(model, *example, training=recorded, dynamic=dynamic, precision=precision)
     wishes = replace(wishes, like=like_of(model, like))
     return planned_for(graph, devices, resolve_hardware(hardware), wishes, type(model).__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,7 +22,7 @@ from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.lower.parts import parted
 from autoshard.passes.memory import fitting, tried
-from autoshard.passes.microbatch import MicroBatches, micro_batched
+from autoshard.passes.microbatch import MicroBatches, cheapest_in_parts, in_parts
 from autoshard.passes.propagate.experts import Expert, asked_by, like_of
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.propagate.planner import Planner
@@ -81,22 +82,27 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes = wishes or Wishes()
-    graph, micro = parts_of(graph, wishes)
     dump = stages.captured(graph)
-    program, plan = planned(graph, mesh, wishes, title)
+    program, plan, graph, micro = planned(graph, mesh, wishes, title)
     source = codegen(program, title, plan.recomputed)
     stages.compiled(plan, program, source.text, dump)
     return Compiled(graph, program, plan, source, micro)
 
 
-def parts_of(graph: Graph, wishes: Wishes) -> tuple[Graph, MicroBatches | None]:
-    """The graph of one micro-batch where the step runs in several: what the stages after capture take."""
-    whole = wishes.micro_batches == 1 or not graph.training
-    return (graph, None) if whole else micro_batched(graph, wishes.micro_batches)
+def planned(
+    graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model"
+) -> tuple[Program, Plan, Graph, MicroBatches | None]:
+    """The stages from a graph to a program and its plan; with the graph, that of one micro-batch where there are several."""
+    of = partial(_planned, mesh=mesh, wishes=wishes, title=title)
+    asked, given = wishes.micro_batches, wishes.plan
+    if asked == "auto" and given is None:
+        (program, plan), graph, micro = cheapest_in_parts(graph, of, lambda found: found[1].cost.total_s)
+        return program, plan, graph, micro
+    graph, micro = in_parts(graph, given.micro_batches if asked == "auto" and given is not None else asked)
+    return *of(graph), graph, micro
 
 
-def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
-    """The stages from a graph to a program and its plan."""
+def _planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str) -> tuple[Program, Plan]:
     check_graph(graph)
     check_random(graph)
     if wishes.strict:
@@ -107,14 +113,8 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
     program = parted(narrowed(program, decided))
     check_program(program)
     plan = describe(program, title, wishes.optimizer, memory)
-    notes = [*expert.notes, *plan.notes]
-    if wishes.micro_batches != 1 and graph.training:
-        notes.insert(
-            0,
-            f"figures are those of one of {wishes.micro_batches} micro-batches; gradients of replicas are summed once a step",
-        )
-    mixed = str(wishes.mixed_precision or "")
-    return program, replace(plan, like=expert.text, mixed_precision=mixed, notes=tuple(notes))
+    mixed, notes = str(wishes.mixed_precision or ""), (*expert.notes, *plan.notes)
+    return program, replace(plan, like=expert.text, mixed_precision=mixed, notes=notes)
 
 
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:

@@ -70,11 +70,11 @@ class _Search:
             self.notes.append(f"a mesh of {shown} was not searched: its work alone takes {show_seconds(floor)}")
             return
         try:
-            program, plan = planned(self.graph, mesh, self.wishes, self.title)
+            program, plan, graph, _ = planned(self.graph, mesh, self.wishes, self.title)
         except PlanError as error:
             self.notes.append(f"a mesh of {shown} has no plan: {error}")
             return
-        names = named_by_role(self.graph, program.assignment)
+        names = named_by_role(graph, program.assignment)
         self.plans[shape] = plan = _renamed(plan, Mesh(names, self.hardware))
         log.info("mesh %s: %s", plan.mesh, show_seconds(plan.cost.total_s))
         if self.best is None or plan.cost.total_s < self.best.cost.total_s * (1 - TIE):
@@ -85,7 +85,7 @@ class _Search:
         if self.best is None:
             raise PlanError(f"no mesh of these {self.hardware.name} has a plan: {'; '.join(self.notes)}")
         best = self.best
-        _, plan = planned(self.graph, best.mesh, replace(self.wishes, like=None, plan=best), self.title)
+        _, plan, *_ = planned(self.graph, best.mesh, replace(self.wishes, like=None, plan=best), self.title)
         others = sorted((p for p in self.plans.values() if p is not best), key=lambda p: p.cost.total_s)
         runners_up = tuple(Candidate(p.mesh, p.cost, p.memory, _lost(p.cost, best.cost)) for p in others)
         like = [note for note in best.notes if note.startswith("like=")]

@@ -42,6 +42,8 @@ class Collective:
     """the operation it is made for, a key of :attr:`Record.choices`; "" for an output of the model"""
     movable: bool = False
     """whether it may run beside compute: it moves a parameter or its gradient"""
+    times: int = 1
+    """how often it runs in a step; ``bytes`` and ``seconds`` are of all of them"""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -174,6 +176,8 @@ class Record:
     """values whose conversion into the shared layout is made again in the backward"""
     like: str = ""
     """the expert's plan that was asked for, as text; "" for none"""
+    micro_batches: int = 1
+    """parts of the batch that the step runs one after another; shapes, and what is held, are those of one"""
     mixed_precision: str = ""
     """the policy that it was made for, as text; "" for none"""
     candidates: tuple[Candidate, ...] = ()
@@ -207,6 +211,7 @@ class Record:
                 "recomputed": [asdict(r) for r in self.recomputed],
                 "shared_again": list(self.shared_again),
                 "like": self.like,
+                "micro_batches": self.micro_batches,
                 "mixed_precision": self.mixed_precision,
                 "candidates": [
                     {
@@ -251,6 +256,7 @@ class Record:
                 recomputed=tuple(Recomputed(**r) for r in data.get("recomputed", ())),
                 shared_again=tuple(data.get("shared_again", ())),
                 like=data.get("like", ""),
+                micro_batches=data.get("micro_batches", 1),
                 mixed_precision=data.get("mixed_precision", ""),
                 candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from autoshard.layout import Layout
 from autoshard.passes.propagate.recompute import Recompute
@@ -28,7 +28,7 @@ class Wishes:
     parameters: Mapping[str, Layout] | None = None
     """layouts that an earlier compilation gave the parameters"""
     mixed_precision: Precision | None = None
-    micro_batches: int = 1
-    """parts of the batch that a step with a backward runs one after another"""
+    micro_batches: int | Literal["auto"] = 1
+    """parts of the batch that a step with a backward runs one after another; "auto": as many as make it cheapest"""
     inputs: tuple[Layout | None, ...] = ()
     """per leaf of the arguments the layout it comes in; None, or nothing: whole"""

@@ -111,6 +111,8 @@ class _Simulation:
         """storages → the first statement that is made again from them"""
         for value in self.graph.inputs:
             self._input(value.name, value.kind, optimizer)
+        if self.graph.passes > 1:  # those of the passes before, which new ones are added to at the end
+            self.gradients = sum(self._bytes(i.name) for i in self.graph.inputs if self._trained(i.name))
 
     def run(self) -> Memory:
         for number, segment in enumerate(segments(self.program)):

@@ -39,8 +39,8 @@ def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
     Raises :class:`PlanError` for a model without exactly one differentiable scalar output, and for one in which an
     operation needs the whole batch in the middle, such as batch norm.
     """
-    if count < 1:
-        raise PlanError(f"micro_batches is a number of at least 1, got {count}")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise PlanError(f'micro_batches is a number of at least 1, or "auto", got {count!r}')
     loss = _loss(graph, count)
     graph = separable_means(graph)
     found = separation(graph, count)
@@ -92,7 +92,8 @@ class _Body:
             for o in graph.outputs
         )
         given = [self._as_input(name, source) for name, (source, _) in self.inputs.items()]
-        return replace(graph, inputs=(*self.held, *given), nodes=tuple(nodes), types=self.types, outputs=outputs)
+        inputs, count = (*self.held, *given), self.found.count
+        return replace(graph, inputs=inputs, nodes=tuple(nodes), types=self.types, outputs=outputs, passes=count)
 
     def _is_input(self, name: str) -> bool:
         return name in self.kinds and self.kinds[name].kind == "input"

@@ -59,12 +59,17 @@ class _Alternatives:
                 for target in asked:
                     parts += self._parts(name, placed, [target])[:, 0]
             others = self.total + (parts - parts[current])
-            self.found[key] = self._best(space, others.step(self.overlap) - self.total.step(self.overlap), current)
+            self.found[key] = self._best(space, self._step(others) - self._step(self.total), current)
         return self.found[key]
+
+    def _step(self, parts: Parts) -> Any:
+        return parts.step(self.overlap, self.graph.passes)
 
     def _parts(self, name: str, sources: Sequence[Placements], targets: Sequence[Placements]) -> Parts:
         parameter, movable = name in self.graph.parameters, name in self.movable
-        return conversion_parts(self.graph.types[name], self.mesh, sources, targets, parameter, movable)
+        return conversion_parts(
+            self.graph.types[name], self.mesh, sources, targets, parameter, movable, self.graph.passes
+        )
 
     def _best(self, space: OpSpace, extra: np.ndarray, current: int) -> tuple[Alternative, ...]:
         order = [int(i) for i in np.argsort(extra, kind="stable") if i != current and math.isfinite(extra[i])]

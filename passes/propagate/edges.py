@@ -25,11 +25,13 @@ def conversion_parts(
     targets: Sequence[Placements],
     parameter: bool,
     movable: bool,
+    passes: int = 1,
 ) -> Parts:
-    """What it takes per step to bring a value from each source (row) to each target (column): forward and backward.
+    """What it takes per pass to bring a value from each source (row) to each target (column): forward and backward.
 
     A ``parameter`` that is gathered is not kept: it is gathered once more in the backward (FSDP). ``movable``: see
-    :func:`~autoshard.passes.propagate.step_time.movable_values`.
+    :func:`~autoshard.passes.propagate.step_time.movable_values`. Of a step in several ``passes`` a parameter's gradient is
+    summed over replicas once.
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
     found: Sequence[np.ndarray] = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown)
@@ -37,7 +39,28 @@ def conversion_parts(
         gathered = _gathers(a, b)
         again = forward_matrices(type_, a, b)
         found = tuple(x + np.where(gathered, y, 0.0) for x, y in zip(found, again, strict=True))
-    return as_parts(found, movable)
+    if passes == 1 or not (parameter and type_.grad):
+        return as_parts(found, movable)
+    sums = _sums(type_, a, b)
+    each = as_parts([np.maximum(x - y, 0.0) for x, y in zip(found, sums, strict=True)], movable)
+    once = as_parts(sums, movable)
+    return Parts(
+        *(each.compute, each.other, each.blocking, each.node, each.network), once.blocking, once.node, once.network
+    )
+
+
+def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> list[np.ndarray]:
+    """The part of :func:`link_matrices` that is sums of gradients over replicas: I → R on the way."""
+    reads = [frozenset(a for a in x.axes_with(Replicate)) for x in targets]
+    found = [np.zeros((len(sources), len(targets))) for _ in range(3)]
+    for axes in set(reads):
+        entered = [x.replace({a: Replicate() for a in axes.intersection(x.axes_with(Invariant))}) for x in sources]
+        columns = np.array([r == axes for r in reads])
+        for out, seconds in zip(
+            found, link_matrices(sources, entered, type_.shape, type_.dtype, type_.moves, type_.unknown), strict=True
+        ):
+            out[:, columns] = np.diag(seconds)[:, None]
+    return found
 
 
 def as_parts(links: Sequence[np.ndarray], movable: bool) -> Parts:
@@ -144,7 +167,7 @@ class EdgeTables:
         if key not in self.tables:
             if case not in self.matrices:
                 known = tuple(self.known[case[0]])
-                self.matrices[case] = conversion_parts(case[0], self.mesh, known, known, *case[1:])
+                self.matrices[case] = conversion_parts(case[0], self.mesh, known, known, *case[1:], self.graph.passes)
             rows, columns = (self.codes[case[0], id(side.placed)] for side in (link.given, link.asked))
             parts = self.matrices[case][np.ix_(rows, columns)]
             self.tables[key] = self._held(link, parts, rows, columns) if self.held else (paid(parts, link.mask), None)
