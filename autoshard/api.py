@@ -22,12 +22,15 @@ from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
 from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
+from autoshard.module.pipelined import PipelinedModule
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.microbatch import count_of
 from autoshard.passes.propagate.experts import like_of
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
+from autoshard.plans.stages import check_stages
 from autoshard.plans.wishes import Wishes
 from autoshard.precision import precision_of
 from autoshard.stages import set_up_logs
@@ -54,6 +57,8 @@ def compile(  # noqa: A001  the public name
     strict: bool = False,
     dynamic: Dynamic = False,
     micro_batches: int | Literal["auto"] = 1,
+    stages: str | None = None,
+    schedule: str = "1f1b",
     inputs: Inputs = "global",
     mixed_precision: Any = None,
 ) -> ShardedModule:
@@ -93,6 +98,10 @@ def compile(  # noqa: A001  the public name
             whole batch. The model returns one loss; its ``backward()`` hands the gradients over, and other outputs come
             detached. An operation that needs the whole batch, such as batch norm in training, is refused. ``"auto"``: the
             divisor of the batch with which the step fits and is cheapest, the smallest of equals.
+        stages: the mesh axis along which the graph is cut into pipeline stages; the rest of the mesh shards each of them.
+            A call with a backward runs forward and backward of all micro-batches, as above; under torch.distributed a
+            process holds the parameters of its stages alone, and ``torch.distributed.pipelining`` runs the schedule.
+        schedule: of stages: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``.
         inputs: ``"global"``: every process brings the whole batch; ``"local"``: each brings its own part of it, all of
             one size, as from a DistributedSampler, and the results are those of the parts put together (in one process
             the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
@@ -117,9 +126,12 @@ def compile(  # noqa: A001  the public name
         strict=strict,
         plan=plan,
         like=like,
-        micro_batches=micro_batches,
+        micro_batches=count_of(micro_batches),
         mixed_precision=precision_of(mixed_precision),
+        stages=stages,
+        schedule=schedule,
     )
+    check_stages(resolved, wishes)
     settings = Settings(wishes, training, gather_outputs, dynamic, inputs)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
@@ -137,7 +149,8 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
                 f"the mesh ({resolved}) has {resolved.size} ranks, but torch.distributed runs {ranks}. "
                 f"Start {resolved.size} processes (torchrun --nproc-per-node {resolved.size}) or use a mesh of {ranks}."
             )
-        return DistributedModule(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
+        kind = DistributedModule if settings.wishes.stages is None else PipelinedModule
+        return kind(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
     return InProcessModule(model, resolved, settings)
 
 
@@ -157,6 +170,8 @@ def plan(
     training: bool | None = None,
     dynamic: Dynamic = False,
     micro_batches: int | Literal["auto"] = 1,
+    stages: str | None = None,
+    schedule: str = "1f1b",
     inputs: Inputs = "global",
     mixed_precision: Any = None,
 ) -> Plan:
@@ -181,10 +196,13 @@ def plan(
         optimizer=optimizer,
         recompute=recompute,
         like=like,
-        micro_batches=micro_batches,
+        micro_batches=count_of(micro_batches),
         mixed_precision=precision_of(mixed_precision),
+        stages=stages,
+        schedule=schedule,
     )
     if resolved is not None:
+        check_stages(resolved, wishes)
         layouts = local_layouts(model, resolved, *example, inputs, hints)
         example = wholes(*example, layouts)
         wishes = replace(wishes, inputs=() if dynamic or micro_batches != 1 else layouts)

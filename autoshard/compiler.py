@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,8 @@ from autoshard import stages
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.lengths import Dynamic
-from autoshard.passes.codegen import Source, codegen
-from autoshard.passes.ir.graph import Graph, Symbols
+from autoshard.passes.codegen import codegen
+from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
@@ -22,34 +22,19 @@ from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.lower.parts import parted
 from autoshard.passes.memory import fitting, tried
-from autoshard.passes.microbatch import MicroBatches, cheapest_in_parts, in_parts
+from autoshard.passes.microbatch import MicroBatches, in_parts
 from autoshard.passes.propagate.experts import Expert, asked_by, like_of
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
+from autoshard.plans.compiled import Compiled
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of, check_precision
 from autoshard.plans.plan import Plan
+from autoshard.plans.stages import in_stages
 from autoshard.plans.wishes import Wishes
 from autoshard.progress import stage
 from autoshard.runtime.autocast import without_autocast
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """All stages of one compilation; each prints itself."""
-
-    graph: Graph
-    program: Program
-    plan: Plan
-    source: Source
-    micro_batches: MicroBatches | None = None
-    """where the step runs in several: the other stages are those of one of them"""
-
-    @property
-    def symbols(self) -> Symbols:
-        """The lengths it was not fixed to, and what must hold of them."""
-        return self.program.graph.symbols
 
 
 def compiled(
@@ -83,26 +68,25 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes = wishes or Wishes()
     dump = stages.captured(graph)
-    program, plan, graph, micro = planned(graph, mesh, wishes, title)
-    source = codegen(program, title, plan.recomputed)
-    stages.compiled(plan, program, source.text, dump)
-    return Compiled(graph, program, plan, source, micro)
+    found = in_parts(graph, wishes.parts, partial(_built, mesh, wishes, title), _seconds, wishes.stages is not None)
+    stages.compiled(found.plan, found.program, found.source.text, dump)
+    return found
 
 
-def planned(
-    graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model"
-) -> tuple[Program, Plan, Graph, MicroBatches | None]:
-    """The stages from a graph to a program and its plan; with the graph, that of one micro-batch where there are several."""
-    of = partial(_planned, mesh=mesh, wishes=wishes, title=title)
-    asked, given = wishes.micro_batches, wishes.plan
-    if asked == "auto" and given is None:
-        (program, plan), graph, micro = cheapest_in_parts(graph, of, lambda found: found[1].cost.total_s)
-        return program, plan, graph, micro
-    graph, micro = in_parts(graph, given.micro_batches if asked == "auto" and given is not None else asked)
-    return *of(graph), graph, micro
+def _built(mesh: Mesh, wishes: Wishes, title: str, graph: Graph, micro: MicroBatches | None) -> Compiled:
+    """The stages after ``graph``: that of one micro-batch, where there are several."""
+    if wishes.stages is not None:
+        return in_stages(graph, mesh, wishes, title, micro, planned)
+    program, plan = planned(graph, mesh, wishes, title)
+    return Compiled(graph, program, plan, codegen(program, title, plan.recomputed), micro)
 
 
-def _planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str) -> tuple[Program, Plan]:
+def _seconds(found: Compiled) -> float:
+    return found.plan.cost.total_s
+
+
+def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
+    """The stages from a graph to a program and its plan."""
     check_graph(graph)
     check_random(graph)
     if wishes.strict:
@@ -122,9 +106,9 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[
     given = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
     if wishes.plan is not None:
         check_precision(wishes.plan, wishes.mixed_precision)
-        return tried(assignment_of(wishes.plan, graph, mesh, given), wishes.optimizer)
+        return tried(assignment_of(wishes.plan, graph, mesh, given), wishes.optimizer, wishes.flying)
     hinted = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
     with stage("planning"):
-        planner = Planner(graph, mesh, {**expert.limits, **hinted}, *asked, given)
+        planner = Planner(graph, mesh, {**expert.limits, **hinted}, *asked, given, wishes.flying)
         return fitting(planner, wishes.memory_budget)

@@ -23,7 +23,7 @@ FLOORS = (
     ("plans", "viz", "initialise"),
     ("passes.codegen", "passes.memory"),
     ("passes.lower",),
-    ("passes.microbatch",),
+    ("passes.microbatch", "passes.pipeline"),
     ("passes.capture", "passes.propagate"),
     ("passes.rules", "passes.redistribute"),
     ("passes.ir",),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from autoshard.layout import Layout
+from autoshard.passes.microbatch import AUTO
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 from autoshard.precision import Precision
@@ -28,7 +29,22 @@ class Wishes:
     parameters: Mapping[str, Layout] | None = None
     """layouts that an earlier compilation gave the parameters"""
     mixed_precision: Precision | None = None
-    micro_batches: int | Literal["auto"] = 1
-    """parts of the batch that a step with a backward runs one after another; "auto": as many as make it cheapest"""
+    micro_batches: int = 1
+    """parts of the batch that a step with a backward runs one after another; AUTO: as many as make it cheapest"""
     inputs: tuple[Layout | None, ...] = ()
     """per leaf of the arguments the layout it comes in; None, or nothing: whole"""
+    stages: str | None = None
+    """the mesh axis along which the graph is cut into stages, instead of the tensors"""
+    schedule: str = "1f1b"
+    """the order in which stages run micro-batches: gpipe, 1f1b, interleaved or zero_bubble"""
+    flying: int = 0
+    """of one stage: the micro-batches that it keeps something for at once"""
+    homes: Mapping[str, tuple[int, ...]] | None = None
+    """the stages that an earlier compilation put the parameters and buffers into"""
+
+    @property
+    def parts(self) -> int:
+        """``micro_batches``; instead of AUTO as many as the plan to follow was made for."""
+        if self.micro_batches != AUTO or self.plan is None:
+            return self.micro_batches
+        return self.plan.micro_batches if self.plan.staged is None else self.plan.staged.micro_batches

@@ -39,9 +39,10 @@ def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
     Raises :class:`PlanError` for a model without exactly one differentiable scalar output, and for one in which an
     operation needs the whole batch in the middle, such as batch norm.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise PlanError(f'micro_batches is a number of at least 1, or "auto", got {count!r}')
     loss = _loss(graph, count)
+    if count == 1:
+        inputs = {i.name: (i.name, None) for i in graph.inputs if i.kind == "input"}
+        return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss)
     graph = separable_means(graph)
     found = separation(graph, count)
     body = _Body(graph, found)

@@ -14,45 +14,60 @@ from autoshard.passes.microbatch.body import MicroBatches, micro_batched
 log = logging.getLogger("autoshard.plan")
 
 Found = TypeVar("Found")
+AUTO = 0
+"""in place of a number: to be chosen"""
 PRIMES = (2, 3, 5, 7, 11, 13)
 """of which one has to divide the batch"""
 
 
-def in_parts(graph: Graph, count: Any) -> tuple[Graph, MicroBatches | None]:
-    """The graph of one of ``count`` micro-batches; itself where there is one, or no backward.
+def count_of(asked: Any) -> int:
+    """A user's ``micro_batches``: a number, or AUTO for "auto". Raises :class:`PlanError` for anything else."""
+    if asked == "auto":
+        return AUTO
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise PlanError(f'micro_batches is a number of at least 1, or "auto", got {asked!r}')
+    return asked
 
-    Raises :class:`PlanError` as :func:`micro_batched`.
+
+def in_parts(
+    graph: Graph,
+    asked: int,
+    make: Callable[[Graph, MicroBatches | None], Found],
+    seconds: Callable[[Found], float],
+    always: bool = False,
+) -> Found:
+    """What ``make`` gives for the graph of one of as many micro-batches as are ``asked`` for: a number, or AUTO.
+
+    AUTO: the number whose step takes the fewest ``seconds``. Tried are the divisors of the batch, from 1 upwards, until
+    something is found and one more part makes the step no cheaper: more parts take less memory, and more time otherwise.
+    ``always``: one alone is a micro-batch, too. Raises :class:`PlanError` as ``make`` and :func:`micro_batched` do;
+    where no number has a plan, with what was said of the most parts.
     """
-    return (graph, None) if count == 1 or not graph.training else micro_batched(graph, count)
-
-
-def cheapest_in_parts(
-    graph: Graph, plan: Callable[[Graph], Found], seconds: Callable[[Found], float]
-) -> tuple[Found, Graph, MicroBatches | None]:
-    """What ``plan`` makes of the graph of one micro-batch, for the number of them whose step takes the fewest ``seconds``.
-
-    Tried are the divisors of the batch, from 1 upwards, until there is a plan and one more part makes the step no
-    cheaper: more parts take less memory, and more time otherwise. Raises :class:`PlanError` where none has a plan: with
-    what was said of the most parts.
-    """
-    best: tuple[Found, Graph, MicroBatches | None] | None = None
+    if asked != AUTO:
+        return make(*_part(graph, asked, always))
+    best: Found | None = None
     why: PlanError | None = None
     for count in _counts(graph):
-        part, micro = in_parts(graph, count)
+        part = _part(graph, count, always)
         try:
-            found = plan(part)
+            found = make(*part)
         except PlanError as error:
             why = error
             log.info("%d micro-batches: no plan", count)
             continue
         log.info("%d micro-batches: %.4g s", count, seconds(found))
-        if best is not None and seconds(found) >= seconds(best[0]):
+        if best is not None and seconds(found) >= seconds(best):
             break
-        best = found, part, micro
-    if best is not None:
-        return best
-    assert why is not None
-    raise why
+        best = found
+    if best is None:
+        assert why is not None
+        raise why
+    return best
+
+
+def _part(graph: Graph, count: int, always: bool) -> tuple[Graph, MicroBatches | None]:
+    whole = (count == 1 and not always) or not graph.training
+    return (graph, None) if whole else micro_batched(graph, count)
 
 
 def _counts(graph: Graph) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,9 +45,7 @@ def conversion_parts(
     sums = _sums(type_, a, b)
     each = as_parts([np.maximum(x - y, 0.0) for x, y in zip(found, sums, strict=True)], movable)
     once = as_parts(sums, movable)
-    return Parts(
-        *(each.compute, each.other, each.blocking, each.node, each.network), once.blocking, once.node, once.network
-    )
+    return replace(each, once=once.blocking, node_once=once.node, network_once=once.network)
 
 
 def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> list[np.ndarray]:

@@ -43,6 +43,8 @@ class Parts:
     """movable, on the link inside a node"""
     network: Array = field(default_factory=_zero)
     """movable, on the link between nodes"""
+    hidden: Array = field(default_factory=_zero)
+    """communication inside an operation, behind its own compute"""
     once: Array = field(default_factory=_zero)
     """once a step, and blocking: the optimizer, the last sum over replicas, launches of others"""
     node_once: Array = field(default_factory=_zero)
@@ -65,7 +67,12 @@ class Parts:
 
     def communication(self, passes: int = 1) -> Array:
         """All communication of a step, hidden or not."""
-        return passes * (self.blocking + self.node + self.network) + self.once + self.node_once + self.network_once
+        return (
+            passes * (self.blocking + self.node + self.network + self.hidden)
+            + self.once
+            + self.node_once
+            + self.network_once
+        )
 
     def exposed(self, overlap: float, passes: int = 1) -> Array:
         """Communication of a step that compute does not hide."""
