@@ -75,7 +75,7 @@ def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:
     public, trained = {i.name: i.fqn for i in graph.inputs}, set(plan.differentiable)
 
     def is_alike(name: str, type_: TensorType) -> bool:
-        dtype = str(type_.dtype).removeprefix("torch.")
+        dtype = str(type_.kept.dtype).removeprefix("torch.")
         found = (plan.shapes.get(name), plan.dtypes.get(name), name in trained)
         return found == (type_.example.shape, dtype, type_.grad)
 

@@ -106,7 +106,7 @@ class Network:
             for link, (parts, _) in zip(self.links, found, strict=True)
         ]
         nodes = [v.parts for v in self.variables.values()]
-        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap)
+        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap, self.graph.passes)
         if self.offer is None:
             return Built(network, hiding)
         own = tuple(self._flying(v.kept, name) for name, v in self.variables.items())
@@ -299,7 +299,7 @@ class Network:
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
             state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
-            parts = Parts(other=seconds) if type_.grad else ZERO
+            parts = Parts(once=seconds) if type_.grad else ZERO
             self.known[key] = parts, size + state, size + state + (size if trained else 0.0)
         return Variable(states, (0,), *self.known[key])
 
