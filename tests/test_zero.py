@@ -16,7 +16,7 @@ from torch import nn
 from zero_cases import COUNTS, LIKE, WIRE, Stack, begun, made, mesh_for, sent, trains
 
 import autoshard
-from autoshard.compiler import compiled
+from autoshard.compiler import captured, compiled, planned
 from autoshard.models import Gpt, GptConfig
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.step import Step
@@ -137,3 +137,17 @@ def test_stages_of_several_axes() -> None:
     beside = autoshard.plan(model, mesh, args, like={"a": "zero1", "b": "megatron"})
     assert set(beside.zero.values()) == {1}
     assert beside.zero.keys() <= {n for n, _ in Stack().named_parameters()}
+
+
+def test_the_free_plan_keeps_what_it_gathers_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = autoshard.models.get("gpt:small")
+    with torch.device("meta"):
+        model, (args, kwargs) = reference.model(), reference.inputs(batch=64)
+    graph, mesh = captured(model, args, kwargs, training=True), autoshard.Mesh({"dp": 8})
+    free = planned(graph, mesh, Wishes())[1]
+    assert set(free.zero.values()) == {2}
+    assert planned(graph, mesh, Wishes(memory_budget=0.9 * free.memory.peak))[1].zero == {}
+    monkeypatch.setattr("autoshard.passes.propagate.planner.Planner.keeping", None)
+    again = planned(graph, mesh, Wishes())[1]
+    assert again.zero == {}
+    assert free.cost.total_s < again.cost.total_s

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -63,6 +65,20 @@ class Planner:
         self.plain = not graph.training or (recompute in ("auto", "none") and not regather)
         """whether nothing has to be made again"""
         self.built: dict[bool, tuple[Network, Built]] = {}
+
+    @cached_property
+    def keeping(self) -> Planner | None:
+        """The same searches where gathered parameters are kept (ZeRO-2) instead of gathered again, which takes less time.
+
+        Only those that nobody asked anything of; None where there are none, and on an ideal network, where bytes only break
+        ties and parameters are cut for what they compute alone.
+        """
+        free = self.graph.parameters - self.constraints.keys()
+        if self.zero or self.flying or not (self.graph.training and free and self.mesh.hardware.node.latency):
+            return None
+        other = copy.copy(self)
+        other.zero, other.built = dict.fromkeys(sorted(free), 2), {}
+        return other
 
     def cheapest(self) -> Assignment:
         """The fewest seconds, whatever memory it takes."""
