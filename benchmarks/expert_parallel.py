@@ -28,6 +28,7 @@ CASES: tuple[tuple[str, dict[str, int], Any], ...] = (
     ("MixtralForCausalLM", {"dp": 8, "ep": 8}, None),
     ("MixtralForCausalLM", {"dp": 8, "ep": 8}, {"ep": "expert"}),
     ("MixtralForCausalLM", {"ep": 8, "tp": 8}, {"ep": "expert"}),
+    ("MixtralForCausalLM", {"ep": 8, "tp": 8}, {"ep": "expert", "tp": "megatron"}),
     ("DeepseekV3ForCausalLM", {"node": 8, "ep": 8}, None),
     ("DeepseekV3ForCausalLM", {"node": 8, "ep": 8}, "expert"),
     ("DeepseekV3ForCausalLM", {"node": 32, "ep": 8}, "expert"),
