@@ -29,6 +29,29 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config).double().eval()
 
 
+def t5() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config).double().eval()
+
+
+@pytest.mark.slow
+def test_encoder_and_decoder() -> None:
+    """The encoder is called alone, on the tensors of the whole."""
+    model = t5()
+    sharded = serving(model, {"tp": 2})
+    same_tokens(model, sharded, TOKENS, {w: WAYS[w] for w in ("greedy", "beams")})
+    encoder = sharded.get_encoder()
+    assert encoder is sharded.get_encoder()
+    assert len(encoder.programs) == 1
+    assert len(sharded.programs) <= 4
+    with torch.no_grad():
+        for module in (model, sharded):
+            module.encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(2)
+    same_tokens(model, sharded, TOKENS, {"changed": {"do_sample": False}})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2], ids=["gpt2"])
 def test_models(make: Any) -> None:

@@ -65,6 +65,8 @@ class Compiling(Fixed):
     _parameter_layouts: dict[str, Layout] | None
     _homes: Mapping[str, tuple[int, ...]] | None
     """the stages that hold each parameter and buffer"""
+    _inner: dict[str, Any]
+    """modules inside that were called alone, by path"""
     _layout_of: dict[str, Layout]
     """by each name of a parameter, and of a buffer that is kept in parts"""
 
@@ -82,6 +84,7 @@ class Compiling(Fixed):
         set_(self, "_executables", {})
         set_(self, "_latest", None)
         set_(self, "_parameter_layouts", None)
+        set_(self, "_inner", {})
         set_(self, "_homes", None)
         set_(self, "__class__", class_of(type(self), type(model), Compiling))
         self._show()
@@ -103,7 +106,11 @@ class Compiling(Fixed):
         """A copy with tensors of its own; programs are shared."""
         memo |= {id(x): x for x in self._shared()}
         memo[id(self._executables)] = dict(self._executables)
+        memo[id(self._inner)] = {}
         return super().__deepcopy__(memo)
+
+    def _alone(self) -> None:
+        """Forget what was loaded of programs: it becomes a module inside another."""
 
     def _shared(self) -> list[Any]:
         """What a copy has in common with this module."""

@@ -94,6 +94,10 @@ class DistributedModule(ShardedModule):
                 memo[id(p)] = nn.Parameter(p.detach().clone(), p.requires_grad)
         return super().__deepcopy__(memo)
 
+    def _alone(self) -> None:
+        object.__setattr__(self, "_loaded", {})
+        object.__setattr__(self, "_compared", None)
+
     # --- tensors ---
 
     def _device_type(self) -> str | None:
@@ -234,7 +238,11 @@ class DistributedModule(ShardedModule):
         notes, agreement = self._comm.notes, self._agreement
         key = call.key(number)
         executable = self._executables.get(key)
-        present = key, self._deferred, notes.failed, notes.broken
+        alike = key
+        if any(isinstance(x, DTensor) for x in call.leaves):  # of a state that grows the ranks know the length
+            alike = call.key(number, exactly=lambda leaf: not isinstance(leaf, DTensor))
+            executable = executable or self._open(call.key(exactly=False), call.leaves)
+        present = alike, self._deferred, notes.failed, notes.broken
         checked = notes.call <= FIRST_CALLS or "inputs" in self._checks
         notes.claims = functools.partial(claims.of_call, notes, key, self._settings.inputs, self._deferred)
         if checked or executable is None or present != self._compared or not self._repeats(executable):

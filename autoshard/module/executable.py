@@ -38,10 +38,11 @@ class Call:
     spec: Any
     state: State
 
-    def key(self, number: int = 0, exactly: bool = True) -> Any:
-        """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`."""
+    def key(self, number: int = 0, exactly: bool | Callable[[Any], bool] = True) -> Any:
+        """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`, of all or by leaf."""
         recorded = self.state.recorded
-        return (*(signature_of(leaf, recorded, exactly) for leaf in self.leaves), self.spec, self.state, number)
+        own = exactly if callable(exactly) else lambda _: exactly
+        return (*(signature_of(leaf, recorded, own(leaf)) for leaf in self.leaves), self.spec, self.state, number)
 
 
 @dataclass

@@ -38,6 +38,9 @@ class InProcessModule(ShardedModule):
         memo[id(self._rank_modules)] = {}
         return super().__deepcopy__(memo)
 
+    def _alone(self) -> None:
+        object.__setattr__(self, "_rank_modules", {})
+
     def record(self, log: list[Executed] | None) -> None:
         """Append every collective that is really executed to ``log`` (None: stop)."""
         self._world.log = log
