@@ -179,6 +179,23 @@ def summed(like: str, reduce: torch.dtype | None) -> Callable[[autoshard.Mesh], 
     return case
 
 
+def sums_alone(mesh: autoshard.Mesh) -> None:
+    """Without another dtype for parameters: only gradients travel in one of their own."""
+    model, args = net()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    axes = autoshard.Mesh({"dp": mesh.size}, hardware=mesh.hardware)
+    for like in ("ddp", "fsdp"):
+        sharded = autoshard.compile(copy.deepcopy(model), axes, args, mixed_precision=policy, like=like)
+        assert "reduce_dtype=torch.float64" in sharded.source
+        assert " dtype=torch" not in sharded.source
+        sharded(*args).backward()
+        model.zero_grad()
+        model(*args).backward()
+        for n, p in sharded.named_parameters():
+            q = model.get_parameter(n)
+            assert q.grad is None or (p.grad.dtype == q.dtype and far(full(p.grad), q.grad) <= 1e-6), n
+
+
 def half_on_the_wire(mesh: autoshard.Mesh) -> None:
     """Gathers move half the bytes, sums of gradients as many as without; what runs is what the plan says."""
     axes = autoshard.Mesh({"dp": mesh.size}, hardware=mesh.hardware)
@@ -298,6 +315,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "summed_single": summed("fsdp", None),
     "replicas_summed_double": summed("ddp", torch.float64),
     "replicas_summed_single": summed("ddp", torch.float32),
+    "sums_alone": sums_alone,
     "half_on_the_wire": half_on_the_wire,
     "scaled_and_clipped": scaled_and_clipped,
     "under_autocast": under_autocast,
@@ -306,6 +324,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
 
 SLOW = {
     "free_narrow", "megatron", "megatron-sp", "of_several_axes", "dropout_and_recomputation", "under_autocast",
-    "in_micro_batches", "in_stages", "without_gradients", "replicas_summed_double", "replicas_summed_single", "summed_single",
+    "in_micro_batches", "in_stages", "without_gradients", "sums_alone", "summed_single", "replicas_summed_double",
+    "replicas_summed_single",
 }  # fmt: skip
 """of little that is new beside the others, or long"""
