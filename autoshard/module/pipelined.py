@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
 from autoshard.errors import PlanError
+from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.along import Along
 from autoshard.module.compiling import Settings
@@ -23,6 +24,7 @@ from autoshard.module.distributed import DistributedModule, default_device_type
 from autoshard.module.executable import Executable
 from autoshard.module.microbatches import beforehand, delivered, part_of
 from autoshard.module.pipeline import Pipeline, packed, unpacked
+from autoshard.module.stage_gradients import mark
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.pipeline import Stages
 from autoshard.plans.stages_together import rest
@@ -62,6 +64,12 @@ class PipelinedModule(DistributedModule):
         return [*super()._shared(), self._along, self._homes]
 
     # --- tensors ---
+
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+        made = super()._parameter(p, layout, initial)
+        if made.requires_grad and self._along.ranks > 1:
+            made.register_post_accumulate_grad_hook(mark)
+        return made
 
     def _holds(self, name: str) -> bool:
         return self._homes is None or any(map(self._along.is_mine, self._homes.get(name, (0,))))
