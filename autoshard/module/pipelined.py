@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -38,12 +37,11 @@ class PipelinedModule(DistributedModule):
 
     _along: Along
     _pipelines: dict[int, Pipeline]
+    _by_stage: list[list[int]]
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
         axis = settings.wishes.stages
         assert axis is not None
-        if settings.inputs != "global":
-            raise PlanError("stages take inputs that are whole on every rank: leave out inputs=")
         kind = device_mesh.device_type if device_mesh is not None else default_device_type()
         ranks = device_mesh.mesh if device_mesh is not None else torch.arange(mesh.size).view(mesh.shape)
         own = rest(mesh, axis)
@@ -53,6 +51,7 @@ class PipelinedModule(DistributedModule):
         super().__init__(model, mesh, settings, whole[own.axes if len(own.axes) > 1 else own.axes[0]])
         object.__setattr__(self, "_along", Along(whole.get_group(axes[0]), self._comm.notes))
         object.__setattr__(self, "_pipelines", {})
+        object.__setattr__(self, "_by_stage", ranks.flatten(1).tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """See :meth:`ShardedModule.__deepcopy__`. What runs the rank modules is its own."""
@@ -146,10 +145,9 @@ class PipelinedModule(DistributedModule):
 
     # --- running ---
 
-    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if any(isinstance(x, DTensor) for x in pytree.tree_leaves((args, dict(kwargs)))):
-            raise PlanError("stages take inputs that are whole on every rank: give full_tensor() of a DTensor")
-        return super()._arrived(args, kwargs)
+    @property
+    def _places(self) -> Sequence[Sequence[int]]:
+        return self._by_stage
 
     def _step(
         self, executable: Executable, inputs: Mapping[str, torch.Tensor]
