@@ -31,6 +31,8 @@ from autoshard.plans.wishes import Wishes
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 """schedule → stages per rank"""
 
+IN_ROUNDS = ("interleaved", "zero_bubble")
+
 Planned = tuple[Program, Plan]
 
 
@@ -53,6 +55,11 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
     assert wishes.stages is not None
     loss = micro.loss if micro is not None else None
     ranks, chunks = mesh.size_of(wishes.stages), CHUNKS[wishes.schedule]
+    if micro is not None and wishes.schedule in IN_ROUNDS and micro.count % max(1, micro.count // ranks):
+        raise PlanError(
+            f"schedule={wishes.schedule!r} runs micro-batches in equal rounds of at least {ranks}, one per rank along "
+            f"{wishes.stages}, and {micro.count} do not fall into such: choose a multiple of {ranks}"
+        )
     if wishes.plan is not None:
         if wishes.plan.staged is None:
             raise PlanError(f"stages={wishes.stages!r}: the plan that is given has no stages. Plan again with them.")
