@@ -126,9 +126,7 @@ def stage_of(row: Row, batch: int, layers: int) -> StageTimes:
     # The distributed optimizer gathers parameters and reduces gradients once a step.
     once = (replace(c, kind="all_reduce", phase="backward") if c.movable else c for c in plan.collectives)
     kept = tuple(c for c in once if not (c.movable and c.reason.endswith("(gathered again)")))
-    lost = sum(c.seconds for c in plan.collectives) - sum(c.seconds for c in kept)
-    plan = replace(plan, collectives=kept, cost=replace(plan.cost, comm_s=plan.cost.comm_s - lost))
-    times = stage_times(plan)
+    times = stage_times(replace(plan, collectives=kept))
     if row.again is None:
         return times
     more = sum(made_again(program, row.again))

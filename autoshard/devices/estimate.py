@@ -200,13 +200,9 @@ class Estimates:
         choices = {n: c for n, c in plan.choices.items() if n in names}
         sent = tuple(c for c in plan.collectives if c.op in names)
         update = plan.cost.optimizer_s * part
-        cost = replace(
-            plan.cost,
-            compute_s=math.fsum(c.seconds for c in choices.values()) + update,
-            comm_s=math.fsum(c.seconds for c in sent),
-            exposed_s=0.0,
-            optimizer_s=update,
-        )
+        compute = math.fsum(c.seconds for c in choices.values())
+        local = plan.cost.local_s * compute / ((plan.cost.compute_s - plan.cost.optimizer_s) or 1.0)
+        cost = replace(plan.cost, compute_s=compute + update, local_s=local, optimizer_s=update)
         times = stage_times(replace(plan, choices=choices, collectives=sent, cost=cost))
         kept = sum(pieces.kept.values()) or 1.0
         memory = plan.memory
