@@ -24,7 +24,7 @@ from autoshard.runtime.autocast import without_autocast
 
 log = logging.getLogger("autoshard.plan")
 
-SECONDS = 60.0
+SECONDS = 45.0
 """after so long no further estimate is begun"""
 SCHEDULES = ("1f1b", "interleaved")
 """that are tried where none is asked for: GPipe has the bubble of 1F1B and holds more"""
@@ -66,16 +66,17 @@ class _Search:
     def run(self) -> None:
         """Estimate setups, the most promising first."""
         of, begun = self.estimates, time.monotonic()
-        waiting = sorted(filter(of.fits, self.setups()), key=of.floor)
+        waiting = sorted(filter(of.fits, self.setups()), key=of.guess)
         best = float("inf")
+        longer = 0
         for number, setup in enumerate(waiting):
             if of.floor(setup) >= best:
-                self.notes.append(f"{len(waiting) - number} pipelines were not searched: their work alone takes longer")
-                return
+                longer += 1
+                continue
             if time.monotonic() - begun > SECONDS and self.found:
                 left = sum(of.floor(s) < best for s in waiting[number:])
                 self.notes.append(f"{left} pipelines were not searched: {SECONDS:.0f} s were over")
-                return
+                break
             try:
                 estimate = of.of(setup, self.schedules)
             except PlanError as error:
@@ -84,6 +85,8 @@ class _Search:
             log.info("%s, %s: %s", setup, estimate.schedule, show_seconds(estimate.seconds))
             self.found.append(estimate)
             best = min(best, estimate.seconds)
+        if longer:
+            self.notes.append(f"{longer} pipelines were not searched: their work alone takes longer")
 
     @property
     def schedules(self) -> tuple[str, ...]:
