@@ -42,6 +42,8 @@ class Collective:
     """the operation it is made for, a key of :attr:`Record.choices`; "" for an output of the model"""
     movable: bool = False
     """whether it may run beside compute: it moves a parameter or its gradient"""
+    hidden_s: float = 0.0
+    """of :attr:`seconds`: what runs beside the compute of the operation that it is part of"""
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ Operations run in the order of the program, forward and then backward. What the 
 compute stream. A parameter is gathered while the block before the one that reads it runs (prefetch), and read when it is
 there; the reduction of a gradient starts when the gradient is there, and only the optimizer waits for it. While such a
 collective runs, compute is slower (:attr:`~autoshard.hardware.Hardware.overlap`); where the hardware overlaps nothing,
-every collective holds up the compute stream.
+every collective holds up the compute stream. Of what goes beside the operation that it is part of, as the hops of a ring, the
+time that this does not hide is shown.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def _sequence(plan: Record) -> Iterator[Event]:
         for c in groups.get((op, moment), ()):
             stream = LINKS[plan.mesh.crosses(c.axes)]
             name = collective_name(c)
-            yield Event(name, stream, c.phase, 0.0, c.seconds, c.fqn, op, c.bytes, c.reason, c.movable)
+            yield Event(name, stream, c.phase, 0.0, c.seconds - c.hidden_s, c.fqn, op, c.bytes, c.reason, c.movable)
 
     for name, choice in plan.choices.items():
         yield from send(name, "forward")
