@@ -84,6 +84,7 @@ __all__ = [
 from autoshard.runtime.attention import attention, causal_mask, kv_heads
 from autoshard.runtime.draw import draw, draw_like, native_dropout, rrelu
 from autoshard.runtime.embedding import vocab_embedding, vocab_embedding_bag
+from autoshard.runtime.experts import experts
 from autoshard.runtime.halo import average, crop, halo
 from autoshard.runtime.indexing import (
     sharded_gather,
@@ -143,6 +144,7 @@ __all__ += [
     "cumsum",
     "draw",
     "draw_like",
+    "experts",
     "flat_argmax",
     "flat_argmin",
     "group_norm",

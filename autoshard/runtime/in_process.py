@@ -112,7 +112,10 @@ class World:
             if out[first] is not None:
                 continue
             group = comm.group(moves[first].axes)
-            parts = _GROUP_OPS[verb](comm, moves[first], [xs[r] for r in group])
+            if moves[first].splits is not None:
+                parts = _exchanged([moves[r] for r in group], [xs[r] for r in group])
+            else:
+                parts = _GROUP_OPS[verb](comm, moves[first], [xs[r] for r in group])
             receivers = comm.group(moves[first].order) if verb == "permute" else group
             for r, part in zip(receivers, parts, strict=True):
                 out[r] = part
@@ -223,6 +226,12 @@ def _all_gather(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[
 def _all_to_all(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     cuts = comm.chunks(move.to_size, move.axes)
     return [torch.cat([x.narrow(move.to_dim, *c) for x in xs], move.dim) for c in cuts]
+
+
+def _exchanged(moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows by the numbers in the moves' splits."""
+    sent = [x.split(move.splits.sent) for move, x in zip(moves, xs, strict=True) if move.splits is not None]
+    return [torch.cat(parts) for parts in zip(*sent, strict=True)]
 
 
 def _permute(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from autoshard.errors import MeshError
 from autoshard.runtime.communicator import Communicator, in_order_of
 from autoshard.runtime.generators import Generators
-from autoshard.runtime.move import LOCAL, Move, piece, together
+from autoshard.runtime.move import LOCAL, Move, Splits, piece, together
 from autoshard.runtime.peers import Notes, lost, wait
 from autoshard.runtime.profiling import collective_name, named, recorded
 from autoshard.runtime.relay import Arrival, Hop
@@ -311,6 +311,8 @@ def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch
 
 
 def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    if move.splits is not None:
+        return _rows(comm, move.splits, group, x)
     sent, gathered = comm.chunks(move.to_size, move.axes), comm.chunks(move.size, move.axes)
     members = range(group.size) if group.order is None else group.order
     pieces = [x.narrow(move.to_dim, *sent[k]).reshape(-1) for k in members]
@@ -319,6 +321,14 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     out = _exchanged(comm, pieces, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
     return torch.cat(_by_index(parts, group), move.dim)
+
+
+def _rows(comm: TorchCommunicator, splits: Splits, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    members = range(group.size) if group.order is None else group.order
+    pieces = x.split(splits.sent)
+    shapes = [(splits.received[k], *x.shape[1:]) for k in members]
+    out = _exchanged(comm, [pieces[k].reshape(-1) for k in members], [numel(s) for s in shapes], group)
+    return torch.cat(_by_index([p.view(s) for p, s in zip(out, shapes, strict=True)], group))
 
 
 def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:

@@ -193,6 +193,6 @@ def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Place
     ideal = not mesh.hardware.node.latency  # an ideal network: only operations count, and bytes on the wire
     if not type_.grad or optimizer == "none" or ideal:
         return 0.0
-    shape = local_shape(type_.shape, placements, mesh)
-    state = optimizer_bytes(optimizer, shape, type_.dtype)
-    return mesh.hardware.memory_seconds(3 * math.prod(shape) * type_.dtype.itemsize + 2 * state)
+    shape, dtype = local_shape(type_.shape, placements, mesh), type_.kept.dtype
+    state = optimizer_bytes(optimizer, shape, dtype)
+    return mesh.hardware.memory_seconds(3 * math.prod(shape) * dtype.itemsize + 2 * state)

@@ -248,6 +248,8 @@ class _Absent(Communicator):
         shape = list(x.shape)
         if move.exchange is not None:
             shape[move.dim] = move.exchange.wanted[self.index(move.axes)][1]
+        elif move.splits is not None:
+            shape[0] = sum(move.splits.received)
         elif move.dim >= 0 and not move.order:
             gathers = move.source == "S"
             shape[move.dim] = move.size if gathers else self.chunk(move.size, move.axes)[1]

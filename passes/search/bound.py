@@ -8,26 +8,69 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.passes.search.eliminate import Eliminator, Scope
 from autoshard.passes.search.network import Array
-from autoshard.passes.search.tables import Classes
+from autoshard.passes.search.tables import Classes, Tables
 
 _NOISE = 1e-9
 """relative"""
 
 
-@dataclass
 class _Edge:
-    """A matrix E[a, b] with what has been moved into it: E + into[0][a] + into[1][b]."""
+    """A matrix E[a, b] with what has been moved into it: E + into[0][a] + into[1][b].
 
-    matrix: Array
-    transposed: Array
-    into: list[Array]
+    Of equal slices one is stored, and those of all edges with one table are the same arrays.
+    """
+
+    def __init__(self, tables: Tables, table: int) -> None:
+        self.sides = [_Side(tables.compact(table, axis), tables.classes(table, axis)) for axis in (0, 1)]
+        self.into = [np.zeros(len(side.members)) for side in self.sides]
+
+    def restrict(self, side: int, stay: Classes) -> None:
+        self.into[side] = self.into[side][stay]
+        rows, members = self.sides[side].rows, self.sides[side].members[stay]
+        present, among = np.unique(members, return_inverse=True)
+        if len(present) < 0.7 * len(rows):
+            rows, members = np.ascontiguousarray(rows[present]), among
+            other = self.sides[1 - side]
+            self.sides[1 - side] = _Side(np.ascontiguousarray(rows.T), other.members)
+        self.sides[side] = _Side(rows, members)
+
+    def message(self, side: int) -> Array:
+        """For each strategy of a side the least that the edge costs."""
+        own, other = self.sides[side], self.sides[1 - side]
+        least = (other.rows + other.least(self.into[1 - side])[:, None]).min(axis=0)
+        message: Array = least[own.members] + self.into[side]
+        return message
+
+    def row(self, side: int, strategy: int) -> Array:
+        """What each strategy of the other side costs beside one of this side, without what was moved."""
+        row: Array = self.sides[side].rows[self.sides[side].members[strategy]][self.sides[1 - side].members]
+        return row
+
+    def whole(self) -> Array:
+        matrix: Array = self.sides[0].rows[np.ix_(self.sides[0].members, self.sides[1].members)]
+        return matrix
+
+
+class _Side:
+    """The rows that differ, and which of them each strategy has."""
+
+    def __init__(self, rows: Array, members: Classes) -> None:
+        self.rows, self.members = rows, members
+        self.differ = len(members) == len(rows) and bool((members == np.arange(len(rows))).all())
+
+    def least(self, moved: Array) -> Array:
+        """Per row the least of what was moved into its strategies."""
+        if self.differ:
+            return moved
+        least = np.full(len(self.rows), np.inf)
+        np.minimum.at(least, self.members, moved)
+        return least
 
 
 class Dual:
@@ -49,9 +92,7 @@ class Dual:
         self.before: dict[int, list[Scope]] = {i: [] for i in self.order}
         for scope, table in sorted(network.factors.items()):
             if len(scope) == 2:
-                matrix = arrays[table]
-                zeros = [np.zeros(n) for n in matrix.shape]
-                self.edges[scope] = _Edge(matrix, np.ascontiguousarray(matrix.T), zeros)
+                self.edges[scope] = _Edge(network.tables, table)
                 first, second = sorted(scope, key=rank.__getitem__)
                 self.after[first].append(scope)
                 self.before[second].append(scope)
@@ -88,27 +129,19 @@ class Dual:
 
     def _message(self, scope: Scope, i: int) -> Array:
         """For each strategy of ``i`` the least the edge costs."""
-        edge = self.edges[scope]
-        side = scope.index(i)
-        matrix = edge.transposed if side == 0 else edge.matrix  # the other node first: a fast reduction
-        message: Array = (matrix + edge.into[1 - side][:, None]).min(axis=0) + edge.into[side]
-        return message
+        return self.edges[scope].message(scope.index(i))
 
     def _restrict(self, i: int, stay: Classes) -> None:
         self.node[i] = self.node[i][stay]
         self.kept[i] = self.kept[i][stay]
         for scope in self.before[i] + self.after[i]:
-            edge = self.edges[scope]
-            side = scope.index(i)
-            edge.into[side] = edge.into[side][stay]
-            edge.matrix = np.ascontiguousarray(edge.matrix.take(stay, side))
-            edge.transposed = np.ascontiguousarray(edge.transposed.take(stay, 1 - side))
+            self.edges[scope].restrict(scope.index(i), stay)
 
     def too_dear(self, upper: float) -> Iterator[tuple[Scope, NDArray[np.bool_]]]:
         """Per edge which pairs of the strategies that are left no choice of cost up to ``upper`` contains."""
         most = upper - self.bound + _NOISE * abs(upper)
         for (i, j), edge in self.edges.items():
-            least = edge.matrix + (edge.into[0] + self.node[i])[:, None] + (edge.into[1] + self.node[j])
+            least = edge.whole() + (edge.into[0] + self.node[i])[:, None] + (edge.into[1] + self.node[j])
             yield (i, j), least > most
 
     def decode(self) -> dict[int, int]:
@@ -118,8 +151,7 @@ class Dual:
             total = self.node[i].copy()
             for scope in self.before[i]:
                 edge, side = self.edges[scope], scope.index(i)
-                rows = edge.transposed if side == 0 else edge.matrix
-                total += rows[position[scope[1 - side]]] + edge.into[side]
+                total += edge.row(1 - side, position[scope[1 - side]]) + edge.into[side]
             for scope in self.after[i]:
                 total += self._message(scope, i)
             position[i] = int(np.argmin(total))

@@ -15,7 +15,7 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.network import Array
-from autoshard.passes.search.prune import MAX_COMPARISONS, NO_CHOICE, least_difference
+from autoshard.passes.search.prune import EASY_COMPARISONS, NO_CHOICE, least_difference
 from autoshard.passes.search.stacked import Stacked, classes, value
 from autoshard.passes.search.tables import Classes
 
@@ -118,6 +118,6 @@ class Dominance:
             work = len(first) ** 2 * len(columns) * len(self.probes)
             values = [value(small, weights, unit) for unit, weights in self.probes]
             self._least[number, axis] = (
-                (found, [least_difference(v) for v in values]) if work <= MAX_COMPARISONS else None
+                (found, [least_difference(v) for v in values]) if work <= EASY_COMPARISONS else None
             )
         return self._least[number, axis]

@@ -22,8 +22,8 @@ from autoshard.passes.search.relaxation import Elimination, easy
 from autoshard.passes.search.stacked import Choice, Stacked
 from autoshard.passes.search.tables import Classes
 
-Relaxed = Callable[[CostNetwork, float], Solution]
-"""solves a network without rows as far as the quick methods get, until a deadline"""
+Relaxed = Callable[[CostNetwork, float, Choice | None], Solution]
+"""solves a network without rows as far as the quick methods get, until a deadline, from a choice that is known"""
 
 # The gap that counts as none, and the part of the bound that a step must promise to be made.
 GAP = 1e-9
@@ -105,7 +105,9 @@ class Search:
             self.work += part.elimination.work
             choice, value = part.elimination.solve(prices[None], unit)
             return part.original(choice), value, True
-        found = self.relaxed(part.problem.priced(prices, unit), self.deadline)
+        known = min(part.cuts, key=lambda cut: unit * cut.cost + float(prices @ cut.slope), default=None)
+        start = None if known is None else part.renumbered(known.choice)
+        found = self.relaxed(part.problem.priced(prices, unit), self.deadline, start)
         return part.original(found.choice), found.lower_bound, found.exact
 
     def cut(self, part: Part, choice: Choice) -> None:

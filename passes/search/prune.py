@@ -15,7 +15,8 @@ from autoshard.passes.search.tables import BLOCK, Classes, Tables
 NO_CHOICE = "no choice of strategies is feasible: every one meets a forbidden cost"
 # Stands for "forbidden" where infinity minus infinity would arise; beyond every sum of finite costs.
 HUGE = 1e300
-# Comparisons of one table's rows beyond which the test costs more than it saves.
+# Comparisons of one table's rows beyond which the test costs more than it saves: while bounds may still prune, and at all.
+EASY_COMPARISONS = 20_000_000
 MAX_COMPARISONS = 1_000_000_000
 
 
@@ -24,14 +25,18 @@ class Pruner:
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
-        self._least: dict[tuple[int, int], Array | None] = {}
+        self._least: dict[tuple[int, int], Array] = {}
         self._kept: dict[tuple[object, ...], Classes] = {}
+        self.most = MAX_COMPARISONS
 
-    def run(self, network: Eliminator) -> int:
+    def run(self, network: Eliminator, most: int = MAX_COMPARISONS) -> int:
         """Remove strategies until none is removable; returns how many. Factors span at most two nodes.
 
-        Raises PlanError when a node has no feasible strategy.
+        ``most``: comparisons of one table's rows. Raises PlanError when a node has no feasible strategy.
         """
+        if most != self.most:
+            self.most = most
+            self._kept.clear()
         waiting = sorted(network.alive)
         removed = 0
         while waiting:
@@ -79,13 +84,10 @@ class Pruner:
     def least(self, table: int, axis: int) -> Array | None:
         """[a, b] = min over x of E[a, x] − E[b, x] for classes of equal slices a, b along ``axis``; None: too big."""
         if (table, axis) not in self._least:
-            array = self.tables.arrays[table]
-            rows = np.unique(self.tables.classes(table, axis), return_index=True)[1]
-            columns = np.unique(self.tables.classes(table, 1 - axis), return_index=True)[1]
-            small = array[np.ix_(rows, columns)] if axis == 0 else array[np.ix_(columns, rows)].T
-            self._least[table, axis] = (
-                least_difference(small) if len(rows) ** 2 * len(columns) <= MAX_COMPARISONS else None
-            )
+            rows, columns = (int(self.tables.classes(table, k).max()) + 1 for k in (axis, 1 - axis))
+            if rows**2 * columns > self.most:
+                return None
+            self._least[table, axis] = least_difference(self.tables.compact(table, axis))
         return self._least[table, axis]
 
 

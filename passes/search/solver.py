@@ -20,12 +20,14 @@ from autoshard.passes.search.lives import Lives
 from autoshard.passes.search.milp import entries, solve_core
 from autoshard.passes.search.network import CostNetwork, Memory, Row, Solution
 from autoshard.passes.search.over_time import solve_over_time
-from autoshard.passes.search.prune import NO_CHOICE, Pruner, restrict
+from autoshard.passes.search.prune import EASY_COMPARISONS, MAX_COMPARISONS, NO_CHOICE, Pruner, restrict
 from autoshard.passes.search.stacked import stack_rows
 from autoshard.passes.search.tables import Tables
 from autoshard.passes.search.within import solve_within
 
-# Entries of the largest join that elimination computes without a second thought, and at all (the MILP's turn beyond).
+# Entries of the largest join while bounds may still prune, that elimination computes without a second thought, and at all
+# (the MILP's turn beyond).
+QUICK_JOIN = 3_000_000
 EASY_JOIN = 20_000_000
 MAX_JOIN = 1_000_000_000
 # Entries of all joins together that take about as long as one variable of the MILP, and that are joined in any case.
@@ -41,6 +43,8 @@ LEAST_PROGRESS = 0.02
 # An integer programme of more entries than this takes minutes: a choice this close to the bound is taken without it.
 LARGE_CORE = 100_000
 CLOSE = 1e-4
+# A choice that is known is to be found again: what costs so much more, as a part of its cost, is of interest too.
+START = 1e-6
 # Part of the cost that is rounding noise of message passing.
 TOLERANCE = 1e-11
 # Parts of the gap between bound and best choice that the optimum is supposed to lie above the bound, one after another.
@@ -95,8 +99,8 @@ def solve(
     if not rows and (lives is None or lives.count == 0):
         return _solve(on_grid(network, grid(network)), network, pruner, time.perf_counter() + limit)
 
-    def relaxed(priced: CostNetwork, deadline: float) -> Solution:
-        return _solve(on_grid(priced, grid(priced)), priced, pruner, deadline, milp=False)
+    def relaxed(priced: CostNetwork, deadline: float, start: tuple[int, ...] | None) -> Solution:
+        return _solve(on_grid(priced, grid(priced)), priced, pruner, deadline, milp=False, start=start)
 
     if lives is not None:
         return solve_over_time(lives, limit, effort)
@@ -108,18 +112,36 @@ def solve(
     return solve_within(problem, relaxed, limit, effort)
 
 
-def _solve(rounded: CostNetwork, network: CostNetwork, pruner: Pruner, deadline: float, milp: bool = True) -> Solution:
-    """Solve ``network`` through its ``rounded`` form; without ``milp`` only as far as the quick methods get."""
+def _solve(
+    rounded: CostNetwork,
+    network: CostNetwork,
+    pruner: Pruner,
+    deadline: float,
+    milp: bool = True,
+    start: tuple[int, ...] | None = None,
+) -> Solution:
+    """Solve ``network`` through its ``rounded`` form; without ``milp`` only as far as the quick methods get, and no worse
+    than ``start``."""
     work = Eliminator.of(rounded, pruner.tables)
     run = _Run(work, pruner, deadline, milp)
-    _timed(run, "reduce", reduce)
+    if start is not None:
+        known = rounded.cost(start)
+        run.upper = known + START * abs(known)
+    _timed(run, "reduce", quickly_reduce)
+    if not fits(work, EASY_JOIN):
+        _timed(run, "bound", tighten)
+    if not _closed(run):
+        _timed(run, "reduce", reduce)
     left = math.inf
     while not _closed(run) and not fits(work, EASY_JOIN) and work.strategies < 0.9 * left:
         left = work.strategies
         _timed(run, "bound", tighten)
     exact = _timed(run, "core", finish)
-    choice = work.back_substitute(dict(run.incumbent), run.mark)
-    chosen = tuple(choice[node] for node in range(len(network.nodes)))
+    if start is None or run.incumbent or exact:
+        choice = work.back_substitute(dict(run.incumbent), run.mark)
+        chosen = tuple(choice[node] for node in range(len(network.nodes)))
+    else:
+        chosen = start
     cost = network.cost(chosen)
     stats = {
         "pruned": run.pruned,
@@ -154,12 +176,17 @@ def _largest(array: np.ndarray) -> float:
     return float(np.abs(finite).max()) if finite.size else 0.0
 
 
-def reduce(run: _Run) -> None:
+def quickly_reduce(run: _Run) -> None:
+    """As far as it takes less than the bounds that make it easier."""
+    reduce(run, EASY_COMPARISONS, QUICK_JOIN)
+
+
+def reduce(run: _Run, comparisons: int = MAX_COMPARISONS, join: int = MAX_JOIN) -> None:
     """Prune, and eliminate nodes of up to two neighbours, until neither finds anything."""
-    run.pruned += run.pruner.run(run.network)
+    run.pruned += run.pruner.run(run.network, comparisons)
     while True:
-        run.network.run(max_degree=2, max_weight=MAX_JOIN)
-        removed = run.pruner.run(run.network)
+        run.network.run(max_degree=2, max_weight=join)
+        removed = run.pruner.run(run.network, comparisons)
         run.pruned += removed
         if not removed:
             return
@@ -197,7 +224,7 @@ def tighten(run: _Run) -> None:
             restrict(run.network, node, kept)
     if tolerance < run.upper - run.bound < math.inf and not fits(run.network, EASY_JOIN):
         guess(run, dual)
-    reduce(run)
+    quickly_reduce(run)
 
 
 def guess(run: _Run, dual: Dual) -> None:
@@ -272,8 +299,8 @@ def finish(run: _Run) -> bool:
         return True
     if run.incumbent and run.upper - run.bound <= CLOSE * abs(run.upper) and variables > LARGE_CORE:
         return False
-    if not run.milp and (run.incumbent or time.perf_counter() > run.deadline):
-        if not run.incumbent:
+    if not run.milp and (run.upper < math.inf or time.perf_counter() > run.deadline):
+        if run.upper == math.inf:
             raise PlanError("the time is up")
         return False
     left = max(run.deadline - time.perf_counter(), 1.0)

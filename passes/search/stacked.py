@@ -45,6 +45,22 @@ class Stacks:
             self._by_parts["sum", a, b] = self.of(total)
         return self._by_parts["sum", a, b]
 
+    def transposed(self, number: int) -> int:
+        if ("transposed", number) not in self._by_parts:
+            self._by_parts["transposed", number] = self.of(self.arrays[number].swapaxes(-1, -2))
+        return self._by_parts["transposed", number]
+
+    def summed(self, counts: Mapping[int, int]) -> int:
+        """The sum of so many of each."""
+        key = tuple(sorted(counts.items()))
+        if ("summed", key) not in self._by_parts:
+            length = max(len(self.arrays[number]) for number in counts)
+            total = np.zeros((length, *self.arrays[key[0][0]].shape[1:]))
+            for number, many in key:
+                total[: len(self.arrays[number])] += many * self.arrays[number]
+            self._by_parts["summed", key] = self.of(total)
+        return self._by_parts["summed", key]
+
     def compact(self, number: int) -> tuple[Array, tuple[Classes, ...]]:
         """The stack with equal slices along an axis stored once, and per axis which slice stands for every index."""
         if number not in self._compact:

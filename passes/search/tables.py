@@ -27,6 +27,7 @@ class Tables:
         self._by_content: dict[bytes, int] = {}
         self._memo: dict[tuple[object, ...], int] = {}
         self._classes: dict[tuple[int, int], Classes] = {}
+        self._compact: dict[tuple[int, int], Array] = {}
         self.hits = 0
 
     def intern(self, array: Array) -> int:
@@ -94,6 +95,14 @@ class Tables:
             known = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], dtype=np.intp)
             self._classes[a, axis] = known
         return known
+
+    def compact(self, a: int, axis: int) -> Array:
+        """The matrix with one of every class of equal slices, its rows along ``axis``."""
+        if (a, axis) not in self._compact:
+            first = [np.unique(self.classes(a, k), return_index=True)[1] for k in (0, 1)]
+            matrix = self.arrays[a][np.ix_(*first)]
+            self._compact[a, axis] = np.ascontiguousarray(matrix if axis == 0 else matrix.T)
+        return self._compact[a, axis]
 
     def eliminate(self, factors: tuple[Span, ...], rank: int) -> int:
         """min over the last of ``rank`` + 1 axes of the sum of ``factors``: a table of the first ``rank`` axes.

@@ -61,7 +61,11 @@ def solve_within(problem: Stacked, relaxed: Relaxed, limit: float, effort: float
         stats["looks"] = close_gap(search, effort)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
-    stats |= {"solved": search.solved, "seconds": round(time.perf_counter() - begin, 3)}
+    stats |= {
+        "prices": search.part.prices.tolist(),
+        "solved": search.solved,
+        "seconds": round(time.perf_counter() - begin, 3),
+    }
     lower = search.total if search.closed else min(search.bound, search.total)
     return Solution(search.choice, search.total, lower, search.closed, stats)
 

@@ -13,6 +13,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.experts.data import batch_of
 from autoshard.passes.propagate.experts.families import Families, Family, Product, products
+from autoshard.passes.propagate.experts.mixture import by_expert
 from autoshard.passes.propagate.experts.patterns import styled
 from autoshard.passes.propagate.experts.sequence import along_sequence, rings_of
 from autoshard.passes.propagate.experts.tensor import paired, with_sequence
@@ -145,6 +146,16 @@ def _along_sequence(context: Context, around: bool) -> OnAxis:
     return OnAxis(held, {p: WHOLE for p in context.graph.parameters if p not in free}, note=note)
 
 
+def _expert(context: Context, ranks: int) -> OnAxis:
+    """Weights of experts lie by expert; the search chooses where all others are kept."""
+    asked, dims = by_expert(context.families, context.batch)
+    if not dims:
+        return replace(_fsdp(context, ranks), note="no operation runs experts, so that it is planned as fsdp")
+    fewest = min(int(context.graph.types[p].shape[0]) for p in dims)
+    few = f"{fewest} experts on {ranks} ranks: some ranks hold none" if fewest < ranks else ""
+    return OnAxis(asked, dims, note="; ".join(filter(None, (few, _without_batch(context, ranks)))))
+
+
 def _cut_along(chosen: frozenset[Family], context: Context) -> dict[str, frozenset[int]]:
     types, families = context.graph.types, context.families
     return {
@@ -163,8 +174,8 @@ EXPERTS: dict[str, Callable[[Context, int], OnAxis]] = {
     "megatron-sp": _megatron_sp,
     "ulysses": _ulysses,
     "ring": _ring,
+    "expert": _expert,
 }
-MISSING = ("expert",)
 NAMES = (*EXPERTS, "hsdp")
 
 
@@ -232,8 +243,6 @@ _KINDS = "give a name, {mesh axis: name}, or {pattern of modules: style}"
 
 
 def _check_name(name: Any) -> None:
-    if name in MISSING:
-        raise PlanError(f"like={name!r}: this strategy is not there yet. There are {', '.join(NAMES)}")
     if not isinstance(name, str) or name not in NAMES:
         near = difflib.get_close_matches(str(name), NAMES, n=1)
         meant = f"do you mean {near[0]!r}? " if near else ""

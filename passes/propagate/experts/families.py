@@ -142,8 +142,12 @@ class Families:
 
 
 def cut_dims(node: Node, strategy: Strategy) -> list[tuple[str, int]]:
-    """(value, dim) of every operand and result of ``node`` that a strategy cuts."""
+    """(value, dim) of every operand and result of ``node`` that a strategy cuts, as far as they are one dim."""
+    if strategy.joins == "none":
+        return []
     names, placed = (*node.inputs, *node.outputs), (*strategy.inputs, *strategy.outputs)
+    if strategy.joins == "results":
+        names, placed = node.outputs, strategy.outputs
     return [(n, p.dim) for n, p in zip(names, placed, strict=True) if isinstance(p, Shard)]
 
 
