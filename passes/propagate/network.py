@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.alike import alike
 from autoshard.passes.propagate.edges import EdgeTables, Link, readings
 from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
@@ -63,6 +64,8 @@ class Built:
     hiding: tuple[Row, ...]
     kept: tuple[Row, ...] = ()
     """bytes at the end of the forward, and of the backward; their limit is still to be set"""
+    alike: tuple[Hashable | None, ...] = ()
+    """per variable: equal for those in the same place of equal modules; None: alone"""
 
 
 @dataclass
@@ -102,10 +105,10 @@ class Network:
         nodes = [v.parts for v in self.variables.values()]
         network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap)
         if self.offer is None:
-            return Built(network, hiding)
+            return Built(network, hiding, alike=alike(self.graph, self.variables))
         kept = Row(tuple(v.kept for v in self.variables.values()), tuple(held for _, held in found), math.inf)
         stays = Row(tuple(v.stays for v in self.variables.values()), (None,) * len(edges), math.inf)
-        return Built(network, hiding, (kept, stays))
+        return Built(network, hiding, (kept, stays), alike(self.graph, self.variables))
 
     def _variables(self) -> None:
         graph = self.graph
