@@ -22,13 +22,16 @@ from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
 from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
+from autoshard.module.pipelined import PipelinedModule
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.propagate.experts import like_of
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
+from autoshard.plans.stages import check_stages
 from autoshard.plans.wishes import Wishes
+from autoshard.precision import precision_of
 from autoshard.stages import set_up_logs
 
 set_up_logs()
@@ -53,7 +56,10 @@ def compile(  # noqa: A001  the public name
     strict: bool = False,
     dynamic: Dynamic = False,
     micro_batches: int = 1,
+    stages: str | None = None,
+    schedule: str = "1f1b",
     inputs: Inputs = "global",
+    mixed_precision: Any = None,
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
 
@@ -90,12 +96,21 @@ def compile(  # noqa: A001  the public name
             that activations of one of them are kept at a time. Loss, gradients and dropout are exactly those of the
             whole batch. The model returns one loss; its ``backward()`` hands the gradients over, and other outputs come
             detached. An operation that needs the whole batch, such as batch norm in training, is refused.
+        stages: the mesh axis along which the graph is cut into pipeline stages; the rest of the mesh shards each of them.
+            A call with a backward runs forward and backward of all micro-batches, as above; under torch.distributed a
+            process holds the parameters of its stages alone, and ``torch.distributed.pipelining`` runs the schedule.
+        schedule: of stages: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``.
         inputs: ``"global"``: every process brings the whole batch; ``"local"``: each brings its own part of it, all of
             one size, as from a DistributedSampler, and the results are those of the parts put together (in one process
             the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
             batch: by the only one, by those that hints for the input name (``{"x": {"dp": Shard(0)}}``), or by those
             with usual names (dp, data, fsdp, replica, …); along others ranks bring the same. Inputs that are DTensors
             state their layout themselves. With ``dynamic``, inputs in parts are gathered first.
+        mixed_precision: a :class:`torch.distributed.fsdp.MixedPrecisionPolicy`, with the model as its one unit: parameters
+            are cast to ``param_dtype`` before they are gathered and read, gradients summed over the ranks in
+            ``reduce_dtype``; parameters, their gradients and the optimizer's state stay in the parameters' own dtype.
+            Floating inputs of the model are cast to ``param_dtype`` (``cast_forward_inputs``) and its floating outputs to
+            ``output_dtype``. Buffers are not cast.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
@@ -110,7 +125,11 @@ def compile(  # noqa: A001  the public name
         plan=plan,
         like=like,
         micro_batches=micro_batches,
+        mixed_precision=precision_of(mixed_precision),
+        stages=stages,
+        schedule=schedule,
     )
+    check_stages(resolved, wishes)
     settings = Settings(wishes, training, gather_outputs, dynamic, inputs)
     sharded = _module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
@@ -128,7 +147,8 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
                 f"the mesh ({resolved}) has {resolved.size} ranks, but torch.distributed runs {ranks}. "
                 f"Start {resolved.size} processes (torchrun --nproc-per-node {resolved.size}) or use a mesh of {ranks}."
             )
-        return DistributedModule(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
+        kind = DistributedModule if settings.wishes.stages is None else PipelinedModule
+        return kind(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
     return InProcessModule(model, resolved, settings)
 
 
@@ -148,7 +168,10 @@ def plan(
     training: bool | None = None,
     dynamic: Dynamic = False,
     micro_batches: int = 1,
+    stages: str | None = None,
+    schedule: str = "1f1b",
     inputs: Inputs = "global",
+    mixed_precision: Any = None,
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
@@ -172,8 +195,12 @@ def plan(
         recompute=recompute,
         like=like,
         micro_batches=micro_batches,
+        mixed_precision=precision_of(mixed_precision),
+        stages=stages,
+        schedule=schedule,
     )
     if resolved is not None:
+        check_stages(resolved, wishes)
         layouts = local_layouts(model, resolved, *example, inputs, hints)
         example = wholes(*example, layouts)
         wishes = replace(wishes, inputs=() if dynamic or micro_batches != 1 else layouts)
@@ -184,7 +211,8 @@ def plan(
     if resolved is not None:
         return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan
     assert devices is not None
-    graph, _ = parts_of(captured(model, *example, training=recorded, dynamic=dynamic), wishes)
+    precision = wishes.mixed_precision
+    graph, _ = parts_of(captured(model, *example, training=recorded, dynamic=dynamic, precision=precision), wishes)
     wishes = replace(wishes, like=like_of(model, like))
     return planned_for(graph, devices, resolve_hardware(hardware), wishes, type(model).__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,8 +12,8 @@ from autoshard import stages
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.lengths import Dynamic
-from autoshard.passes.codegen import Source, codegen
-from autoshard.passes.ir.graph import Graph, Symbols
+from autoshard.passes.codegen import codegen
+from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
@@ -26,29 +26,14 @@ from autoshard.passes.propagate.experts import Expert, asked_by, like_of
 from autoshard.passes.propagate.hints import fixed, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
+from autoshard.plans.compiled import Compiled
 from autoshard.plans.describe import describe
-from autoshard.plans.follow import assignment_of
+from autoshard.plans.follow import assignment_of, check_precision
 from autoshard.plans.plan import Plan
+from autoshard.plans.stages import in_stages
 from autoshard.plans.wishes import Wishes
 from autoshard.progress import stage
 from autoshard.runtime.autocast import without_autocast
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """All stages of one compilation; each prints itself."""
-
-    graph: Graph
-    program: Program
-    plan: Plan
-    source: Source
-    micro_batches: MicroBatches | None = None
-    """where the step runs in several: the other stages are those of one of them"""
-
-    @property
-    def symbols(self) -> Symbols:
-        """The lengths it was not fixed to, and what must hold of them."""
-        return self.program.graph.symbols
 
 
 def compiled(
@@ -66,7 +51,7 @@ def compiled(
 
     Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left as it was.
     """
-    graph = captured(model, args, kwargs, training=training, dynamic=dynamic)
+    graph = captured(model, args, kwargs, training=training, dynamic=dynamic, precision=wishes.mixed_precision)
     wishes = replace(wishes, like=like_of(model, wishes.like))
     return build(graph, mesh, wishes, title=title or type(model).__name__)
 
@@ -83,15 +68,18 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
     wishes = wishes or Wishes()
     graph, micro = parts_of(graph, wishes)
     dump = stages.captured(graph)
-    program, plan = planned(graph, mesh, wishes, title)
-    source = codegen(program, title, plan.recomputed)
-    stages.compiled(plan, program, source.text, dump)
-    return Compiled(graph, program, plan, source, micro)
+    if wishes.stages is not None:
+        found = in_stages(graph, mesh, wishes, title, micro, planned)
+    else:
+        program, plan = planned(graph, mesh, wishes, title)
+        found = Compiled(graph, program, plan, codegen(program, title, plan.recomputed), micro)
+    stages.compiled(found.plan, found.program, found.source.text, dump)
+    return found
 
 
 def parts_of(graph: Graph, wishes: Wishes) -> tuple[Graph, MicroBatches | None]:
     """The graph of one micro-batch where the step runs in several: what the stages after capture take."""
-    whole = wishes.micro_batches == 1 or not graph.training
+    whole = (wishes.micro_batches == 1 and wishes.stages is None) or not graph.training
     return (graph, None) if whole else micro_batched(graph, wishes.micro_batches)
 
 
@@ -113,16 +101,18 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
             0,
             f"figures are those of one of {wishes.micro_batches} micro-batches; gradients of replicas are summed once a step",
         )
-    return program, replace(plan, like=expert.text, notes=tuple(notes))
+    mixed = str(wishes.mixed_precision or "")
+    return program, replace(plan, like=expert.text, mixed_precision=mixed, notes=tuple(notes))
 
 
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:
     """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
     given = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
     if wishes.plan is not None:
-        return tried(assignment_of(wishes.plan, graph, mesh, given), wishes.optimizer)
+        check_precision(wishes.plan, wishes.mixed_precision)
+        return tried(assignment_of(wishes.plan, graph, mesh, given), wishes.optimizer, wishes.flying)
     hinted = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
     with stage("planning"):
-        planner = Planner(graph, mesh, {**expert.limits, **hinted}, *asked, given)
+        planner = Planner(graph, mesh, {**expert.limits, **hinted}, *asked, given, wishes.flying)
         return fitting(planner, wishes.memory_budget)

@@ -11,6 +11,7 @@ from reduction_samples import RANK, REDUCE, SCAN
 from sample_makers import Sample, b, call, f, i, unit, z
 
 __all__ = ["NO_DERIVATIVE", "SAMPLES", "SHAPES_ONLY", "call", "f"]
+from autoshard.runtime.experts import experts_op
 from autoshard.runtime.grouped import grouped_mm
 
 aten = torch.ops.aten
@@ -84,6 +85,10 @@ MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
         call(f(7, 16).bfloat16(), f(5, 16, 24).bfloat16(), torch.tensor([2, 2, 5, 6, 7], dtype=torch.int32)),
     ],
     grouped_mm._opoverload: [call(f(7, 4), f(5, 4, 6), torch.tensor([2, 2, 5, 6, 7], dtype=torch.int32))],
+    experts_op._opoverload: [
+        call(f(6, 4), i(5, 6, 2), f(6, 2), f(5, 6, 4), f(5, 4, 3), "silu", True, False),
+        call(f(5, 4), i(3, 5, 1), f(5, 1), f(3, 4, 2), f(3, 2, 6), "relu_squared", False, True),
+    ],
     aten.tensordot.default: [
         call(f(2, 3, 4), f(4, 3, 5), [2, 1], [0, 1]),
         call(f(2, 3), f(3, 4), [1], [0]),

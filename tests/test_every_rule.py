@@ -22,6 +22,7 @@ from autoshard.passes.rules.factors import Factors, numbered, sizes_of
 from autoshard.passes.rules.grouped import grouped_rule
 from autoshard.passes.rules.notation import rule
 from autoshard.passes.rules.shape import view_groups
+from autoshard.runtime.experts import experts_op
 from autoshard.testing import register_rule
 
 aten = torch.ops.aten
@@ -71,6 +72,7 @@ def test_rule(op: torch._ops.OpOverload) -> None:
         aten.conv2d.padding,
         aten.conv_transpose1d.default,
         aten.max_pool2d.default,
+        experts_op._opoverload,
     ],
     ids=str,
 )

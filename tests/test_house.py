@@ -23,14 +23,14 @@ FLOORS = (
     ("plans", "viz", "initialise"),
     ("passes.codegen", "passes.memory"),
     ("passes.lower",),
-    ("passes.microbatch",),
+    ("passes.microbatch", "passes.pipeline"),
     ("passes.capture", "passes.propagate"),
     ("passes.rules", "passes.redistribute"),
     ("passes.ir",),
     ("passes.search",),
     ("runtime",),
     ("models",),
-    ("progress", "frames", "layout", "mesh", "hardware", "errors"),
+    ("progress", "frames", "layout", "mesh", "hardware", "precision", "errors"),
 )
 """from top to bottom: a room imports from its own floor and from those below"""
 

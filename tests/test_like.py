@@ -272,7 +272,6 @@ def test_a_plan_that_the_model_brings() -> None:
 @pytest.mark.parametrize(
     ("like", "error"),
     [
-        ("ring", "like='ring': this strategy is not there yet. There are replicate, ddp,"),
         ("megatorn", "like='megatorn' is no expert's plan: do you mean 'megatron'? give a name, {mesh axis: name},"),
         ({"dp": "ddp"}, "like names axis 'dp'; the mesh has tp"),
         ({"head": "collwise"}, "like: 'head' is 'collwise', which is no style; do you mean 'colwise'?"),

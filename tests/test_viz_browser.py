@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from browser import chromium, open_page
 from picture_samples import ODD_NAMES, chain, deep_llama, planned
 
+from autoshard import Mesh
+from autoshard.compiler import build, captured
+from autoshard.models import Gpt, GptConfig
 from autoshard.plans.plan import Plan
 from autoshard.plans.report import show_bytes, show_seconds
+from autoshard.plans.wishes import Wishes
 
 CHECKS = (Path(__file__).parent / "page_checks.js").read_text("utf-8")
 OVERLAPS, CONTRAST, COLUMN = (f"{CHECKS}\nreturn {name}(...arguments);" for name in ("overlaps", "contrast", "column"))
@@ -214,3 +219,18 @@ def test_odd_names_are_text(driver: Any, tmp_path: Path) -> None:
     for name in ODD_NAMES:
         assert name in shown
     assert driver.execute_script(OVERLAPS) == []
+
+
+def test_a_pipeline_shows_who_works_when(driver: Any, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model, tokens = Gpt(GptConfig.tiny()), torch.empty(4, 16, dtype=torch.long)
+    graph = captured(model, (tokens,), {"labels": tokens}, training=True)
+    plan = build(graph, Mesh({"pp": 2}), Wishes(stages="pp", micro_batches=4)).plan
+    plan.visualize(tmp_path / "plan.html")
+    open_page(driver, tmp_path / "plan.html")
+    tab(driver, "Memory and cost")
+    chart = css(driver, "#pipeline")[0]
+    assert len(chart.find_elements("css selector", "svg .p-forward")) == 2 * 4 + 1  # and the legend
+    first = chart.find_elements("css selector", "svg .p-backward")[0]
+    driver.execute_script("arguments[0].dispatchEvent(new MouseEvent('mouseenter'))", first)
+    assert "rank 0, stage 0: backward of micro-batch 0" in chart.text

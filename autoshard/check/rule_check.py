@@ -20,7 +20,7 @@ from autoshard.check.shards import Tensors, differs, noise, scatter
 from autoshard.errors import AutoshardError, RuleError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.assignment import Strategy, together
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.program import Call
 from autoshard.passes.rules import rule_for
@@ -231,7 +231,7 @@ def _fits(choice: tuple[Strategy, ...], mesh: Mesh) -> bool:
     ranks: dict[str, list[int]] = {}
     for s, n in zip(choice, mesh.shape, strict=True):
         ranks.setdefault(s.label, []).append(n)
-    return all(s.allows(ranks[s.label]) for s in choice)
+    return together(choice) and all(s.allows(ranks[s.label]) for s in choice)
 
 
 def _site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...]) -> Site:

@@ -20,6 +20,7 @@ from autoshard.module.entrance import check_data
 from autoshard.module.executable import Executable, first_that_serves
 from autoshard.module.microbatches import MicroBatchRun
 from autoshard.module.saving import save
+from autoshard.module.stages import one_after_another
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Collective
 from autoshard.runtime.autocast import without_autocast
@@ -158,10 +159,11 @@ class ShardedModule(Compiling):
     ) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Outputs, and what is written back."""
         names, micro = executable.compiled.source.inputs, executable.compiled.micro_batches
+        run = partial(self._run if not executable.parts else self._through, executable)
         if micro is None:
-            return self._run(executable, [inputs[name] for name in names])
+            return run([inputs[name] for name in names])
         inputs = self._whole((), inputs)[1]
-        steps = MicroBatchRun(partial(self._run, executable), self._enter, self._defer, self._of.standing_in)
+        steps = MicroBatchRun(run, self._enter, self._defer, self._of.standing_in)
         return steps(micro, inputs, names)
 
     def _enter(self, index: int, count: int) -> None:
@@ -170,6 +172,10 @@ class ShardedModule(Compiling):
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         raise NotImplementedError
+
+    def _through(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """As :meth:`_run`, one stage after the other."""
+        return one_after_another(executable, inputs, self._run)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write ``rank_module.py``, ``plan.json``, ``inputs.json``, ``lines.json`` and ``rank<r>.safetensors``.
@@ -192,6 +198,14 @@ class ShardedModule(Compiling):
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load full tensors by original name. Raises :class:`PlanError` for missing, unknown or misshapen entries."""
         own = self.state_dict(keep_vars=True)
+        self._check_state(own, state)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                self._load(tensor, state[name])
+
+    @staticmethod
+    def _check_state(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+        """Raise :class:`PlanError` for entries that are missing, unknown or misshapen."""
         missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or unknown:
             raise PlanError(f"state dict does not fit: missing {missing[:5]}, unknown {unknown[:5]}")
@@ -200,13 +214,23 @@ class ShardedModule(Compiling):
                 raise PlanError(
                     f"state dict entry {name!r} has shape {list(state[name].shape)}, the model {list(tensor.shape)}"
                 )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                self._load(tensor, state[name])
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Original parameter name → full gradient (parameters without one are left out). Collective."""
         return {n: self._full(p.grad) for n, p in self.named_parameters() if p.grad is not None}
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether this process holds the parameters of some pipeline stages only."""
+        return False
+
+    def gradients_once(self) -> list[Any]:
+        """This process's gradients, those that others hold too on one of them only."""
+        return [p.grad for p in self.parameters() if p.grad is not None]
+
+    def whole_parameters(self) -> Iterator[torch.Tensor]:
+        """All parameters of the model; of those that other processes hold only shapes and dtypes are known."""
+        return map(self._of.tensor, self._of.parameters)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()

@@ -11,14 +11,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.compiler import Compiled, compiled
+from autoshard.compiler import compiled
 from autoshard.errors import CaptureError, PlanError, RuleError
 from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.entrance import beside
-from autoshard.module.executable import Call, Executable, described, load_source
+from autoshard.module.executable import Call, Executable, described
 from autoshard.module.inputs import Inputs, local_layouts
 from autoshard.module.original import Original, absent_buffers
 from autoshard.module.parts import Fixed, attributes
@@ -28,6 +28,8 @@ from autoshard.module.turns import Turns
 from autoshard.passes.capture.exported.lengths import Dynamic
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
+from autoshard.plans.compiled import Compiled
+from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.autocast import without_autocast
 
@@ -55,7 +57,11 @@ class Compiling(Fixed):
     _turns: Turns
     _executables: dict[Any, Executable]
     _latest: Executable | None
+    _running: Mesh
+    """what programs run on: ``mesh``, or without the axis of stages what is left of it"""
     _parameter_layouts: dict[str, Layout] | None
+    _homes: Mapping[str, tuple[int, ...]] | None
+    """the stages that hold each parameter and buffer"""
     _layout_of: dict[str, Layout]
     """by each name of a parameter"""
 
@@ -65,6 +71,7 @@ class Compiling(Fixed):
         self.__dict__.update(attributes(model))
         set_ = object.__setattr__
         set_(self, "mesh", mesh)
+        set_(self, "_running", mesh if settings.wishes.stages is None else rest(mesh, settings.wishes.stages))
         set_(self, "_settings", settings)
         set_(self, "_of", Original(model))
         set_(self, "_title", type(model).__name__)
@@ -72,6 +79,7 @@ class Compiling(Fixed):
         set_(self, "_executables", {})
         set_(self, "_latest", None)
         set_(self, "_parameter_layouts", None)
+        set_(self, "_homes", None)
         set_(self, "__class__", class_of(type(self), type(model), Compiling))
         self._show()
 
@@ -96,7 +104,7 @@ class Compiling(Fixed):
 
     def _shared(self) -> list[Any]:
         """What a copy has in common with this module."""
-        return [self.mesh, self._settings, self._latest, self._layout_of if self._of.adopted else None]
+        return [self.mesh, self._running, self._settings, self._latest, self._layout_of if self._of.adopted else None]
 
     # --- calls and their programs ---
 
@@ -170,7 +178,7 @@ class Compiling(Fixed):
             why = found.refuses(structure, leaves)
             if not why:
                 return found
-            logging.getLogger("autoshard.programs").info("a program does not serve this call: %s", why)
+            logging.getLogger("autoshard.plans.compiled").info("a program does not serve this call: %s", why)
         return None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is ours to trace the model
@@ -190,18 +198,18 @@ class Compiling(Fixed):
         apart = structure is None and (not call.state.recorded or settings.wishes.micro_batches == 1)
         inputs = self._input_layouts(call.args, call.kwargs) if apart else ()
         wishes = replace(settings.wishes, inputs=inputs)
-        wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts)
+        wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts, homes=self._homes)
         args, kwargs = self._whole(call.args, call.kwargs)
         with self._of.as_it_is(self._check) as model:
             found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
         if first:
-            parameters = {i.fqn: found.plan.layouts[i.fqn] for i in found.graph.inputs if i.kind == "parameter"}
+            parameters = found.parameter_layouts
+            object.__setattr__(self, "_homes", None if found.pipeline is None else found.pipeline.homes)
             with without_autocast():
                 self._adopt(self._of.model, found.graph, parameters)
             object.__setattr__(self, "_parameter_layouts", parameters)
         self._adopt_attributes(found.graph)
-        rank_module = load_source(found.source.text, found.source.modules)
-        return Executable(found, rank_module, described(found.graph, args, kwargs), structure)
+        return Executable.of(found, described(found.graph, args, kwargs), structure)
 
     def _compiled(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
@@ -218,7 +226,7 @@ class Compiling(Fixed):
     def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
         """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""
         s = self._settings
-        return local_layouts(self._of.model, self.mesh, args, kwargs, s.inputs, s.wishes.hints)
+        return local_layouts(self._of.model, self._running, args, kwargs, s.inputs, s.wishes.hints)
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as plain tensors, for captures."""
@@ -238,6 +246,11 @@ class Compiling(Fixed):
         object.__setattr__(self, "_layout_of", layouts)
         initial = self._initial(model, layouts)
         for name, p in model.named_parameters(remove_duplicate=False):
+            if not self._holds(names.get(name, name)):
+                if id(p) not in taken:
+                    taken[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+                self._of.put_elsewhere(name, taken[id(p)], parameter=True)
+                continue
             if id(p) not in taken:
                 taken[id(p)] = self._parameter(p, layouts[name], initial.get(name))
             self._of.put(name, taken[id(p)], parameter=True)
@@ -248,16 +261,22 @@ class Compiling(Fixed):
         }
         initial |= recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
         for name, b in model.named_buffers(remove_duplicate=False):
+            if not self._holds(names.get(name, name)):
+                self._of.put_elsewhere(name, b.detach().to("meta"), parameter=False)
+                continue
             if id(b) not in taken:
                 taken[id(b)] = self._buffer(b, initial.get(name))
             self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
-        self._of.adopt([name for name in absent if name not in initial])
+        self._of.adopt([name for name in absent if name not in initial and self._holds(names.get(name, name))])
 
     def _adopt_attributes(self, graph: Graph) -> None:
         """Take over what the forward writes of plain attributes; programs that knew them as constants serve no call more."""
         buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
-        found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots)
+        found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots and fqn not in self._of.elsewhere)
         for name, tensor in self._agreed(found).items():
+            if not self._holds(name):
+                self._of.put_elsewhere(name, tensor.detach().to("meta"), parameter=False)
+                continue
             self._of.put(name, self._buffer(tensor, None), parameter=False, persistent=False)
 
     def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -270,7 +289,15 @@ class Compiling(Fixed):
             if any(p.is_meta for p in model.parameters()):
                 log.warning("%s is on the meta device: its weights are zeros until they are loaded", self._title)
             return {}
-        return materialise(model, self._seed(), lambda name, full: self._kept(full, layouts.get(name)))
+
+        def kept(name: str, full: torch.Tensor) -> torch.Tensor:
+            return self._kept(full, layouts.get(name)) if self._holds(name) else full.new_empty(0)
+
+        return materialise(model, self._seed(), kept)
+
+    def _holds(self, name: str) -> bool:
+        """Whether this process has the parameter or buffer of this original name: not those of other stages."""
+        return True
 
     def _seed(self) -> int:
         """The seed of the default generator, the same on every rank."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
-from autoshard.compiler import Compiled, build, captured
+from autoshard.compiler import build, captured
 from autoshard.errors import CaptureError, CommunicationError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
@@ -37,6 +37,7 @@ from autoshard.module.turns import Turns
 from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
+from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.module import RankModule
@@ -61,7 +62,7 @@ class DistributedModule(ShardedModule):
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
         super().__init__(model, mesh, settings)
-        kind = device_mesh.device_type if device_mesh is not None else _device_type()
+        kind = device_mesh.device_type if device_mesh is not None else default_device_type()
         if device_mesh is None:
             device_mesh = init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axes)
         set_ = object.__setattr__
@@ -76,7 +77,9 @@ class DistributedModule(ShardedModule):
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())
         set_(self, "_compared", None)
-        set_(self, "_on_gloo", all(dist.get_backend(device_mesh.get_group(i)) == "gloo" for i in range(mesh.ndim)))
+        set_(
+            self, "_on_gloo", all(dist.get_backend(device_mesh.get_group(i)) == "gloo" for i in range(device_mesh.ndim))
+        )
         self._comm.device = self._device
 
     def _shared(self) -> list[Any]:
@@ -134,15 +137,15 @@ class DistributedModule(ShardedModule):
         if not isinstance(tensor, DTensor):
             return tensor.clone()
         # DTensor.full_tensor gathers axis by axis, with a warning; ours gathers the flattened axes at once.
-        layout, local = Layout.from_torch(self.mesh, tensor.placements), tensor.to_local()
-        plan = redistribution(layout, Layout(self.mesh), tuple(tensor.shape), self.mesh, tensor.dtype, False)
+        layout, local = Layout.from_torch(self._running, tensor.placements), tensor.to_local()
+        plan = redistribution(layout, Layout(self._running), tuple(tensor.shape), self._running, tensor.dtype, False)
         with torch.no_grad(), runtime.bind(self._comm):
             full = execute(plan, local)
         return full.clone() if full is local else full
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         if isinstance(tensor, DTensor):
-            layout = Layout.from_torch(self.mesh, tensor.placements)
+            layout = Layout.from_torch(self._running, tensor.placements)
             tensor.to_local().copy_(shard_of(full, layout, self._comm.rank))
         else:
             tensor.copy_(full)
@@ -180,7 +183,7 @@ class DistributedModule(ShardedModule):
         return found
 
     def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
-        return tuple(layout_of(x, self.mesh) for x in pytree.tree_leaves((tuple(args), dict(kwargs))))
+        return tuple(layout_of(x, self._running) for x in pytree.tree_leaves((tuple(args), dict(kwargs))))
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See :meth:`Compiling._whole`: on the device that the model came on, where captures run.
@@ -251,7 +254,7 @@ class DistributedModule(ShardedModule):
         """Rank 0 plans, the others follow its plan; an error of one rank is raised on all."""
         agreement = self._agreement
         agreement.finish()
-        graph = agreement.everywhere(lambda: captured(model, args, kwargs, **options))
+        graph = agreement.everywhere(lambda: captured(model, args, kwargs, precision=wishes.mixed_precision, **options))
         agreement.agree(("the graph captured from the model", zlib.crc32(str(graph).encode())))
         constants = dict(of_first(agreement, graph.constants, f"a constant of {self._title}"))
         graph = replace(graph, constants={**graph.constants, **constants})
@@ -270,40 +273,48 @@ class DistributedModule(ShardedModule):
         return found
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        program, loaded = executable.compiled.program, self._load_program(executable)
-        module = loaded.module
         if every := self._checks.get("replicas"):
             self._agreement.finish()
             if self._comm.notes.call % every == 0:
                 check_replicas(self._agreement, self.mesh, dict(self.named_parameters()), dict(self.named_buffers()))
-        self._comm.deferred = self._deferred
         with runtime.bind(self._comm), runtime.synchronised_rng(self._comm):
-            module.bind_tensors(loaded.tensors(self.tensor))
-            try:
-                names = executable.compiled.source.inputs
-                results = module(
-                    *(
-                        part_for(x.to(self._device), program.layouts[n], self.device_mesh)
-                        for n, x in zip(names, inputs, strict=True)
-                    )
-                )
-            finally:
-                module.release_tensors()
+            results = self._results(executable, inputs)
             actual = executable.lengths(inputs)
-            leaves = [
-                self._output(
-                    results[i],
-                    program.layouts[out.name],
-                    _shape(program.types[out.name], results[i], actual),
-                    executable.graph.training,
-                )
-                if isinstance(out, Ref)
-                else results[i]
-                for i, out in enumerate(program.outputs)
-            ]
+            leaves = [self._leaf(executable, i, result, actual) for i, result in enumerate(results)]
         self._agreement.finish()
+        program = executable.compiled.program
         first = len(program.outputs)
-        return leaves, {fqn: results[first + i].detach() for i, fqn in enumerate(program.mutations)}
+        written = {fqn: results[first + i].detach() for i, fqn in enumerate(program.mutations)}
+        return leaves[:first], written
+
+    def _results(self, executable: Executable, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """What the rank module gives: outputs and what is written back, local."""
+        program, loaded = executable.compiled.program, self._load_program(executable)
+        module = loaded.module
+        self._comm.deferred = self._deferred
+        module.bind_tensors(loaded.tensors(self.tensor))
+        try:
+            names = executable.compiled.source.inputs
+            results: Sequence[Any] = module(
+                *(
+                    part_for(x.to(self._device), program.layouts[n], self.device_mesh)
+                    for n, x in zip(names, inputs, strict=True)
+                )
+            )
+        finally:
+            module.release_tensors()
+        return results
+
+    def _leaf(
+        self, executable: Executable, number: int, local: Any, actual: Callable[[Sequence[int]], tuple[int, ...]]
+    ) -> Any:
+        """Output ``number`` as the user gets it, from what the rank module gave."""
+        program = executable.compiled.program
+        out = program.outputs[number] if number < len(program.outputs) else None
+        if not isinstance(out, Ref):
+            return local
+        shape = _shape(program.types[out.name], local, actual)
+        return self._output(local, program.layouts[out.name], shape, executable.graph.training)
 
     def _enter(self, index: int, count: int) -> None:
         self._comm.micro_batch = (index, count)
@@ -334,8 +345,9 @@ class DistributedModule(ShardedModule):
             return local if not shape or gathers else Output.of(self._dtensor(local, layout, shape))
         if not gathers:
             return Output.of(self._dtensor(local, layout, shape))
-        whole = Layout(self.mesh, [I if local.requires_grad else R] * self.mesh.ndim)
-        return execute(redistribution(layout, whole, shape, self.mesh, local.dtype, local.requires_grad), local)
+        mesh = self._running
+        whole = Layout(mesh, [I if local.requires_grad else R] * mesh.ndim)
+        return execute(redistribution(layout, whole, shape, mesh, local.dtype, local.requires_grad), local)
 
 
 def _shape(
@@ -354,5 +366,6 @@ def execute(plan: Any, local: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _device_type() -> str:
+def default_device_type() -> str:
+    """Where the ranks of torch.distributed compute."""
     return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"

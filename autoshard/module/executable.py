@@ -15,11 +15,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
-from autoshard.compiler import Compiled
 from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.module.state import State
+from autoshard.passes.codegen import root_class
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.symbols import bind, evaluate, mismatch
+from autoshard.plans.compiled import Compiled
 from autoshard.runtime import generators
 from autoshard.runtime.exactly import is_of_other_values
 from autoshard.runtime.profiling import name_lines
@@ -54,6 +55,20 @@ class Executable:
 
     structure: Any = None
     """what calls that it may serve have in common, apart from lengths; None where it serves one signature"""
+
+    parts: tuple[Executable, ...] = ()
+    """per stage, where the graph is cut into stages; ``rank_module`` is that of the first"""
+
+    @staticmethod
+    def of(compiled: Compiled, inputs: Mapping[str, Any], structure: Any) -> Executable:
+        """``compiled`` with its source loaded."""
+        source = compiled.source
+        if not compiled.parts:
+            return Executable(compiled, load_source(source.text, source.modules), inputs, structure)
+        names = [root_class(number) for number in range(len(compiled.parts))]
+        classes = load_classes(source.text, source.modules, names)
+        parts = tuple(Executable(part, kind) for part, kind in zip(compiled.parts, classes, strict=True))
+        return Executable(compiled, classes[0], inputs, structure, parts)
 
     @property
     def graph(self) -> Graph:
@@ -120,17 +135,24 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 _loaded = itertools.count()
 
 
-def load_source(text: str, modules: Mapping[int, str] | None = None) -> type[Any]:
-    """The ``RankModule`` class of generated source. ``modules``: of its lines, see :class:`Source`.
+def load_classes(text: str, modules: Mapping[int, str] | None, names: Sequence[str]) -> tuple[type[Any], ...]:
+    """The classes of these ``names`` in generated source. ``modules``: of its lines, see :class:`Source`.
 
-    Its module can be imported as long as the class lives: torch.compile looks there for the names that a forward reads.
+    Its module can be imported as long as the first of them lives: torch.compile looks there for the names that a forward reads.
     """
     module = types.ModuleType(f"autoshard_rank_module_{next(_loaded)}")
     exec(compile(text, "<autoshard rank_module.py>", "exec"), module.__dict__)
-    name_lines(module.RankModule, modules or {})
+    found = tuple(getattr(module, name) for name in names)
+    for kind in found:
+        name_lines(kind, modules or {})
     sys.modules[module.__name__] = module
-    weakref.finalize(module.RankModule, sys.modules.pop, module.__name__, None)
-    return module.RankModule  # type: ignore[no-any-return]
+    weakref.finalize(found[0], sys.modules.pop, module.__name__, None)
+    return found
+
+
+def load_source(text: str, modules: Mapping[int, str] | None = None) -> type[Any]:
+    """The ``RankModule`` class of generated source; see :func:`load_classes`."""
+    return load_classes(text, modules, (root_class(),))[0]
 
 
 def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

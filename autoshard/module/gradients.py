@@ -29,9 +29,9 @@ def clip_grad_norm_(
         raise RuntimeMismatchError(
             f"{len(partial)} gradients are not summed over the ranks yet: the last backward pass was inside no_sync()"
         )
-    if not gradients or not isinstance(gradients[0], DTensor):
+    if not sharded.is_staged and (not gradients or not isinstance(gradients[0], DTensor)):
         return torch.nn.utils.clip_grad_norm_(sharded.parameters(), max_norm, norm_type, error_if_nonfinite)
-    norm = _norm(gradients, float(norm_type))
+    norm = _norm(sharded.gradients_once(), float(norm_type), next(sharded.whole_parameters()))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(norm)}, and nothing was clipped")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -40,17 +40,19 @@ def clip_grad_norm_(
     return norm
 
 
-def _norm(gradients: Sequence[Any], order: float) -> torch.Tensor:
-    """The norm of DTensors taken together. Of ranks that hold the same part the first counts."""
-    mesh = gradients[0].device_mesh
+def _norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> torch.Tensor:
+    """The norm of DTensors taken together, in the dtype of ``like``. Of ranks that hold the same part the first counts."""
     mine = []
     for g in gradients:
-        first = all(p.is_shard() or n == 0 for p, n in zip(g.placements, mesh.get_coordinate(), strict=True))
+        place = g.device_mesh.get_coordinate()
+        first = all(p.is_shard() or n == 0 for p, n in zip(g.placements, place, strict=True))
         if first and g.to_local().numel():
             mine.append(g.to_local())
-    device, dtype = gradients[0].to_local().device, gradients[0].dtype
-    norms = torch.stack([n.to(device, dtype) for n in torch._foreach_norm(mine, order)]) if mine else None
-    total = torch.zeros((), device=device, dtype=dtype) if norms is None else torch.linalg.vector_norm(norms, order)
+    device = mine[0].device if mine else torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
+    norms = torch.stack([n.to(device, like.dtype) for n in torch._foreach_norm(mine, order)]) if mine else None
+    total = (
+        torch.zeros((), device=device, dtype=like.dtype) if norms is None else torch.linalg.vector_norm(norms, order)
+    )
     everyone = total.new_empty(dist.get_world_size())
     all_gather_single(everyone, total.reshape(1))  # no all-reduce: gloo's maximum loses a NaN
     norm: torch.Tensor = torch.linalg.vector_norm(everyone, order)

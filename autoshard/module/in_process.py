@@ -27,7 +27,7 @@ class InProcessModule(ShardedModule):
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__(model, mesh, settings)
-        object.__setattr__(self, "_world", World(dict(zip(mesh.axes, mesh.shape, strict=True))))
+        object.__setattr__(self, "_world", World(dict(zip(self._running.axes, self._running.shape, strict=True))))
         object.__setattr__(self, "_rank_modules", {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -118,7 +118,7 @@ class InProcessModule(ShardedModule):
         """A global input for every rank: the whole, with a gradient that is whole on each of them, or a part."""
         if layout.axes_with(Shard) or (x.requires_grad and torch.is_grad_enabled()):
             return cut(x, layout, "an input")
-        return (x,) * self.mesh.size
+        return (x,) * self._running.size
 
 
 def _real(tensor: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:

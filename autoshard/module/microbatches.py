@@ -56,10 +56,25 @@ class MicroBatchRun:
             finally:
                 self.enter(0, 1)
                 self.defer(before)
-        outputs = [_combined(parts, how) for parts, how in zip(zip(*made, strict=True), micro.outputs, strict=True)]
-        gradients = [leaf.grad for _, leaf in wanted]
-        outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *(x for x, _ in wanted))  # type: ignore[no-untyped-call]
-        return outputs, written
+        return delivered(micro, made, wanted), written
+
+
+def delivered(
+    micro: MicroBatches, made: Sequence[Leaves], wanted: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> Leaves:
+    """The outputs of the step from those of every micro-batch; the loss's backward hands the gradients over.
+
+    ``wanted``: tensors that get a gradient, each with what had it in the micro-batches.
+    """
+    outputs = [_combined(parts, how) for parts, how in zip(zip(*made, strict=True), micro.outputs, strict=True)]
+    gradients = [leaf.grad for _, leaf in wanted]
+    outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *(x for x, _ in wanted))  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def part_of(x: torch.Tensor, dim: int | None, index: int, count: int) -> torch.Tensor:
+    """What micro-batch ``index`` of ``count`` takes of an input whose ``dim`` they share."""
+    return _part(x, dim, index, count)
 
 
 def _part(x: torch.Tensor, dim: int | None, index: int, count: int) -> torch.Tensor:

@@ -36,6 +36,8 @@ class Original:
         self.parameters: list[str] = []
         self.absent: dict[str, tuple[torch.Tensor, int]] = {}
         """buffers without values, that no checkpoint will bring: name → what is held for it, and its version"""
+        self.elsewhere: dict[str, torch.Tensor] = {}
+        """what other processes hold, without data: original name → shape, dtype and requires_grad"""
         self.ties: dict[str, str] = {}
         """further names of a tensor → its first"""
         self._seen: tuple[list[torch.Tensor], list[Any], tuple[tuple[bool, ...], tuple[Any, ...]]] | None = None
@@ -78,8 +80,19 @@ class Original:
         elif not persistent:
             part._non_persistent_buffers_set.add(leaf)
 
+    def put_elsewhere(self, name: str, tensor: torch.Tensor, parameter: bool) -> None:
+        """Know that another process holds the tensor of this name; here its module has none."""
+        path, _, leaf = name.rpartition(".")
+        part = self.parts[path]
+        (part._parameters if parameter else part._buffers)[leaf] = None
+        self.elsewhere[name] = tensor
+        if parameter:
+            self.parameters.append(name)
+
     def tensor(self, name: str) -> Any:
         """The parameter or buffer of this original name, whatever the user has put there."""
+        if name in self.elsewhere:
+            return self.elsewhere[name]
         holder, leaf = self.slots[name]
         found = holder.get(leaf)
         if found is None:
@@ -92,7 +105,7 @@ class Original:
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Inside, leaves with the same data stand in for parameters that are trained: pairs of these, each once."""
-        before = {name: self.tensor(name) for name in self.parameters}
+        before = {name: self.tensor(name) for name in self.parameters if name in self.slots}
         leaves = {id(p): (p, p.detach().requires_grad_()) for p in before.values() if p.requires_grad}
         try:
             for name, p in before.items():
@@ -107,7 +120,8 @@ class Original:
     def held(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer under each of its names: those in the parts, or the user's own before adoption."""
         if self.adopted:
-            found = {name: self.tensor(name) for name in self.slots}
+            others = sorted({*self.slots, *self.elsewhere} - {*self.parameters})  # the same order in every process
+            found = {name: self.tensor(name) for name in (*self.parameters, *others)}
             for name, tied in self.ties.items():
                 if found[name] is not found[tied]:
                     raise CaptureError(
@@ -122,7 +136,8 @@ class Original:
     def tensors(self) -> list[torch.Tensor]:
         """Every parameter and buffer, without a look at what they were when the module was compiled."""
         if self.adopted:
-            return [t for holder, leaf in self.slots.values() if (t := holder.get(leaf)) is not None]
+            own = [t for holder, leaf in self.slots.values() if (t := holder.get(leaf)) is not None]
+            return [*own, *self.elsewhere.values()]
         return [*self.model.parameters(), *self.model.buffers()]
 
     def state(self, recorded: bool, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> State:

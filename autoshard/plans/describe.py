@@ -194,7 +194,7 @@ def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective
     if step.backward and program.types[s.value].grad:
         yield replace(first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward)
     if again and step.is_collective:
-        seconds = float(forward_seconds(program.types[s.value], (step.src,), (step.dst,))[0, 0])
+        seconds = float(forward_seconds(program.graph.types[s.value], (step.src,), (step.dst,))[0, 0])
         how = "gathered again" if s.parameter else "made again"
         yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} ({how})")
 

@@ -12,6 +12,7 @@ from autoshard.passes.ir.graph import Graph, TensorType
 from autoshard.passes.propagate.op_space import axis_strategies, fits
 from autoshard.passes.search.network import Solution
 from autoshard.plans.plan import Plan
+from autoshard.precision import Precision
 
 
 def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layout]) -> Assignment:
@@ -55,6 +56,16 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
     again = {name: choice.again for name, choice in plan.choices.items() if choice.again}
     shared_again = frozenset(fqns.get(n, n) for n in plan.shared_again)
     return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, hinted, again, shared_again)
+
+
+def check_precision(plan: Plan, precision: Precision | None) -> None:
+    """Raise :class:`PlanError` if the plan was made for another mixed precision."""
+    asked = str(precision or "")
+    if plan.mixed_precision != asked:
+        raise PlanError(
+            f"the plan was made for mixed_precision ({plan.mixed_precision or 'none'}), and the model is compiled for "
+            f"({asked or 'none'}): plan again, with the same policy"
+        )
 
 
 def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:

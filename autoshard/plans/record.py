@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -137,6 +137,38 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Staged:
+    """How a graph is cut into stages along a mesh axis, and the plan of every stage on the rest of the mesh."""
+
+    axis: str
+    schedule: str
+    """gpipe, 1f1b, interleaved or zero_bubble"""
+    micro_batches: int
+    boundaries: tuple[int, ...]
+    """positions among the graph's operations before which it is cut"""
+    plans: tuple[Record, ...]
+    """per stage; its figures are those of one micro-batch"""
+    messages: tuple[float, ...] = ()
+    """per boundary the bytes that one micro-batch sends forward, whole"""
+    sent: tuple[tuple[float, float], ...] = ()
+    """per boundary the bytes that one rank sends of one micro-batch: forward, and the gradients that come back"""
+
+    flying: tuple[int, ...] = ()
+    """per stage the micro-batches that it keeps something for at once"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self), "plans": [json.loads(plan.to_json()) for plan in self.plans]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], plan: Callable[[str], Record]) -> Staged:
+        """What :meth:`to_dict` gave; ``plan`` reads the JSON of one stage's plan."""
+        plans = tuple(plan(json.dumps(p)) for p in data["plans"])
+        lists = {k: tuple(data.get(k, ())) for k in ("boundaries", "messages", "flying")}
+        return cls(**{**data, **lists, "plans": plans, "sent": tuple(map(tuple, data.get("sent", ())))})
+
+
+@dataclass(frozen=True)
 class Record:
     """All choices for a model on a mesh. ``layouts``: by parameter, buffer or input name, and by graph value."""
 
@@ -174,13 +206,18 @@ class Record:
     """values whose conversion into the shared layout is made again in the backward"""
     like: str = ""
     """the expert's plan that was asked for, as text; "" for none"""
+    mixed_precision: str = ""
+    """the policy that it was made for, as text; "" for none"""
     candidates: tuple[Candidate, ...] = ()
     """where a number of devices was given instead of a mesh: the runners-up, the best first"""
+    staged: Staged | None = None
+    """where the graph is cut into stages: where, and the plan of each"""
 
     def to_json(self) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
         return json.dumps(
             {
+                **({} if self.staged is None else {"staged": self.staged.to_dict()}),
                 "format": 1,
                 "mesh": dict(zip(self.mesh.axes, self.mesh.shape, strict=True)),
                 "hardware": self.mesh.hardware.to_dict(),
@@ -205,6 +242,7 @@ class Record:
                 "recomputed": [asdict(r) for r in self.recomputed],
                 "shared_again": list(self.shared_again),
                 "like": self.like,
+                "mixed_precision": self.mixed_precision,
                 "candidates": [
                     {
                         "mesh": dict(zip(c.mesh.axes, c.mesh.shape, strict=True)),
@@ -248,7 +286,9 @@ class Record:
                 recomputed=tuple(Recomputed(**r) for r in data.get("recomputed", ())),
                 shared_again=tuple(data.get("shared_again", ())),
                 like=data.get("like", ""),
+                mixed_precision=data.get("mixed_precision", ""),
                 candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
+                staged=Staged.from_dict(data["staged"], cls.from_json) if "staged" in data else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from autoshard.layout import Invariant, Layout, Replicate
 from autoshard.passes.ir.memory import Recomputed
-from autoshard.plans.record import Choice, Collective, Record
+from autoshard.plans.pipeline import stage_rows
+from autoshard.plans.record import Choice, Collective, Cost, Record
 
 WIDTH = 120
 """columns of the text where it does not go to a terminal"""
@@ -35,7 +36,7 @@ def plan_text(plan: Record, width: int | None = None) -> str:
 
 def plan_table(plan: Record) -> RenderableType:
     """``plan`` as a rich renderable, for a console with colours."""
-    parts: list[RenderableType] = [_headline(plan), _parameters(plan)]
+    parts: list[RenderableType] = [_headline(plan), *([_stages(plan)] if plan.staged else []), _parameters(plan)]
     if plan.collectives:
         parts.append(_collectives(plan))
     parts.append(_memory(plan))
@@ -153,7 +154,7 @@ def _headline(plan: Record) -> Text:
     lines = [
         f"{plan.title or 'Plan'} on {plan.mesh.hardware.name}, mesh {plan.mesh}: {plan.mesh.size} ranks, {what}",
         f"predicted step {show_seconds(cost.total_s)} = compute {show_seconds(cost.compute_s)} + communication "
-        f"{show_seconds(cost.exposed_s)} ({share:.0%}); {_proof(plan)}",
+        f"{show_seconds(cost.exposed_s)} ({share:.0%}){_waiting(cost)}; {_proof(plan)}",
         f"{show_flops(cost.flops)} in all, {show_flops(cost.flops_per_rank)} on the busiest rank; "
         f"MFU {cost.mfu:.1%}, HFU {cost.hfu:.1%}",
     ]
@@ -162,6 +163,28 @@ def _headline(plan: Record) -> Text:
     if abs(cost.merged_s) > 1e-9 * cost.total_s:
         lines.insert(2, f"merged on top: {show_seconds(-cost.merged_s).replace('-', '−')}")
     return Text("\n".join(lines))
+
+
+def _waiting(cost: Cost) -> str:
+    """The bubble of a pipeline, as a term of the step."""
+    return f" + waiting {show_seconds(cost.bubble_s)} ({cost.bubble_s / cost.total_s:.0%})" if cost.bubble_s else ""
+
+
+def _stages(plan: Record) -> Table:
+    staged = plan.staged
+    assert staged is not None
+    title = f"Stages along {staged.axis}: {staged.schedule}, {staged.micro_batches} micro-batches"
+    columns = (">stage", ">rank", "modules", ">forward", ">backward", ">sends", ">in flight", ">memory/rank")
+    table = _table(title, *columns)
+    for row in stage_rows(plan):
+        globs: dict[str, list[str]] = {}
+        for path in row.modules:
+            globs.setdefault(globbed(path), []).append(path)
+        modules = ", ".join(_named(glob, names, True) for glob, names in globs.items())
+        seconds = [show_seconds(s) for s in (row.times.batch.forward, row.times.batch.backward)]
+        sizes = show_bytes(row.sent), str(row.flying), show_bytes(row.memory.peak)
+        _add(table, str(row.number), str(row.rank), modules, *seconds, *sizes)
+    return table
 
 
 def _proof(plan: Record) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from autoshard.layout import Layout
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
+from autoshard.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,16 @@ class Wishes:
     """an expert's plan: a name, a name per mesh axis, or styles by module"""
     parameters: Mapping[str, Layout] | None = None
     """layouts that an earlier compilation gave the parameters"""
+    mixed_precision: Precision | None = None
     micro_batches: int = 1
     """parts of the batch that a step with a backward runs one after another"""
     inputs: tuple[Layout | None, ...] = ()
     """per leaf of the arguments the layout it comes in; None, or nothing: whole"""
+    stages: str | None = None
+    """the mesh axis along which the graph is cut into stages, instead of the tensors"""
+    schedule: str = "1f1b"
+    """the order in which stages run micro-batches: gpipe, 1f1b, interleaved or zero_bubble"""
+    flying: int = 0
+    """of one stage: the micro-batches that it keeps something for at once"""
+    homes: Mapping[str, tuple[int, ...]] | None = None
+    """the stages that an earlier compilation put the parameters and buffers into"""

@@ -84,6 +84,7 @@ __all__ = [
 from autoshard.runtime.attention import attention, causal_mask, kv_heads
 from autoshard.runtime.draw import draw, draw_like, native_dropout, rrelu
 from autoshard.runtime.embedding import vocab_embedding, vocab_embedding_bag
+from autoshard.runtime.experts import experts
 from autoshard.runtime.halo import average, crop, halo
 from autoshard.runtime.indexing import (
     sharded_gather,
@@ -116,6 +117,7 @@ from autoshard.runtime.reduce import (
     var_mean,
     vector_norm,
 )
+from autoshard.runtime.ring import causal_rows, ring_attention
 from autoshard.runtime.scan import cummax, cummin, cumprod, cumsum, logcumsumexp
 from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax
 
@@ -133,6 +135,7 @@ __all__ += [
     "batch_norm_no_stats",
     "bincount",
     "causal_mask",
+    "causal_rows",
     "crop",
     "cross_entropy",
     "cummax",
@@ -141,6 +144,7 @@ __all__ += [
     "cumsum",
     "draw",
     "draw_like",
+    "experts",
     "flat_argmax",
     "flat_argmin",
     "group_norm",
@@ -155,6 +159,7 @@ __all__ += [
     "native_dropout",
     "nll_loss",
     "prod",
+    "ring_attention",
     "rms_norm",
     "rrelu",
     "safe_softmax",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,23 @@ Gradients = Sequence[torch.Tensor | None]
 Begin = Callable[[], Any]
 
 
+class Dtypes(NamedTuple):
+    """In which dtypes tensors travel, and arrive; None: in their own."""
+
+    forward: torch.dtype | None = None
+    backward: torch.dtype | None = None
+    """of gradients; in this one they are summed"""
+
+
+PLAIN = Dtypes()
+
+
 class Bucket(ABC):
     """``moves``: one for each tensor of each face, all of one verb; ``replicas``: axes that hold the same shards.
 
     ``listed``: whether the plan lists every member, as it does for parameters; profiles then say how many there are.
-    ``deferred``: whether the backward may leave the last sum to a later one, see :attr:`awaited`.
+    ``dtypes``: of mixed precision. ``deferred``: whether the backward may leave the last sum to a later one, see
+    :attr:`awaited`.
     """
 
     def __init__(
@@ -39,9 +51,10 @@ class Bucket(ABC):
         moves: Sequence[Move],
         replicas: tuple[str, ...] = (),
         listed: bool = False,
+        dtypes: Dtypes = PLAIN,
         deferred: bool = False,
     ) -> None:
-        self.moves, self.replicas, self.listed = tuple(moves), replicas, listed
+        self.moves, self.replicas, self.listed, self.dtypes = tuple(moves), replicas, listed, dtypes
         self.deferred = deferred and bool(self.awaited)
 
     @property
@@ -59,12 +72,12 @@ class Bucket(ABC):
         """Every tensor moved."""
 
     @abstractmethod
-    def of(self, moves: Sequence[Move]) -> Bucket:
-        """A bucket of other moves on the same ranks."""
+    def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
+        """A bucket of other moves on the same ranks, in this dtype."""
 
     def duals(self, present: Sequence[int]) -> list[Bucket]:
         """What the gradients of the tensors with these numbers go through, one after the other."""
-        back = self.of([self.moves[i].backward() for i in present])
+        back = self.of([self.moves[i].backward() for i in present], self.dtypes.backward)
         return [back, self.of([self.last_move] * len(present))] if self.replicas else [back]
 
     @abstractmethod
@@ -82,32 +95,41 @@ class FlatBucket(Bucket):
     """One flat buffer per dtype on torch.distributed. Chunks that are uneven are padded at the end of a rank's row."""
 
     def __init__(
-        self, comm: TorchCommunicator, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False
+        self,
+        comm: TorchCommunicator,
+        moves: Sequence[Move],
+        replicas: tuple[str, ...] = (),
+        listed: bool = False,
+        dtypes: Dtypes = PLAIN,
     ) -> None:
-        super().__init__(moves, replicas, listed, comm.deferred)
+        super().__init__(moves, replicas, listed, dtypes, comm.deferred)
         self.comm = comm
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         out: list[Any] = list(xs)
         if self.moves[0].verb in LOCAL:
-            return [self.comm.local(m, x.view_as(x)) for m, x in zip(self.moves, xs, strict=True)]
+            xs = [x.view_as(x) for x in xs] if self.dtypes.forward is None else [x.to(self.dtypes.forward) for x in xs]
+            return [self.comm.local(m, x) for m, x in zip(self.moves, xs, strict=True)]
         for members in _by_dtype(xs):
-            _, work, moved = self._begin([self.moves[i] for i in members], [xs[i] for i in members], phase)
+            moves, given = [self.moves[i] for i in members], [xs[i] for i in members]
+            _, work, moved = self._begin(moves, given, phase, self.dtypes.forward)
             if work is not None:
                 work.wait()
             for i, y in zip(members, moved, strict=True):
                 out[i] = y
         return out
 
-    def of(self, moves: Sequence[Move]) -> Bucket:
-        return FlatBucket(self.comm, moves)
+    def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
+        return FlatBucket(self.comm, moves, dtypes=Dtypes(dtype))
 
     def backward(
         self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
     ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
         """See :meth:`Bucket.backward`."""
+        dtype = self.dtypes.backward
         if keeps and not self.replicas:
-            return [None if g is None else g.clone(memory_format=torch.contiguous_format) for g in gradients], [], []
+            how: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
+            return [None if g is None else g.to(dtype or g.dtype, **how) for g in gradients], [], []
         earlier = earlier or [None] * len(gradients)
         if not self.replicas:
             gradients = [g if g is None or e is None else g + e for g, e in zip(gradients, earlier, strict=True)]
@@ -117,7 +139,7 @@ class FlatBucket(Bucket):
         for members in _by_dtype(gradients):
             moves = [self.moves[i].backward() for i in members]
             present = [g for i in members if (g := gradients[i]) is not None]
-            buffer, work, parts = self._begin(moves, present, "backward")
+            buffer, work, parts = self._begin(moves, present, "backward", dtype)
             if self.replicas and not keeps:
                 later.append(self._then_all_reduce(work, buffer, parts, [earlier[i] for i in members]))
             elif work is not None:
@@ -127,23 +149,23 @@ class FlatBucket(Bucket):
         return out, works, later
 
     def _begin(
-        self, moves: list[Move], xs: list[torch.Tensor], phase: str
+        self, moves: list[Move], xs: list[torch.Tensor], phase: str, dtype: torch.dtype | None
     ) -> tuple[torch.Tensor, Any | None, list[torch.Tensor]]:
-        """A flat buffer, the work that fills it, and the moved tensors: parts of it."""
-        verb = moves[0].verb
+        """A flat buffer, the work that fills it, and the moved tensors: parts of it. ``dtype``: of the buffer."""
+        verb, dtype = moves[0].verb, dtype or xs[0].dtype
         if verb in LOCAL:
             parts = [self.comm.local(m, x) for m, x in zip(moves, xs, strict=True)]
-            buffer = _flat(parts)
+            buffer = _flat(parts, dtype)
             return buffer, None, _views(buffer, [p.shape for p in parts])
-        record(self.comm, moves, xs, phase)
+        record(self.comm, moves, xs, phase, dtype)
         self.comm.during(moves[0], phase)
         with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
             if verb == "all_reduce":
-                buffer = _flat(xs)
+                buffer = _flat(xs, dtype)
                 return buffer, self._all_reduce(buffer, moves[0].axes), _views(buffer, [x.shape for x in xs])
             if verb == "reduce_scatter":
-                return self._reduce_scatter(moves, xs)
-            moved = self._gather(moves, xs) if verb == "all_gather" else self._all_to_all(moves, xs)
+                return self._reduce_scatter(moves, xs, dtype)
+            moved = self._gather(moves, xs, dtype) if verb == "all_gather" else self._all_to_all(moves, xs)
             return moved[0], None, moved
 
     def _then_all_reduce(
@@ -165,13 +187,13 @@ class FlatBucket(Bucket):
     def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
         return self.comm.begin(self.comm.process_group(axes), dist.all_reduce, buffer)
 
-    def _gather(self, moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _gather(self, moves: list[Move], xs: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         group = self.comm.process_group(moves[0].axes)
         rows = [self._shapes(moves, [x.shape for x in xs], k) for k in range(group.size)]
         row = sum(numel(s) for s in rows[0])
-        mine = xs[0].new_empty(row)
+        mine = xs[0].new_empty(row, dtype=dtype)
         torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
-        out = xs[0].new_empty(group.size * row)
+        out = mine.new_empty(group.size * row)
         self.comm.run(group, all_gather_single, raw(out), raw(mine))
         by_index = list(torch.split(out, row)) if row else [out] * group.size
         if group.order is not None:
@@ -188,7 +210,7 @@ class FlatBucket(Bucket):
         received = [self._shapes(moves, mine, k) for k in members]
         sends = [sum(piece.numel() for piece in pieces) for pieces in sent]
         receives = [sum(map(numel, shapes)) for shapes in received]
-        buffer = _flat([piece for pieces in sent for piece in pieces])
+        buffer = torch.cat([piece.reshape(-1) for pieces in sent for piece in pieces])
         out = buffer.new_empty(sum(receives))
         scale = 1 if raw(out) is out else out.element_size()
         theirs, ours = ([n * scale for n in counts] for counts in (receives, sends))
@@ -199,12 +221,12 @@ class FlatBucket(Bucket):
         return [torch.cat([pieces[i] for pieces in by_index], m.dim) for i, m in enumerate(moves)]
 
     def _reduce_scatter(
-        self, moves: list[Move], gradients: list[torch.Tensor]
+        self, moves: list[Move], gradients: list[torch.Tensor], dtype: torch.dtype
     ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
         group = self.comm.process_group(moves[0].axes)
         rows = [self._shapes(moves, [g.shape for g in gradients], k) for k in range(group.size)]
         row = sum(numel(s) for s in rows[0])
-        buffer = gradients[0].new_empty(group.size * row)
+        buffer = gradients[0].new_empty(group.size * row, dtype=dtype)
         for position in range(group.size):
             k = position if group.order is None else group.order[position]
             part = buffer[position * row : (position + 1) * row]
@@ -213,7 +235,7 @@ class FlatBucket(Bucket):
             length = sum(p.numel() for p in pieces)
             torch.cat(pieces, out=part[:length])
             part[length:].zero_()
-        out = gradients[0].new_empty(row)
+        out = buffer.new_empty(row)
         work = self.comm.reduce_scatter(group, out, buffer)
         return out, work, _views(out, rows[group.number])
 
@@ -227,18 +249,23 @@ class JointBucket(Bucket):
     """The same for all in-process ranks at once, without flat buffers; logged as one collective per dtype."""
 
     def __init__(
-        self, world: World, moves: Sequence[Move], replicas: tuple[str, ...] = (), listed: bool = False
+        self,
+        world: World,
+        moves: Sequence[Move],
+        replicas: tuple[str, ...] = (),
+        listed: bool = False,
+        dtypes: Dtypes = PLAIN,
     ) -> None:
-        super().__init__(moves, replicas, listed, world.ranks[0].deferred)
+        super().__init__(moves, replicas, listed, dtypes, world.ranks[0].deferred)
         self.world = world
         self.count = len(self.moves) // world.size
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
-        return [y for y in self._execute(self.moves, list(xs), phase) if y is not None]
+        return [y for y in self._execute(self.moves, _as(xs, self.dtypes.forward), phase) if y is not None]
 
-    def of(self, moves: Sequence[Move]) -> Bucket:
+    def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
         """See :meth:`Bucket.of`; the same for every face."""
-        return JointBucket(self.world, moves)
+        return JointBucket(self.world, moves, dtypes=Dtypes(dtype))
 
     def backward(
         self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
@@ -247,7 +274,7 @@ class JointBucket(Bucket):
 
         Here gradients are kept whole, whose summands cost nothing to add: a sum that waits is one that is not counted.
         """
-        waits = self.deferred
+        waits, gradients = self.deferred, _as(gradients, self.dtypes.backward)
         out = self._execute([m.backward() for m in self.moves], gradients, "backward", waits and not self.replicas)
         if self.replicas:
             out = self._execute([self.last_move] * len(out), out, "backward", waits)
@@ -281,22 +308,23 @@ def carried(
     through: Callable[[Bucket, Sequence[torch.Tensor]], Tensors],
     replicas: tuple[str, ...] = (),
     listed: bool = False,
+    dtypes: Dtypes = PLAIN,
 ) -> Tensors:
     """Every tensor moved: ``through(bucket, tensors)``, on all faces' tensors where this process holds all ranks.
 
-    ``what``: the caller's name, for errors; ``replicas`` and ``listed`` as in :class:`Bucket`.
+    ``what``: the caller's name, for errors; ``replicas``, ``listed`` and ``dtypes`` as in :class:`Bucket`.
     """
     comm = current()
     module = named(moves[0], always=isinstance(comm, TorchCommunicator)).module
     moves = [move._replace(module=module) for move in moves]
     if isinstance(comm, TorchCommunicator):
-        return through(FlatBucket(comm, moves, replicas, listed), xs)
+        return through(FlatBucket(comm, moves, replicas, listed, dtypes), xs)
     if not isinstance(comm, InProcessCommunicator):
         raise RuntimeMismatchError(f"{what}: unknown communicator {type(comm).__name__}")
     world = comm.world
 
     def joint(values: list[tuple[Sequence[Move], Sequence[torch.Tensor]]]) -> list[Tensors]:
-        bucket = JointBucket(world, [m for ms, _ in values for m in ms], replicas, listed)
+        bucket = JointBucket(world, [m for ms, _ in values for m in ms], replicas, listed, dtypes)
         out = through(bucket, [x for _, ys in values for x in ys])
         return [out[i * len(xs) : (i + 1) * len(xs)] for i in range(world.size)]
 
@@ -306,10 +334,14 @@ def carried(
     return result
 
 
-def record(comm: Communicator, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str) -> None:
-    """Log one collective for several tensors."""
+def record(
+    comm: Communicator, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str, dtype: torch.dtype | None = None
+) -> None:
+    """Log one collective for several tensors. ``dtype``: in which they travel, where that is not their own."""
     axes = moves[0].axes
-    ring = sum(m.ring_bytes(x, comm.size_of(axes)) for m, x in zip(moves, xs, strict=True))
+    size = comm.size_of(axes)
+    each = ((m.ring_bytes(x, size), x.dtype.itemsize) for m, x in zip(moves, xs, strict=True))
+    ring = sum(n if dtype is None else n / itemsize * dtype.itemsize for n, itemsize in each)
     comm.record(moves[0].verb, axes, phase, ring)
 
 
@@ -322,8 +354,14 @@ def _by_dtype(xs: Sequence[torch.Tensor | None]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _flat(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([x.reshape(-1) for x in xs])
+def _as(xs: Any, dtype: torch.dtype | None) -> Any:
+    """Every tensor in this dtype."""
+    return [x if x is None or dtype is None else x.to(dtype) for x in xs]
+
+
+def _flat(xs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    out = xs[0].new_empty(sum(x.numel() for x in xs), dtype=dtype)
+    return torch.cat([x.reshape(-1) for x in xs], out=out)
 
 
 def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ import torch
 
 from autoshard.errors import MeshError, RuntimeMismatchError
 from autoshard.runtime.move import Move
+from autoshard.runtime.relay import Arrival, Hop
 from autoshard.runtime.window import Chunks, chunks
 
 Axes = str | Sequence[str]
@@ -66,6 +67,14 @@ class Communicator(ABC):
     @abstractmethod
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)`` with one draw from the random generators for all ranks together."""
+
+    @abstractmethod
+    def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
+        """Begin one hop of every rank that this process runs, in their order."""
+
+    def meet(self, what: str, value: Any, joint: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """``joint(values)`` of all ranks that this process runs, once; this rank's part of what it gives."""
+        return joint([value])[0]
 
     def gathered(self, what: str, mine: Any) -> Sequence[Any]:
         """``mine`` of every rank that this process runs, in their order; ``what`` they all have come for."""

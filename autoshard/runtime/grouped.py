@@ -1,48 +1,82 @@
-"""Grouped matrix products as one op, for the dtypes that ``F.grouped_mm`` runs on and cannot be traced with."""
+"""Grouped matrix products: consecutive groups of rows, each with a matrix of its own."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 
 @torch.library.custom_op("autoshard::grouped_mm", mutates_args=())
-def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool = False) -> torch.Tensor:
     """Rows [s, k] in consecutive groups that end at ``ends`` [e], each times its matrix of [e, k, n] → [s, n].
 
-    Rows after the last group are zero.
+    Rows after the last group are zero; ``full``: there are none.
     """
-    bounds = _bounds(ends)
+    if full and _has_kernel(x, weight.shape[2]):
+        return torch._grouped_mm(x.contiguous(), weight, offs=ends)
     out = x.new_zeros(x.shape[0], weight.shape[2])
-    for a, b, matrix in zip(bounds, bounds[1:], weight, strict=False):
-        out[a:b] = x[a:b] @ matrix
+    for e, a, b in _groups(ends):
+        torch.mm(x[a:b], weight[e], out=out[a:b])
+    return out
+
+
+@torch.library.custom_op("autoshard::grouped_outer", mutates_args=())
+def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Of the rows [s, k] and [s, n] of each group the sum of outer products → [e, k, n]."""
+    out = x.new_zeros(ends.shape[0], x.shape[1], y.shape[1])
+    for e, a, b in _groups(ends):
+        torch.mm(x[a:b].mT, y[a:b], out=out[e])
     return out
 
 
 @grouped_mm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool = False) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-def _bounds(ends: torch.Tensor) -> list[int]:
-    return [0, *ends.tolist()]
+@grouped_outer.register_fake
+def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    x, weight, ends = inputs  # the products keep each other where they are differentiated
+def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """(number, start, end) of the groups that have rows."""
+    for number, (a, b) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+        if a < b:
+            yield number, a, b
+
+
+def _has_kernel(x: torch.Tensor, columns: int) -> bool:
+    """Whether torch's grouped product takes it: it knows no float64, and wants rows of whole 16 bytes."""
+    units = (x.shape[1] * x.element_size(), columns * x.element_size())
+    narrow = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return narrow and x.shape[0] > 0 and not any(n % 16 for n in units)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, ends, ctx.full = inputs  # the products keep each other where they are differentiated
     of_x, of_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if of_weight else None, weight if of_x else None, ends)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight, ends = ctx.saved_tensors
-    bounds = _bounds(ends)
-    of_x = grouped_mm(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None
-    if not ctx.needs_input_grad[1]:
-        return of_x, None, None
-    return of_x, torch.stack([x[a:b].mT @ grad[a:b] for a, b in itertools.pairwise(bounds)]), None
+    of_x = grouped_mm(grad, weight.mT, ends, ctx.full) if ctx.needs_input_grad[0] else None
+    of_weight = grouped_outer(x, grad, ends) if ctx.needs_input_grad[1] else None
+    return of_x, of_weight, None, None
+
+
+def _save_outer(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_of_outer(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, y, ends = ctx.saved_tensors
+    return grouped_mm(y, grad.mT, ends), grouped_mm(x, grad, ends), None
 
 
 grouped_mm.register_autograd(_backward, setup_context=_save)
+grouped_outer.register_autograd(_backward_of_outer, setup_context=_save_outer)

@@ -9,6 +9,7 @@ ranks' tensors: one graph spans the mesh, and a plain ``loss.backward()`` in the
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.communicator import Communicator, Executed, bind, current, in_order_of
 from autoshard.runtime.move import LOCAL, Move, piece, together
 from autoshard.runtime.profiling import named, recorded
+from autoshard.runtime.relay import Arrival, Hop
 from autoshard.runtime.schedule import Joint, Schedule, Threads, ThreadState
 
 Tensors = tuple[torch.Tensor, ...]
@@ -110,7 +112,10 @@ class World:
             if out[first] is not None:
                 continue
             group = comm.group(moves[first].axes)
-            parts = _GROUP_OPS[verb](comm, moves[first], [xs[r] for r in group])
+            if moves[first].splits is not None:
+                parts = _exchanged([moves[r] for r in group], [xs[r] for r in group])
+            else:
+                parts = _GROUP_OPS[verb](comm, moves[first], [xs[r] for r in group])
             receivers = comm.group(moves[first].order) if verb == "permute" else group
             for r, part in zip(receivers, parts, strict=True):
                 out[r] = part
@@ -136,6 +141,23 @@ class InProcessCommunicator(Communicator):
     def _joint(self, values: list[tuple[Move, torch.Tensor]]) -> Sequence[torch.Tensor]:
         moves, xs = zip(*values, strict=True)
         return _joint(self.world, moves, xs, self.phase)
+
+    def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
+        """See :meth:`Communicator.exchange`."""
+        first = hops[0]
+        self.record("permute", first.move.axes, phase, first.bytes)
+        sent: dict[int, tuple[torch.Tensor, ...]] = {}
+        with recorded(self, first.move, phase):
+            for rank, hop in zip(self.world.ranks, hops, strict=True):
+                sent[rank.group(hop.move.axes)[hop.to]] = hop.tensors
+        for rank, hop in zip(self.world.ranks, hops, strict=True):
+            if [x.shape for x in sent[rank.rank]] != list(hop.shapes):
+                raise RuntimeMismatchError(f"{hop.move}: rank {rank.rank} gets other shapes than {hop.shapes}")
+        return [functools.partial(sent.__getitem__, rank.rank) for rank in self.world.ranks]
+
+    def meet(self, what: str, value: Any, joint: Joint) -> Any:
+        """See :meth:`Communicator.meet`."""
+        return self.world.meet(self.rank, what, value, joint)
 
     def gathered(self, what: str, mine: Any) -> Sequence[Any]:
         """See :meth:`Communicator.gathered`."""
@@ -204,6 +226,12 @@ def _all_gather(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[
 def _all_to_all(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     cuts = comm.chunks(move.to_size, move.axes)
     return [torch.cat([x.narrow(move.to_dim, *c) for x in xs], move.dim) for c in cuts]
+
+
+def _exchanged(moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows by the numbers in the moves' splits."""
+    sent = [x.split(move.splits.sent) for move, x in zip(moves, xs, strict=True) if move.splits is not None]
+    return [torch.cat(parts) for parts in zip(*sent, strict=True)]
 
 
 def _permute(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:

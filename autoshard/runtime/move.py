@@ -57,12 +57,24 @@ def ring_volume(verb: str, ranks: int) -> int:
     return (ranks - 1) * ranks if verb in COLLECTIVES else 0
 
 
+class Splits(NamedTuple):
+    """Rows that this rank, number ``me`` of its group, sends to each rank of the group, and receives from each."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    me: int
+
+    def backward(self) -> Splits:
+        return Splits(self.received, self.sent, self.me)
+
+
 class Move(NamedTuple):
     """``source → target`` over the flattened group ``axes`` (first axis outermost).
 
     ``dim`` is the sharded tensor dim and ``size`` its length before the cut. An all-to-all goes from a cut of ``dim``
     to a cut of ``to_dim`` (length ``to_size``). ``order`` makes it a permute: the same chunks, numbered along
-    ``order`` afterwards. ``exchange`` makes it a halo: other intervals of ``dim`` than the chunks.
+    ``order`` afterwards. ``exchange`` makes it a halo: other intervals of ``dim`` than the chunks. ``splits`` makes it an
+    all-to-all of as many rows (dim 0) as they say, in the order of the ranks.
     """
 
     source: str
@@ -77,6 +89,7 @@ class Move(NamedTuple):
     module: str = "?"
     """what it is made for, in profiles; "?" where none was running"""
     exchange: Exchange | None = None
+    splits: Splits | None = None
 
     @property
     def verb(self) -> str:
@@ -89,12 +102,15 @@ class Move(NamedTuple):
     def key(self) -> Move:
         """What every rank must agree on. Lengths may differ between groups, where other axes cut unevenly."""
         between = None if self.exchange is None else Exchange((), ())
-        return self._replace(size=-1, to_size=-1, module="?", exchange=between)
+        splits = None if self.splits is None else Splits((), (), 0)
+        return self._replace(size=-1, to_size=-1, module="?", exchange=between, splits=splits)
 
     def backward(self) -> Move:
         """The move of the gradient."""
         if self.exchange is not None:
             return self._replace(exchange=self.exchange.backward())
+        if self.splits is not None:
+            return self._replace(splits=self.splits.backward())
         if self.order:
             return self._replace(axes=self.order, order=self.axes)
         if self.to_dim >= 0:
@@ -106,8 +122,11 @@ class Move(NamedTuple):
 
         Chunks that differ in length all count as the longest, as in the plan. That is what is sent by an all-gather and
         a reduce-scatter, which pad; an all-to-all and a permute send no more than that. A halo counts what the rank
-        gets that gets most.
+        gets that gets most; rows that are sent by ``splits`` count as they are.
         """
+        if self.splits is not None:
+            elements = math.prod(x.shape[1:]) * (sum(self.splits.sent) - self.splits.sent[self.splits.me])
+            return float(elements * x.element_size())
         if self.exchange is not None:
             return (
                 math.prod(n for d, n in enumerate(x.shape) if d != self.dim) * self.exchange.received * x.element_size()

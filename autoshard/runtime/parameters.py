@@ -16,7 +16,7 @@ import torch
 
 from autoshard.errors import LayoutError, RuntimeMismatchError
 from autoshard.runtime.again import CHANGED, Source, can_be_made_again, forget_freed, forgetting
-from autoshard.runtime.buckets import Bucket, Tensors, carried
+from autoshard.runtime.buckets import Bucket, Dtypes, Tensors, carried
 from autoshard.runtime.collectives import Whole
 from autoshard.runtime.communicator import Axes, current
 from autoshard.runtime.gradients import Gradients
@@ -24,20 +24,26 @@ from autoshard.runtime.in_process import InProcessCommunicator
 from autoshard.runtime.move import Move
 from autoshard.runtime.together import moved_back
 
+Dtype = torch.dtype | None
 
-def enter_parameters(tensors: Sequence[torch.Tensor], axes: Axes) -> Tensors:
+
+def enter_parameters(
+    tensors: Sequence[torch.Tensor], axes: Axes, *, dtype: Dtype = None, reduce_dtype: Dtype = None
+) -> Tensors:
     """I → R for the parameters of a block, as in data parallelism. Forward: nothing.
 
     Backward: the gradients are flattened into one buffer per dtype and all-reduced, asynchronously for parameters that
-    come from :func:`wait_gradients`.
+    come from :func:`wait_gradients`. In mixed precision values come in ``dtype``, and gradients are summed in
+    ``reduce_dtype`` and arrive in the parameter's own.
     """
     comm = current()
     names = comm.active(axes)
     moving = [t for t in tensors if t.requires_grad]
     if not names or not moving or not torch.is_grad_enabled():
-        return tuple(tensors)
-    moved = iter(carried("enter_parameters", [Move("I", "R", names)] * len(moving), moving, _through, listed=True))
-    return tuple(next(moved) if t.requires_grad else t for t in tensors)
+        return tuple(tensors) if dtype is None else tuple(t.to(dtype) for t in tensors)
+    moves, dtypes = [Move("I", "R", names)] * len(moving), Dtypes(dtype, reduce_dtype)
+    moved = iter(carried("enter_parameters", moves, moving, _through, listed=True, dtypes=dtypes))
+    return tuple(next(moved) if t.requires_grad else t if dtype is None else t.to(dtype) for t in tensors)
 
 
 def gather_parameters(
@@ -47,24 +53,29 @@ def gather_parameters(
     to: Whole = "R",
     sizes: Sequence[int] | None = None,
     replicas: Axes = (),
+    *,
+    dtype: Dtype = None,
+    reduce_dtype: Dtype = None,
 ) -> Tensors:
     """S → R (or I) for the parameters of a block, as in FSDP. Forward: one all-gather per dtype.
 
     ``dims``: the cut dim of each tensor; ``sizes``: its length after the gather (default: the cut is even). Backward:
     one reduce-scatter per dtype (``to="I"``: a local slice), asynchronous as in :func:`enter_parameters`.
     ``replicas``: axes that hold equal shards (I → R there, as in HSDP); the reduced shards are all-reduced over them.
-    Inside :func:`regather` the gathered tensors are not kept for the backward.
+    Inside :func:`regather` the gathered tensors are not kept for the backward. ``dtype``: what is gathered is cast to
+    first; it and ``reduce_dtype`` as in :func:`enter_parameters`.
     """
     comm = current()
     names = comm.active(axes)
     if to not in ("I", "R"):
         raise LayoutError(f'gather_parameters: to={to!r} is not "I" or "R"')
     if not names or not tensors:
-        return enter_parameters(tensors, replicas)
+        return enter_parameters(tensors, replicas, dtype=dtype, reduce_dtype=reduce_dtype)
     n = comm.size_of(names)
     lengths = sizes if sizes is not None else [t.shape[d] * n for t, d in zip(tensors, dims, strict=True)]
     moves = [Move("S", to, names, d, length) for d, length in zip(dims, lengths, strict=True)]
-    return carried("gather_parameters", moves, tensors, _through, comm.active(replicas), listed=True)
+    dtypes = Dtypes(dtype, reduce_dtype)
+    return carried("gather_parameters", moves, tensors, _through, comm.active(replicas), listed=True, dtypes=dtypes)
 
 
 def wait_gradients(*parameters: torch.Tensor, gradients: Gradients | None = None) -> Tensors:

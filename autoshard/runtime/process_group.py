@@ -11,9 +11,10 @@ import torch.distributed as dist
 from autoshard.errors import MeshError
 from autoshard.runtime.communicator import Communicator, in_order_of
 from autoshard.runtime.generators import Generators
-from autoshard.runtime.move import LOCAL, Move, piece, together
+from autoshard.runtime.move import LOCAL, Move, Splits, piece, together
 from autoshard.runtime.peers import Notes, lost, wait
 from autoshard.runtime.profiling import collective_name, named, recorded
+from autoshard.runtime.relay import Arrival, Hop
 from autoshard.runtime.wire import raw
 
 # Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
@@ -182,6 +183,41 @@ class TorchCommunicator(Communicator):
         with recorded(self, move, phase):
             return in_order_of(x, _COLLECTIVES[verb](self, move, group, x))
 
+    def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
+        """See :meth:`Communicator.exchange`."""
+        (hop,) = hops
+        self.record("permute", hop.move.axes, phase, hop.bytes)
+        self.during(hop.move, phase)
+        with recorded(self, hop.move, phase):
+            return [self.send(self.process_group(hop.move.axes), hop)]
+
+    def send(self, group: _Group, hop: Hop) -> Arrival:
+        """Begin to send, and to receive."""
+        receiver, sender = group.members[hop.to], group.members[hop.source]
+        counts = [numel(shape) for shape in hop.shapes]
+        sent = torch.cat([x.reshape(-1) for x in hop.tensors])
+        out = sent.new_empty(sum(counts))
+        works: Sequence[Any] = ()
+        if group.gloo:  # whose waits for a single message end a connection when they time out
+            members = sorted(group.members)
+            gets = [out.numel() if m == sender else 0 for m in members]
+            gives = [sent.numel() if m == receiver else 0 for m in members]
+            works = [self.begin(group, dist.all_to_all_single, raw(out), raw(sent), gets, gives)]
+        elif hop.to == group.number:
+            out = sent
+        else:
+            ops = [dist.P2POp(dist.isend, raw(sent), receiver, group.handle)] if sent.numel() else []
+            ops += [dist.P2POp(dist.irecv, raw(out), sender, group.handle)] if out.numel() else []
+            works = dist.batch_isend_irecv(ops) if ops else ()
+
+        def arrive() -> tuple[torch.Tensor, ...]:
+            for work in works:
+                work.wait()
+            sent.numel()  # not freed before
+            return tuple(x.view(s) for x, s in zip(torch.split(out, counts), hop.shapes, strict=True))
+
+        return arrive
+
     def random_states(self) -> list[torch.Tensor]:
         """See :meth:`Communicator.random_states`; inside :func:`synchronised_rng` the ranks agree on them."""
         if self.generators is not None:
@@ -275,6 +311,8 @@ def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch
 
 
 def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    if move.splits is not None:
+        return _rows(comm, move.splits, group, x)
     sent, gathered = comm.chunks(move.to_size, move.axes), comm.chunks(move.size, move.axes)
     members = range(group.size) if group.order is None else group.order
     pieces = [x.narrow(move.to_dim, *sent[k]).reshape(-1) for k in members]
@@ -283,6 +321,14 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     out = _exchanged(comm, pieces, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
     return torch.cat(_by_index(parts, group), move.dim)
+
+
+def _rows(comm: TorchCommunicator, splits: Splits, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    members = range(group.size) if group.order is None else group.order
+    pieces = x.split(splits.sent)
+    shapes = [(splits.received[k], *x.shape[1:]) for k in members]
+    out = _exchanged(comm, [pieces[k].reshape(-1) for k in members], [numel(s) for s in shapes], group)
+    return torch.cat(_by_index([p.view(s) for p, s in zip(out, shapes, strict=True)], group))
 
 
 def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
@@ -307,24 +353,9 @@ def _exchanged(
 
 def _permute(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
     after = comm.process_group(move.order)
-    receiver, sender = after.members[group.number], group.members[after.number]
+    to = group.members.index(after.members[group.number])
     shape = x.shape if move.dim < 0 else _with(x.shape, move.dim, comm.chunks(move.size, move.axes)[after.number][1])
-    x, out = x.contiguous(), x.new_empty(shape)
-    if group.gloo:  # whose waits for a single message end a connection when they time out
-        members = sorted(group.members)
-        sent = [x.reshape(-1)[: x.numel() if m == receiver else 0] for m in members]
-        parts = _exchanged(comm, sent, [out.numel() if m == sender else 0 for m in members], group)
-        return parts[members.index(sender)].view(shape)
-    if sender == group.members[group.number]:
-        return x.clone()
-    ops = []
-    if x.numel():
-        ops.append(dist.P2POp(dist.isend, raw(x), receiver, group.handle))
-    if out.numel():
-        ops.append(dist.P2POp(dist.irecv, raw(out), sender, group.handle))
-    for work in dist.batch_isend_irecv(ops) if ops else ():
-        work.wait()
-    return out
+    return comm.send(group, Hop(move, to, after.number, (x,), (tuple(shape),), 0.0))()[0]
 
 
 _COLLECTIVES = {

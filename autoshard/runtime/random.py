@@ -62,9 +62,16 @@ def dropout(
         return x
     if p == 1.0:
         return x * 0.0
-    noise = drawn(lambda s: current().shared(_noise, (s, p, x.dtype, x.device), {}), shape, order, batch)
+    noise = noise_like(x, p, shape, order, batch)
     dropped: torch.Tensor = _Drop.apply(x, part(noise, dims), p)  # type: ignore[no-untyped-call]
     return dropped
+
+
+def noise_like(
+    x: torch.Tensor, p: float, shape: Sequence[int], order: Sequence[int] = (), batch: int | None = None
+) -> torch.Tensor:
+    """What :func:`dropout` multiplies the whole tensor of ``shape`` with; ``x``: for its dtype and device."""
+    return drawn(lambda s: current().shared(_noise, (s, p, x.dtype, x.device), {}), shape, order, batch)
 
 
 class _Drop(torch.autograd.Function):
@@ -79,10 +86,10 @@ class _Drop(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (kept,) = ctx.saved_tensors
-        return gradient * _scaled(kept.to(gradient.dtype), ctx.p), None, None
+        return gradient * scaled(kept.to(gradient.dtype), ctx.p), None, None
 
 
-def _scaled(kept: torch.Tensor, p: float) -> torch.Tensor:
+def scaled(kept: torch.Tensor, p: float) -> torch.Tensor:
     """What eager dropout multiplies with, of ones where an element is kept; as ATen rounds it."""
     return kept.div_(1 - p) if kept.device.type == "cpu" else kept.mul_(1 / (1 - p))
 
@@ -90,7 +97,7 @@ def _scaled(kept: torch.Tensor, p: float) -> torch.Tensor:
 def _noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What eager dropout multiplies with; every step as ATen does it, so that it takes the same draws."""
     if device.type == "cpu":
-        return _scaled(torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p), p)
+        return scaled(torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p), p)
     ones = torch.ones(shape, dtype=dtype, device=device)
     return torch.native_dropout(ones, p, True)[0]
 

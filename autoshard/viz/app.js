@@ -18,6 +18,7 @@ function header() {
   document.getElementById("numbers").append(
     number("predicted step", showSeconds(cost.total_s)), number("compute", showSeconds(cost.compute_s), percent(cost.compute_s, cost.total_s)),
     number("communication", showSeconds(cost.exposed_s), percent(cost.exposed_s, cost.total_s)),
+    cost.bubble_s ? number("waiting for other stages", showSeconds(cost.bubble_s), percent(cost.bubble_s, cost.total_s)) : null,
     number("hidden behind compute", showSeconds(cost.comm_s - cost.exposed_s), percent(cost.comm_s - cost.exposed_s, cost.comm_s)),
     number("memory per rank", showBytes(cost.memory_bytes)), number("MFU", `${(100 * cost.mfu).toFixed(1)}%`),
     number("collectives", String(plan.collectives.length), showBytes(plan.collectives.reduce((sum, c) => sum + c.bytes, 0))),

@@ -49,6 +49,6 @@ function charts(plan) {
   const split = [...axes].map(([name, value]) => ({ name, value, note: percent(value, total), css: name === "compute" ? "c-compute" : "c-comm" }));
   const hot = plan.hot.map(([name, count, value]) => ({ name: count > 1 ? `${name} ×${count}` : name, value, note: percent(value, total), css: name.includes("@") ? "c-comm" : "c-compute" }));
   const memory = plan.memoryParts.map(([name, value]) => ({ name, value, note: percent(value, plan.cost.memory_bytes) }));
-  return h("div", { class: "charts" }, memoryChart(plan), bars("Memory per rank by use", memory, showBytes, "c-mem"),
+  return h("div", { class: "charts" }, plan.pipeline ? pipelineChart(plan.pipeline) : null, memoryChart(plan), bars("Memory per rank by use", memory, showBytes, "c-mem"),
     bars("Time of a step", split, showSeconds, "c-compute"), bars("What dominates", hot, showSeconds, "c-compute"));
 }

@@ -11,10 +11,11 @@ from typing import Any
 from autoshard.layout import Layout
 from autoshard.plans.record import Record
 from autoshard.plans.report import hot_spots, local_bytes, memory_parts, short_op, traffic, utilisation
+from autoshard.viz.stages import chart
 from autoshard.viz.trace import memory_over_time
 from autoshard.viz.tree import Box, Drawing, Item, drawing, is_view
 
-_SCRIPTS = ("dom.js", "layout.js", "graph.js", "details.js", "tables.js", "charts.js", "app.js")
+_SCRIPTS = ("dom.js", "layout.js", "graph.js", "details.js", "tables.js", "charts.js", "pipeline.js", "app.js")
 
 
 def html(plan: Record, before: Record | None = None) -> str:
@@ -67,6 +68,7 @@ class _Payload:
             "memory": _thinned(memory_over_time(plan)),
             "memoryParts": list(memory_parts(plan).items()),
             "hot": hot_spots(plan, 14),
+            "pipeline": chart(plan),
         }
 
     def layout(self, layout: Layout | str) -> int:

@@ -1,19 +1,24 @@
 """The timeline of a plan in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 One row per stream of :mod:`autoshard.plans.schedule`: compute, and communication inside nodes and between them; and memory.
+Of a plan with stages a process per rank along their axis, with its work, its messages and its waiting.
 """
 
 from __future__ import annotations
 
 import json
 
+from autoshard.plans.pipeline import pipeline
 from autoshard.plans.record import Record
 from autoshard.plans.report import hot_spots
 from autoshard.plans.schedule import COMPUTE, timeline
+from autoshard.viz.stages import memory_over_steps, trace_rows
 
 
 def memory_over_time(plan: Record) -> tuple[tuple[float, float], ...]:
     """(seconds, the most bytes on the busiest rank meanwhile), at the end of each operation's forward and backward."""
+    if plan.staged is not None:
+        return memory_over_steps(plan, pipeline(plan))[1]
     ends = {(e.op, e.phase): e.start + e.seconds for e in timeline(plan) if e.stream == COMPUTE}
     held = sum(plan.memory.at_peak.get(part, 0.0) for part in ("parameters", "optimizer", "buffers"))
     points = [(0.0, held)]
@@ -24,9 +29,13 @@ def memory_over_time(plan: Record) -> tuple[tuple[float, float], ...]:
 
 def trace_json(plan: Record) -> str:
     """The timeline as Chrome trace JSON; timestamps are microseconds."""
+    top = [what for what, _, _ in hot_spots(plan)]
+    if plan.staged is not None:
+        rows = trace_rows(plan)
+        return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"dominates": top}})
     events = timeline(plan)
     streams = list(dict.fromkeys([COMPUTE, *sorted({e.stream for e in events})]))
-    rows: list[dict[str, object]] = [
+    rows = [
         {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"{plan.title or 'model'}: predicted, one rank"}}
     ]
     rows += [
@@ -41,5 +50,4 @@ def trace_json(plan: Record) -> str:
         rows.append({**row, "ts": e.start * 1e6, "dur": e.seconds * 1e6, "args": args})
     for at, size in memory_over_time(plan):
         rows.append({"ph": "C", "pid": 0, "name": "memory", "ts": at * 1e6, "args": {"bytes": size}})
-    top = [what for what, _, _ in hot_spots(plan)]
     return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"dominates": top}})

@@ -33,12 +33,14 @@ from autoshard.passes.capture.observer import Forward, patched, replacing
 from autoshard.passes.capture.refusals.checks import check_dtypes, check_example, check_model
 from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
 from autoshard.passes.capture.substitutes.autocast import with_kept_casts
+from autoshard.passes.capture.substitutes.precision import reading_in, with_precision
 from autoshard.passes.capture.translate.decompose import decompose
 from autoshard.passes.capture.translate.nodes import translate
 from autoshard.passes.capture.translate.regions import detach_no_grad
 from autoshard.passes.capture.watch import Watch, concerns
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.rules.facts import has_effect
+from autoshard.precision import Precision
 
 log = logging.getLogger("autoshard")
 _NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
@@ -51,13 +53,15 @@ def capture(
     *,
     training: bool | None = None,
     dynamic: Dynamic = False,
+    precision: Precision | None = None,
 ) -> Graph:
     """The functional graph of one call ``model(*args, **kwargs)``.
 
     Shapes are static but for the lengths of inputs that ``dynamic`` names (True: all) and the model does not fix.
 
     ``training``: whether gradients are wanted (default: ``model.training``). Without them every type has
-    ``grad=False``. Modules are captured in the train or eval mode that they are in.
+    ``grad=False``. Modules are captured in the train or eval mode that they are in. ``precision``: the graph is that of
+    a step in mixed precision.
     The model is left as it was. Parameters on the meta device need no memory, and examples may lie there too.
     Raises :class:`CaptureError` where the graph would not compute what the model computes.
     """
@@ -68,7 +72,7 @@ def capture(
     register_types(example)
     if dynamic:
         opened(_tensors(model, example), dynamic)  # a wrong request is refused before tracing
-    with _untouched(model), _quiet(), torch.enable_grad():
+    with _untouched(model), _quiet(), torch.enable_grad(), reading_in(model, precision) as kept:
         apart(model)
         try:
             program, eager_grads, inputs = _export(model, example, training, dynamic)
@@ -76,6 +80,7 @@ def capture(
             as_buffers(model, error.names)
             program, eager_grads, inputs = _export(model, example, training, dynamic)
         graph = with_kept_casts(translate(program, model, example, training, inputs))
+    graph = with_precision(graph, kept, precision)
     check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)

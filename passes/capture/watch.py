@@ -30,6 +30,7 @@ from autoshard.passes.capture.substitutes.caches import Caches
 from autoshard.passes.capture.substitutes.checkpoints import Checkpoints
 from autoshard.passes.capture.substitutes.conversions import Conversions
 from autoshard.passes.capture.substitutes.custom_functions import CustomFunctions
+from autoshard.passes.capture.substitutes.experts import Experts
 from autoshard.passes.capture.substitutes.flex import FlexAttention
 from autoshard.passes.capture.substitutes.no_grad import NoGrad
 from autoshard.passes.capture.substitutes.packed import PackedSequences
@@ -59,7 +60,7 @@ def concerns(training: bool, learnt: Learnt, numbers: Numbers, example: Example 
         numbers, Draws(refusals), Caches(),
         PackedSequences(), Gradients(training, refusals), CustomFunctions(training, refusals),
         Checkpoints(training, refusals),
-        NoGrad(), Conversions(), Scripted(), FlexAttention(), Autocast(), Bodies(),
+        NoGrad(), Conversions(), Scripted(), FlexAttention(), Experts(), Autocast(), Bodies(),
         Known(bool(steering)), Conditions(loops), Rewritten(), *steering, loops, refusals,
     )  # fmt: skip
 

@@ -1,5 +1,5 @@
 """From a program to one readable Python file."""
 
-from autoshard.passes.codegen.emit import Source, codegen
+from autoshard.passes.codegen.emit import Source, codegen, codegen_stages, root_class
 
-__all__ = ["Source", "codegen"]
+__all__ = ["Source", "codegen", "codegen_stages", "root_class"]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autoshard.mesh import Mesh
 from autoshard.passes.codegen.body import Body
 from autoshard.passes.codegen.loops import rolled
 from autoshard.passes.codegen.printing import WIDTH, literal
@@ -47,7 +48,33 @@ def codegen(program: Program, title: str = "model", recomputed: Sequence[Recompu
 
     ``recomputed``: what the backward makes again, for comments.
     """
-    return _Emitter(program, title, recomputed).emit()
+    file = _File()
+    root = _Emitter(program, title, recomputed, file).root()
+    header = f"{title} on mesh {program.mesh}: what every rank runs, on its own shards."
+    text = file.text(header, [root.text], program.mesh, ENDING)
+    return root.source(*file.unmarked(text))
+
+
+def codegen_stages(
+    programs: Sequence[Program], title: str, mesh: Mesh, axis: str, recomputed: Sequence[Sequence[Recomputed]]
+) -> tuple[Source, ...]:
+    """One file with the programs of all stages along ``axis`` of ``mesh``; per stage what its class takes and returns."""
+    file, roots = _File(), []
+    for number, (program, again) in enumerate(zip(programs, recomputed, strict=True)):
+        what = f"stage {number} of {title}"
+        roots.append(_Emitter(program, what, again, file, root_class(number)).root())
+    header = f"{title} on mesh {mesh}, in {len(programs)} stages along {axis}: what every rank runs, on its own shards."
+    text = file.text(header, [root.text for root in roots], programs[0].mesh)
+    text, modules = file.unmarked(text)
+    return tuple(root.source(text, modules) for root in roots)
+
+
+def root_class(number: int | None = None) -> str:
+    """The class that a rank runs, or runs of the stage of this number."""
+    return "RankModule" if number is None else f"Stage{number}"
+
+
+ENDING = '\n\n\nif __name__ == "__main__":\n    runtime.main(RankModule, __file__)\n'
 
 
 @dataclass
@@ -57,28 +84,38 @@ class _BlockClass:
     methods: list[str]
     paths: list[str] = field(default_factory=list)
 
+    @property
+    def text(self) -> str:
+        lines = ["", "", f"class {self.name}(runtime.Block):", f'    """{listed(self.paths)}"""', ""]
+        lines.append(self.tensors)
+        for i, method in enumerate(self.methods):
+            lines.append(method.replace("def forward(", f"def forward_{i}(", 1) if i else method)
+        return "\n".join(line for line in lines).rstrip("\n")
 
-class _Emitter:
-    def __init__(self, program: Program, title: str, recomputed: Sequence[Recomputed]) -> None:
-        self.program, self.title = program, title
-        self.recomputed = {r.name: r for r in recomputed}
-        self.mesh = program.mesh
-        self.sizes = dict(zip(self.mesh.axes, self.mesh.shape, strict=True))
-        self.arguments = [i for i in program.graph.inputs if i.kind == "input"]
-        self.segments = segments(program)
-        self.classes: list[_BlockClass] = []
-        self.method_of: dict[int, str] = {}
-        self.symbols = [s.name for s in program.graph.symbols.read]
-        self.marks: dict[str, int] = {}
-        self.tensors = self._tensors()
-        self.read_later = self._read_later()
-        self.wanted = Wanted(program, self.segments)
 
-    def emit(self) -> Source:
-        self._blocks()
-        root = self._root()
+@dataclass(frozen=True)
+class _Root:
+    """An emitted class that is run, and what it takes and returns."""
+
+    text: str
+    inputs: tuple[str, ...]
+    arguments: tuple[str, ...]
+    mutated: tuple[str, ...]
+
+    def source(self, text: str, modules: Mapping[int, str]) -> Source:
+        return Source(text, self.inputs, self.arguments, self.mutated, modules)
+
+
+@dataclass
+class _File:
+    """What the programs of one file share: classes of equal blocks, and marks of lines that may communicate."""
+
+    classes: list[_BlockClass] = field(default_factory=list)
+    marks: dict[str, int] = field(default_factory=dict)
+
+    def text(self, title: str, roots: Sequence[str], mesh: Mesh, ending: str = "\n") -> str:
         header = [
-            f'"""{self.title} on mesh {self.mesh}: what every rank runs, on its own shards.',
+            f'"""{title}',
             "",
             "Comments: local/global sizes and the layout; S(d)@axis: sharded along dim d, P@axis: a summand,",
             "R@axis: whole (its gradient is a summand), I@axis (not shown): whole, and so is its gradient.",
@@ -90,17 +127,49 @@ class _Emitter:
             "from autoshard import runtime",
             "",
             "aten = torch.ops.aten",
-            f"MESH = {literal_mesh(self.sizes)}",
+            f"MESH = {literal_mesh(dict(zip(mesh.axes, mesh.shape, strict=True)))}",
         ]
-        body = "\n".join([*header, *(self._class_text(c) for c in self.classes), root])
-        body += '\n\n\nif __name__ == "__main__":\n    runtime.main(RankModule, __file__)\n'
+        body = "\n".join([*header, *(c.text for c in self.classes), *roots]) + ending
         if "F." not in body.split("aten = ", 1)[1]:
             body = body.replace("import torch.nn.functional as F\n", "", 1)
         if "aten." not in body.split("aten = torch.ops.aten\n", 1)[1]:
             body = body.replace("aten = torch.ops.aten\n", "", 1)
-        text, modules = self._unmarked(body)
+        return body
+
+    def mark(self, module: str) -> str:
+        """What a line that may communicate ends in until line numbers are known: the number of its module."""
+        return f"\0{self.marks.setdefault(module, len(self.marks))}"
+
+    def unmarked(self, text: str) -> tuple[str, dict[int, str]]:
+        """The text without marks, and the module of every marked line."""
+        lines = [line.partition("\0") for line in text.split("\n")]
+        modules = list(self.marks)
+        found = {number: modules[int(mark)] for number, (_, _, mark) in enumerate(lines, 1) if mark}
+        return "\n".join(line for line, _, _ in lines), found
+
+
+class _Emitter:
+    def __init__(
+        self, program: Program, title: str, recomputed: Sequence[Recomputed], file: _File, name: str = root_class()
+    ) -> None:
+        self.program, self.title, self.file, self.name = program, title, file, name
+        self.recomputed = {r.name: r for r in recomputed}
+        self.arguments = [i for i in program.graph.inputs if i.kind == "input"]
+        self.segments = segments(program)
+        self.kinds: dict[str, list[str]] = {}
+        """class → the blocks of it that this program runs"""
+        self.method_of: dict[int, str] = {}
+        self.symbols = [s.name for s in program.graph.symbols.read]
+        self.tensors = self._tensors()
+        self.read_later = self._read_later()
+        self.wanted = Wanted(program, self.segments)
+
+    def root(self) -> _Root:
+        """The class that is run; those of its blocks go into the file."""
+        self._blocks()
+        text = self._root()
         names = tuple(self.argument_names[i.name] for i in self.arguments)
-        return Source(text, tuple(i.name for i in self.arguments), names, tuple(self.program.mutations), modules)
+        return _Root(text, tuple(i.name for i in self.arguments), names, tuple(self.program.mutations))
 
     # --- blocks ---
 
@@ -138,28 +207,22 @@ class _Emitter:
             self.method_of[number] = "forward" if at == 0 else f"forward_{at}"
         for path, texts in methods.items():
             tensors = self._tensor_table(path)
-            same = next((c for c in self.classes if c.tensors == tensors and c.methods == texts), None)
+            same = next((c for c in self.file.classes if c.tensors == tensors and c.methods == texts), None)
             if same is None:
                 same = _BlockClass(self._class_name(path), tensors, texts)
-                self.classes.append(same)
+                self.file.classes.append(same)
             same.paths.append(path)
+            self.kinds.setdefault(same.name, []).append(path)
 
     def _class_name(self, path: str) -> str:
         stacks = (n.module_types for n in self.program.graph.nodes)
         found = next((kind for stack in stacks for p, kind in stack if p == path), "Block")
         base = re.sub(r"\W", "_", found.rpartition(".")[2])
-        taken = {c.name for c in self.classes}
+        taken = {c.name for c in self.file.classes}
         name, n = base, 2
-        while name in taken or name == "RankModule":
+        while name in taken or name == "RankModule" or re.fullmatch(r"Stage\d+", name):
             name, n = f"{base}_{n}", n + 1
         return name
-
-    def _class_text(self, block: _BlockClass) -> str:
-        lines = ["", "", f"class {block.name}(runtime.Block):", f'    """{listed(block.paths)}"""', ""]
-        lines.append(block.tensors)
-        for i, method in enumerate(block.methods):
-            lines.append(method.replace("def forward(", f"def forward_{i}(", 1) if i else method)
-        return "\n".join(line for line in lines).rstrip("\n")
 
     def _tensor_table(self, path: str) -> str:
         """``TENSORS = {...}``: every parameter and buffer, its global shape, dtype and layout."""
@@ -184,7 +247,7 @@ class _Emitter:
         returned = ", ".join(names.of[o] for o in segment.outputs)
         lines = def_lines("forward", signature)
         for line in body.written:
-            lines += line.lines(" " * 8, self._mark)
+            lines += line.lines(" " * 8, self.file.mark)
         return "\n".join([*lines, f"        return {returned}".rstrip()]) + "\n"
 
     def _symbols(self, segment: Segment) -> list[str]:
@@ -193,19 +256,6 @@ class _Emitter:
             return []
         used = set().union(*(free_symbols(s.call) for s in segment.statements))
         return [name for name in self.symbols if name in used]
-
-    # --- modules of lines, for profiles ---
-
-    def _mark(self, module: str) -> str:
-        """What a line that may communicate ends in until line numbers are known: the number of its module."""
-        return f"\0{self.marks.setdefault(module, len(self.marks))}"
-
-    def _unmarked(self, text: str) -> tuple[str, dict[int, str]]:
-        """The text without marks, and the module of every marked line."""
-        lines = [line.partition("\0") for line in text.split("\n")]
-        modules = list(self.marks)
-        found = {number: modules[int(mark)] for number, (_, _, mark) in enumerate(lines, 1) if mark}
-        return "\n".join(line for line, _, _ in lines), found
 
     # --- the root ---
 
@@ -216,7 +266,7 @@ class _Emitter:
         self.argument_names = dict(names.of)
         signature = ["self", *(names.of[i.name] for i in self.arguments)]
         body = Body(self.program, self.wanted, "", names, self.recomputed)
-        kinds = {path: c.name for c in self.classes for path in c.paths}
+        kinds = {path: name for name, paths in self.kinds.items() for path in paths}
         for number, segment in enumerate(self.segments):
             if segment.path:
                 method = self.method_of[number]
@@ -232,15 +282,15 @@ class _Emitter:
                 returned.append(literal(out))
         tuple_ = ", ".join(returned) + ("," if len(returned) == 1 else "")
         last = f"        return ({tuple_})"
-        lines = ["", "", "class RankModule(runtime.RankModule):", f'    """{self.title}"""', "", "    MESH = MESH"]
+        lines = ["", "", f"class {self.name}(runtime.RankModule):", f'    """{self.title}"""', "", "    MESH = MESH"]
         if any(m.call.fn == "gather_parameters" for segment in self.segments for m in segment.statements):
             lines.append("    GATHERS = True")
         if any(s.again for s in self.program.statements):
             lines.append("    AGAIN = True")
-        lines += [block_table((c.name, c.paths) for c in self.classes), self._tensor_table("")]
+        lines += [block_table(self.kinds.items()), self._tensor_table("")]
         lines += def_lines("forward", signature)
         lines += self._symbol_lines()
-        lines += rolled(body.written, self._children(), {*names.holder, *names.fixed}, self._mark)
+        lines += rolled(body.written, self._children(), {*names.holder, *names.fixed}, self.file.mark)
         if len(last) <= WIDTH:
             lines.append(last)
         else:
@@ -249,7 +299,7 @@ class _Emitter:
 
     def _children(self) -> dict[str, set[str]]:
         """Container of blocks → names of all that it holds."""
-        blocks = [path for c in self.classes for path in c.paths]
+        blocks = [path for paths in self.kinds.values() for path in paths]
         found: dict[str, set[str]] = {path.rpartition(".")[0]: set() for path in blocks}
         for path in (*blocks, *(value.fqn for value in self.tensors[""])):
             for container in found:

@@ -88,7 +88,7 @@ def layout_text(layout: Layout) -> str:
 def step_comment(s: Statement) -> str:
     """What a redistribution does, and what its backward does."""
     step = s.step
-    if step is None:
+    if step is None or step.kind == "cast":
         return ""
     changed = [a for a in step.src.mesh.axes if step.src[a] != step.dst[a]]
     arrow = f"{' '.join(f'{step.src[a]}@{a}' for a in changed)} → {' '.join(f'{step.dst[a]}@{a}' for a in changed)}"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from autoshard.layout import I, Invariant, Layout, Placement, R, Shard, chunk
 from autoshard.mesh import Mesh
@@ -48,6 +49,12 @@ class Strategy:
     """whether the op's work is divided by the axis"""
     least: int = 0
     """what every rank must hold of the factor at least: 1 where the op's kernel takes no empty part"""
+    apart: frozenset[str] = frozenset()
+    """labels of strategies that no other axis may have beside it"""
+
+    joins: Literal["all", "results", "none"] = "all"
+    """which of the dims that it cuts are one: those of operands and results; of results, where operands give no data; none,
+    where operands travel between ranks"""
 
     def allows(self, ranks: Sequence[int]) -> bool:
         """Whether axes of these sizes, outer to inner, may all be on the factor."""
@@ -59,6 +66,12 @@ class Strategy:
         if not self.least or (self.least == 1 and self.size % count == 0):
             return True
         return not isinstance(self.size, Size) and _least(self.size, tuple(ranks)) >= self.least
+
+
+def together(choice: Sequence[Strategy]) -> bool:
+    """Whether no axis excludes the strategy of another."""
+    labels = {s.label for s in choice}
+    return all(labels.isdisjoint(s.apart) for s in choice)
 
 
 def _least(size: int, ranks: tuple[int, ...]) -> int:

@@ -29,6 +29,10 @@ class TensorType:
     """an estimate of its value, if it is no tensor but a Python number that depends on the data"""
     permuted: bool = False
     """whether its dims lie in memory in another order than row-major, where that counts: see ``exact.py``"""
+    stored: torch.dtype | None = None
+    """of a parameter in mixed precision: the dtype it is kept in, and its gradient; None: ``dtype``"""
+    summed: torch.dtype | None = None
+    """of a parameter in mixed precision: the dtype its gradient is summed in over the ranks; None: ``dtype``"""
 
     @property
     def numel(self) -> int:
@@ -43,6 +47,16 @@ class TensorType:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def kept(self) -> TensorType:
+        """The type of a parameter as it is kept."""
+        return self if self.stored is None else replace(self, dtype=self.stored)
+
+    @property
+    def moves(self) -> bool | torch.dtype:
+        """Whether a gradient comes back, and in which dtype where that is another."""
+        return (self.summed or True) if self.grad else False
 
     def __str__(self) -> str:
         short = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("bf", "bf").replace("int", "i")

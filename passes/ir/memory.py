@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -65,6 +65,19 @@ class Memory:
     spared: Mapping[str, float] = field(default_factory=dict)
     """operation that is made again in the backward, or value whose conversion is → bytes that are not kept therefore, less
     what is kept to make it from"""
+
+    def in_flight(self, count: int) -> Memory:
+        """The same where ``count`` micro-batches keep what they need for the backward at once, as in a pipeline, and
+        earlier ones have left their gradients."""
+        more = (count - 1) * self.activations
+        left = self.gradients - self.at_peak.get("gradients", 0.0)
+        at_peak = dict(self.at_peak)
+        for part, size in (("activations", more), ("gradients", left)):
+            at_peak[part] = at_peak.get(part, 0.0) + size
+        curve = tuple((op, phase, size + more) for op, phase, size in self.curve)
+        return replace(
+            self, activations=self.activations + more, peak=self.peak + more + left, at_peak=at_peak, curve=curve
+        )
 
     def dominant(self) -> str:
         """The parts of the peak, largest first, as text."""

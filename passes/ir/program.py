@@ -117,9 +117,11 @@ class Internal:
     kind: str
     axes: tuple[str, ...]
     bytes: float
-    """what an all-reduce reduces on rank 0, the gathered whole, or what a halo brings; not ring bytes"""
+    """what an all-reduce reduces on rank 0, the gathered whole, or what a halo or a permute brings; not ring bytes"""
     phase: str
     what: str
+    beside: float = 0.0
+    """the share of the operation's own compute in this phase that runs while it goes"""
 
 
 @dataclass(frozen=True)

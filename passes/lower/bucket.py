@@ -95,7 +95,8 @@ def _units(statements: Iterable[Statement], program: Program) -> list[list[State
             units.append([s])
             continue
         kwargs = s.call.kwargs
-        key = function, s.call.args[-1], kwargs.get("to"), kwargs.get("replicas"), program.types[s.value].dtype, depth
+        alike = [kwargs.get(name) for name in ("to", "replicas", "dtype", "reduce_dtype")]
+        key = function, s.call.args[-1], *alike, program.types[s.value].dtype, depth
         if key not in open_ or sum(_bytes(member, program) for member in open_[key]) >= BUCKET_BYTES:
             open_[key] = []
             units.append(open_[key])
@@ -119,6 +120,6 @@ def _placed(units: Sequence[list[Statement]]) -> Iterator[list[Statement]]:
 
 
 def _bytes(s: Statement, program: Program) -> float:
-    type_ = program.types[s.value]
+    type_ = program.types[s.outputs[0]]
     layout = s.layouts[0]
     return math.prod(layout.max_local_shape(type_.shape)) * type_.dtype.itemsize if layout is not None else 0.0

@@ -101,7 +101,7 @@ class _Lowering:
         if shared is not None and shared not in made and shared != layout:
             self._get(value, shared, reader)
         type_ = self.types[value]
-        what = (type_.shape, self.mesh, type_.dtype, type_.grad)
+        what = (type_.shape, self.mesh, type_.dtype, type_.moves)
         plans = [redistribution(src, layout, *what, minimize="seconds", closed=type_.unknown) for src in made]
         best = min(plans, key=lambda r: r.seconds)
         name = made[best.src]

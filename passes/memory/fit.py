@@ -19,6 +19,7 @@ from autoshard.passes.ir.sizes import noting
 from autoshard.passes.lower.blocks import hoisted
 from autoshard.passes.lower.bucket import bucket
 from autoshard.passes.lower.lowering import lower
+from autoshard.passes.lower.precision import in_precision
 from autoshard.passes.lower.together import together
 from autoshard.passes.memory.simulate import simulate
 from autoshard.passes.propagate.planner import Planner
@@ -35,7 +36,7 @@ CLOSE = 0.02
 
 def lowered(assignment: Assignment) -> Program:
     """The program of an assignment: redistributions as statements, those together that can go together."""
-    return bucket(hoisted(together(lower(assignment.graph, assignment))))
+    return bucket(hoisted(together(in_precision(lower(assignment.graph, assignment)))))
 
 
 def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Memory]:
@@ -44,9 +45,9 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     ``memory_budget``: default 90 % of the hardware's memory. Raises :class:`PlanError` where none is found: with the
     least peak that was, what it consists of, and what helps; :class:`HintError` from constraints.
     """
-    mesh, optimizer = planner.mesh, planner.optimizer
+    mesh, optimizer, flying = planner.mesh, planner.optimizer, planner.flying
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
-    closest = tried(planner.cheapest(), optimizer)
+    closest = tried(planner.cheapest(), optimizer, flying)
     if closest[1].peak <= budget:
         return closest
     best: tuple[Program, Memory] | None = None
@@ -70,7 +71,7 @@ def _searched(planner: Planner, budget: float, program: Program, memory: Memory)
             if number:
                 return
             assignment, held = planner.least()
-        program, memory = found = tried(assignment, planner.optimizer)
+        program, memory = found = tried(assignment, planner.optimizer, planner.flying)
         yield found
         before, limit = limit, budget - (memory.peak - held)
         if limit < before + CLOSE * budget and memory.peak <= budget:
@@ -81,11 +82,12 @@ def _seconds(program: Program) -> float:
     return program.assignment.solution.cost
 
 
-def tried(assignment: Assignment, optimizer: str) -> tuple[Program, Memory]:
-    """The program of an assignment, and its memory."""
+def tried(assignment: Assignment, optimizer: str, flying: int = 0) -> tuple[Program, Memory]:
+    """The program of an assignment, and its memory; ``flying``: of a stage, the micro-batches in flight."""
     program = lowered(assignment)
     with noting():  # memory is that of the example's lengths: what they decide binds no program
-        return program, simulate(program, optimizer)
+        memory = simulate(program, optimizer)
+    return program, memory.in_flight(flying) if flying else memory
 
 
 def _does_not_fit(memory: Memory, budget: float, mesh: Mesh) -> str:

@@ -260,6 +260,8 @@ class _Simulation:
             made = tuple(Made(form, ~0) for form in forms)
             outcome = Outcome(made, (sum(sizes),), (), 2 * sum(sizes), tuple(sizes), 0)
             self._seen(s, "forward", sum(sizes))
+        elif s.call.kwargs.get("dtype") is not None:  # copies in the dtype that is read
+            outcome = Outcome(tuple(Made(form, ~i) for i, form in enumerate(forms)), tuple(sizes))
         else:
             outcome = Outcome(tuple(Made(form, i) for i, form in enumerate(forms)), ())
         self._made(s, operands, outcome, ())
@@ -346,6 +348,8 @@ class _Simulation:
         """A bucket's gradients, copied into one buffer and reduced."""
         present = [(p, o) for p, o in zip(ran.operands, ran.outputs, strict=True) if o in self.gradient]
         flat = sum(self._bytes(o) for _, o in present)
+        if dtype := ran.statement.call.kwargs.get("reduce_dtype"):
+            flat = sum(math.prod(self.forms[o].shape) * dtype.itemsize for _, o in present)
         self._seen(ran.statement, "backward", flat)
         for p, _ in present:
             self._give(p, self.heap.new(0))

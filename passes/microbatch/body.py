@@ -42,6 +42,9 @@ def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
     if count < 1:
         raise PlanError(f"micro_batches is a number of at least 1, got {count}")
     loss = _loss(graph, count)
+    if count == 1:
+        inputs = {i.name: (i.name, None) for i in graph.inputs if i.kind == "input"}
+        return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss)
     graph = separable_means(graph)
     found = separation(graph, count)
     body = _Body(graph, found)

@@ -226,7 +226,10 @@ def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> Call
     names = (*node.inputs, *node.outputs)
     pairs = zip(names, (*strategy.inputs, *strategy.outputs), strict=True)
     placed = tuple((canonical(p, graph.types[n].grad),) for n, p in pairs)
-    return rule.local(site_of(node, graph, mesh, (strategy,), placed))
+    call = rule.local(site_of(node, graph, mesh, (strategy,), placed))
+    if rule.named and call.fn == rule.named and call.kwargs.keys() <= {a.name for a in node.op._schema.arguments}:
+        return Call(node.op, call.args, call.kwargs)
+    return call
 
 
 def is_plain(call: Call) -> bool:

@@ -17,6 +17,7 @@ from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.fusion import Traffic
+from autoshard.passes.rules import ring
 from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.facts import facts_of, is_view
 
@@ -71,7 +72,7 @@ def backward_factor(node: Node, graph: Graph) -> float:
 def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:
     """(ring bytes per rank, seconds) of a collective inside an op's local form."""
     ranks, link = mesh.size_of(collective.axes), mesh.link(collective.axes)
-    if collective.kind == "halo":  # neighbours send each other one message
+    if collective.kind in ("halo", "permute"):  # every rank sends one message
         return collective.bytes, link.seconds(collective.bytes, "permute")
     passes = 2 if collective.kind == "all_reduce" else 1
     moved = passes * (ranks - 1) / ranks * collective.bytes
@@ -129,10 +130,12 @@ def node_seconds(
     forward = work / (1.0 + backward_factor(node, graph))
     dtype = graph.types[names[-1]].dtype
     if node.op is ATTENTION:
-        pairs = _computed(node, choice)
-        keys = graph.types[node.inputs[1]].shape[-2]
-        ahead = device.attention_seconds(pairs * forward, int(keys), dtype, backward=False)
-        back = device.attention_seconds(2.5 * pairs * forward, int(keys), dtype, backward=True)
+        tiling = ring.tiling(node, graph, mesh, choice)
+        ahead = device.attention_seconds(tiling.pairs * forward, tiling.keys, dtype, backward=False)
+        back = device.attention_seconds(2.5 * tiling.pairs * forward, tiling.keys, dtype, backward=True)
+        if tiling.tiles > 1:  # each gives a result of its own, which is merged
+            launch *= tiling.tiles + ring.MERGE_KERNELS * (tiling.tiles - 1)
+            moved += 3 * (tiling.tiles - 1) * math.prod(shapes[-1]) * max(4, dtype.itemsize)
     else:
         ahead = device.product_seconds(forward, shapes[-1], dtype) if flops else 0.0
         each = (work - forward) / max(1, len(wanting))
@@ -144,22 +147,39 @@ def node_seconds(
     return Seconds(seconds, launches + max(back, device.memory_seconds(2 * moved)), (launch, launches))
 
 
-def _computed(node: Node, choice: Sequence[Strategy]) -> float:
-    """Pairs of query and key that attention computes over pairs that count.
+class Inside(NamedTuple):
+    """Seconds of the collectives inside one operation that hold it up, forward and backward."""
 
-    With a causal mask half of them count. The kernel leaves the others out, but not where queries or keys are cut: then
-    the mask is a tensor, and the rank that holds the last queries needs all keys anyway.
-    """
-    cut = any(s.divides and s.label in ("queries", "keys") for s in choice)
-    return 2.0 if cut and node.argument("is_causal") else 1.0
+    forward: float
+    backward: float = 0.0
+    hidden: tuple[float, float] = (0.0, 0.0)
+    """of others, which run beside the operation's own compute"""
+
+    @property
+    def step(self) -> float:
+        """Both."""
+        return self.forward + self.backward
 
 
-def inside_seconds(found: Sequence[Internal], mesh: Mesh) -> Seconds:
-    """Time of the collectives inside an op's local form."""
-    spent = {"forward": 0.0, "backward": 0.0}
+def inside_seconds(found: Sequence[Internal], mesh: Mesh, compute: Seconds) -> Inside:
+    """Time of the collectives inside an op's local form; ``compute``: of the op."""
+    spent, hidden = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
     for c in found:
-        spent[c.phase] += internal_cost(c, mesh)[1]
-    return Seconds(spent["forward"], spent["backward"])
+        hides = hidden_seconds(c, mesh, compute)
+        spent[c.phase] += internal_cost(c, mesh)[1] - hides
+        hidden[c.phase] += hides
+    return Inside(spent["forward"], spent["backward"], (hidden["forward"], hidden["backward"]))
+
+
+def hidden_seconds(c: Internal, mesh: Mesh, compute: Seconds) -> float:
+    """What of a collective inside an op runs beside the op's ``compute``, which it slows down: see ``step_time``."""
+    if not c.beside or not mesh.hardware.overlap:
+        return 0.0
+    wire = mesh.link(c.axes).rate(c.kind)[1] * c.bytes
+    ahead, launches = (
+        (compute.forward, compute.launches[0]) if c.phase == "forward" else (compute.backward, compute.launches[1])
+    )
+    return min(mesh.hardware.overlap * wire, c.beside * max(0.0, ahead - launches))
 
 
 def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
@@ -171,6 +191,6 @@ def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Place
     ideal = not mesh.hardware.node.latency  # an ideal network: only operations count, and bytes on the wire
     if not type_.grad or optimizer == "none" or ideal:
         return 0.0
-    shape = local_shape(type_.shape, placements, mesh)
-    state = optimizer_bytes(optimizer, shape, type_.dtype)
-    return mesh.hardware.memory_seconds(3 * math.prod(shape) * type_.dtype.itemsize + 2 * state)
+    shape, dtype = local_shape(type_.shape, placements, mesh), type_.kept.dtype
+    state = optimizer_bytes(optimizer, shape, dtype)
+    return mesh.hardware.memory_seconds(3 * math.prod(shape) * dtype.itemsize + 2 * state)

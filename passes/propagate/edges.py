@@ -32,7 +32,7 @@ def conversion_parts(
     :func:`~autoshard.passes.propagate.step_time.movable_values`.
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
-    found: Sequence[np.ndarray] = link_matrices(a, b, type_.shape, type_.dtype, type_.grad, type_.unknown)
+    found: Sequence[np.ndarray] = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown)
     if parameter and type_.grad:
         gathered = _gathers(a, b)
         again = forward_matrices(type_, a, b)

@@ -81,6 +81,8 @@ class Network:
     optimizer: str = "adamw"
     given: Mapping[str, Layout] = field(default_factory=dict)
     """layouts of the inputs that come in parts"""
+    flying: int = 1
+    """micro-batches that keep something for the backward at once"""
     variables: dict[str, Variable] = field(default_factory=dict)
     """by name: a value, "node:…", "shared:…", "out:i" """
     links: list[Link] = field(default_factory=list)
@@ -106,9 +108,16 @@ class Network:
         network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap)
         if self.offer is None:
             return Built(network, hiding, alike=alike(self.graph, self.variables))
-        kept = Row(tuple(v.kept for v in self.variables.values()), tuple(held for _, held in found), math.inf)
+        own = tuple(self._flying(v.kept, name) for name, v in self.variables.items())
+        kept = Row(own, tuple(self._flying(held) for _, held in found), math.inf)
         stays = Row(tuple(v.stays for v in self.variables.values()), (None,) * len(edges), math.inf)
         return Built(network, hiding, (kept, stays), alike(self.graph, self.variables))
+
+    def _flying(self, held: np.ndarray | None, name: str = "") -> np.ndarray | None:
+        """Bytes of all micro-batches in flight; a parameter is there once."""
+        if held is None or self.flying == 1 or name in self.graph.parameters:
+            return held
+        return self.known.setdefault(("flying", id(held)), (held, held * self.flying))[1]  # type: ignore[no-any-return]
 
     def _variables(self) -> None:
         graph = self.graph
@@ -272,9 +281,10 @@ class Network:
             return Variable(states)
         key = ("parameter", type_, id(states))
         if key not in self.known:
-            trained, size = type_.grad and self.graph.training, self._bytes(name, states)
+            trained = type_.grad and self.graph.training
+            size = self._bytes(name, states) * type_.kept.dtype.itemsize / type_.dtype.itemsize
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
-            state = np.array([optimizer_bytes(self.optimizer, x, type_.dtype) if trained else 0.0 for x in shapes])
+            state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
             parts = Parts(other=seconds) if type_.grad else ZERO
             self.known[key] = parts, size + state, size + state + (size if trained else 0.0)

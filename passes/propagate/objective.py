@@ -63,19 +63,20 @@ class OpSeconds:
     """Of one operation: its compute, and the collectives inside its local form."""
 
     compute: costs.Seconds
-    inside: costs.Seconds
+    inside: costs.Inside
 
     @property
     def ahead(self) -> Parts:
         """The forward alone."""
         launch = self.compute.launches[0]
-        return Parts(np.array(self.compute.forward - launch), np.array(launch), np.array(self.inside.forward))
+        hides, waits, hidden = self.compute.forward - launch, self.inside.forward, self.inside.hidden[0]
+        return Parts(np.array(hides), np.array(launch), np.array(waits), hidden=np.array(hidden))
 
     @property
     def parts(self) -> Parts:
         launches = sum(self.compute.launches)
         hides, waits = self.compute.step - launches, self.inside.step
-        return Parts(np.array(hides), np.array(launches), np.array(waits))
+        return Parts(np.array(hides), np.array(launches), np.array(waits), hidden=np.array(sum(self.inside.hidden)))
 
 
 def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
@@ -96,7 +97,7 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
             flops = costs.node_flops(node, graph, rule_for(node.op))
             inside = internal_collectives(node, graph, mesh, choice, placed)
             compute = costs.node_seconds(node, graph, mesh, choice, flops, placed, traffic)
-            known[key] = OpSeconds(compute, costs.inside_seconds(inside, mesh))
+            known[key] = OpSeconds(compute, costs.inside_seconds(inside, mesh, compute))
         operations[node.name] = known[key]
     prices: dict[object, Parts] = {}
     conversions: list[Parts] = []

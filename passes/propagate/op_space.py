@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.errors import RuleError
 from autoshard.layout import Layout, Partial
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Placements, Strategy, made, used
+from autoshard.passes.ir.assignment import Placements, Strategy, made, together, used
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate import cost as costs
@@ -96,7 +96,7 @@ def signature(node: Node, graph: Graph) -> Any:
 class _Priced(NamedTuple):
     choice: tuple[Strategy, ...]
     compute: costs.Seconds
-    inside: costs.Seconds
+    inside: costs.Inside
 
     @property
     def step(self) -> float:
@@ -156,7 +156,7 @@ def _priced(
         if inside and is_single_in_double(node, graph):
             continue
         compute = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs), traffic)
-        found = _Priced(choice, compute, costs.inside_seconds(inside, mesh))
+        found = _Priced(choice, compute, costs.inside_seconds(inside, mesh, compute))
         if (ins, outs) not in best or found.step < best[ins, outs].step:
             best[ins, outs] = found
     return best
@@ -210,7 +210,9 @@ def _fitting(strategies: Sequence[Strategy], ranks: int) -> list[Strategy]:
 
 
 def fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
-    """Whether all axes on one factor together still leave a chunk for every rank."""
+    """Whether all axes on one factor together still leave a chunk for every rank, and none excludes another's strategy."""
+    if not together(choice):
+        return False
     used: dict[str, list[int]] = {}
     for strategy, ranks in zip(choice, mesh.shape, strict=True):
         used.setdefault(strategy.label, []).append(ranks)

@@ -46,9 +46,12 @@ class Planner:
         recompute: Recompute = "none",
         regather: bool = False,
         given: Mapping[str, Layout] | None = None,
+        flying: int = 0,
     ) -> None:
         """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
-        :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts."""
+        :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts;
+        ``flying``: of a stage of a pipeline, the micro-batches that it keeps something for at once."""
+        self.flying = flying
         self.given = given or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
@@ -110,7 +113,7 @@ class Planner:
         """The network; ``limited``: with bytes, and with what may be made again."""
         if limited not in self.built:
             what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
-            network = Network(*what, self.offer if limited else None, self.optimizer, self.given)
+            network = Network(*what, self.offer if limited else None, self.optimizer, self.given, max(1, self.flying))
             built = network.build()
             self.built[limited] = network, built
             states = sum(map(len, built.network.nodes))

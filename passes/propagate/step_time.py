@@ -40,6 +40,8 @@ class Parts:
     """movable, on the link inside a node"""
     network: Array = field(default_factory=_zero)
     """movable, on the link between nodes"""
+    hidden: Array = field(default_factory=_zero)
+    """communication inside an operation, behind its own compute"""
 
     def __iter__(self) -> Iterator[Array]:
         return (getattr(self, f.name) for f in fields(self))
@@ -56,7 +58,7 @@ class Parts:
 
     def communication(self) -> Array:
         """All communication, hidden or not."""
-        return self.blocking + self.node + self.network
+        return self.blocking + self.node + self.network + self.hidden
 
     def exposed(self, overlap: float) -> Array:
         """Communication that compute does not hide."""

@@ -15,7 +15,7 @@ from autoshard.errors import LayoutError
 from autoshard.layout import Layout, Partial, Placement
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Step
-from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price
+from autoshard.passes.redistribute.pricing import FORBIDDEN, Moves, Prices, price, width
 from autoshard.passes.redistribute.space import FREE, MOST_AXES, Floats, Ints, frame, halfway, layout_of, state_of
 from autoshard.passes.redistribute.steps import Redistribution
 
@@ -29,20 +29,20 @@ def plan(
     shape: tuple[int, ...],
     mesh: Mesh,
     dtype: torch.dtype,
-    grad: bool,
+    grad: Moves,
     peak_limit: int | None,
     minimize: str,
     closed: tuple[int, ...] = (),
 ) -> Redistribution:
     """:func:`redistribution` of one shape, all arguments resolved."""
     check((src, shape), (dst, shape), mesh, minimize)
-    kinds, ends = kinds_of((src, dst), grad), [state_of(x, len(shape), grad=grad) for x in (src, dst)]
+    kinds, ends = kinds_of((src, dst), bool(grad)), [state_of(x, len(shape), grad=bool(grad)) for x in (src, dst)]
     common = frame(ends[0], ends[1])
     if common.kinds.count(FREE) > MOST_AXES:
         middle = layout_of(halfway(ends[0], ends[1], common), mesh)
         rest = (shape, mesh, dtype, grad, peak_limit, minimize, closed)
         return _joined(plan(src, middle, *rest), plan(middle, dst, *rest))
-    prices = price(mesh, shape, dtype.itemsize, kinds, grad, common, closed)
+    prices = price(mesh, shape, dtype.itemsize, kinds, width(dtype, grad), common, closed)
     start, goal = (prices.space.index[x] for x in ends)
     path = _path(prices, start, goal, peak_limit, minimize)
     if path is None:
@@ -57,7 +57,7 @@ def plan(
         dst,
         shape,
         dtype,
-        grad,
+        bool(grad),
         steps,
         _divide(forward, ranks),
         _divide(backward, ranks),
@@ -99,7 +99,7 @@ def kinds_of(layouts: Sequence[Layout], grad: bool) -> tuple[str, ...]:
     return ("R", "I", "P") if grad else ("R", "P", *extreme)
 
 
-def _step(prices: Prices, index: int, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, grad: bool) -> Step:
+def _step(prices: Prices, index: int, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, grad: Moves) -> Step:
     graph = prices.space
     move, (forward, backward) = graph.moves[index], _scaled_bytes(prices, index, dtype, grad)
     return Step(
@@ -117,10 +117,11 @@ def _step(prices: Prices, index: int, mesh: Mesh, shape: tuple[int, ...], dtype:
     )
 
 
-def _scaled_bytes(prices: Prices, index: int, dtype: torch.dtype, grad: bool) -> tuple[int, int]:
+def _scaled_bytes(prices: Prices, index: int, dtype: torch.dtype, grad: Moves) -> tuple[int, int]:
     """Ring bytes of a move, forward and backward, times the number of ranks: integers, so that sums are exact."""
-    graph, moved = prices.space, int(prices.piece[index]) * dtype.itemsize
-    return int(graph.forward[index]) * moved, int(graph.backward[index]) * moved * grad
+    graph, piece = prices.space, int(prices.piece[index])
+    forward, backward = int(graph.forward[index]) * piece, int(graph.backward[index]) * piece
+    return forward * dtype.itemsize, backward * width(dtype, grad)
 
 
 def _divide(a: int, b: int) -> float:

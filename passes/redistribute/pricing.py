@@ -7,11 +7,15 @@ from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.redistribute.space import Floats, Ints, Space, State, space
+
+Moves = bool | torch.dtype
+"""whether the gradient is moved back; a dtype: its own, where that is another than the value's"""
 
 FORBIDDEN = 1 << 60
 """bytes of a move that the shape does not allow; more than any real one, and sums of a few stay below 2**63"""
@@ -31,19 +35,25 @@ class Prices:
     """[2, moves]: of ``seconds`` those of launches, and those of links between nodes"""
 
 
+def width(dtype: torch.dtype, grad: Moves) -> int:
+    """Bytes of an element of the gradient; 0: there is none."""
+    return grad.itemsize if isinstance(grad, torch.dtype) else dtype.itemsize * grad
+
+
 @lru_cache(maxsize=64)
 def price(
     mesh: Mesh,
     shape: tuple[int, ...],
     itemsize: int,
     kinds: tuple[str, ...],
-    grad: bool,
+    back: int,
     base: State,
     closed: tuple[int, ...] = (),
 ) -> Prices:
     """Prices of all moves of ``space(mesh.shape, kinds, base)`` for a tensor of global ``shape``.
 
-    Forward plus, if ``grad``, backward. No move may cut a dim in ``closed``.
+    Forward plus backward, whose gradients have ``back`` bytes per element; 0: there is none. No move may cut a dim in
+    ``closed``.
 
     Uneven dims count by their largest chunk, so that a finer cut is never dearer: all-gather and reduce-scatter put
     (n-1)·C on the wire per rank, C the elements of the largest chunk (that is (n-1)/n·B where sizes divide),
@@ -52,17 +62,16 @@ def price(
     graph = space(mesh.shape, kinds, base)
     sizes = np.array(shape, np.int64)
     piece = (-(-sizes // graph.pieces)).prod(axis=1)[graph.piece]
-    volume = graph.forward + graph.backward if grad else graph.forward
-    latency, per_byte = _rates(mesh, kinds, grad, base)
-    moved = piece * itemsize
-    total, seconds = volume * moved, latency + per_byte * moved
+    latency, per_byte = _rates(mesh, kinds, back / itemsize, base)
+    total = (graph.forward * itemsize + graph.backward * back) * piece
+    seconds = latency + per_byte * (piece * itemsize)
     uneven = _uneven(shape, graph)[graph.src] & graph.needs_even
     cut = (graph.cuts[graph.dst] > 1)[:, list(closed)]
     if uneven.any() or cut.any():
         forbidden = uneven.any(axis=1) | cut.any(axis=1)
         total[forbidden], seconds[forbidden] = FORBIDDEN, np.inf
     return Prices(
-        total, seconds, (-(-sizes // graph.cuts)).prod(axis=1), graph, piece, _shares(mesh, graph, seconds, grad)
+        total, seconds, (-(-sizes // graph.cuts)).prod(axis=1), graph, piece, _shares(mesh, graph, seconds, bool(back))
     )
 
 
@@ -87,29 +96,36 @@ def _uneven(shape: tuple[int, ...], graph: Space) -> npt.NDArray[np.bool_]:
 
 
 @lru_cache(maxsize=64)
-def _rates(mesh: Mesh, kinds: tuple[str, ...], grad: bool, base: State) -> tuple[Floats, Floats]:
-    """Per move: fixed seconds, and seconds per byte of the smaller chunk."""
+def _rates(mesh: Mesh, kinds: tuple[str, ...], back: float, base: State) -> tuple[Floats, Floats]:
+    """Per move: fixed seconds, and seconds per byte of the smaller chunk. ``back``: of gradients, bytes per such byte."""
     graph = space(mesh.shape, kinds, base)
     rate = cache(lambda *call: _rate(mesh, graph, *call))
     launch = mesh.hardware.kernel_latency
-    pairs = np.array([rate(m.kind, m.backward if grad else None, m.group, m.order) for m in graph.moves], np.float64)
-    pairs.reshape(-1, 2)[:, 0] += [launch * _launched(m.kind, m.backward, grad) for m in graph.moves]
+    calls = [(m.kind, m.backward if back else None, m.group, m.order, back) for m in graph.moves]
+    pairs = np.array([rate(*call) for call in calls], np.float64)
+    pairs.reshape(-1, 2)[:, 0] += [launch * _launched(m.kind, m.backward, bool(back)) for m in graph.moves]
     pairs = pairs.reshape(-1, 2)
     return pairs[:, 0].copy(), pairs[:, 1].copy()
 
 
 def _rate(
-    mesh: Mesh, graph: Space, forward: str, backward: str | None, group: tuple[int, ...], order: tuple[int, ...]
+    mesh: Mesh,
+    graph: Space,
+    forward: str,
+    backward: str | None,
+    group: tuple[int, ...],
+    order: tuple[int, ...],
+    back: float,
 ) -> tuple[float, float]:
     """(seconds, seconds per byte) of one move: α-β for each collective, memory traffic for a local copy."""
     link = mesh.link([mesh.axes[a] for a in group])
     fixed, rate = local_step(mesh.hardware), 0.0
-    for kind in (forward, backward):
+    for kind, width in ((forward, 1.0), (backward, back)):
         volume = graph.volume(kind, group, order) / graph.ranks
         if kind is not None and volume:
             latency, per_byte = link.rate(kind)
             fixed += latency
-            rate += volume * per_byte
+            rate += volume * per_byte * width
     written = {"slice": 1.0, "partial": 1.0, "pad": float(graph.count(group))}.get(forward, 0.0)
     return fixed, rate + (1 + written) * (written > 0) / _copy_bandwidth(mesh.hardware)
 

@@ -11,6 +11,7 @@ import torch
 from autoshard.layout import Layout, Placement
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.passes.redistribute.planner import LayoutLike, plan
+from autoshard.passes.redistribute.pricing import Moves
 from autoshard.passes.redistribute.reshape import plan_reshaped
 from autoshard.passes.redistribute.steps import Redistribution
 
@@ -21,7 +22,7 @@ def redistribution(
     shape: Sequence[int],
     mesh: MeshLike,
     dtype: torch.dtype = torch.float32,
-    grad: bool = False,
+    grad: Moves = False,
     *,
     dst_shape: Sequence[int] | None = None,
     peak_limit: int | None = None,
@@ -35,7 +36,8 @@ def redistribution(
     gathered before the reshape, and :attr:`Redistribution.gathered` names it.
 
     ``src`` and ``dst`` are layouts, or what :class:`Layout` takes. With ``grad`` the backward is priced too, and only
-    conversions with a defined gradient are used; without it Invariant and Replicate are one. ``minimize="bytes"``:
+    conversions with a defined gradient are used; without it Invariant and Replicate are one. A dtype: the gradient's, where
+    it is another. ``minimize="bytes"``:
     fewest ring bytes per rank; among those a sequence without a local tensor larger than both ends, then least time,
     then fewest steps. ``"seconds"``: least time on the mesh's links first, which may move more bytes over a faster
     axis. Where more than five mesh axes change at once, the way leads through layouts in between; each part of it is
@@ -49,7 +51,16 @@ def redistribution(
     keys = (x if isinstance(x, Layout) else _key(x) for x in (src, dst))
     on = _key(mesh) if isinstance(mesh, Mapping) else Mesh.of(mesh)
     shapes = (tuple(shape), None if dst_shape is None else tuple(dst_shape))
-    return _resolve(*keys, *shapes, on, dtype, bool(grad), peak_limit, minimize, tuple(closed))
+    return _resolve(
+        *keys,
+        *shapes,
+        on,
+        dtype,
+        grad if isinstance(grad, torch.dtype) else bool(grad),
+        peak_limit,
+        minimize,
+        tuple(closed),
+    )
 
 
 def _key(given: Mapping[str, Any] | Sequence[Placement]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Step
 from autoshard.passes.redistribute.planner import check, costs, distances, kinds_of, plan, relaxed
-from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price
+from autoshard.passes.redistribute.pricing import FORBIDDEN, Moves, Prices, price, width
 from autoshard.passes.redistribute.space import EXACT_AXES, Ints, State, everything, layout_of, state_of
 from autoshard.passes.redistribute.steps import Redistribution
 
@@ -84,7 +84,7 @@ def plan_reshaped(
     dst_shape: Shape,
     mesh: Mesh,
     dtype: torch.dtype,
-    grad: bool,
+    grad: Moves,
     peak_limit: int | None,
     minimize: str,
 ) -> Redistribution:
@@ -93,17 +93,17 @@ def plan_reshaped(
     if mesh.ndim > EXACT_AXES:
         raise LayoutError(f"a redistribution through a reshape is planned on at most {EXACT_AXES} mesh axes")
     shared = refine(shape, dst_shape)
-    kinds = kinds_of((src, dst), grad)
+    kinds = kinds_of((src, dst), bool(grad))
     layers = [
-        price(mesh, s, dtype.itemsize, kinds, grad, everything(mesh.ndim, len(s)))
+        price(mesh, s, dtype.itemsize, kinds, width(dtype, grad), everything(mesh.ndim, len(s)))
         for s in (shape, shared.shape, dst_shape)
     ]
     joins = (
         _joined(layers[0], layers[1], shape, shared.src, shared.shape),
         _joined(layers[2], layers[1], dst_shape, shared.dst, shared.shape),
     )
-    start = layers[0].space.index[state_of(src, len(shape), grad=grad)]
-    goal = layers[2].space.index[state_of(dst, len(dst_shape), grad=grad)]
+    start = layers[0].space.index[state_of(src, len(shape), grad=bool(grad))]
+    goal = layers[2].space.index[state_of(dst, len(dst_shape), grad=bool(grad))]
     way = _cheapest(layers, joins, start, goal, peak_limit, minimize)
     if way is None:
         limit = f" with local tensors of at most {peak_limit} elements" if peak_limit is not None else ""
@@ -131,7 +131,7 @@ def plan_reshaped(
         dst,
         shape,
         dtype,
-        grad,
+        bool(grad),
         (*legs[0].steps, *middle, *legs[2].steps),
         sum(leg.forward_bytes for leg in legs),
         sum(leg.backward_bytes for leg in legs),

@@ -10,7 +10,7 @@ import torch
 
 from autoshard.layout import Layout
 from autoshard.passes.redistribute.planner import distances, kinds_of
-from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price
+from autoshard.passes.redistribute.pricing import FORBIDDEN, Moves, Prices, price, width
 from autoshard.passes.redistribute.query import redistribution
 from autoshard.passes.redistribute.space import EXACT_AXES, Floats, everything, state_of
 
@@ -23,7 +23,7 @@ def cost_matrix(
     targets: Sequence[Layout],
     shape: Sequence[int],
     dtype: torch.dtype,
-    grad: bool,
+    grad: Moves,
     closed: tuple[int, ...] = (),
 ) -> Floats:
     """Seconds of the fastest redistribution from each source (row) to each target (column): float64; see
@@ -37,7 +37,7 @@ def link_matrices(
     targets: Sequence[Layout],
     shape: Sequence[int],
     dtype: torch.dtype,
-    grad: bool,
+    grad: Moves,
     closed: tuple[int, ...] = (),
 ) -> tuple[Floats, Floats, Floats]:
     """Seconds of the fastest redistribution from each source (row) to each target (column): of the launches of its
@@ -49,12 +49,12 @@ def link_matrices(
     if not sources or not targets:
         none = np.zeros((len(sources), len(targets)))
         return none, none, none
-    mesh, shape, kinds = sources[0].mesh, tuple(shape), kinds_of((*sources, *targets), grad)
+    mesh, shape, kinds = sources[0].mesh, tuple(shape), kinds_of((*sources, *targets), bool(grad))
     if mesh.ndim > EXACT_AXES:
         return _one_by_one(sources, targets, shape, dtype, grad, closed)
-    prices = price(mesh, shape, dtype.itemsize, kinds, grad, everything(mesh.ndim, len(shape)), closed)
+    prices = price(mesh, shape, dtype.itemsize, kinds, width(dtype, grad), everything(mesh.ndim, len(shape)), closed)
     index = prices.space.index
-    rows, columns = ([index[state_of(x, len(shape), grad=grad)] for x in side] for side in (sources, targets))
+    rows, columns = ([index[state_of(x, len(shape), grad=bool(grad))] for x in side] for side in (sources, targets))
     if len(index) <= SMALL:
         seconds, shares = (table[..., rows, :][..., columns] for table in _all_pairs(prices))
     else:
@@ -68,7 +68,7 @@ def _one_by_one(
     targets: Sequence[Layout],
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    grad: bool,
+    grad: Moves,
     closed: tuple[int, ...],
 ) -> tuple[Floats, Floats, Floats]:
     """On a mesh too large for one graph, every pair has its own."""

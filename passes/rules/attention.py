@@ -12,6 +12,7 @@ from autoshard.layout import R, Shard, chunk
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal, spell
+from autoshard.passes.rules import ring
 from autoshard.passes.rules.base import Facts, Rule, Site, Types
 from autoshard.passes.rules.factors import Dims, Factors, Space, broadcast_shape, inputs, undivided, wide_bytes
 
@@ -67,7 +68,8 @@ def _strategies(node: Node, graph: Graph) -> Space:
     result = (*lead, "queries", "embed")
     even = frozenset({"heads"}) if grouped else frozenset[str]()
     factors = Factors(inputs(node, dims), (result,), sizes, even, linear=((node.positions["value"],),))
-    return (*factors.strategies(node, graph), _query_heads(node, shape, dims)) if grouped else factors
+    alone = (_query_heads(node, shape, dims),) if grouped else ()
+    return (*factors.strategies(node, graph), *alone, *ring.strategies(node, graph, *shape[-2:]))
 
 
 def _leading(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims:
@@ -91,14 +93,17 @@ def _local(site: Site) -> Call:
     last = len(shape) - 1
     causal, probability = bool(node.argument("is_causal")), float(node.argument("dropout_p"))
     key_axes, row_axes = _axes(site, "key", 2), _axes(site, "query", 2)
-    grouped = is_grouped(node, graph)
-    if grouped and (site.axes("query heads") or key_axes or probability):
+    around, grouped = _ring(site), is_grouped(node, graph)
+    in_tiles = bool(around) or (causal and bool(row_axes) and not key_axes and not probability)
+    if grouped and (site.axes("query heads") or (not in_tiles and (key_axes or probability))):
         heads: list[Any] = [shape[-3], spell(_axes(site, "query", 3)), graph.shape(key)[-3]]
         if group_axes := _axes(site, "key", 3):
             heads.append(spell(group_axes))
         key, value = (Call("kv_heads", (x, *heads), {}) for x in (key, value))
         grouped = False
-    if causal and (row_axes or key_axes or probability):
+    if in_tiles:
+        return ring.local(site, around, (query, key, value), row_axes, shape)
+    if causal and (key_axes or probability):
         extent: dict[str, Any] = {"queries": shape[-2], "query_axes": spell(row_axes)} if row_axes else {}
         extent |= {"keys": shape[-1], "key_axes": spell(key_axes)} if key_axes else {}
         mask = Call("causal_mask", (query, node.argument("key")), extent)
@@ -106,6 +111,11 @@ def _local(site: Site) -> Call:
     if key_axes or probability:
         return _spelled_out(site, (query, key, value), mask, shape, {last: key_axes, last - 1: row_axes})
     return site.unchanged(key=key, value=value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+
+
+def _ring(site: Site) -> str:
+    """Which ring it goes along, if any."""
+    return next((label for label in ring.LABELS if site.axes(label)), "")
 
 
 def _spelled_out(
@@ -141,6 +151,8 @@ def _collectives(site: Site) -> tuple[Internal, ...]:
         if any(graph.types[name].grad for name in node.outputs):
             found += tuple(replace(c, kind="reduce_scatter", phase="backward") for c in found)
     shape = weights_shape(node, graph)
+    if label := _ring(site):
+        return found + ring.collectives(site, label, key_axes, *shape[-2:])
     axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | {len(shape) - 2: _axes(site, "query", 2)}
     rows = math.prod(chunk(int(n), site.mesh.size_of(axes[d]), 0)[1] for d, n in enumerate(shape[:-1]))
     size = rows * wide_bytes(site.in_type(0).dtype)

@@ -152,6 +152,8 @@ class Rule:
     sized: bool = True
     """whether the local form needs lengths of dims that are whole; else the others may depend on the data"""
     facts: Facts = UNKNOWN
+    named: str = ""
+    """the function of the runtime that runs in the op's place, also on whole tensors"""
 
     def strategies(self, node: Node, graph: Graph) -> tuple[Strategy, ...]:
         """Every way to run ``node`` along one mesh axis."""

@@ -51,7 +51,8 @@ def new_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         found.append(Strategy("I" if p == I else str(p), (p,), (I if p == I else R,), limit))
         for d, n in enumerate(shape):
             if int(n) > 1:
-                found.append(Strategy(f"d{d} of {p}", (p,), (Shard(d),), min(n, limit or n, key=int), divides=True))
+                size = min(n, limit or n, key=int)
+                found.append(Strategy(f"d{d} of {p}", (p,), (Shard(d),), size, divides=True, joins="results"))
     return tuple(found)
 
 

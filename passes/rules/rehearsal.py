@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from autoshard.passes.ir.program import Call, Local, Offset
 from autoshard.passes.ir.walk import map_tree
 from autoshard.runtime.communicator import Communicator, bind, in_order_of
 from autoshard.runtime.move import LOCAL, Move
+from autoshard.runtime.relay import Arrival, Hop
 
 aten = torch.ops.aten
 
@@ -246,6 +248,8 @@ class _Absent(Communicator):
         shape = list(x.shape)
         if move.exchange is not None:
             shape[move.dim] = move.exchange.wanted[self.index(move.axes)][1]
+        elif move.splits is not None:
+            shape[0] = sum(move.splits.received)
         elif move.dim >= 0 and not move.order:
             gathers = move.source == "S"
             shape[move.dim] = move.size if gathers else self.chunk(move.size, move.axes)[1]
@@ -253,9 +257,17 @@ class _Absent(Communicator):
             shape[move.to_dim] = self.chunk(move.to_size, move.axes)[1]
         return in_order_of(x, x.new_empty(shape))
 
+    def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
+        """See :meth:`Communicator.exchange`."""
+        return [partial(_empty, hop) for hop in hops]
+
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :meth:`Communicator.shared`."""
         return fn(*args, **kwargs)
+
+
+def _empty(hop: Hop) -> tuple[torch.Tensor, ...]:
+    return tuple(hop.tensors[0].new_empty(shape) for shape in hop.shapes)
 
 
 class _Moved(torch.autograd.Function):

@@ -79,11 +79,13 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
 
 
-def assert_trains_alike(name: str, steps: int = 3) -> None:
-    """Loss, all gradients, and the state dict after every AdamW step."""
+def assert_trains_alike(
+    name: str, steps: int = 3, on: autoshard.Mesh | None = None, like: Any = None
+) -> autoshard.ShardedModule:
+    """Loss, all gradients, and the state dict after every AdamW step. ``on``: the mesh, if not :func:`mesh`."""
     model, args, kwargs = case(name)
     reference = copy.deepcopy(model)
-    sharded = autoshard.compile(model, mesh(), args, kwargs)
+    sharded = autoshard.compile(model, on or mesh(), args, kwargs, like=like)
     cost = sharded.plan.cost
     assert cost.flops_per_rank < 0.8 * cost.flops, f"work is not divided: {cost}"
     ours, theirs = optimizer(sharded), optimizer(reference)
@@ -101,6 +103,7 @@ def assert_trains_alike(name: str, steps: int = 3) -> None:
             each.step()
             each.zero_grad()
         assert_close(sharded.full_state_dict(), reference.state_dict(), f"step {step}, weight")
+    return sharded
 
 
 def assert_all_raise(error: type[Exception], text: str, call: Callable[[], Any]) -> None:

@@ -13,8 +13,9 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.experts.data import batch_of
 from autoshard.passes.propagate.experts.families import Families, Family, Product, products
+from autoshard.passes.propagate.experts.mixture import by_expert
 from autoshard.passes.propagate.experts.patterns import styled
-from autoshard.passes.propagate.experts.sequence import ulysses
+from autoshard.passes.propagate.experts.sequence import along_sequence, rings_of
 from autoshard.passes.propagate.experts.tensor import paired, with_sequence
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.op_space import Asked, AskedOf
@@ -124,13 +125,35 @@ def _without_pairs(chosen: frozenset[Family], ranks: int) -> str:
 
 
 def _ulysses(context: Context, ranks: int) -> OnAxis:
-    asked = dict(ulysses(context.families, context.products, context.batch))
+    return _along_sequence(context, around=False)
+
+
+def _ring(context: Context, ranks: int) -> OnAxis:
+    on_axis = _along_sequence(context, around=True)
+    if any(rings_of(n, context.families) for n in context.graph.nodes):
+        return on_axis
+    why = "no attention can go along a ring (none can whose mask is trained), so that heads are cut"
+    return replace(on_axis, note="; ".join(filter(None, (why, on_axis.note))))
+
+
+def _along_sequence(context: Context, around: bool) -> OnAxis:
+    asked = dict(along_sequence(context.families, context.products, context.batch, around))
     held = {n: a for n, a in asked.items() if a is not None}
     free = {v for node in context.graph.nodes if node.name not in held for v in node.inputs}
     note = (
         "" if any(a.cuts for a in held.values()) else "no dim of the activations is a sequence, so that all is searched"
     )
     return OnAxis(held, {p: WHOLE for p in context.graph.parameters if p not in free}, note=note)
+
+
+def _expert(context: Context, ranks: int) -> OnAxis:
+    """Weights of experts lie by expert; the search chooses where all others are kept."""
+    asked, dims = by_expert(context.families, context.batch)
+    if not dims:
+        return replace(_fsdp(context, ranks), note="no operation runs experts, so that it is planned as fsdp")
+    fewest = min(int(context.graph.types[p].shape[0]) for p in dims)
+    few = f"{fewest} experts on {ranks} ranks: some ranks hold none" if fewest < ranks else ""
+    return OnAxis(asked, dims, note="; ".join(filter(None, (few, _without_batch(context, ranks)))))
 
 
 def _cut_along(chosen: frozenset[Family], context: Context) -> dict[str, frozenset[int]]:
@@ -150,8 +173,9 @@ EXPERTS: dict[str, Callable[[Context, int], OnAxis]] = {
     "megatron": _megatron,
     "megatron-sp": _megatron_sp,
     "ulysses": _ulysses,
+    "ring": _ring,
+    "expert": _expert,
 }
-MISSING = ("ring", "expert")
 NAMES = (*EXPERTS, "hsdp")
 
 
@@ -219,8 +243,6 @@ _KINDS = "give a name, {mesh axis: name}, or {pattern of modules: style}"
 
 
 def _check_name(name: Any) -> None:
-    if name in MISSING:
-        raise PlanError(f"like={name!r}: this strategy is not there yet. There are {', '.join(NAMES)}")
     if not isinstance(name, str) or name not in NAMES:
         near = difflib.get_close_matches(str(name), NAMES, n=1)
         meant = f"do you mean {near[0]!r}? " if near else ""

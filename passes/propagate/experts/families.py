@@ -18,7 +18,7 @@ from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.op_space import Asked, axis_strategies, signature
-from autoshard.passes.rules import rule_for
+from autoshard.passes.rules import ring, rule_for
 from autoshard.passes.rules.facts import is_view
 
 Family = tuple[str, int]
@@ -37,7 +37,7 @@ class Families:
     def __post_init__(self) -> None:
         for node in self.graph.nodes:
             for strategy in self.strategies(node):
-                if found := cut_dims(node, strategy):
+                if strategy.label not in ring.LABELS and (found := cut_dims(node, strategy)):
                     self._union.union(*found)
 
     def strategies(self, node: Node) -> tuple[Strategy, ...]:
@@ -134,14 +134,20 @@ class Families:
 
         Such a strategy is no independent part of the operation: something else has to bring its parts together.
         """
+        if strategy.label in ring.LABELS:
+            return True
         family, cut = self.cut(node, strategy), dict(cut_dims(node, strategy))
         rest = [v for v in (*node.inputs, *node.outputs) if v not in cut]
         return any(family in self.of_all([v]) for v in rest)
 
 
 def cut_dims(node: Node, strategy: Strategy) -> list[tuple[str, int]]:
-    """(value, dim) of every operand and result of ``node`` that a strategy cuts."""
+    """(value, dim) of every operand and result of ``node`` that a strategy cuts, as far as they are one dim."""
+    if strategy.joins == "none":
+        return []
     names, placed = (*node.inputs, *node.outputs), (*strategy.inputs, *strategy.outputs)
+    if strategy.joins == "results":
+        names, placed = node.outputs, strategy.outputs
     return [(n, p.dim) for n, p in zip(names, placed, strict=True) if isinstance(p, Shard)]
 
 

@@ -1,4 +1,4 @@
-"""Sequence parallel plans that cut no weight: Ulysses (Jacobs et al. 2023)."""
+"""Sequence parallel plans that cut no weight: Ulysses (Jacobs et al. 2023) and ring attention (Liu et al. 2023)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,32 @@ from autoshard.passes.ir.graph import Node
 from autoshard.passes.propagate.experts.families import Families, Family, Product, cut_dims
 from autoshard.passes.propagate.experts.tensor import tokens
 from autoshard.passes.propagate.op_space import Asked
+from autoshard.passes.rules import ring
 
 
-def ulysses(
-    families: Families, found: tuple[Product, ...], batch: frozenset[Family]
+def along_sequence(
+    families: Families, found: tuple[Product, ...], batch: frozenset[Family], around: bool
 ) -> Iterator[tuple[str, Asked | None]]:
-    """Every operation with what is asked of it: the sequence cut, but the heads in attention.
+    """Every operation with what is asked of it: the sequence cut, but the heads in attention, or there too, in a ring.
 
     Between a product and attention (rotary positions, say) either may be cut. What no rule can cut along the sequence,
     such as a loss on flattened logits, is free, from the product in front of it on.
     """
+    attended = {
+        families.cut(n, s) for n in families.graph.nodes for s in families.strategies(n) if s.label in ring.LABELS
+    }
+    batch = batch - attended  # of a single sample, most of the work is independent along the sequence
     sequence = tokens(families, found, batch)
     core = {n.name: n for n in families.graph.nodes if _mixes(n, sequence, families)}
     by_head = {n: _by_head(node, sequence | batch, families) for n, node in core.items()}
-    heads = {f for found_ in by_head.values() for f in found_}
+    rings = {n: rings_of(node, families) for n, node in core.items()} if around else {}
+    heads = set() if around else {f for found_ in by_head.values() for f in found_}
     free = _tail(families, sequence, found, core)
     for node in families.graph.nodes:
         cuts = families.labels(node, sequence)
-        if node.name in core:
+        if rings.get(node.name):
+            yield node.name, families.asked(node, rings[node.name])
+        elif node.name in core:
             yield node.name, families.asked(node, families.labels(node, by_head[node.name]))
         elif node.name in free or (not cuts and families.is_activation(node)):
             yield node.name, None
@@ -41,6 +49,11 @@ def _mixes(node: Node, sequence: frozenset[Family], families: Families) -> bool:
         return False
     along = [s for s in families.strategies(node) if families.cut(node, s) in sequence]
     return bool(along) and all(families.loose(node, s) for s in along)
+
+
+def rings_of(node: Node, families: Families) -> frozenset[str]:
+    """The strategies of ``node`` that cut the sequence of all that it reads, and send keys round."""
+    return frozenset(s.label for s in families.strategies(node) if s.label in ring.LABELS)
 
 
 def _by_head(node: Node, others: frozenset[Family], families: Families) -> frozenset[Family]:

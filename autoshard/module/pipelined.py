@@ -1,0 +1,269 @@
+"""This rank's module where the model is in stages: it holds the parameters of its stages, and runs them on a schedule."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard import runtime
+from autoshard.errors import PlanError
+from autoshard.mesh import Mesh
+from autoshard.module.along import Along
+from autoshard.module.compiling import Settings
+from autoshard.module.distributed import DistributedModule, default_device_type
+from autoshard.module.executable import Executable
+from autoshard.module.microbatches import delivered, part_of
+from autoshard.module.pipeline import Pipeline, packed, unpacked
+from autoshard.passes.ir.graph import Ref
+from autoshard.passes.pipeline import Stages
+from autoshard.plans.stages_together import rest
+from autoshard.runtime import generators
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class PipelinedModule(DistributedModule):
+    """A sharded module in stages; ``named_parameters()`` are those of this rank's stages."""
+
+    _along: Along
+    _pipelines: dict[int, Pipeline]
+
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
+        axis = settings.wishes.stages
+        assert axis is not None
+        if settings.inputs != "global":
+            raise PlanError("stages take inputs that are whole on every rank: leave out inputs=")
+        kind = device_mesh.device_type if device_mesh is not None else default_device_type()
+        ranks = device_mesh.mesh if device_mesh is not None else torch.arange(mesh.size).view(mesh.shape)
+        own = rest(mesh, axis)
+        ranks = ranks.movedim(mesh.index(axis), 0).reshape(-1, *own.shape)
+        axes = f"{axis}_stages", *own.axes
+        whole = DeviceMesh(kind, ranks, mesh_dim_names=axes)
+        super().__init__(model, mesh, settings, whole[own.axes if len(own.axes) > 1 else own.axes[0]])
+        object.__setattr__(self, "_along", Along(whole.get_group(axes[0]), self._comm.notes))
+        object.__setattr__(self, "_pipelines", {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """See :meth:`ShardedModule.__deepcopy__`. What runs the rank modules is its own."""
+        memo[id(self._pipelines)] = {}
+        return super().__deepcopy__(memo)
+
+    def _shared(self) -> list[Any]:
+        """See :meth:`Compiling._shared`."""
+        return [*super()._shared(), self._along, self._homes]
+
+    # --- tensors ---
+
+    def _holds(self, name: str) -> bool:
+        return self._homes is None or any(map(self._along.is_mine, self._homes.get(name, (0,))))
+
+    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(tensor.shape), tensor.dtype  # ranks hold others
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self._of.elsewhere:
+            super()._check(name, tensor)
+
+    def _repeats(self, executable: Executable) -> bool:
+        return False  # stages have collectives of their own: none has one that all ranks come to
+
+    def _stage_of(self, name: str) -> int:
+        """The first stage that holds a parameter or buffer."""
+        assert self._homes is not None
+        tied = {alias: i.fqn for i in self._decided().graph.inputs for alias in i.aliases}
+        return self._homes.get(tied.get(name, name), (0,))[0]
+
+    @property
+    def is_staged(self) -> bool:
+        """See :attr:`ShardedModule.is_staged`."""
+        return True
+
+    def gradients_once(self) -> list[Any]:
+        """See :meth:`ShardedModule.gradients_once`."""
+        named = ((n, p.grad) for n, p in self.named_parameters() if p.grad is not None)
+        return [g for n, g in named if self._along.is_mine(self._stage_of(n))]
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Original name → full tensor (a copy), for every entry of the original state dict, on every rank. Collective."""
+        own = self.state_dict(keep_vars=True)
+        whole = self._of.model.state_dict() if self._of.adopted else own
+        return {n: self._everywhere(n, x, own[n].detach() if n in own else None) for n, x in whole.items()}
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See :meth:`ShardedModule.load_full_state_dict`; a rank takes what its stages hold."""
+        whole = dict(self._of.model.state_dict() if self._of.adopted else self.state_dict(keep_vars=True))
+        self._check_state(whole, state)
+        with torch.no_grad():
+            for name, tensor in self.state_dict(keep_vars=True).items():
+                self._load(tensor, state[name])
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Original parameter name → full gradient (parameters without one are left out), on every rank. Collective."""
+        own = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+        names = dict(self._of.model.named_parameters())
+        there = torch.tensor([n in own for n in names], dtype=torch.int32, device=self._device)
+        self._along.add_up(there, range(self._along.ranks), "which gradients there are")
+        pairs = zip(names.items(), there.tolist(), strict=True)
+        return {n: self._everywhere(n, x, own.get(n)) for (n, x), known in pairs if known}
+
+    def _everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+        """The full tensor of a name on every rank; ``own``: this rank's, if it holds it. Collective."""
+        full = None if own is None else self._full(own).to(self._device).contiguous()
+        if full is None:
+            full = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        self._along.tell(self._stage_of(name), full, name)
+        return full
+
+    # --- running ---
+
+    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if any(isinstance(x, DTensor) for x in pytree.tree_leaves((args, dict(kwargs)))):
+            raise PlanError("stages take inputs that are whole on every rank: give full_tensor() of a DTensor")
+        return super()._arrived(args, kwargs)
+
+    def _step(
+        self, executable: Executable, inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """See :meth:`ShardedModule._step`. Forward, and in training backward, of all micro-batches, on this rank's stages."""
+        inputs = self._whole((), inputs)[1]
+        given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
+        pipeline, micro = self._pipeline(executable), executable.compiled.micro_batches
+        pipeline.run = partial(self._run_stage, pipeline, given)
+        self._agreement.finish()
+        own = generators.states(cuda=self._device.type == "cuda")
+        before = self._defer(True)
+        try:
+            with contextlib.ExitStack() as inside:
+                pairs: Pairs = inside.enter_context(self._of.standing_in()) if micro is not None else []
+                begin = self._beginning(pipeline)
+                with runtime.bind(self._comm):
+                    pipeline.step(self._comm.notes, [leaf for _, leaf in pairs], begin)
+        finally:
+            self._enter(0, 1)
+            self._defer(before)
+            generators.set_states(own)
+        self._end(pipeline)
+        written = {fqn: x for number in pipeline.mine for fqn, x in self._written(pipeline, number).items()}
+        with runtime.bind(self._comm):
+            made = self._made_everywhere(pipeline)
+        if micro is None:
+            return made[0], written
+        self._sum_tied(pipeline.stages, pairs)
+        wanted = [*pairs, *self._of_inputs(inputs, given)]
+        if not wanted:  # nothing is trained here; the user's backward is called on every rank
+            wanted = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
+        return delivered(micro, made, wanted), written
+
+    def _pipeline(self, executable: Executable) -> Pipeline:
+        if id(executable) not in self._pipelines:
+            rank, none = self._comm.rank, lambda *_: ()
+            self._pipelines[id(executable)] = Pipeline(executable, rank, self._along, self._device, none)
+        return self._pipelines[id(executable)]
+
+    def _run_stage(
+        self,
+        pipeline: Pipeline,
+        given: Mapping[str, torch.Tensor],
+        number: int,
+        index: int,
+        received: list[torch.Tensor],
+    ) -> Sequence[torch.Tensor]:
+        """What the rank module of a stage gives for a micro-batch, local."""
+        part, stage = pipeline.executable.parts[number], pipeline.stages.each[number]
+        micro = pipeline.executable.compiled.micro_batches
+        values = dict(zip(stage.received, received, strict=True))
+        for name in stage.given:
+            source, dim = (name, None) if micro is None else micro.inputs[name]
+            values[name] = part_of(given[source], dim, index, pipeline.count)
+        self._enter(index, pipeline.count)
+        # Of a backward in two parts the second adds to what the first left: each has to be whole.
+        self._defer(index < pipeline.count - 1 and self._settings.wishes.schedule != "zero_bubble")
+        return self._results(part, [values[name] for name in part.compiled.source.inputs])
+
+    # --- between stages ---
+
+    def _beginning(self, pipeline: Pipeline) -> torch.Tensor | None:
+        """The state of rank 0's generators, on the ranks of the first stage."""
+        if not pipeline.draws or 0 not in pipeline.mine:
+            return None
+        state = packed(self._device)
+        if self._comm.world_size > 1:
+            group = self._comm.process_group(self._comm.active(tuple(self._comm.mesh)))
+            self._comm.during(None, "broadcast of the random state")
+            self._comm.run(group, dist.broadcast, state, self._comm.ranks[0])
+        return state
+
+    def _end(self, pipeline: Pipeline) -> None:
+        """Rank 0's generators stand where the last stage left them."""
+        if not pipeline.draws:
+            return
+        state = pipeline.state if pipeline.last in pipeline.mine else None
+        state = packed(self._device) if state is None else state
+        self._along.tell(pipeline.last, state, "the random state")
+        if self._agreement.rank == 0:
+            generators.set_states(unpacked(state, self._device))
+
+    def _written(self, pipeline: Pipeline, number: int) -> dict[str, torch.Tensor]:
+        """What a stage writes back: of the last micro-batch."""
+        program = pipeline.executable.parts[number].compiled.program
+        last = pipeline.made[number][-1]
+        return {fqn: last[len(program.outputs) + i] for i, fqn in enumerate(program.mutations)}
+
+    def _made_everywhere(self, pipeline: Pipeline) -> list[list[Any]]:
+        """Per micro-batch the model's outputs, on every rank: from those of the stages that made them."""
+        graph = pipeline.executable.graph
+        made = [[None if isinstance(out, Ref) else out for out in graph.outputs] for _ in range(pipeline.count)]
+        for number, stage in enumerate(pipeline.stages.each):
+            part = pipeline.executable.parts[number]
+            for at, position in enumerate(stage.results, len(stage.sent)):
+                own = [results[at] for results in pipeline.made[number]] if number in pipeline.mine else None
+                for outputs, local in zip(made, self._of_stage(pipeline, number, at, own), strict=True):
+                    outputs[position] = self._leaf(part, at, local, lambda shape: tuple(shape))
+        return made
+
+    def _of_stage(
+        self, pipeline: Pipeline, number: int, at: int, own: Sequence[torch.Tensor] | None
+    ) -> Sequence[torch.Tensor]:
+        """Output ``at`` of a stage, per micro-batch: this rank's, or that of the rank that has its place there."""
+        program = pipeline.executable.parts[number].compiled.program
+        name = program.outputs[at].name
+        type_, layout = program.types[name], program.layouts[name]
+        if type_.unknown or type_.number is not None:
+            raise PlanError(f"stages: an output, {type_}, whose length depends on the data is not supported")
+        shape = layout.local_shape(type_.shape, self._comm.rank)
+        if own is None:
+            both = torch.empty((pipeline.count, *shape), dtype=type_.dtype, device=self._device)
+        else:
+            both = torch.stack([*own]).contiguous()
+        self._along.tell(number, both, name)
+        return both.unbind(0)
+
+    def _sum_tied(self, stages: Stages, pairs: Pairs) -> None:
+        """Add up the gradients of parameters that several stages hold, over the ranks that run these."""
+        leaves = {id(p): leaf for p, leaf in pairs}
+        for fqn, homes in sorted(stages.tied.items()):
+            leaf = leaves.get(id(self._of.tensor(fqn)))
+            if leaf is not None and leaf.grad is not None:
+                grad: Any = leaf.grad
+                local = grad.to_local() if isinstance(grad, DTensor) else grad
+                self._along.add_up(local, homes, f"the gradient of {fqn}")
+
+    def _of_inputs(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> Pairs:
+        """The inputs that want a gradient, and what has it: the sum of what the stages left."""
+        found = []
+        for name, x in inputs.items():
+            if x.requires_grad:
+                leaf = given[name]
+                leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                self._along.add_up(leaf.grad, range(self._along.ranks), f"the gradient of {name}")
+                found.append((x, leaf))
+        return found

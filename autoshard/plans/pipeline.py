@@ -1,0 +1,203 @@
+"""The step of a model in stages, from the plans of its stages: what each takes per micro-batch, the timeline, costs, memory.
+
+A stage's plan is that of one micro-batch. What happens once a step is taken out of it: the optimizer's update, and
+all-reduces of gradients, which sum what all micro-batches left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.memory import Memory
+from autoshard.passes.ir.paths import block_path
+from autoshard.passes.pipeline.timeline import StageSeconds, Timeline, orders, timeline
+from autoshard.plans.record import Collective, Cost, Record, Staged
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What a stage takes: ``batch`` per micro-batch, of which ``compute_s`` are computing; ``once_s`` per step."""
+
+    batch: StageSeconds
+    compute_s: float
+    once_s: float
+    """the update, and reductions of gradients as far as nothing hides them"""
+    update_s: float
+    """the update alone"""
+
+
+def stage_times(plan: Record, sent: tuple[float, float] = (0.0, 0.0)) -> StageTimes:
+    """What the stage of ``plan`` takes. ``sent``: seconds of its message forward, and of the gradients that go back."""
+    cost, mesh = plan.cost, plan.mesh
+    speed = mesh.hardware.overlap
+    compute = cost.compute_s - cost.optimizer_s
+    ahead = min(compute, math.fsum(c.seconds - c.backward_s for c in plan.choices.values()))
+    movable = [c for c in plan.collectives if c.movable]
+    sums = [c for c in movable if _is_once(c)]
+    waits = [c for c in plan.collectives if not c.movable]
+    blocking = max(0.0, cost.comm_s - _seconds(movable))
+    first = blocking * _share(_seconds(c for c in waits if c.phase == "forward"), _seconds(waits))
+    moves = [c for c in movable if not _is_once(c)]
+    shown = _shown(moves, mesh, speed, compute)
+    begun = shown * _share(_seconds(c for c in moves if c.phase == "forward"), _seconds(moves))
+    forward, backward = ahead + first + begun, compute - ahead + blocking - first + shown - begun
+    weights = backward * _share(_weights(plan), math.fsum(c.backward_s for c in plan.choices.values()))
+    once = _shown(sums, mesh, speed, compute - ahead)
+    return StageTimes(
+        StageSeconds(forward, backward, weights, *sent), compute, once + cost.optimizer_s, cost.optimizer_s
+    )
+
+
+def _is_once(c: Collective) -> bool:
+    """Whether it reduces a gradient that is kept whole on every rank: once, when all micro-batches have left theirs."""
+    return c.movable and c.phase == "backward" and c.kind == "all_reduce"
+
+
+def _seconds(collectives: Iterable[Collective]) -> float:
+    return math.fsum(c.seconds for c in collectives)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _shown(moves: Sequence[Collective], mesh: Mesh, speed: float, compute: float) -> float:
+    """Seconds of movable communication that so much compute does not hide (:mod:`autoshard.passes.propagate.step_time`)."""
+    near = _seconds(c for c in moves if not mesh.crosses(c.axes))
+    far = _seconds(c for c in moves if mesh.crosses(c.axes))
+    excess = sum(max(0.0, speed * x - compute) for x in (near, far))
+    return (1 - speed) * (near + far) + excess if speed else near + far
+
+
+def _weights(plan: Record) -> float:
+    """Seconds of the backward that make gradients of weights: one product for each operand that wants one."""
+    wanting = frozenset(plan.differentiable)
+    weights = {name for name, kind in plan.kinds.items() if kind == "parameter"}
+    found = 0.0
+    for choice in plan.choices.values():
+        if choice.inputs and weights.issuperset(choice.inputs):
+            weights.update(choice.outputs)
+        grads = [name for name in choice.inputs if name in wanting]
+        if choice.flops and grads:
+            found += choice.backward_s * sum(name in weights for name in grads) / len(grads)
+    return found
+
+
+def staged_times(staged: Staged, mesh: Mesh) -> tuple[StageTimes, ...]:
+    """What every stage takes, with its messages over the links along the axis of stages."""
+    link = mesh.link(staged.axis)
+
+    def seconds(number: int, back: bool) -> float:
+        size = staged.sent[number][back] if 0 <= number < len(staged.sent) else 0.0
+        return link.seconds(size, "permute") if size else 0.0
+
+    return tuple(stage_times(p, (seconds(i, False), seconds(i - 1, True))) for i, p in enumerate(staged.plans))
+
+
+def pipeline(plan: Record) -> Timeline:
+    """The step of a plan with stages, in time: every rank's work and the messages, without what happens once a step."""
+    staged = plan.staged
+    if staged is None:
+        raise ValueError("the plan has no stages")
+    return _simulated(staged, plan.mesh, staged_times(staged, plan.mesh))
+
+
+def _simulated(staged: Staged, mesh: Mesh, times: Sequence[StageTimes]) -> Timeline:
+    ranks, training = mesh.size_of(staged.axis), staged.plans[0].training
+    order = orders(staged.schedule, ranks, staged.micro_batches, len(staged.plans) // ranks, training)
+    return timeline(order, [t.batch for t in times])
+
+
+def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
+    """Of the step: that of the busiest rank, and its waiting for the others."""
+    times, ranks, count = staged_times(staged, mesh), mesh.size_of(staged.axis), staged.micro_batches
+    found = _simulated(staged, mesh, times)
+    of_ranks = [[times[i] for i in own] for own in _of_ranks(staged, ranks)]
+    busiest = max(range(ranks), key=lambda r: sum(t.batch.work for t in of_ranks[r]))
+    own, plans = of_ranks[busiest], [staged.plans[i] for i in range(busiest, len(times), ranks)]
+    end = max(spans[-1].end + sum(t.once_s for t in of) for spans, of in zip(found.ranks, of_ranks, strict=True))
+    update = sum(t.update_s for t in own)
+    compute = count * sum(t.compute_s for t in own) + update
+    exposed = count * sum(t.batch.work for t in own) + sum(t.once_s for t in own) - compute
+    once = sum(_seconds(c for c in p.collectives if _is_once(c)) for p in plans)
+    return Cost(
+        compute_s=compute,
+        comm_s=count * sum(p.cost.comm_s for p in plans) - (count - 1) * once,
+        exposed_s=exposed,
+        bubble_s=end - compute - exposed,
+        total_s=end,
+        memory_bytes=pipeline_memory(staged, ranks).peak,
+        flops=count * sum(p.cost.flops for p in staged.plans),
+        flops_per_rank=count
+        * max(sum(staged.plans[i].cost.flops_per_rank for i in x) for x in _of_ranks(staged, ranks)),
+        local_s=count * sum(p.cost.local_s for p in plans),
+        merged_s=count * sum(p.cost.merged_s for p in plans),
+        optimizer_s=update,
+        schedule_s=end,
+    )
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A stage as reports show it: seconds of one micro-batch, bytes of a rank."""
+
+    number: int
+    rank: int
+    """along the axis of stages"""
+    modules: tuple[str, ...]
+    """paths of the modules whose operations it has"""
+    times: StageTimes
+    flying: int
+    sent: float
+    """bytes of one micro-batch that go to the next stage"""
+    memory: Memory
+
+
+def stage_rows(plan: Record) -> tuple[StageRow, ...]:
+    """The stages of a plan, in order; none where it has none."""
+    staged = plan.staged
+    if staged is None:
+        return ()
+    ranks, found = plan.mesh.size_of(staged.axis), list[StageRow]()
+    for i, (times, one) in enumerate(zip(staged_times(staged, plan.mesh), staged.plans, strict=True)):
+        modules = dict.fromkeys(_path(c.fqn) for c in one.choices.values())
+        flying = staged.flying[i] if staged.flying else 0
+        sent = staged.sent[i][0] if i < len(staged.sent) else 0.0
+        found.append(StageRow(i, i % ranks, tuple(modules), times, flying, sent, one.memory))
+    return tuple(found)
+
+
+def _path(fqn: str) -> str:
+    """The numbered module that ``fqn`` lies in, such as a layer; else its first part."""
+    return block_path(fqn) or fqn.partition(".")[0] or "(root)"
+
+
+def _of_ranks(staged: Staged, ranks: int) -> Iterator[range]:
+    """Per rank the numbers of its stages."""
+    return (range(rank, len(staged.plans), ranks) for rank in range(ranks))
+
+
+def pipeline_memory(staged: Staged, ranks: int) -> Memory:
+    """Of the rank that holds most: its stages lie beside each other, and one of them works at a time."""
+    found = ([staged.plans[i].memory for i in own] for own in _of_ranks(staged, ranks))
+    return max((_beside(own) for own in found), key=lambda m: m.peak)
+
+
+def _beside(stages: Sequence[Memory]) -> Memory:
+    if len(stages) == 1:
+        return stages[0]
+    stay = ("parameters", "gradients", "optimizer", "buffers", "activations")
+    works = max(stages, key=lambda m: m.peak - sum(m.at_peak.get(part, 0.0) for part in stay))
+    at_peak = {part: sum(m.at_peak.get(part, 0.0) for m in stages) for part in stay}
+    at_peak["temporaries"] = works.at_peak.get("temporaries", 0.0)
+    return replace(
+        works,
+        **{part: sum(getattr(m, part) for m in stages) for part in stay},
+        temporaries=max(m.temporaries for m in stages),
+        peak=sum(at_peak.values()),
+        at_peak=at_peak,
+        spared={name: n for m in stages for name, n in m.spared.items()},
+    )

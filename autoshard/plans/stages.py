@@ -1,0 +1,176 @@
+"""A graph in stages: where it is cut, and the plan of every stage on the rest of the mesh, one after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from autoshard.errors import AutoshardError, MeshError, PlanError
+from autoshard.layout import Layout
+from autoshard.mesh import Mesh
+from autoshard.passes.codegen import codegen_stages
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.program import Program
+from autoshard.passes.memory.fit import SHARE
+from autoshard.passes.microbatch import MicroBatches
+from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, following
+from autoshard.passes.pipeline.timeline import held, orders
+from autoshard.passes.propagate.experts import asked_by
+from autoshard.passes.propagate.hints import resolve
+from autoshard.plans.compiled import Compiled
+from autoshard.plans.plan import Plan
+from autoshard.plans.record import Staged
+from autoshard.plans.stages_together import rest, together
+from autoshard.plans.wishes import Wishes
+
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
+"""schedule → stages per rank"""
+
+Planned = tuple[Program, Plan]
+
+
+def check_stages(mesh: Mesh, wishes: Wishes) -> None:
+    """Raise :class:`MeshError` for an axis, :class:`PlanError` for a schedule that does not exist."""
+    if wishes.stages is None:
+        return
+    if wishes.stages not in mesh.axes:
+        raise MeshError(f"stages={wishes.stages!r}: the mesh has the axes {', '.join(mesh.axes)}")
+    if wishes.schedule not in CHUNKS:
+        raise PlanError(f"schedule={wishes.schedule!r}: there are {', '.join(map(repr, CHUNKS))}")
+
+
+def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None) -> Stages:
+    """``graph``, that of one micro-batch, in as many stages as the axis has ranks, times the stages of each rank.
+
+    Raises :class:`PlanError` where it cannot be cut so often.
+    """
+    check_stages(mesh, wishes)
+    assert wishes.stages is not None
+    loss = micro.loss if micro is not None else None
+    ranks, chunks = mesh.size_of(wishes.stages), CHUNKS[wishes.schedule]
+    if wishes.plan is not None:
+        if wishes.plan.staged is None:
+            raise PlanError(f"stages={wishes.stages!r}: the plan that is given has no stages. Plan again with them.")
+        return cut(graph, wishes.plan.staged.boundaries, loss)
+    if wishes.homes is not None:
+        return cut(graph, following(graph, wishes.homes, ranks * chunks), loss)
+    pieces = Pieces(graph, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
+    budget = chunks * _budget(mesh, wishes)
+    return cut(graph, boundaries(pieces, wishes.schedule, ranks, wishes.micro_batches, chunks, budget), loss)
+
+
+def in_stages(
+    graph: Graph,
+    mesh: Mesh,
+    wishes: Wishes,
+    title: str,
+    micro: MicroBatches | None,
+    plan: Callable[[Graph, Mesh, Wishes, str], Planned],
+) -> Compiled:
+    """What follows capture for a graph that is cut along an axis of the mesh. ``plan``: plans one graph."""
+    assert wishes.stages is not None
+    pipeline = staged(graph, mesh, wishes, micro)
+    found, whole = planned_stages(pipeline, mesh, wishes, title, plan)
+    programs, recomputed = [program for program, _ in found], [one.recomputed for _, one in found]
+    sources = codegen_stages(programs, title, mesh, wishes.stages, recomputed)
+    parts = tuple(
+        Compiled(stage.graph, program, one, source)
+        for stage, (program, one), source in zip(pipeline.each, found, sources, strict=True)
+    )
+    inputs = tuple(i.name for i in graph.inputs if i.kind == "input")
+    source = replace(sources[0], inputs=inputs, mutated=tuple(graph.mutations))
+    return Compiled(graph, programs[0], whole, source, micro, pipeline, parts)
+
+
+def planned_stages(
+    stages: Stages, mesh: Mesh, wishes: Wishes, title: str, plan: Callable[[Graph, Mesh, Wishes, str], Planned]
+) -> tuple[list[Planned], Plan]:
+    """Program and plan of every stage, and the plan of all. ``plan``: plans one graph.
+
+    The layout in which a stage gives a value is that in which the next one takes it, so that nothing is gathered to be
+    cut again; a parameter of several stages lies in all of them as in the first.
+    """
+    axis = wishes.stages
+    assert axis is not None
+    own, found = rest(mesh, axis), list[Planned]()
+    resolve(wishes.hints, stages.whole, own)  # what matches nothing is said before a stage is asked
+    inputs = dict(zip(stages.whole.flat_inputs, wishes.inputs, strict=False))
+    received: dict[str, Layout | None] = {}
+    parameters = dict(wishes.parameters or {})
+    given = wishes.plan.staged.plans if wishes.plan is not None and wishes.plan.staged is not None else ()
+    for stage in stages.each:
+        asked = replace(
+            wishes,
+            stages=None,
+            hints=_that_fit(wishes.hints, partial(_hinted, stage, own)),
+            like=_styles(wishes.like, stage, own),
+            plan=cast(Plan, given[stage.number]) if given else None,
+            parameters=parameters,
+            flying=_in_flight(mesh, wishes, stage),
+            memory_budget=_budget(mesh, wishes),
+            inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
+        )
+        found.append(plan(stage.graph, own, asked, title))
+        layouts = found[-1][1].layouts
+        parameters |= {i.fqn: layouts[i.fqn] for i in stage.graph.inputs if i.kind == "parameter"}
+        received = dict(zip(stage.sent, found[-1][1].outputs, strict=False))
+    plans = [p for _, p in found]
+    messages = tuple(float(s.message_bytes) for s in stages.each[:-1])
+    sent = tuple(_sent(stage, one) for stage, one in zip(stages.each[:-1], plans, strict=False))
+    flying = tuple(_in_flight(mesh, wishes, stage) for stage in stages.each)
+    record = Staged(
+        axis, wishes.schedule, wishes.micro_batches, stages.boundaries, tuple(plans), messages, sent, flying
+    )
+    return found, together(stages, plans, mesh, record)
+
+
+def _sent(stage: Stage, plan: Plan) -> tuple[float, float]:
+    """Bytes that a rank sends after the forward, and gets back after the backward, in the layouts of ``plan``."""
+    ahead = back = 0.0
+    for name, layout in zip(stage.sent, plan.outputs, strict=False):
+        type_ = stage.graph.types[name]
+        assert layout is not None
+        size = math.prod(layout.max_local_shape(type_.example.shape)) * type_.dtype.itemsize
+        ahead, back = ahead + size, back + (size if type_.grad else 0.0)
+    return ahead, back
+
+
+def _in_flight(mesh: Mesh, wishes: Wishes, stage: Stage) -> int:
+    """Micro-batches that ``stage`` keeps something for at once; 0 where there is no backward."""
+    if not stage.graph.training or wishes.stages is None:
+        return 0
+    ranks, chunks = mesh.size_of(wishes.stages), CHUNKS[wishes.schedule]
+    order = orders(wishes.schedule, ranks, wishes.micro_batches, chunks)[stage.number % ranks]
+    return int(held(order, [float(s == stage.number) for s in range(ranks * chunks)]))
+
+
+def _budget(mesh: Mesh, wishes: Wishes) -> float:
+    """Bytes per rank that a stage may hold: what is asked for, spread over the stages of a rank."""
+    whole = SHARE * mesh.hardware.memory_bytes if wishes.memory_budget is None else wishes.memory_budget
+    return whole / CHUNKS[wishes.schedule]
+
+
+def _hinted(stage: Stage, mesh: Mesh, hints: Mapping[str, Any]) -> object:
+    return resolve(hints, stage.graph, mesh)
+
+
+def _styles(like: Any, stage: Stage, mesh: Mesh) -> Any:
+    """An expert's plan as it concerns a stage: styles by module whose modules are elsewhere are left out."""
+    if not isinstance(like, Mapping) or any(axis in mesh.axes for axis in like):
+        return like
+    return _that_fit(like, lambda one: asked_by(one, stage.graph, mesh)) or None
+
+
+def _that_fit(asked: Mapping[str, Any] | None, attempt: Callable[[Mapping[str, Any]], Any]) -> dict[str, Any]:
+    """The entries that ``attempt`` takes: of patterns those that match something."""
+    found = {}
+    for pattern, what in (asked or {}).items():
+        try:
+            attempt({pattern: what})
+        except AutoshardError:
+            continue
+        found[pattern] = what
+    return found

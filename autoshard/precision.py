@@ -1,0 +1,53 @@
+"""Mixed precision: the types in which parameters are read and gradients are summed, while both are kept as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A :class:`torch.distributed.fsdp.MixedPrecisionPolicy`, with the model as its one unit."""
+
+    param: torch.dtype | None = None
+    """in which parameters are gathered and read; None: in which they are kept"""
+    reduce: torch.dtype | None = None
+    """in which their gradients are summed over the ranks; None: in which they are computed"""
+    output: torch.dtype | None = None
+    """of the model's floating outputs; None: in which they are computed"""
+    cast_inputs: bool = True
+    """whether the model's floating inputs are cast to ``param``"""
+
+    def __str__(self) -> str:
+        names = ("param_dtype", self.param), ("reduce_dtype", self.reduce), ("output_dtype", self.output)
+        shown = [f"{name}={str(x).removeprefix('torch.')}" for name, x in names if x is not None]
+        return ", ".join(shown if self.cast_inputs or self.param is None else [*shown, "cast_forward_inputs=False"])
+
+
+NAMES = {"param_dtype": "param", "reduce_dtype": "reduce", "output_dtype": "output"}
+
+
+def precision_of(policy: Any) -> Precision | None:
+    """What is asked for by ``policy``, a torch MixedPrecisionPolicy; None where that changes nothing.
+
+    Raises :class:`PlanError` for something else, and for types that are not floating.
+    """
+    if policy is None or isinstance(policy, Precision):
+        return policy
+    if not all(hasattr(policy, name) for name in (*NAMES, "cast_forward_inputs")):
+        raise PlanError(
+            f"mixed_precision={policy!r} is no torch.distributed.fsdp.MixedPrecisionPolicy: give "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        )
+    for name in NAMES:
+        dtype = getattr(policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise PlanError(f"mixed_precision has {name}={dtype}: only floating types can hold what it is for")
+    types = {field: getattr(policy, name) for name, field in NAMES.items()}
+    found = Precision(**types, cast_inputs=bool(policy.cast_forward_inputs))
+    return found if any(types.values()) else None

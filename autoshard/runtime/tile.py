@@ -1,0 +1,209 @@
+"""Attention of some queries over some keys, and how the results over several stretches of keys become one.
+
+A tile gives the result and, per row, the logarithm of the sum of exponentials (log-sum-exp): with these, results over
+different keys merge, and with those of all keys the backward of one tile is the tile's part of the whole one (Dao 2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from autoshard.runtime.softmax import wide
+
+aten = torch.ops.aten
+
+ROWS = 1024
+"""rows of the attention matrix that are in memory at once where no fused kernel computes a tile"""
+
+
+class Masking(NamedTuple):
+    """What changes a tile's weights. Tensors broadcast to [..., s, t]."""
+
+    causal: bool = False
+    """row i sees columns 0…i"""
+    bias: torch.Tensor | None = None
+    """bool (False: hidden) or added to the scores; no gradient"""
+    kept: torch.Tensor | None = None
+    """what dropout multiplies the weights with"""
+
+
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [..., s, e], key [..., t, e], value [..., t, d] → result [..., s, d], log-sum-exp [..., s] (-inf: sees none).
+
+    Both are in float32 at least. Key and value may have fewer heads: several query heads share one.
+    """
+    if _is_fused(query, key, value, masking):
+        bias = _added(masking.bias, query)
+        out, sums = _kernel(query, key, value, masking.causal, bias, scale)[:2]
+        return wide(out), sums if bias is None else sums.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
+    key, value = (_heads_of(query, x) for x in (key, value))
+    parts = [_forward_rows(query, key, value, masking, scale, *rows) for rows in _blocks(query.shape[-2])]
+    return torch.cat([out for out, _ in parts], -2), torch.cat([sums for _, sums in parts], -1)
+
+
+def backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    masking: Masking,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tile's part of the gradients of query, key and value; ``out`` and ``sums``: those over all keys."""
+    sums = sums.masked_fill(sums == -torch.inf, 0.0)
+    if _is_fused(query, key, value, masking):
+        bias = _added(masking.bias, query)
+        return _kernel_backward(gradient, query, key, value, out, sums, masking.causal, bias, scale)
+    key, value, shapes = _heads_of(query, key), _heads_of(query, value), (key.shape, value.shape)
+    found = [torch.zeros_like(wide(x)) for x in (query, key, value)]
+    whole = query, key, value, out, gradient
+    for rows in _blocks(query.shape[-2]):
+        for total, part in zip(found, _backward_rows(*whole, sums, masking, scale, *rows), strict=True):
+            at = total.narrow(-2, *rows) if total is found[0] else total
+            at.add_(part.sum_to_size(at.shape))
+    return found[0], _shared(found[1], shapes[0]), _shared(found[2], shapes[1])
+
+
+def merge(
+    out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results over some keys and over others, with their log-sum-exps, as those over all of them."""
+    total = torch.logaddexp(sums, more_sums)
+    safe = total.masked_fill(total == -torch.inf, 0.0)
+    first, second = ((s - safe).exp().unsqueeze(-1) for s in (sums, more_sums))
+    return out * first + more * second, total
+
+
+# --- kernels ---
+
+
+def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking) -> bool:
+    """Whether a kernel computes the tile without its matrix of weights."""
+    if masking.kept is not None or query.dim() != 4 or not query.shape[0] == key.shape[0] == value.shape[0]:
+        return False
+    if query.shape[1] % key.shape[1] or (masking.bias is not None and masking.bias.dim() not in (2, 4)):
+        return False
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1] or key.shape[1] != value.shape[1]:
+        return False
+    if query.device.type == "cuda":
+        return masking.bias is None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    return query.device.type in ("cpu", "meta")
+
+
+def _kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, bias: torch.Tensor | None, scale: float
+) -> tuple[Any, ...]:
+    """The result, its log-sum-exp, and what else the kernel's backward wants."""
+    if query.device.type != "cuda":
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        found: tuple[Any, ...] = flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+        return found
+    key, value = (_heads_of(query, x) for x in (key, value))
+    on_device: tuple[Any, ...] = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    return on_device
+
+
+def _kernel_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    causal: bool,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if query.device.type != "cuda":
+        flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        a, b, c = flash(gradient, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scale)
+        return a, b, c
+    shapes = key.shape, value.shape
+    key, value = (_heads_of(query, x) for x in (key, value))
+    seed = torch.empty((), dtype=torch.int64, device=query.device)  # of a dropout that there is not
+    lengths = None, None, query.shape[-2], key.shape[-2]
+    given = (gradient, query, key, value, out, sums, *lengths, 0.0, causal, seed, seed)
+    a, b, c = aten._scaled_dot_product_flash_attention_backward(*given, scale=scale)
+    return a, _shared(b, shapes[0]), _shared(c, shapes[1])
+
+
+# --- spelled out, some rows at a time ---
+
+
+def _blocks(rows: int) -> list[tuple[int, int]]:
+    return [(start, min(ROWS, rows - start)) for start in range(0, rows, ROWS)]
+
+
+def _weights(
+    query: torch.Tensor, key: torch.Tensor, masking: Masking, scale: float, start: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scores of some rows [..., length, t], and what dropout multiplies their weights with."""
+    scores = wide(query.narrow(-2, start, length) @ key.transpose(-2, -1)) * scale
+    if masking.causal:
+        rows = torch.arange(start, start + length, device=query.device).unsqueeze(-1)
+        scores = scores.masked_fill(torch.arange(key.shape[-2], device=query.device) > rows, -torch.inf)
+    if masking.bias is not None:
+        bias = _added(masking.bias, scores)
+        scores = scores + (bias if bias.shape[-2] == 1 else bias.narrow(-2, start, length))
+    return scores, None if masking.kept is None else masking.kept.narrow(-2, start, length)
+
+
+def _forward_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking, scale: float, start: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores, kept = _weights(query, key, masking, scale, start, length)
+    sums = scores.logsumexp(-1)
+    weights = (scores - sums.masked_fill(sums == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    weights = weights if kept is None else weights * kept
+    return wide(weights.to(value.dtype) @ value), sums
+
+
+def _backward_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    gradient: torch.Tensor,
+    sums: torch.Tensor,
+    masking: Masking,
+    scale: float,
+    start: int,
+    length: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scores, kept = _weights(query, key, masking, scale, start, length)
+    q, g, o = (wide(x.narrow(-2, start, length)) for x in (query, gradient, out))
+    weights = (scores - sums.narrow(-1, start, length).unsqueeze(-1)).exp()
+    inner = g @ wide(value).transpose(-2, -1)
+    dropped, inner = (weights, inner) if kept is None else (weights * kept, inner * kept)
+    moved = weights * (inner - (g * o).sum(-1, keepdim=True)) * scale
+    return moved @ wide(key), moved.transpose(-2, -1) @ q, dropped.transpose(-2, -1) @ g
+
+
+def _added(bias: torch.Tensor | None, like: torch.Tensor) -> Any:
+    """A mask as what is added to the scores, with as many dims as these."""
+    if bias is None:
+        return None
+    if bias.dtype == torch.bool:
+        return torch.zeros_like(bias, dtype=like.dtype).masked_fill_(~bias, -torch.inf)
+    return bias.to(like.dtype)
+
+
+def _heads_of(query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Keys or values with a head for every query head."""
+    if query.dim() < 3 or x.dim() < 3 or x.shape[-3] in (1, query.shape[-3]):
+        return x
+    return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
+
+
+def _shared(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The gradient of :func:`_heads_of`."""
+    if gradient.shape == shape:
+        return gradient
+    summed: torch.Tensor = gradient.unflatten(-3, (shape[-3], -1)).sum(-3)
+    return summed

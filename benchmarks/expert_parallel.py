@@ -1,0 +1,82 @@
+"""Plans of large mixtures of experts: predicted step, memory, and what is sent of rows and of experts' weights.
+
+    python benchmarks/expert_parallel.py                  # Mixtral 8x7B and DeepSeek-V3 on 64 devices
+    python benchmarks/expert_parallel.py --layers 4       # fewer layers of each
+
+Nothing is executed; models have no data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import autoshard
+from autoshard.compiler import captured, planned
+from autoshard.passes.propagate.experts import like_of
+from autoshard.plans.wishes import Wishes
+
+CASES: tuple[tuple[str, dict[str, int], Any], ...] = (
+    ("MixtralForCausalLM", {"dp": 8, "ep": 8}, None),
+    ("MixtralForCausalLM", {"dp": 8, "ep": 8}, {"ep": "expert"}),
+    ("MixtralForCausalLM", {"ep": 8, "tp": 8}, {"ep": "expert"}),
+    ("DeepseekV3ForCausalLM", {"dp": 8, "ep": 8}, None),
+    ("DeepseekV3ForCausalLM", {"node": 8, "ep": 8}, "expert"),
+)
+
+
+def model_of(kind: str, layers: int | None) -> torch.nn.Module:
+    """A model of transformers at the size of its default configuration, without data."""
+    import transformers
+
+    model_class = getattr(transformers, kind)
+    sizes = {"use_cache": False} | ({} if layers is None else {"num_hidden_layers": layers})
+    if layers is not None and kind.startswith("Deepseek"):
+        sizes["first_k_dense_replace"] = 1
+    with torch.device("meta"):
+        model: torch.nn.Module = model_class(model_class.config_class(**sizes)).to(torch.bfloat16)
+    return model.train()
+
+
+def rows(layers: int | None, length: int) -> Iterator[tuple[str, ...]]:
+    graphs: dict[str, Any] = {}
+    for kind, axes, like in CASES:
+        mesh = autoshard.Mesh(axes)
+        tokens = torch.zeros(mesh.size, length, dtype=torch.long)
+        if kind not in graphs:
+            model = model_of(kind, layers)
+            graphs = {kind: captured(model, (), {"input_ids": tokens, "labels": tokens}, training=True)}
+        begun = time.perf_counter()
+        plan = planned(graphs[kind], mesh, Wishes(like=like_of(None, like)))[1]
+        took = time.perf_counter() - begun
+        moved = {True: 0.0, False: 0.0}
+        for c in plan.collectives:
+            if c.fqn.endswith(".experts"):
+                moved[c.movable or "gate" in c.reason] += c.bytes
+        assert plan.memory is not None
+        yield (
+            kind.removesuffix("ForCausalLM"), str(mesh), str(like or "(free)"), f"{plan.cost.total_s * 1e3:.0f} ms",
+            f"{plan.cost.mfu:.1%}", f"{plan.memory.peak / 1e9:.1f} GB", f"{moved[False] / 1e9:.2f} GB",
+            f"{moved[True] / 1e9:.2f} GB", f"{took:.0f} s",
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=None, help="instead of all")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence; one sequence per device")
+    options = parser.parse_args()
+    table = Table("model", "mesh", "like", "step", "MFU", "peak", "rows sent", "weights sent", "planned in", box=None)
+    for row in rows(options.layers, options.length):
+        table.add_row(*row)
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()

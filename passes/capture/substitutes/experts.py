@@ -1,0 +1,64 @@
+"""Mixtures of experts of transformers as one op, whichever of their forms a configuration names: all compute the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.passes.capture.observer import Observer, Patch, replacing
+from autoshard.runtime.experts import experts_op
+
+_MODULE = "transformers.integrations.moe"
+_ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu_squared",
+}
+"""classes of activations → their names in ``autoshard.runtime.experts``"""
+
+
+class Experts(Observer):
+    """Has modules of experts call the op where it says all that they do; others run as their configuration says."""
+
+    def patches(self) -> Iterable[Patch]:
+        if (module := sys.modules.get(_MODULE)) is not None:  # else nobody has it
+            yield replacing(module.ExpertsInterface, "get_interface", _answering)
+
+
+def _answering(get: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(self: Any, name: Any, default: Callable[..., Any]) -> Callable[..., Any]:
+        found = get(self, name, default)
+
+        def forward(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+            if _form(module) is None or torch.is_autocast_enabled(x.device.type):
+                return found(module, x, ids, weights)
+            return _as_op(module, x, ids, weights)
+
+        return forward
+
+    return get_interface
+
+
+def _form(module: Any) -> str | None:
+    """The activation, where the module is two products around one and has nothing else."""
+    plain_gate = module._apply_gate.__func__ is sys.modules[_MODULE]._default_apply_gate
+    others = module.has_bias or module.has_post_expert_norm or module._is_expert_parallel
+    if others or (module.has_gate and not plain_gate) or getattr(module.act_fn, "use_gelu_python", False):
+        return None
+    return _ACTIVATIONS.get(type(module.act_fn).__name__)
+
+
+def _as_op(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    first, second = module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
+    weights = weights.to(torch.promote_types(weights.dtype, first.dtype))  # as the product with them is computed
+    form = _form(module), module.has_gate, module.is_transposed
+    y: torch.Tensor = experts_op(x.to(first.dtype), ids, weights, first, second, *form)
+    return y.to(x.dtype)

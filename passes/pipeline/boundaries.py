@@ -1,0 +1,77 @@
+"""Where to cut a graph: between operations, so that the step is as short as can be; or where it was cut before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from autoshard.errors import PlanError
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.pipeline.choose import Boundaries, Cutting
+from autoshard.passes.pipeline.cut import floating
+from autoshard.passes.pipeline.pieces import Pieces
+
+GAIN = 0.05
+"""the share of the step for which it is cut elsewhere than between numbered modules: stages of whole layers read better,
+and equal ones are planned once"""
+
+
+def boundaries(
+    pieces: Pieces, schedule: str, ranks: int, batches: int, chunks: int = 1, budget: float = math.inf
+) -> tuple[int, ...]:
+    """Positions in the graph's nodes before which ``ranks`` · ``chunks`` stages are cut, for the shortest step.
+
+    ``budget``: bytes per rank. Raises :class:`PlanError` where there are fewer operations to cut between.
+    """
+    graph, count = pieces.graph, ranks * chunks
+    if count == 1:
+        return ()
+    if len(pieces.places) + 1 < count:
+        own = sum(n.name not in pieces.free for n in graph.nodes)
+        raise PlanError(f"{count} stages: the model has {own} operations to cut between. Ask for fewer stages.")
+
+    def shortest(places: Sequence[int], limit: float) -> tuple[Boundaries, list[int]]:
+        cutting = Cutting(pieces.between(places), schedule, ranks, batches, chunks, limit, graph.training)
+        found, _ = cutting.shortest()
+        return found, [places[end - 1] for end in found.ends[:-1]]
+
+    for limit in (budget, math.inf):  # what no estimate fits, the plans of the stages may
+        try:
+            found, cuts = shortest(pieces.places, limit)
+            break
+        except PlanError:
+            if limit == math.inf:
+                raise
+    blocks = pieces.block_ends
+    if len(blocks) + 1 >= count:
+        try:
+            whole, between = shortest(blocks, limit)
+        except PlanError:  # too much in one of them
+            return tuple(cuts)
+        if whole.seconds <= found.seconds * (1 + GAIN):
+            return tuple(between)
+    return tuple(cuts)
+
+
+def following(graph: Graph, homes: Mapping[str, tuple[int, ...]], count: int) -> tuple[int, ...]:
+    """The boundaries that leave every parameter in the stages that ``homes`` says: of another graph of the same model.
+
+    Raises :class:`PlanError` where its operations read them in another order.
+    """
+    fqns = {i.name: i.fqn for i in graph.inputs if i.kind in ("parameter", "buffer")}
+    free, found, stage = floating(graph), list[int](), 0
+    for place, node in enumerate(graph.nodes):
+        known = [homes[fqns[n]] for n in node.inputs if n in fqns and fqns[n] in homes]
+        least = min((h[0] for h in known if len(h) == 1), default=stage)
+        if node.name in free or least == stage:
+            continue
+        if least < stage:
+            raise PlanError(
+                f"stages: {node.op} in {node.fqn or '(root)'} at {node.source} reads a parameter of stage {least} after "
+                f"one of stage {stage}, other than in the call that the stages were made for"
+            )
+        found += [place] * (least - stage)
+        stage = least
+    if len(found) != count - 1:
+        raise PlanError(f"stages: this call reads parameters of {len(found) + 1} of the {count} stages")
+    return tuple(found)

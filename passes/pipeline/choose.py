@@ -1,0 +1,258 @@
+"""Where a pipeline is cut: the boundaries that make its step shortest, within the memory of what is in flight.
+
+A graph comes as pieces, the stretches between its possible cuts. Stage ``i`` takes ``t_i`` seconds per micro-batch, with
+its messages and with what it makes again because memory is short. A step of ``m`` micro-batches on ``p`` ranks of ``v``
+stages takes at most
+
+    f · Σ t_i / v + (m · v − f) · max t_i
+
+with ``f`` the share of the work that fills and drains the pipeline: 1, or less where a split backward fills the gaps. For
+``v = f = 1`` that is Alpa's Σ t_i + (m − 1) · max t_i (Zheng et al. 2022), and as there it is minimised over a bound on
+``t_i``, with a dynamic program for the sum. The sum falls as the bound rises: a bisection leaves out bounds that cannot
+be better, so that the result is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.errors import PlanError
+from autoshard.passes.pipeline.timeline import StageSeconds, Timeline, in_flight, orders, timeline
+
+Array = np.ndarray
+
+TRIES = 100
+"""simulated steps, at most, by which a cut is improved"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of the graph that is never cut. Seconds of one micro-batch, bytes on the busiest rank."""
+
+    forward: float
+    backward: float
+    weights: float = 0.0
+    """seconds of the backward that make gradients of weights"""
+    send: float = 0.0
+    """seconds of the message to the next piece, if it lies on another stage"""
+    send_back: float = 0.0
+    """seconds of the gradients to the piece before, if it lies on another stage"""
+    state: float = 0.0
+    """bytes that stay: parameters, gradients, the optimizer's state"""
+    kept: float = 0.0
+    """bytes that one micro-batch keeps for the backward"""
+    most: float = 0.0
+    """bytes that it needs beside while it runs"""
+    least: float = math.nan
+    """bytes that one micro-batch keeps where all else is made again; NaN: nothing can be made again"""
+    again: float = 0.0
+    """seconds that this takes"""
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """A cut of pieces into stages. ``ends``: per stage the number of the first piece that is not in it."""
+
+    ends: tuple[int, ...]
+    seconds: float
+    """of the step: by the formula, or simulated"""
+    stages: tuple[StageSeconds, ...]
+    """what one micro-batch takes on each"""
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """The choice of boundaries for one schedule. ``budget``: bytes per rank."""
+
+    pieces: Sequence[Piece]
+    schedule: str
+    ranks: int
+    batches: int
+    chunks: int = 1
+    budget: float = math.inf
+    training: bool = True
+
+    def best(self) -> Boundaries:
+        """The boundaries with the least seconds.
+
+        Raises :class:`PlanError` where there are more stages than pieces, or where no cut stays within the budget.
+        """
+        if self.stages > len(self.pieces):
+            raise PlanError(
+                f"{self.stages} stages need as many parts, but the graph can be cut into {len(self.pieces)} at most: "
+                "use fewer ranks along the axis of stages, or fewer stages per rank"
+            )
+        distinct = {id(took): took for took in self.took}.values()
+        bounds = np.unique(np.concatenate([took[np.isfinite(took)] for took in distinct]))
+        lowest = self._lowest(bounds)
+        if lowest is None:
+            raise PlanError(self._does_not_fit())
+        total, ends = min(self._candidates(bounds, lowest, len(bounds) - 1), key=lambda found: found[0])
+        stages = self._stages(ends)
+        assert stages is not None
+        return Boundaries(ends, total, stages)
+
+    def shortest(self) -> tuple[Boundaries, Timeline]:
+        """:meth:`best`, with boundaries moved by one piece for as long as that shortens the simulated step; and that step.
+
+        The formula is an upper bound of a step: of stages that differ it may be some percent above it.
+        """
+        order = orders(self.schedule, self.ranks, self.batches, self.chunks, self.training)
+        found = self.best()
+        step, left, better = timeline(order, found.stages), TRIES, True
+        while better:
+            better = False
+            for ends in _moved(found.ends):
+                stages = self._stages(ends)
+                if stages is None or self.batches * max(s.work for s in stages) >= step.step_s:
+                    continue
+                other, left = timeline(order, stages), left - 1
+                if left < 0:
+                    return replace(found, seconds=step.step_s), step
+                if other.step_s < step.step_s * (1 - 1e-9):
+                    found, step, better = replace(found, ends=ends, stages=stages), other, True
+                    break
+        return replace(found, seconds=step.step_s), step
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    @cached_property
+    def flying(self) -> tuple[int, ...]:
+        """Per rank the micro-batches in flight, summed over its stages."""
+        if not self.training:
+            return (1,) * self.ranks
+        return tuple(map(in_flight, orders(self.schedule, self.ranks, self.batches, self.chunks)))
+
+    @cached_property
+    def fill(self) -> float:
+        """The share of the work that fills and drains the pipeline."""
+        work, weights = (
+            math.fsum(x) for x in zip(*((p.forward + p.backward, p.weights) for p in self.pieces), strict=True)
+        )
+        return max(0.0, 1 - 2 * weights / work) if self.schedule == "zero_bubble" and work else 1.0
+
+    @cached_property
+    def took(self) -> tuple[Array, ...]:
+        """Per stage: float64 [pieces + 1, pieces + 1], seconds of a micro-batch on the pieces from row to column.
+
+        Infinite where there are none, and where they do not fit. Ranks with as much in flight share one.
+        """
+        known: dict[int, Array] = {}
+        for n in self.flying:
+            if n not in known:
+                known[n] = self._seconds(n)
+        return tuple(known[self.flying[i % self.ranks]] for i in range(self.stages))
+
+    def _seconds(self, flying: int) -> Array:
+        work = self._sums("forward") + self._sums("backward")
+        send = np.array([0.0, *(p.send for p in self.pieces[:-1]), 0.0])
+        back = np.array([0.0, *(p.send_back for p in self.pieces[1:]), 0.0])
+        over = flying * self._sums("kept") + self.chunks * self._sums("state") + self._largest() - self.budget
+        spared = flying * (self._sums("kept") - self._sums("least"))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.where(over > 0, np.where(spared > 0, over / spared, np.inf), 0.0)
+        again = np.where(share <= 1, share, 0.0) * self._sums("again")
+        found: Array = np.where(share <= 1, work + again + send[None, :] + back[:, None], np.inf)
+        found[np.tril_indices(len(found))] = np.inf
+        return found
+
+    def _sums(self, what: str) -> Array:
+        """float64 [pieces + 1, pieces + 1]: the sum over the pieces from row to column."""
+        values = [getattr(p, what) for p in self.pieces]
+        values = [p.kept if math.isnan(x) else x for x, p in zip(values, self.pieces, strict=True)]
+        before: Array = np.concatenate([[0.0], np.cumsum(values)])
+        found: Array = before[None, :] - before[:, None]
+        return found
+
+    def _largest(self) -> Array:
+        """float64 [pieces + 1, pieces + 1]: the most that one of the pieces needs while it runs."""
+        found = np.zeros((len(self.pieces) + 1,) * 2)
+        for first in range(len(self.pieces)):
+            found[first, first + 1 :] = np.maximum.accumulate([p.most for p in self.pieces[first:]])
+        return found
+
+    def _cut(self, bound: float) -> tuple[float, tuple[int, ...]] | None:
+        """The least sum of ``t_i`` that are at most ``bound``, and the ends of the stages."""
+        best = np.full(len(self.pieces) + 1, np.inf)
+        best[0] = 0.0
+        chosen = []
+        for took in self.took:
+            through = best[:, None] + np.where(took <= bound, took, np.inf)
+            chosen.append(through.argmin(axis=0))
+            best = through.min(axis=0)
+        if not np.isfinite(best[-1]):
+            return None
+        ends = [len(self.pieces)]
+        for first in reversed(chosen[1:]):
+            ends.append(int(first[ends[-1]]))
+        return float(best[-1]), tuple(reversed(ends))
+
+    def _lowest(self, bounds: Array) -> int | None:
+        """The first of ``bounds`` under which there is a cut."""
+        if not len(bounds) or self._cut(bounds[-1]) is None:
+            return None
+        low, high = -1, len(bounds) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._cut(bounds[middle]) is not None else (middle, high)
+        return high
+
+    def _candidates(self, bounds: Array, low: int, high: int) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """(seconds, ends): one of them is the best of all cuts under ``bounds[low]`` to ``bounds[high]``."""
+        best, sums = math.inf, dict[int, float]()
+        waiting = [(low, high)]
+        while waiting:
+            low, high = waiting.pop()
+            for i in (low, high):
+                if i not in sums and (found := self._cut(bounds[i])) is not None:
+                    sums[i] = found[0]
+                    best = min(best, seconds := self._formula(found[0], bounds[i]))
+                    yield seconds, found[1]
+            between = high - low > 1 and sums[high] < sums[low]
+            if between and self._formula(sums[high], bounds[low + 1]) < best:
+                middle = (low + high) // 2
+                waiting += [(middle, high), (low, middle)]
+
+    def _formula(self, total: float, slowest: float) -> float:
+        return self.fill * total / self.chunks + (self.batches * self.chunks - self.fill) * slowest
+
+    def _stages(self, ends: tuple[int, ...]) -> tuple[StageSeconds, ...] | None:
+        """What every stage takes; None where one does not fit."""
+        spans = tuple(zip((0, *ends), ends, strict=False))
+        if not all(np.isfinite(took[span]) for took, span in zip(self.took, spans, strict=True)):
+            return None
+        return tuple(self.stage(i, *span) for i, span in enumerate(spans))
+
+    def stage(self, number: int, first: int, end: int) -> StageSeconds:
+        own = self.pieces[first:end]
+        forward, backward, weights = (math.fsum(getattr(p, x) for p in own) for x in ("forward", "backward", "weights"))
+        ahead = self.pieces[end - 1].send if end < len(self.pieces) else 0.0
+        back = own[0].send_back if first else 0.0
+        again = float(self.took[number][first, end]) - forward - backward - ahead - back
+        return StageSeconds(forward, backward + max(0.0, again), weights, ahead, back)
+
+    def _does_not_fit(self) -> str:
+        """The sentence for a budget within which there is no cut; its figure is no more than any cut holds."""
+        kept, state = (float(self._sums(what)[0, -1]) for what in ("least", "state"))
+        least = (min(self.flying) * kept / self.chunks + state) / self.ranks
+        return (
+            f"no cut into {self.stages} stages stays within {self.budget / 1e9:.4g} GB per rank: spread evenly they hold "
+            f"at least {least / 1e9:.4g} GB, and {max(self.flying)} micro-batches are in flight on the first rank. What "
+            "helps: smaller micro-batches, recompute, more stages, or more ranks on an axis that cuts parameters."
+        )
+
+
+def _moved(ends: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Cuts with one boundary, or a run of neighbours, moved by one piece."""
+    inner = range(len(ends) - 1)
+    for first in inner:
+        for last in inner[first:]:
+            for by in (1, -1):
+                yield tuple(n + by if first <= i <= last else n for i, n in enumerate(ends))

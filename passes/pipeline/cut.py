@@ -1,0 +1,186 @@
+"""Cut a graph into stages: contiguous parts in topological order, joined by the values that cross.
+
+A stage talks to its neighbours only, so a value that a later stage reads goes through all between. What depends on
+inputs alone and costs next to nothing (masks, positions, rotary tables) does not cross: every stage that reads it makes
+it itself. So one rule serves lists of blocks, encoders beside decoders, and models with skips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from autoshard.errors import PlanError
+from autoshard.passes.ir.graph import STATIC, Graph, Input, Node, Ref, TensorType
+from autoshard.passes.pipeline.stage import Stage, Stages
+from autoshard.passes.propagate.cost import node_flops
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.facts import has_effect
+
+CHEAP = 64.0
+"""FLOPs per element of its result up to which an operation is made again instead of being sent: an outer product is"""
+
+
+def cut(graph: Graph, boundaries: Sequence[int], loss: int | None = None) -> Stages:
+    """``graph`` cut before the operations at ``boundaries`` (positions in ``graph.nodes``, ascending).
+
+    ``loss``: position of the flat output that the last stage has to return, wherever it is made.
+    Raises :class:`PlanError` for a stage without operations of its own, and for a value that cannot cross.
+    """
+    return _Cut(graph, boundaries, loss).run()
+
+
+def floating(graph: Graph) -> frozenset[str]:
+    """Operations that every stage may make for itself: cheap, without gradient, of inputs and unwritten buffers alone."""
+    fixed = {i.name for i in graph.inputs if i.kind == "parameter" or i.fqn in graph.mutations}
+    found = set()
+    for node in graph.nodes:
+        results = sum(graph.types[o].numel for o in node.outputs)
+        if (
+            node.outputs
+            and not has_effect(node)
+            and not any(name in fixed for name in node.inputs)
+            and not any(graph.types[o].grad for o in node.outputs)
+            and node_flops(node, graph, rule_for(node.op)) <= CHEAP * results
+        ):
+            found.add(node.name)
+        else:
+            fixed.update(node.outputs)
+    return frozenset(found)
+
+
+class _Cut:
+    def __init__(self, graph: Graph, boundaries: Sequence[int], loss: int | None) -> None:
+        self.graph, self.boundaries = graph, tuple(boundaries)
+        if graph.symbols.read:
+            raise PlanError("stages with dynamic lengths are not supported: leave out dynamic")
+        ends = (0, *self.boundaries, len(graph.nodes))
+        if list(ends) != sorted(set(ends)):
+            raise PlanError(f"{len(ends) - 1} stages of {len(graph.nodes)} operations cannot be cut at {boundaries}")
+        self.last = len(ends) - 2
+        self.home = {n.name: k for k in range(len(ends) - 1) for n in graph.nodes[ends[k] : ends[k + 1]]}
+        self.floating = floating(graph)
+        self.inputs = {i.name: i for i in graph.inputs}
+        self.place = {n.name: i for i, n in enumerate(graph.nodes)}
+        self.results: list[list[int]] = [[] for _ in range(self.last + 1)]
+        for position, out in enumerate(graph.outputs):
+            if isinstance(out, Ref):
+                self.results[self.last if position == loss else self._made_in(out.name)].append(position)
+        self.mutations: list[dict[str, str]] = [{} for _ in range(self.last + 1)]
+        for fqn, name in graph.mutations.items():
+            self.mutations[self._written_in(name)][fqn] = name
+
+    def run(self) -> Stages:
+        """The stages."""
+        for k in range(self.last + 1):
+            if all(n in self.floating for n, home in self.home.items() if home == k):
+                raise PlanError(
+                    f"{self.last + 1} stages: stage {k} would have no operation of its own. Ask for fewer stages."
+                )
+        own = [self._own(k) for k in range(self.last + 1)]
+        crossing = self._crossing(own)
+        stages = Stages(
+            self.graph,
+            self.boundaries,
+            tuple(self._stage(k, own[k], crossing) for k in range(self.last + 1)),
+        )
+        self._check_buffers(stages)
+        return stages
+
+    def _made_in(self, value: str) -> int:
+        """The stage that returns a value: the one that makes it; the last, where any can."""
+        node = self.graph.producers.get(value)
+        return self.last if node is None or node.name in self.floating else self.home[node.name]
+
+    def _written_in(self, value: str) -> int:
+        node = self.graph.producers.get(value)
+        return 0 if node is None else self.home[node.name]
+
+    def _own(self, k: int) -> tuple[Node, ...]:
+        """The operations of stage ``k``: those of its part, and what it makes for itself, in program order."""
+        mine = [n for n in self.graph.nodes if self.home[n.name] == k and n.name not in self.floating]
+        wanted = [*(name for n in mine for name in n.inputs), *self._returned(k)]
+        made: dict[str, Node] = {}
+        while wanted:
+            node = self.graph.producers.get(wanted.pop())
+            if node is not None and node.name in self.floating and node.name not in made:
+                made[node.name] = node
+                wanted += node.inputs
+        return tuple(sorted((*mine, *made.values()), key=lambda n: self.place[n.name]))
+
+    def _returned(self, k: int) -> list[str]:
+        """Values that stage ``k`` returns or writes back."""
+        outputs = (self.graph.outputs[position] for position in self.results[k])
+        return [*(o.name for o in outputs if isinstance(o, Ref)), *self.mutations[k].values()]
+
+    def _crossing(self, own: Sequence[tuple[Node, ...]]) -> list[tuple[str, ...]]:
+        """Per boundary the values that cross it, in program order."""
+        last_read: dict[str, int] = {}
+        for k, nodes in enumerate(own):
+            last_read.update(dict.fromkeys((name for n in nodes for name in n.inputs), k))
+            for name in self._returned(k):
+                last_read[name] = max(last_read.get(name, 0), k)
+        found: list[list[str]] = [[] for _ in range(self.last)]
+        for node in self.graph.nodes:
+            for name in node.outputs if node.name not in self.floating else ():
+                for k in range(self.home[node.name], last_read.get(name, 0)):
+                    found[k].append(name)
+        for name in {name for names in found for name in names}:
+            self._check_crosses(name)
+        return [tuple(names) for names in found]
+
+    def _check_crosses(self, name: str) -> None:
+        type_ = self.graph.types[name]
+        if type_.unknown or type_.number is not None:
+            node = self.graph.producers[name]
+            raise PlanError(
+                f"stages: {name}, {type_}, made by {node.op} in {node.fqn or '(root)'} at {node.source}, would cross from "
+                "one stage to the next, and its length depends on the data. Cut elsewhere, or ask for fewer stages."
+            )
+
+    def _stage(self, k: int, nodes: tuple[Node, ...], crossing: Sequence[tuple[str, ...]]) -> Stage:
+        graph = self.graph
+        received = crossing[k - 1] if k else ()
+        sent = crossing[k] if k < self.last else ()
+        read = {name for n in nodes for name in n.inputs} | set(self._returned(k))
+        kept = [i for i in graph.inputs if i.name in read or i.fqn in self.mutations[k]]
+        inputs = (*kept, *(Input(name, "input", _fqn(name, kept)) for name in received))
+        names = [*(i.name for i in inputs), *(o for n in nodes for o in n.outputs)]
+        return Stage(
+            k,
+            replace(
+                graph,
+                inputs=inputs,
+                nodes=nodes,
+                types=_restricted(graph.types, names),
+                outputs=(*(Ref(name) for name in sent), *(graph.outputs[p] for p in self.results[k])),
+                out_spec=None,
+                in_spec=None,
+                mutations=self.mutations[k],
+                constants={n: x for n, x in graph.constants.items() if n in read},
+                symbols=STATIC,
+                flat_inputs=tuple(i.name for i in inputs if i.kind == "input"),
+            ),
+            received,
+            sent,
+            tuple(self.results[k]),
+        )
+
+    def _check_buffers(self, stages: Stages) -> None:
+        """A buffer that is written lies in one stage: others would not see what it becomes."""
+        for fqn in self.graph.mutations:
+            homes = stages.homes.get(fqn, ())
+            if len(homes) > 1:
+                raise PlanError(
+                    f"stages: buffer {fqn!r} is written by the forward, and read in stages {', '.join(map(str, homes))}. "
+                    "Cut elsewhere, or ask for fewer stages."
+                )
+
+
+def _fqn(name: str, inputs: Collection[Input]) -> str:
+    return f"{name}_received" if any(i.fqn == name for i in inputs) else name
+
+
+def _restricted(types: dict[str, TensorType] | object, names: Iterable[str]) -> dict[str, TensorType]:
+    assert isinstance(types, dict)
+    return {name: types[name] for name in names}

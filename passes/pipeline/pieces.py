@@ -1,0 +1,204 @@
+"""A graph as pieces between its possible cuts: what each takes and holds, for the choice of boundaries.
+
+Figures are those of one micro-batch on one rank of the rest of the mesh, taken as if all work, messages and states were
+spread evenly over it: what the plan of a stage adds, such as collectives, is alike in equal blocks and moves no boundary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.hardware import Route
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.memory import optimizer_bytes
+from autoshard.passes.ir.paths import block_path
+from autoshard.passes.pipeline.choose import Piece
+from autoshard.passes.pipeline.cut import floating
+from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.keep import KeepTables
+from autoshard.passes.propagate.op_space import OpSpaces
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.facts import is_view
+
+MOST = 256
+"""possible cuts, at most: of those with nearly the same work before them, only the ones that less crosses"""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """``graph``, that of one micro-batch, on ``mesh``, the mesh without the axis of stages.
+
+    ``route``: the links between the ranks of two stages; ``optimizer``: whose state counts.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    route: Route
+    optimizer: str = "adamw"
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Positions in ``graph.nodes`` before which it may be cut; between two of them something has its place."""
+        found, fixed = list[int](), False
+        for position, node in enumerate(self.graph.nodes):
+            if node.name not in self.free:
+                if fixed:
+                    found.append(position)
+                fixed = True
+        if len(found) <= MOST:
+            return tuple(found)
+        done = np.cumsum([self.seconds[n.name][0] + self.seconds[n.name][1] for n in self.graph.nodes])
+        best: dict[int, int] = {}
+        for position in found:
+            share = int(MOST * done[position - 1] / done[-1]) if done[-1] else position
+            if share not in best or self.crossing[0][position] < self.crossing[0][best[share]]:
+                best[share] = position
+        return tuple(sorted(best.values()))
+
+    @cached_property
+    def block_ends(self) -> tuple[int, ...]:
+        """Those of :attr:`places` that are between two numbered modules, such as layers, or before or behind them all.
+
+        Of a stretch of operations that belong to neither, the place that least crosses.
+        """
+        paths = [block_path(n.fqn) for n in self.graph.nodes]
+        found, nodes = list[int](), self.graph.nodes
+        last, since = None, 0
+        for position, node in enumerate(nodes):
+            if node.name in self.free or not paths[position]:
+                continue
+            if last is not None and paths[position] != last:
+                found.append(self._least(since + 1, position))
+            last, since = paths[position], position
+        if last is not None:
+            found.append(self._least(since + 1, len(nodes) - 1))
+        first = next((i for i, path in enumerate(paths) if path and nodes[i].name not in self.free), 0)
+        return tuple(p for p in sorted({first, *found}) if p in set(self.places))
+
+    def _least(self, first: int, last: int) -> int:
+        return min(range(first, max(first, last) + 1), key=lambda p: self.crossing[0][p])
+
+    def between(self, places: Sequence[int]) -> list[Piece]:
+        """The pieces between cuts before the operations at ``places``."""
+        sent, back = self.crossing
+        ends = (0, *places, len(self.graph.nodes))
+        return [self._piece(first, end, sent, back) for first, end in itertools.pairwise(ends)]
+
+    def _piece(self, first: int, end: int, sent: np.ndarray, back: np.ndarray) -> Piece:
+        own = self.graph.nodes[first:end]
+        seconds = np.array([self.seconds[n.name] for n in own]).sum(axis=0)
+        names = [n.name for n in own]
+        forward = float(seconds[0])
+        return Piece(
+            forward,
+            float(seconds[1]),
+            float(seconds[2]),
+            self._message(sent[end]),
+            self._message(back[first]),
+            state=sum(self.states.get(n, 0.0) for n in names),
+            kept=sum(self.kept.get(n, 0.0) for n in names),
+            most=max((self.touched(n) for n in own), default=0.0),
+            least=min(float(sent[first]) / self.mesh.size, sum(self.kept.get(n, 0.0) for n in names)),
+            again=forward,
+        )
+
+    def _message(self, size: float) -> float:
+        return self.route.seconds(float(size) / self.mesh.size, "permute") if size else 0.0
+
+    @cached_property
+    def free(self) -> frozenset[str]:
+        """Operations that every stage makes for itself."""
+        return floating(self.graph)
+
+    @cached_property
+    def alone(self) -> OpSpaces:
+        return OpSpaces(self.graph, Mesh({"alone": 1}, self.mesh.hardware))
+
+    @cached_property
+    def seconds(self) -> dict[str, tuple[float, float, float]]:
+        """Operation → seconds forward, backward, and those of the latter that make gradients of weights."""
+        found = {}
+        for node in self.graph.nodes:
+            space = self.alone[node]
+            launches = space.launches[:, 0]
+            work = (space.compute[:, 0] - launches) / self.mesh.size + launches
+            found[node.name] = (float(work[0]), float(work[1]), float(work[1]) * self._weights(node))
+        return found
+
+    def _weights(self, node: Node) -> float:
+        """The share of the backward that makes gradients of weights: one product of each operand that wants one."""
+        wanting = [name for name in node.inputs if self.graph.types[name].grad]
+        if not wanting or not costs.node_flops(node, self.graph, rule_for(node.op)):
+            return 0.0
+        return sum(name in self.weights for name in wanting) / len(wanting)
+
+    @cached_property
+    def weights(self) -> frozenset[str]:
+        """Parameters, and what is computed from them alone."""
+        found = set(self.graph.parameters)
+        for node in self.graph.nodes:
+            if node.inputs and found.issuperset(node.inputs):
+                found.update(node.outputs)
+        return frozenset(found)
+
+    @cached_property
+    def kept(self) -> dict[str, float]:
+        """Operation → bytes of what it makes that the backward needs, and of what autograd keeps beside."""
+        if not self.graph.training:
+            return {}
+        tables, base, found = KeepTables(self.graph, self.alone.mesh), dict[str, str](), dict[str, float]()
+        needed = set[str]()
+        for node in self.graph.nodes:
+            if is_view(node.op) and node.inputs:
+                base.update(dict.fromkeys(node.outputs, base.get(node.inputs[0], node.inputs[0])))
+                continue
+            keeps = tables.of(node, self.alone[node])
+            found[node.name] = float(keeps.private[0]) / self.mesh.size
+            needed.update(base.get(n, n) for n, k in zip(node.inputs, keeps.operands, strict=True) if k[0])
+            needed.update(n for n, k in zip(node.outputs, keeps.results, strict=True) if k[0])
+        for name in needed - self.weights:
+            if (maker := self.graph.producers.get(name)) is not None:
+                found[maker.name] = found.get(maker.name, 0.0) + self.graph.types[name].nbytes / self.mesh.size
+        return found
+
+    @cached_property
+    def states(self) -> dict[str, float]:
+        """Operation that reads a parameter first → bytes of it, its gradient and the optimizer's state."""
+        found, seen = dict[str, float](), set[str]()
+        for node in self.graph.nodes:
+            for name in node.inputs:
+                if name in self.graph.parameters and name not in seen:
+                    seen.add(name)
+                    type_ = self.graph.types[name]
+                    size = float(type_.nbytes)
+                    if type_.grad and self.graph.training:
+                        size += type_.nbytes + optimizer_bytes(self.optimizer, type_.example.shape, type_.dtype)
+                    found[node.name] = found.get(node.name, 0.0) + size / self.mesh.size
+        return found
+
+    def touched(self, node: Node) -> float:
+        """Bytes of an operation's operands and results, beside weights."""
+        names = {*node.inputs, *node.outputs} - self.weights
+        return sum(self.graph.types[n].nbytes for n in names) / self.mesh.size
+
+    @cached_property
+    def crossing(self) -> tuple[np.ndarray, np.ndarray]:
+        """Per position the bytes that a cut before it sends forward, and those of gradients that come back."""
+        graph, count = self.graph, len(self.graph.nodes)
+        place = {n.name: i for i, n in enumerate(graph.nodes)}
+        sent, back = np.zeros(count + 1), np.zeros(count + 1)
+        for name, node in graph.producers.items():
+            readers = [place[n.name] for n in graph.uses[name] if n.name not in self.free]
+            if node.name in self.free or not readers:
+                continue
+            type_ = graph.types[name]
+            for found, size in ((sent, type_.nbytes), (back, type_.nbytes if type_.grad else 0)):
+                found[place[node.name] + 1] += size
+                found[max(readers) + 1 :][:1] -= size
+        return np.cumsum(sent), np.cumsum(back)

@@ -1,0 +1,249 @@
+"""When every rank of a pipeline works: the order of its work under a schedule, start and end of each piece, the bubble.
+
+The orders are those of :mod:`torch.distributed.pipelining`, which runs them. Stage ``s`` of ``ranks · chunks`` lies on
+rank ``s % ranks``. The letters are torch's: F forward, B backward, and where a schedule splits the backward, I for the
+gradients of the inputs and W for those of the weights.
+
+Sources: GPipe (Huang et al. 2019), 1F1B (Narayanan et al., PipeDream 2019), interleaved (Narayanan et al. 2021), zero
+bubble (Qi et al. 2023, ZB-H1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from autoshard.errors import PlanError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+
+
+class Action(NamedTuple):
+    """One piece of work of a rank: ``kind`` F, B, I or W of micro-batch ``batch`` on ``stage``."""
+
+    kind: str
+    stage: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.batch}"
+
+
+Orders = tuple[tuple[Action, ...], ...]
+"""per rank what it does, in order"""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """What one micro-batch takes on one stage, in seconds."""
+
+    forward: float
+    backward: float
+    """all of the backward"""
+    weights: float = 0.0
+    """the part of ``backward`` that makes the gradients of the weights"""
+    send: float = 0.0
+    """until what the forward makes is on the next stage"""
+    send_back: float = 0.0
+    """until the gradients that the backward makes are on the stage before"""
+
+    def of(self, kind: str) -> float:
+        """Seconds of one F, B, I or W."""
+        return {"F": self.forward, "B": self.backward, "I": self.backward - self.weights, "W": self.weights}[kind]
+
+    @property
+    def work(self) -> float:
+        return self.forward + self.backward
+
+
+class Span(NamedTuple):
+    """Work of a rank with its start and end, in seconds."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class Message(NamedTuple):
+    """What a stage sends once it has done ``action``: it starts and ends, in seconds, from rank to rank."""
+
+    action: Action
+    source: int
+    target: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of a pipeline."""
+
+    ranks: tuple[tuple[Span, ...], ...]
+    """per rank its work in order"""
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Seconds until the last rank is done."""
+        return max((span.end for spans in self.ranks for span in spans), default=0.0)
+
+    @property
+    def work_s(self) -> float:
+        """Seconds that the busiest rank works."""
+        return max(sum(span.end - span.start for span in spans) for spans in self.ranks)
+
+    @property
+    def bubble_s(self) -> float:
+        """Seconds that the busiest rank waits: for other stages, and for their messages."""
+        return self.step_s - self.work_s
+
+
+def orders(schedule: str, ranks: int, batches: int, chunks: int = 1, training: bool = True) -> Orders:
+    """What every rank does, in order. ``chunks``: stages per rank; more than one where the schedule interleaves.
+
+    Without ``training`` there is no backward. Raises :class:`PlanError` for a schedule, or numbers, that do not go
+    together.
+    """
+    if reason := refusal(schedule, ranks, batches, chunks, training):
+        raise PlanError(reason)
+    return _orders(schedule, ranks, batches, chunks, training)
+
+
+def refusal(schedule: str, ranks: int, batches: int, chunks: int = 1, training: bool = True) -> str:
+    """Why ``schedule`` cannot run so many micro-batches, as a sentence; "" where it can."""
+    if schedule not in SCHEDULES:
+        return f"schedule={schedule!r} is not known. Known: {', '.join(SCHEDULES)}."
+    if not training:
+        return ""
+    if chunks > 1 and schedule in ("gpipe", "1f1b"):
+        return f"schedule {schedule!r} has one stage per rank, not {chunks}: use 'interleaved' or 'zero_bubble'"
+    rounds = max(1, batches // ranks)
+    if schedule in ("interleaved", "zero_bubble") and batches % rounds:
+        return (
+            f"schedule {schedule!r} runs the micro-batches in {rounds} rounds of at least {ranks}, one per rank: "
+            f"{batches} do not divide by {rounds}; use {batches - batches % rounds}"
+        )
+    return ""
+
+
+@lru_cache(maxsize=64)
+def _orders(schedule: str, ranks: int, batches: int, chunks: int, training: bool) -> Orders:
+    every = range(batches)
+    if not training:
+        stages = [range(rank, ranks * chunks, ranks) for rank in range(ranks)]
+        return tuple(tuple(Action("F", s, b) for s in own for b in every) for own in stages)
+    if schedule == "gpipe":
+        return tuple(tuple(Action(kind, rank, b) for kind in "FB" for b in every) for rank in range(ranks))
+    if schedule == "1f1b":
+        return tuple(tuple(_1f1b(rank, ranks, batches)) for rank in range(ranks))
+    split = schedule == "zero_bubble"
+    return tuple(tuple(_in_rounds(rank, ranks, batches, chunks, split)) for rank in range(ranks))
+
+
+def _1f1b(rank: int, ranks: int, batches: int) -> Iterator[Action]:
+    ahead = min(batches, ranks - rank)
+    yield from (Action("F", rank, b) for b in range(ahead))
+    for b in range(batches):
+        yield Action("B", rank, b)
+        if b + ahead < batches:
+            yield Action("F", rank, b + ahead)
+
+
+def _in_rounds(rank: int, ranks: int, batches: int, chunks: int, split: bool) -> Iterator[Action]:
+    """Micro-batches in rounds, each of which goes through all chunks; ``split``: gradients of weights follow later."""
+    per_round = batches // max(1, batches // ranks)
+    total = batches * chunks
+    ahead = min(total, (chunks - 1) * per_round + (1 if split else 2) * (ranks - 1 - rank))
+
+    def at(number: int, backward: bool) -> tuple[int, int]:
+        """(stage, micro-batch) of the forward, or backward, with this number."""
+        round_, place = divmod(number, per_round * chunks)
+        chunk, within = divmod(place, per_round)
+        chunk = chunks - 1 - chunk if backward else chunk
+        return chunk * ranks + rank, round_ * per_round + within
+
+    late = rank if split else total  # backwards whose weights' gradients still wait
+    done = 0
+    for number in range(ahead):
+        yield Action("F", *at(number, False))
+    for number in range(total):
+        if ahead + number < total:
+            yield Action("F", *at(ahead + number, False))
+        yield Action("I" if split else "B", *at(number, True))
+        if split and number >= late:
+            yield Action("W", *at(done, True))
+            done += 1
+    for number in range(done, total if split else 0):
+        yield Action("W", *at(number, True))
+
+
+def in_flight(order: Sequence[Action]) -> int:
+    """The most forwards of a rank whose backward is still to come, one per micro-batch and stage."""
+    return int(held(order, [1.0] * (1 + max((a.stage for a in order), default=0))))
+
+
+def held(order: Sequence[Action], kept: Sequence[float]) -> float:
+    """The most that a rank keeps for the backward; ``kept``: by stage, what one micro-batch keeps, such as bytes.
+
+    It is kept from the forward until all of the backward is done: with a split backward until W.
+    """
+    now = most = 0.0
+    last = "W" if any(a.kind == "W" for a in order) else "B"
+    for action in order:
+        if action.kind == "F":
+            now += kept[action.stage]
+            most = max(most, now)
+        elif action.kind == last:
+            now -= kept[action.stage]
+    return most
+
+
+def timeline(orders: Orders, stages: Sequence[StageSeconds]) -> Timeline:
+    """Every rank does its work in order, each piece as soon as what it reads is there.
+
+    A message leaves when it is made and goes beside the work of both ranks; between two ranks there is one at a time
+    in each direction. Raises :class:`ValueError` where an order never ends.
+    """
+    ranks, last = len(orders), len(stages) - 1
+    free, done = [0.0] * ranks, [0] * ranks
+    wires: dict[tuple[int, int], float] = {}
+    ready: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in orders]
+    messages: list[Message] = []
+
+    def needs(a: Action) -> Action | None:
+        """What ``a`` waits for, beside its own rank."""
+        if a.kind == "F":
+            return Action("F", a.stage - 1, a.batch) if a.stage else None
+        return Action(a.kind, a.stage + 1, a.batch) if a.kind != "W" and a.stage < last else None
+
+    def send(a: Action, source: int, target: int, seconds: float) -> None:
+        start = max(free[source], wires.get((source, target), 0.0)) if seconds else free[source]
+        ready[a] = end = start + seconds
+        if seconds:
+            wires[source, target] = end
+            messages.append(Message(a, source, target, start, end))
+
+    waiting = list(range(ranks))
+    while waiting:
+        rank = waiting.pop()
+        while done[rank] < len(orders[rank]):
+            a = orders[rank][done[rank]]
+            before = needs(a)
+            if before is not None and before not in ready:
+                break
+            start = free[rank] if before is None else max(free[rank], ready[before])
+            free[rank] = start + stages[a.stage].of(a.kind)
+            spans[rank].append(Span(a, start, free[rank]))
+            done[rank] += 1
+            step = {"F": 1, "W": 0}.get(a.kind, -1)
+            if step and 0 <= a.stage + step <= last:
+                target = (a.stage + step) % ranks
+                send(a, rank, target, stages[a.stage].send if step > 0 else stages[a.stage].send_back)
+                if target != rank:
+                    waiting.append(target)
+    if any(n < len(order) for n, order in zip(done, orders, strict=True)):
+        raise ValueError("the orders of a schedule wait for each other")
+    return Timeline(tuple(map(tuple, spans)), tuple(messages))

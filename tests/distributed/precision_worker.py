@@ -1,0 +1,75 @@
+"""One rank of a gloo world that trains in mixed precision; started by test_precision_gloo.py."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import main, mesh
+from microbatch_cases import full
+from precision_cases import CASES, net
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import autoshard
+
+BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+EXACTLY = 2e-6
+"""of FSDP2, relative to the largest weight: it divides by the ranks after its sums, we before, and otherwise all is equal"""
+
+
+def as_fsdp2(like: str = "fsdp") -> None:
+    """Four AdamW steps step by step beside FSDP2 with the same policy: losses, gradients and weights."""
+    model, (ids, weight, labels) = net()
+    args = ids, weight, labels
+    theirs = copy.deepcopy(model)
+    for layer in theirs.layers:
+        fully_shard(layer, mp_policy=BFLOAT16)
+    fully_shard(theirs, mp_policy=BFLOAT16)
+    ours = autoshard.compile(model, {"dp": dist.get_world_size()}, args, mixed_precision=BFLOAT16, like=like)
+    rows = 8 // dist.get_world_size()
+    part = slice(dist.get_rank() * rows, (dist.get_rank() + 1) * rows)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, eps=1e-4) for m in (ours, theirs)]
+    for step in range(4):
+        with warnings.catch_warnings(action="ignore"):  # what FSDP2 says of a linear layer's output
+            expected = theirs(*(x[part] for x in args))
+        found = ours(*args)
+        found.backward()
+        expected.backward()
+        total = expected.detach().float() / dist.get_world_size()
+        dist.all_reduce(total)
+        assert abs(float(found.detach()) - float(total)) <= 0.01 * abs(float(total)), (
+            step
+        )  # one of bfloat16, one of float32
+        _alike({n: p.grad for n, p in ours.named_parameters()}, {n: p.grad for n, p in theirs.named_parameters()}, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        _alike(dict(ours.named_parameters()), dict(theirs.named_parameters()), step)
+
+
+def _alike(found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None], step: int) -> None:
+    for name, x in expected.items():
+        y = found[name]
+        assert (x is None) == (y is None), name
+        if x is not None and y is not None:
+            assert x.dtype == y.dtype == torch.float32
+            a, b = full(y.detach()), full(x.detach())
+            error = float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
+            assert error <= EXACTLY, f"step {step} {name}: {error:.1e}"
+
+
+def policy_of_one_rank() -> None:
+    """Ranks that come with other policies hear of it, all of them."""
+    policy = BFLOAT16 if dist.get_rank() else MixedPrecisionPolicy(torch.bfloat16)
+    with pytest.raises(autoshard.AutoshardError, match="mixed_precision"):
+        autoshard.compile(nn.Linear(4, 4), mesh(), (torch.ones(4, 4),), mixed_precision=policy)
+
+
+OWN = {"as_fsdp2": as_fsdp2, "replicas_as_fsdp2": lambda: as_fsdp2("ddp"), "policy_of_one_rank": policy_of_one_rank}
+
+if __name__ == "__main__":
+    main({**OWN, **{name: lambda case=case: case(mesh()) for name, case in CASES.items()}})

@@ -1,0 +1,36 @@
+"""Pipeline stages under torch.distributed: gloo processes against the unsharded model."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+
+import pytest
+import world
+from pipeline_cases import CASES
+
+FAST = {"gpt_1f1b", "gpt_interleaved", "other_outputs", "ranks_hold_their_stages"}
+WORLDS = [pytest.param(2, id="world2"), pytest.param(4, id="world4", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="session")
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], str]:
+    """What a case came to in a world that runs all chosen ones: "" or the first failing rank's traceback."""
+    chosen = [i.callspec.params for i in request.session.items if i.function is test_as_on_one_device]
+
+    @functools.cache
+    def results(ranks: int) -> dict[str, str]:
+        folder = tmp_path_factory.mktemp(f"pipeline{ranks}")
+        names = ",".join(c["name"] for c in chosen if c["ranks"] == ranks)
+        found: dict[str, str] = json.loads(world.start("pipeline_worker.py", ranks, folder, names, timeout=280))
+        return found
+
+    return lambda ranks, name: results(ranks)[name]
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
+def test_as_on_one_device(outcome: Callable[[int, str], str], name: str, ranks: int) -> None:
+    found = outcome(ranks, name)
+    assert found == "", found

@@ -1,0 +1,22 @@
+"""Ring attention under torch.distributed: worlds of 2 and 4 gloo processes against the unsharded model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import world
+
+
+@pytest.mark.parametrize(
+    ("ranks", "checks"),
+    [
+        (2, ("train_gpt", "hops_overlap")),
+        pytest.param(2, ("train_llama", "train_hf_llama"), marks=pytest.mark.slow),
+        pytest.param(4, ("train_llama", "hops_overlap"), marks=pytest.mark.slow),
+    ],
+)
+def test_as_one_device(ranks: int, checks: tuple[str, ...], tmp_path: Path) -> None:
+    outcome = json.loads(world.start("ring_worker.py", ranks, tmp_path, ",".join(checks), timeout=280))
+    assert outcome == dict.fromkeys(checks, "")

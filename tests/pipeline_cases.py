@@ -1,0 +1,228 @@
+"""Steps in pipeline stages against the whole model on one device, in float64; run in one process and under gloo."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from microbatch_cases import TOLERANCE, far, full, loss_of
+from torch import nn
+
+import autoshard
+from autoshard.errors import MeshError, PlanError
+from autoshard.models import Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig
+
+Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
+
+
+class Skips(nn.Module):
+    """A U-Net in small: what comes first is read last, and goes through all stages between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Linear(12, 24), nn.Linear(24, 16)])
+        self.up = nn.ModuleList([nn.Linear(16, 24), nn.Linear(24, 12)])
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        self.calls += 1
+        scale = torch.arange(x.shape[1], dtype=x.dtype) / x.shape[1]  # every stage makes it for itself
+        first = F.gelu(self.down[0](x * scale))
+        second = F.gelu(self.down[1](first))
+        third = F.gelu(self.up[0](second)) + first
+        found = self.up[1](third) * scale + x
+        return {"loss": F.mse_loss(found, y), "found": found, "middle": second, "name": "u"}
+
+
+class Normed(nn.Module):
+    """Batch norm needs the whole batch: one micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.layers(x), labels)
+
+
+def tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, 50, (8, 12), generator=torch.Generator().manual_seed(0))
+    labels = ids.roll(-1, 1)
+    labels[:3, 4:] = -100  # uneven
+    return ids, labels
+
+
+def made(name: str) -> Made:
+    torch.manual_seed(0)
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    if name == "skips":
+        return Skips().double(), (x, x.flip(0))
+    if name == "normed":
+        return Normed().double(), (x.new_ones(8, 3, 6, 6) * x[:, :6, None].unsqueeze(1), torch.arange(8) % 5)
+    if name == "llama":
+        config = LlamaConfig(vocab=50, width=32, hidden=48, heads=4, kv_heads=2, layers=4)
+        return Llama(config).double(), tokens()
+    if name == "moe":
+        return Moe(
+            MoeConfig(vocab=50, width=32, hidden=48, heads=4, kv_heads=2, layers=4, experts=4)
+        ).double(), tokens()
+    return Gpt(GptConfig(vocab=50, positions=12, width=32, heads=4, layers=4)).double(), tokens()
+
+
+def compare(name: str, mesh: autoshard.Mesh, count: int, steps: int = 3, **asked: Any) -> autoshard.ShardedModule:
+    """``steps`` AdamW steps with clipping: losses, outputs, gradients, the norm and weights are those of one device."""
+    model, args = made(name)
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=count, **asked)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), 1e-2, eps=1e-6) for m in (sharded, model))
+    for step in range(steps):
+        torch.manual_seed(step)
+        expected = loss_of(model(*args))
+        state = torch.get_rng_state()
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        torch.manual_seed(step if first else 1000 + dist.get_rank())
+        found = loss_of(sharded(*args))
+        assert not first or torch.equal(torch.get_rng_state(), state)
+        (2 * expected).backward()
+        (2 * found).backward()
+        assert far(found.detach(), expected.detach()) <= TOLERANCE
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        mine = sharded.full_gradients()
+        assert mine.keys() == gradients.keys()
+        for n, gradient in gradients.items():
+            assert far(mine[n], gradient) <= TOLERANCE, f"step {step}, gradient of {n}"
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert far(autoshard.clip_grad_norm_(sharded, 0.5), norm) <= TOLERANCE
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = model.state_dict()
+    state_dict = sharded.full_state_dict()
+    assert state_dict.keys() == weights.keys()
+    assert max(far(x, weights[n]) for n, x in state_dict.items() if x.is_floating_point()) <= TOLERANCE
+    return sharded
+
+
+def trains(name: str, count: int, **asked: Any) -> Callable[[autoshard.Mesh], None]:
+    return lambda mesh: (compare(name, mesh, count, **asked), None)[1]
+
+
+def ranks_hold_their_stages(mesh: autoshard.Mesh) -> None:
+    """Parameters of other stages take no memory, tied ones lie in both; one process holds all."""
+    model, args = made("gpt")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2)
+    names, stages = {n for n, _ in sharded.named_parameters()}, mesh.size_of("pp")
+    if not dist.is_initialized():
+        assert names == {n for n, _ in model.named_parameters()}
+        return
+    numbers = {int(n.split(".")[1]) for n in names if n.startswith("blocks.")}
+    assert len(numbers) <= 4 // stages + 1
+    first_or_last = dist.get_rank() in (0, dist.get_world_size() - 1)
+    assert ("token_embedding.weight" in names) == first_or_last or stages == 1
+
+
+def other_outputs(mesh: autoshard.Mesh) -> None:
+    """Outputs of whatever stage are on every rank, detached; a buffer is written once."""
+    model, args = made("skips")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=4)
+    expected, found = model(*args), sharded(*args)
+    for name in ("found", "middle"):
+        assert far(full(found[name]), expected[name]) <= TOLERANCE
+        assert not found[name].requires_grad
+    assert found["name"] == "u"
+    assert int(sharded.full_state_dict()["calls"]) == 1
+
+
+def without_gradients(mesh: autoshard.Mesh) -> None:
+    """Forward only, with the parameters where they are."""
+    model, args = made("gpt")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2).eval()
+    with torch.no_grad():
+        assert far(full(sharded(*args).logits), model.eval()(*args).logits) <= TOLERANCE
+
+
+def state(mesh: autoshard.Mesh) -> None:
+    """A whole state dict goes in and comes out; one that does not fit is refused, before anything is loaded."""
+    model, args = made("gpt")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2)
+    other = {n: x + 1 for n, x in model.state_dict().items()}
+    with pytest.raises(PlanError, match="missing"):
+        sharded.load_full_state_dict({n: x for n, x in other.items() if "norm" not in n})
+    sharded.load_full_state_dict(other)
+    found = sharded.full_state_dict()
+    assert all(torch.equal(found[n], x) for n, x in other.items())
+
+
+def deferred(mesh: autoshard.Mesh) -> None:
+    """Initial values are those of one device, though a rank keeps those of its stages only."""
+    config = GptConfig(vocab=50, positions=12, width=32, heads=4, layers=4)
+    torch.manual_seed(5)
+    expected = Gpt(config).state_dict()
+    torch.manual_seed(5)
+    model = autoshard.deferred_init(Gpt, config)
+    found = autoshard.compile(model, mesh, tokens(), stages="pp", micro_batches=2).full_state_dict()
+    assert all(torch.equal(found[n], x) for n, x in expected.items())
+
+
+def gradients_of_inputs(mesh: autoshard.Mesh) -> None:
+    """An input that several stages read: its gradients are added up."""
+    model, (x, y) = made("skips")
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, (ours, y), stages="pp", micro_batches=2)
+    loss_of(sharded(ours, y)).backward()
+    loss_of(model(theirs, y)).backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert far(ours.grad, theirs.grad) <= TOLERANCE
+
+
+def refused(mesh: autoshard.Mesh) -> None:
+    """Clear errors, before anything is made."""
+    model, args = made("skips")
+
+    def fails(error: type[Exception], match: str, model: nn.Module = model, args: Any = args, **asked: Any) -> None:
+        with pytest.raises(error, match=match):
+            autoshard.compile(model, mesh, args, **{"stages": "pp", "micro_batches": 2, **asked})
+
+    fails(MeshError, "stages='depth': the mesh has the axes", stages="depth")
+    fails(PlanError, "schedule='2f2b': there are 'gpipe', '1f1b', 'interleaved', 'zero_bubble'", schedule="2f2b")
+    fails(PlanError, "its batch of 8 does not divide into 3", micro_batches=3)
+    fails(PlanError, "needs .* of the whole batch", *made("normed"))
+    fails(PlanError, "no output of the model is a scalar", nn.Linear(4, 4), (torch.randn(4, 4),))
+    fails(PlanError, "stages: the model has 1 operations to cut between", Short(), args[:1], micro_batches=1)
+
+
+class Short(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.square()
+
+
+CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
+    "gpt_1f1b": trains("gpt", 4),
+    "gpt_gpipe": trains("gpt", 2, schedule="gpipe"),
+    "gpt_interleaved": trains("gpt", 4, schedule="interleaved"),
+    "gpt_zero_bubble": trains("gpt", 4, schedule="zero_bubble"),
+    "gpt_one_batch": trains("gpt", 1),
+    "llama": trains("llama", 4),
+    "moe": trains("moe", 2),
+    "skips": trains("skips", 4),
+    "normed": trains("normed", 1),
+    "ranks_hold_their_stages": ranks_hold_their_stages,
+    "other_outputs": other_outputs,
+    "without_gradients": without_gradients,
+    "state": state,
+    "deferred": deferred,
+    "gradients_of_inputs": gradients_of_inputs,
+    "refused": refused,
+}

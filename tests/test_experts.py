@@ -1,0 +1,140 @@
+"""Mixtures of experts: every model's routing is one operation, whose rows travel to their experts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_equal_training, collectives, ideal
+from state_experts import EVEN, Routed, batch
+from torch import nn
+
+import autoshard
+from autoshard.compiler import captured
+from autoshard.runtime import in_process
+from autoshard.runtime.experts import experts_op
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+
+COMMON = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "use_cache": False}
+GROUPED = {**COMMON, "num_key_value_heads": 1, "intermediate_size": 24}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        {**COMMON, "num_key_value_heads": 2, "intermediate_size": 24, "q_lora_rank": 8, "kv_lora_rank": 8,
+         "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "n_routed_experts": 8, "num_experts_per_tok": 2,
+         "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8, "first_k_dense_replace": 1},
+    ),
+    "qwen3": (
+        "Qwen3MoeForCausalLM",
+        {**GROUPED, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+         "decoder_sparse_step": 1, "output_router_logits": True},
+    ),
+    "olmoe": ("OlmoeForCausalLM", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+}  # fmt: skip
+
+
+def model_of(name: str, form: str = "eager", layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    kind, sizes = MODELS[name]
+    model_class = getattr(transformers, kind)
+    config = model_class.config_class(**sizes | {"num_hidden_layers": layers})
+    config._experts_implementation = form
+    model: nn.Module = model_class(config)
+    return model.train()
+
+
+def text(batch: int = 4, length: int = 6) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, 32, (batch, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def exchanging(plan: autoshard.Plan) -> list[Any]:
+    return [c for c in plan.collectives if "rows to their experts" in c.reason]
+
+
+EQUAL = [
+    ("mixtral", {"ep": 2}, True), ("deepseek-v3", {"ep": 4}, True), ("mixtral", {"ep": 2, "tp": 2}, False),
+    ("qwen3", {"dp": 2, "ep": 2}, False), ("qwen3", {"ep": 2}, False), ("olmoe", {"ep": 2}, False),
+    ("olmoe", {"dp": 2, "ep": 2}, False), ("deepseek-v3", {"ep": 2, "tp": 2}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        pytest.param(
+            n, a, id=f"{n}-{'-'.join(f'{x}{r}' for x, r in a.items())}", marks=[] if fast else pytest.mark.slow
+        )
+        for n, a, fast in EQUAL
+    ],
+)
+def test_rows_travel_and_all_is_equal(name: str, axes: dict[str, int]) -> None:
+    """Outputs, gradients and weights after 3 steps; no weight of an expert moves."""
+    like = {a: "expert" if a == "ep" else None for a in axes}
+    report = assert_equal_training(model_of(name), axes, (), text(), steps=3, like=like, share=1.5)
+    assert exchanging(report.plan)
+
+
+def test_every_form_is_one_operation() -> None:
+    """The loop over experts, their matrices per row and the grouped product are captured as the same graph."""
+    forms = ("eager", "batched_mm", "grouped_mm")
+    graphs = [captured(model_of("mixtral", f, 1), (), text(), training=True) for f in forms]
+    ops = [[n.op for n in g.nodes] for g in graphs]
+    assert ops[0] == ops[1] == ops[2]
+    assert ops[0].count(experts_op._opoverload) == 1
+
+
+def test_what_is_more_than_two_products_is_left_as_it_is() -> None:
+    model = model_of("mixtral", "batched_mm", 1)
+    model.model.layers[0].mlp.experts.act_fn = nn.Tanh()
+    graph = captured(model, (), text(), training=True)
+    assert experts_op._opoverload not in [n.op for n in graph.nodes]
+
+
+def test_bytes_are_those_of_the_formula_and_those_sent() -> None:
+    """Of an even routing: (n-1)/n of the chosen rows there and back, forward and backward."""
+    ids = tuple((a % 4, (a + 2) % 4) for a in range(8))
+
+    class Loss(Routed):
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(batch)[0]
+
+    model = Loss(4)
+    found = collectives(model, {"ep": 2}, None, (batch(*ids),), like="expert")
+    rows = 8 / 2 * 2 * 8 * 8
+    sent = Counter({(phase, size): n for (kind, _, phase, size), n in found.items() if kind == "all_to_all"})
+    assert sent == Counter({("forward", rows / 2): 2, ("backward", rows / 2): 2, ("forward", 8 * 2 * 2 / 2): 1})
+
+
+def test_an_exchange_that_mixes_up_ranks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    right = in_process._exchanged
+    monkeypatch.setattr(in_process, "_exchanged", lambda moves, xs: [x.flip(0) for x in right(moves, xs)])
+    report = autoshard.verify(Routed().double(), ideal({"ep": 2}), (batch(*EVEN),), like="expert")
+    assert not report.ok
+
+
+def test_without_experts_it_is_fsdp() -> None:
+    plan = autoshard.plan(nn.Linear(8, 8), ideal({"ep": 2}), (torch.randn(4, 8),), like="expert")
+    assert any("no operation runs experts" in note for note in plan.notes)
+
+
+def test_experts_beside_the_plan_are_found_without_a_hint() -> None:
+    """Mixtral at its size: rows travel, and no weight of an expert does."""
+    config = transformers.MixtralConfig(num_hidden_layers=1, vocab_size=1024, use_cache=False)
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config).bfloat16()
+    tokens = torch.zeros(8, 4096, dtype=torch.long)
+    plan = autoshard.plan(model, autoshard.Mesh({"x": 8}), (), {"input_ids": tokens, "labels": tokens})
+    moved = [c for c in plan.collectives if "experts" in c.fqn]
+    rows = 4096 * 2 * config.hidden_size * 2
+    assert {c.kind for c in moved} == {"all_to_all"}
+    assert sorted(c.bytes for c in moved)[-4:] == pytest.approx([rows * 7 / 8] * 4)
+    assert all(
+        plan.layouts[f"model.layers.0.mlp.experts.{w}"]["x"] == autoshard.Shard(0)
+        for w in ("gate_up_proj", "down_proj")
+    )

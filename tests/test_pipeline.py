@@ -1,0 +1,82 @@
+"""Pipeline stages in one process: cuts, and steps that are those of one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import ideal
+from pipeline_cases import CASES, compare, made
+
+import autoshard
+from autoshard.compiler import captured
+from autoshard.errors import PlanError
+from autoshard.module import stages
+from autoshard.passes.ir.verify import check_graph
+from autoshard.passes.pipeline import cut
+from autoshard.plans.plan import Plan
+
+MESHES = {"pp2": {"pp": 2}, "pp2tp2": {"pp": 2, "tp": 2}, "pp4": {"pp": 4}, "pp2dp2tp2": {"pp": 2, "dp": 2, "tp": 2}}
+FAST = {"gpt_1f1b", "skips", "other_outputs", "gradients_of_inputs", "refused"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
+@pytest.mark.parametrize(
+    "mesh", ["pp2tp2", *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES if m != "pp2tp2")]
+)
+def test_case(mesh: str, name: str) -> None:
+    CASES[name](ideal(MESHES[mesh]))
+
+
+def test_cuts() -> None:
+    """What a skip reads goes through the stages between; what is cheap and of inputs alone does not cross."""
+    model, args = made("skips")
+    graph = captured(model, args, {}, training=True)
+    linear = [i for i, n in enumerate(graph.nodes) if n.op is torch.ops.aten.linear.default]
+    found = cut(graph, linear[1:])
+    for stage in found.each:
+        check_graph(stage.graph)
+    assert [len(s.received) for s in found.each] == [0, *(len(s.sent) for s in found.each[:-1])]
+    skip = next(n for n in graph.nodes if n.op is torch.ops.aten.gelu.default).outputs[0]
+    passing = [s.number for s in found.each if skip in s.received]
+    assert passing == [1, 2]
+    makes_scale = [s.number for s in found.each if any(n.op is torch.ops.aten.arange.default for n in s.graph.nodes)]
+    assert makes_scale == [0, 3]
+    assert not any(
+        graph.types[name].dtype == torch.int64 or not graph.types[name].grad for s in found.each for name in s.sent
+    )
+
+
+def test_a_plan_in_stages_is_followed() -> None:
+    model, args = made("skips")
+    mesh = ideal({"pp": 2, "tp": 2})
+    plan = autoshard.plan(model, mesh, args, stages="pp", micro_batches=2)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=2, plan=again)
+    assert sharded.plan.staged is not None
+    assert sharded.plan.staged.boundaries == plan.staged.boundaries  # type: ignore[union-attr]
+    assert "2 stages along pp, schedule 1f1b, 2 micro-batches" in str(plan)
+    with pytest.raises(PlanError, match="the plan that is given has no stages"):
+        autoshard.compile(model, mesh, args, stages="pp", plan=autoshard.plan(model, mesh, args))
+
+
+def test_one_file_has_all_stages() -> None:
+    model, args = made("gpt")
+    source = autoshard.compile(model, ideal({"pp": 2, "tp": 2}), args, stages="pp", micro_batches=2).source
+    assert [line for line in source.splitlines() if line.startswith("class Stage")] == [
+        f"class Stage{n}(runtime.RankModule):" for n in range(2)
+    ]
+    assert source.count("(runtime.Block):") <= 3  # equal blocks of several stages are one class
+
+
+def test_a_wrong_message_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a value that crosses without its gradient."""
+    through = stages.one_after_another
+    monkeypatch.setattr(
+        "autoshard.module.base.one_after_another",
+        lambda executable, inputs, run: through(
+            executable, inputs, lambda part, xs: run(part, [x.detach() if x.is_floating_point() else x for x in xs])
+        ),
+    )
+    with pytest.raises(AssertionError):
+        compare("gpt", ideal({"pp": 2}), 2, steps=1)

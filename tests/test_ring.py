@@ -1,0 +1,278 @@
+"""Ring attention: equal to one device, its bytes those of the formula, its causal work even, and when it is chosen."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_equal_training, captured_once, collectives
+from test_compile_models import hugging_face
+from torch import nn
+
+import autoshard
+import autoshard.models
+from autoshard import runtime
+from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime import ring, tile
+from autoshard.runtime.ring_order import spans, tiles, work
+from autoshard.runtime.window import chunks
+
+B, HEADS, WIDTH = 2, 4, 8
+
+
+# --- the order of a ring ---
+
+
+def test_folded_work_is_even() -> None:
+    """The last of 8 ranks does 1.88 times the mean of a causal mask's work; in folded order all do the same."""
+    plain, folded = (work(4096, 4096, (8,), order) for order in (False, True))
+    assert max(plain) * 8 / sum(plain) == pytest.approx(1.875, rel=1e-3)
+    assert max(folded) * 8 / sum(folded) <= 1.05
+    assert sum(plain) == sum(folded) == 4096 * 4097 / 2
+    uneven = work(4099, 4099, (8,), True)
+    assert max(uneven) * 8 / sum(uneven) <= 1.05
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_folded_work_is_even_in_every_step(step: int) -> None:
+    order = spans(4096, (8,), True)
+    pairs = [sum(t.pairs for t in tiles(order[r], order[(r - step) % 8], True)) for r in range(8)]
+    assert max(pairs) * 8 / sum(pairs) <= 1.05
+
+
+def test_hidden_tiles_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs computes the pairs that count, and half of each tile on the diagonal."""
+    computed = Counter[str]()
+
+    def counted(query: Any, key: Any, value: Any, masking: tile.Masking, scale: float) -> Any:
+        computed["causal" if masking.causal else "whole"] += query.shape[-2] * key.shape[-2]
+        assert masking.bias is None
+        return forward(query, key, value, masking, scale)
+
+    forward = tile.forward
+    monkeypatch.setattr(ring.tile, "forward", counted)
+    run(4, 64, 64, causal=True, folded=True)
+    assert computed == {"causal": 8 * 8 * 8, "whole": 28 * 8 * 8}
+
+
+# --- the run time ---
+
+
+def run(
+    ranks: int,
+    queries: int,
+    keys: int,
+    heads: int = HEADS,
+    mask: torch.Tensor | None = None,
+    value: int = WIDTH,
+    **how: Any,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[runtime.Executed]]:
+    """(result and gradients of one device, those of a ring, what it sent)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    given = random(B, HEADS, queries, WIDTH), random(B, heads, keys, WIDTH), random(B, heads, keys, value)
+    causal = how.get("causal", False)
+    scale = how.get("scale")
+    expected = F.scaled_dot_product_attention(*given, mask, 0.0, causal, scale=scale, enable_gqa=heads != HEADS)
+    cotangent = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    theirs = [expected, *torch.autograd.grad(expected, given, cotangent)]
+
+    def cut(x: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            x.detach().narrow(-2, *c).clone().requires_grad_(x.requires_grad) for c in chunks(x.shape[-2], (ranks,))
+        ]
+
+    parts = [cut(x) for x in given]
+    masks = [None] * ranks if mask is None else cut(mask) if mask.shape[-2] == queries else [mask] * ranks
+    world = runtime.World({"cp": ranks})
+    log = world.log = list[runtime.Executed]()
+
+    def one(*operands: Any) -> torch.Tensor:
+        where = {"queries": queries, "keys": keys, "axes": "cp", "folded": how.get("folded", False)}
+        return runtime.ring_attention(*operands, causal, scale, **where)
+
+    outs = world.run(one, list(zip(*parts, masks, strict=True)))
+    found = torch.autograd.grad(outs, [x for part in parts for x in part], cut(cotangent))
+    joined = [torch.cat(found[i * ranks : (i + 1) * ranks], -2) for i in range(3)]
+    return theirs, [torch.cat(outs, -2), *joined], log
+
+
+def error(theirs: list[torch.Tensor], ours: list[torch.Tensor]) -> float:
+    return max(float((a - b).detach().abs().max()) for a, b in zip(theirs, ours, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("length", [16, 19, 41])
+def test_causal(ranks: int, length: int) -> None:
+    for folded in (False, True):
+        theirs, ours, _ = run(ranks, length, length, heads=2, causal=True, folded=folded)
+        assert error(theirs, ours) < 1e-12, folded
+
+
+_SEEN = torch.rand(10, 14, generator=torch.Generator().manual_seed(1)) < 0.5
+_SEEN[3], _SEEN[4], _SEEN[:, 9] = False, True, True
+_SEEN[5] = False
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "grouped": {"heads": 2},
+    "one_key_head": {"heads": 1},
+    "causal_across": {"causal": True},
+    "scaled": {"scale": 0.3},
+    "narrow_values": {"value": 5},
+    "bool_mask": {"mask": _SEEN},
+    "bool_mask_narrow_values": {"mask": _SEEN, "value": 3, "heads": 2},
+    "added_mask": {"mask": torch.linspace(-3, 3, 2 * 10 * 14, dtype=torch.float64).view(2, 1, 10, 14)},
+    "mask_of_keys": {"mask": torch.linspace(-3, 3, 4 * 14, dtype=torch.float64).view(1, 4, 1, 14)},
+    "mask_of_rows": {"mask": torch.linspace(-3, 3, 10, dtype=torch.float64).view(10, 1)},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_of_other_kinds(name: str) -> None:
+    theirs, ours, _ = run(3, 10, 14, **VARIANTS[name])
+    assert error(theirs, ours) < 1e-12
+
+
+def test_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernel computes a tile, some rows at a time do."""
+    monkeypatch.setattr(tile, "ROWS", 3)
+    theirs, ours, _ = run(2, 16, 16, heads=2, value=5, causal=True, folded=True)
+    assert error(theirs, ours) < 1e-12
+
+
+def test_a_hop_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: every rank keeps its own keys."""
+
+    def stays(self: ring._Job, xs: Any, holder: int) -> Any:
+        return onward(self, xs, holder)._replace(to=self.me, source=self.me)
+
+    onward = ring._Job.onward
+    monkeypatch.setattr(ring._Job, "onward", stays)
+    theirs, ours, _ = run(4, 16, 16)
+    assert error(theirs, ours) > 0.1
+
+
+def test_bytes_of_the_formula() -> None:
+    """Keys and values once forward, twice backward: 6 (N-1)/N of an activation, scaled by key heads over query heads."""
+    for ranks in (2, 4):
+        activation = B * HEADS * 16 * WIDTH * 8
+        for heads in (HEADS, 2):
+            _, _, log = run(ranks, 16, 16, heads=heads)
+            sent = Counter[str]()
+            for e in log:
+                assert (e.kind, e.axes) == ("permute", ("cp",))
+                sent[e.phase] += e.bytes
+            share = (ranks - 1) / ranks * activation * heads / HEADS
+            assert sent == {"forward": 2 * share, "backward": 4 * share}
+
+
+def test_a_result_without_gradient_on_one_rank() -> None:
+    """No rank's part of the backward can be left out."""
+    xs = [torch.randn(1, 2, 4, 4, requires_grad=True) for _ in range(2)]
+    world = runtime.World({"cp": 2})
+    outs = world.run(lambda x: runtime.ring_attention(x, x, x, queries=8, keys=8, axes="cp"), [(x,) for x in xs])
+    with pytest.raises(RuntimeMismatchError, match="a rank's result has no gradient"):
+        outs[0].sum().backward()
+
+
+# --- models ---
+
+RINGS = {"ring", "folded ring"}
+
+
+@functools.cache
+def model(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    if name.startswith("hf_"):
+        batch = 1 if name == "hf_gpt2" else 2  # its products flatten batch and sequence
+        tokens = torch.randint(0, 128, (batch, 18), generator=torch.Generator().manual_seed(1))
+        labels = tokens.clone()
+        labels[0, :3] = -100
+        kwargs: dict[str, Any] = {"input_ids": tokens, "labels": labels}
+        if name == "hf_llama":  # padded on the left, as a mask that the model builds
+            kwargs["attention_mask"] = torch.ones_like(tokens)
+            kwargs["attention_mask"][0, :3] = 0
+        return hugging_face(name.removeprefix("hf_"), 128), (), kwargs
+    reference = autoshard.models.get(name)
+    args, kwargs = reference.inputs(batch=2)
+    return reference.model().train(), args, kwargs
+
+
+def labels_of(report: autoshard.VerifyReport) -> set[str]:
+    found = [c.labels for c in report.plan.choices.values() if "scaled_dot_product" in c.op]
+    assert found
+    return {label for labels in found for label in labels}
+
+
+MODELS = [
+    ("llama", {"cp": 2}),
+    ("llama", {"cp": 3}),
+    ("llama", {"cp": 2, "tp": 2}),
+    ("gpt", {"cp": 2}),
+    ("hf_llama", {"cp": 2}),
+    ("hf_gpt2", {"cp": 2}),
+]
+SLOW = [
+    ("llama", {"cp": 4}),
+    ("llama", {"cp": 8}),
+    ("llama", {"a": 2, "b": 2}),
+    ("gpt", {"cp": 3}),
+    ("gpt", {"cp": 4}),
+    ("gpt", {"cp": 2, "tp": 2}),
+    ("hf_llama", {"cp": 4}),
+    ("hf_llama", {"cp": 8}),
+    ("hf_llama", {"cp": 2, "tp": 2}),
+    ("hf_gpt2", {"cp": 4}),
+    ("hf_gpt2", {"cp": 2, "tp": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"), [*MODELS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+)
+def test_trains_as_one_device(name: str, axes: dict[str, int]) -> None:
+    """Outputs, gradients and weights; with dropout in gpt and hf_gpt2."""
+    module, args, kwargs = model(name)
+    like = {"cp": "ring", "tp": "megatron"} if "tp" in axes else "ring"
+    with captured_once():
+        report = assert_equal_training(module, axes, args, kwargs, like=like)
+    labels = labels_of(report)
+    assert labels & RINGS
+    assert labels <= RINGS | {"heads", "query heads"}
+
+
+class Attention(nn.Module):
+    """One layer."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, causal: bool = True) -> None:
+        super().__init__()
+        self.size, self.causal, self.grouped = width // heads, causal, heads != kv_heads
+        self.q = nn.Linear(width, width, bias=False)
+        self.kv = nn.Linear(width, 2 * kv_heads * self.size, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        k, v = self.kv(x).chunk(2, -1)
+        q, k, v = (y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in (self.q(x), k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.grouped)
+        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_planned_bytes_are_sent(causal: bool) -> None:
+    """With swaps of the folded order where there is one: q, k, v and the result, half a chunk each."""
+    x = torch.randn(2, 16, 16)
+    found = collectives(Attention(16, 4, 4, causal), {"cp": 4}, None, (x,), like="ring")
+    activation, sent = 2 * 16 * 16 * 8, Counter[str]()
+    for (kind, _, phase, size), count in found.items():
+        sent[phase] += size * count * (kind == "permute")
+    swapped = activation / 4 / 2 * causal
+    assert sent["forward"] == 2 * 3 / 4 * activation + 4 * swapped
+    assert sent["backward"] == 4 * 3 / 4 * activation + 5 * swapped

@@ -1,0 +1,138 @@
+"""Where a pipeline is cut: the choice is that of trying all cuts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from autoshard.errors import PlanError
+from autoshard.passes.pipeline.choose import Cutting, Piece
+from autoshard.passes.pipeline.timeline import in_flight, orders, timeline
+
+
+def cuts(pieces: int, stages: int) -> list[tuple[int, ...]]:
+    """The ends of every cut of so many pieces."""
+    return [(*inner, pieces) for inner in itertools.combinations(range(1, pieces), stages - 1)]
+
+
+def seconds(cutting: Cutting, ends: tuple[int, ...]) -> float:
+    """The formula of :mod:`autoshard.passes.pipeline.choose` of one cut, a stage at a time."""
+    pieces, times = cutting.pieces, []
+    for i, (first, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        own, rank = pieces[first:end], i % cutting.ranks
+        flying = in_flight(orders(cutting.schedule, cutting.ranks, cutting.batches, cutting.chunks)[rank])
+        took = sum(p.forward + p.backward for p in own)
+        took += pieces[end - 1].send if end < len(pieces) else 0.0
+        took += own[0].send_back if first else 0.0
+        held = cutting.chunks * sum(p.state for p in own) + flying * sum(p.kept for p in own) + max(p.most for p in own)
+        if held > cutting.budget:
+            spared = flying * sum(0.0 if math.isnan(p.least) else p.kept - p.least for p in own)
+            if held - cutting.budget > spared:
+                return math.inf
+            took += (held - cutting.budget) / spared * sum(p.again for p in own)
+        times.append(took)
+    fill = cutting.fill
+    return fill * sum(times) / cutting.chunks + (cutting.batches * cutting.chunks - fill) * max(times)
+
+
+def drawn(draw: random.Random) -> Cutting:
+    ranks, chunks = draw.choice([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])
+    schedule = draw.choice(["gpipe", "1f1b"] if chunks == 1 else ["interleaved", "zero_bubble"])
+    whole = draw.random() < 0.3  # small whole numbers: many cuts are equal
+
+    def number() -> float:
+        return float(draw.randint(0, 3)) if whole else draw.random()
+
+    pieces = [
+        Piece(
+            forward=number(),
+            backward=2 * number(),
+            weights=0.5 * number() if schedule == "zero_bubble" else 0.0,
+            send=number(),
+            send_back=number(),
+            state=number(),
+            kept=1 + number(),
+            most=number(),
+            least=draw.choice([math.nan, 0.5]),
+            again=number(),
+        )
+        for _ in range(draw.randint(ranks * chunks, 9))
+    ]
+    budget = draw.choice([math.inf, 6.0, 12.0, 20.0])
+    return Cutting(pieces, schedule, ranks, ranks * draw.randint(1, 4), chunks, budget)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_cut_is_shorter(seed: int) -> None:
+    draw, fitting = random.Random(seed), 0
+    for _ in range(200):
+        cutting = drawn(draw)
+        least = min(seconds(cutting, ends) for ends in cuts(len(cutting.pieces), cutting.stages))
+        if math.isinf(least):
+            with pytest.raises(PlanError, match="no cut into"):
+                cutting.best()
+            continue
+        found = cutting.best()
+        assert found.seconds == pytest.approx(least, abs=1e-12)
+        assert seconds(cutting, found.ends) == pytest.approx(least, abs=1e-12)
+        fitting += 1
+    assert 100 < fitting < 200
+
+
+def test_the_cut_is_close_to_the_best_of_all_by_simulation() -> None:
+    draw, order = random.Random(0), orders("1f1b", 4, 8)
+    ratios, plain = [], []
+    for _ in range(40):
+        pieces = [Piece(f := 0.2 + draw.random(), 2 * f, send=0.01, send_back=0.01) for _ in range(9)]
+        cutting = Cutting(pieces, "1f1b", 4, 8)
+        steps = {}
+        for ends in cuts(9, 4):
+            spans = enumerate(zip((0, *ends), ends, strict=False))
+            steps[ends] = timeline(order, [cutting.stage(i, *span) for i, span in spans]).step_s
+        found, simulated = cutting.shortest()
+        assert found.seconds == simulated.step_s == steps[found.ends]
+        ratios.append(found.seconds / min(steps.values()))
+        plain.append(steps[cutting.best().ends] / min(steps.values()))
+    assert max(ratios) < 1.05
+    assert sum(ratios) / len(ratios) < 1.005 < sum(plain) / len(plain)  # the latter by the formula alone
+
+
+def test_a_heavy_head_has_fewer_blocks_beside_it() -> None:
+    block = Piece(1, 2)
+    pieces = [Piece(0.1, 0.1), *[block] * 14, Piece(2, 4)]
+    assert Cutting(pieces, "1f1b", 4, 16).best().ends == (5, 9, 13, 16)
+
+
+def test_memory_in_flight_moves_blocks_to_later_stages() -> None:
+    pieces = [Piece(1, 2, kept=1.0)] * 12
+    even = Cutting(pieces, "1f1b", 3, 12)
+    assert even.best().ends == (4, 8, 12)
+    # Four blocks with three micro-batches in flight hold 12: with 9 the first stage has three, and then four and five.
+    assert replace(even, budget=9.0).best().ends == (3, 7, 12)
+    again = replace(even, pieces=[replace(p, least=0.1, again=0.1) for p in pieces], budget=9.0).best()
+    assert again.ends == (4, 8, 12)
+    assert again.stages[0].backward > again.stages[1].backward == again.stages[2].backward
+
+
+def test_cuts_are_where_little_crosses() -> None:
+    pieces = [Piece(1, 2, send=0.1 if i % 2 else 3.0) for i in range(8)]
+    assert all(end % 2 == 0 for end in Cutting(pieces, "1f1b", 3, 3).best().ends)
+
+
+def test_eighty_layers_on_sixteen_ranks_take_little_time() -> None:
+    draw = random.Random(0)
+    pieces = [Piece(f := 1 + 0.01 * draw.random(), 2 * f, send=0.01, kept=1.0, state=1.0) for _ in range(162)]
+    begin = time.perf_counter()
+    found = Cutting(pieces, "1f1b", 16, 64, budget=170.0).best()
+    assert time.perf_counter() - begin < 5
+    assert len(found.stages) == 16
+
+
+def test_more_stages_than_parts_are_refused() -> None:
+    with pytest.raises(PlanError, match="8 stages need as many parts, but the graph can be cut into 5 at most"):
+        Cutting([Piece(1, 2)] * 5, "interleaved", 4, 4, 2).best()

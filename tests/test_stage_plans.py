@@ -1,0 +1,160 @@
+"""Plans of models in stages: where they are cut, what the step takes, what the ranks hold."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from autoshard import Mesh
+from autoshard.compiler import build, captured
+from autoshard.errors import PlanError
+from autoshard.models import Gpt, GptConfig
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.microbatch import micro_batched
+from autoshard.passes.pipeline import Pieces, boundaries
+from autoshard.plans.pipeline import pipeline
+from autoshard.plans.plan import Plan
+from autoshard.plans.record import Staged
+from autoshard.plans.report import show_seconds
+from autoshard.plans.wishes import Wishes
+from autoshard.viz.html import html
+from autoshard.viz.trace import trace_json
+
+LAYERS, STAGES, BATCHES = 6, 3, 6
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+
+
+def gpt(vocab: int = 500) -> Graph:
+    with torch.device("meta"):
+        model = Gpt(GptConfig(vocab, 128, 128, 4, LAYERS, dropout=0.0))
+        tokens = torch.empty(BATCHES, 128, dtype=torch.long)
+    return captured(model, (tokens,), {"labels": tokens}, training=True)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return gpt()
+
+
+def planned(graph: Graph, schedule: str = "1f1b", **asked: object) -> Plan:
+    wishes = Wishes(stages="pp", schedule=schedule, micro_batches=BATCHES, **asked)  # type: ignore[arg-type]
+    return build(graph, Mesh({"pp": STAGES, "tp": 2}), wishes).plan
+
+
+@pytest.fixture(scope="module")
+def plans(graph: Graph) -> dict[str, Plan]:
+    return {schedule: planned(graph, schedule) for schedule in SCHEDULES}
+
+
+@pytest.fixture(params=SCHEDULES)
+def plan(request: pytest.FixtureRequest, plans: dict[str, Plan]) -> Plan:
+    return plans[request.param]
+
+
+def staged_in(plan: Plan) -> Staged:
+    assert plan.staged is not None
+    return plan.staged
+
+
+def test_stages_are_whole_layers(plans: dict[str, Plan]) -> None:
+    for schedule in ("gpipe", "1f1b", "zero_bubble"):
+        stages = staged_in(plans[schedule]).plans
+        found = [{c.fqn.split(".")[1] for c in p.choices.values() if c.fqn.startswith("blocks.")} for p in stages]
+        assert found == [{"0", "1"}, {"2", "3"}, {"4", "5"}]
+
+
+def test_the_step_is_work_communication_and_waiting(plan: Plan) -> None:
+    cost, step = plan.cost, pipeline(plan)
+    assert cost.total_s == pytest.approx(cost.compute_s + cost.exposed_s + cost.bubble_s)
+    assert cost.total_s >= step.step_s > 0
+    assert cost.total_s - step.step_s < 0.2 * cost.total_s  # the update, and sums of gradients
+    assert 0 < cost.bubble_s < cost.total_s / 2
+    assert plan.from_json(plan.to_json()).cost == cost
+    assert pipeline(plan.from_json(plan.to_json())) == step
+
+
+def test_schedules_differ_as_they_should(plans: dict[str, Plan]) -> None:
+    bubbles = {schedule: p.cost.bubble_s for schedule, p in plans.items()}
+    assert bubbles["interleaved"] < bubbles["1f1b"]
+    assert bubbles["zero_bubble"] < bubbles["1f1b"]
+    assert plans["gpipe"].memory.activations > 1.5 * plans["1f1b"].memory.activations
+    assert plans["gpipe"].memory.peak > plans["1f1b"].memory.peak
+
+
+def test_earlier_stages_hold_more_micro_batches(plans: dict[str, Plan]) -> None:
+    first, second, last = (p.memory for p in staged_in(plans["1f1b"]).plans)
+    all_ahead = [p.memory for p in staged_in(plans["gpipe"]).plans]
+    for memory, flying, whole in zip((first, second, last), (3, 2, 1), all_ahead, strict=True):
+        assert memory.activations / flying == pytest.approx(whole.activations / BATCHES)
+        assert sum(memory.at_peak.values()) == pytest.approx(memory.peak)
+        assert memory.at_peak["gradients"] == memory.gradients  # those of the micro-batches before
+
+
+def test_within_a_budget_the_first_stages_make_more_again(graph: Graph, plans: dict[str, Plan]) -> None:
+    free = plans["1f1b"].memory.peak
+    tight = planned(graph, memory_budget=0.8 * free)
+    assert tight.memory.peak <= 0.8 * free
+    assert tight.recomputed
+    assert not plans["1f1b"].recomputed
+    with pytest.raises(PlanError, match="least peak found"):
+        planned(graph, memory_budget=0.05 * free)
+
+
+def test_a_heavy_head_has_fewer_layers_beside_it(graph: Graph) -> None:
+    def layers(graph: Graph) -> list[int]:
+        one, _ = micro_batched(graph, BATCHES)
+        found = boundaries(
+            Pieces(one, Mesh({"tp": 2}), Mesh({"pp": STAGES, "tp": 2}).link("pp")), "1f1b", STAGES, BATCHES
+        )
+        firsts = [i for i, n in enumerate(one.nodes) if n.fqn.startswith("blocks.") and n.fqn.endswith("norm_1")]
+        return [sum(low <= i < high for i in firsts) for low, high in itertools.pairwise((0, *found, len(one.nodes)))]
+
+    assert layers(graph) == [2, 2, 2]
+    assert layers(gpt(vocab=500_000))[-1] == 0
+
+
+def test_more_stages_than_operations_are_refused(graph: Graph) -> None:
+    pieces = Pieces(graph, Mesh({"tp": 2}), Mesh({"pp": 2, "tp": 2}).link("pp"))
+    with pytest.raises(PlanError, match="operations to cut between"):
+        boundaries(pieces, "1f1b", 1000, 8)
+
+
+def test_the_table_has_a_row_per_stage(plan: Plan) -> None:
+    staged = staged_in(plan)
+    lines = str(plan).splitlines()
+    at = next(
+        i for i, line in enumerate(lines) if line.startswith(f"Stages along pp: {staged.schedule}, 6 micro-batches")
+    )
+    rows = [line.split() for line in lines[at + 2 :]][: 2 * len(staged.plans)]
+    numbered = [row for row in rows if row and row[0].isdigit()]
+    assert [row[:2] for row in numbered] == [[str(i), str(i % STAGES)] for i in range(len(staged.plans))]
+    assert f"+ waiting {show_seconds(plan.cost.bubble_s)}" in " ".join(lines[1:3])
+
+
+def test_the_trace_has_a_process_per_rank(plan: Plan) -> None:
+    events = json.loads(trace_json(plan))["traceEvents"]
+    work = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
+    step, staged = pipeline(plan), staged_in(plan)
+    assert {e["pid"] for e in work} == set(range(STAGES))
+    kinds = 3 if staged.schedule == "zero_bubble" else 2
+    assert len(work) == kinds * BATCHES * len(staged.plans)
+    assert max(e["ts"] + e["dur"] for e in work) == pytest.approx(step.step_s * 1e6)
+    sends = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
+    assert len(sends) == len(step.messages) == 2 * BATCHES * (len(staged.plans) - 1)
+    assert {e["args"]["bytes"] for e in sends} == {size for pair in staged.sent for size in pair}
+    if staged.schedule != "interleaved":  # the values between two layers
+        assert {e["args"]["bytes"] for e in sends} == {128 * 128 * 4}
+    memory = [e["args"]["bytes"] for e in events if e["ph"] == "C"]
+    assert memory[0] == pytest.approx(memory[-1])
+    assert max(memory) <= plan.memory.peak * (1 + 1e-9)
+
+
+def test_the_page_holds_the_schedule(plan: Plan) -> None:
+    page = html(plan)
+    data = json.loads(page.split('<script type="application/json" id="data">')[1].split("</script>")[0])["plans"][0]
+    assert [[tuple(row[:3]) for row in rank] for rank in data["pipeline"]["ranks"]] == [
+        [tuple(span.action) for span in spans] for spans in pipeline(plan).ranks
+    ]
