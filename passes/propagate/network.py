@@ -11,7 +11,7 @@ layouts (:mod:`~autoshard.passes.propagate.keep`), and every table of seconds on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.alike import alike
 from autoshard.passes.propagate.edges import EdgeTables, Link, readings
 from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
@@ -63,6 +64,8 @@ class Built:
     hiding: tuple[Row, ...]
     kept: tuple[Row, ...] = ()
     """bytes at the end of the forward, and of the backward; their limit is still to be set"""
+    alike: tuple[Hashable | None, ...] = ()
+    """per variable: equal for those in the same place of equal modules; None: alone"""
 
 
 @dataclass
@@ -108,11 +111,11 @@ class Network:
         nodes = [v.parts for v in self.variables.values()]
         network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap, self.graph.passes)
         if self.offer is None:
-            return Built(network, hiding)
+            return Built(network, hiding, alike=alike(self.graph, self.variables))
         own = tuple(self._flying(v.kept, name) for name, v in self.variables.items())
         kept = Row(own, tuple(self._flying(held) for _, held in found), math.inf)
         stays = Row(tuple(v.stays for v in self.variables.values()), (None,) * len(edges), math.inf)
-        return Built(network, hiding, (kept, stays))
+        return Built(network, hiding, (kept, stays), alike(self.graph, self.variables))
 
     def _flying(self, held: np.ndarray | None, name: str = "") -> np.ndarray | None:
         """Bytes of all micro-batches in flight; a parameter is there once."""

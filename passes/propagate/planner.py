@@ -64,6 +64,8 @@ class Planner:
         self.offer = offer(graph, recompute, regather)
         self.plain = not graph.training or (recompute in ("auto", "none") and not regather)
         """whether nothing has to be made again"""
+        self.prices: tuple[float, ...] = ()
+        """of the rows, in the last search: where the next one begins"""
         self.built: dict[bool, tuple[Network, Built]] = {}
 
     @cached_property
@@ -83,7 +85,9 @@ class Planner:
     def cheapest(self) -> Assignment:
         """The fewest seconds, whatever memory it takes."""
         network, built = self._network(limited=not self.plain)
-        return network.assignment(solve(built.network, rows=built.hiding, effort=self.effort))
+        found = solve(built.network, rows=built.hiding, effort=self.effort, alike=built.alike)
+        self.prices = found.prices
+        return network.assignment(found)
 
     def within(self, limit: float, budget: float | None = None) -> tuple[Assignment, float]:
         """The fewest seconds where what the choices hold at the end of the forward is at most ``limit`` bytes per rank, and
@@ -94,7 +98,10 @@ class Planner:
         network, built = self._network(limited=True)
         kept, stays = built.kept
         rows = [*built.hiding, replace(kept, limit=limit), replace(stays, limit=limit if budget is None else budget)]
-        found = solve(built.network, rows=rows, effort=min(EFFORT, self.effort))
+        start = (*self.prices, *(0.0,) * (len(rows) - len(self.prices))) if self.prices else None
+        effort = min(EFFORT, self.effort)
+        found = solve(built.network, rows=rows, effort=effort, alike=built.alike, prices=start)
+        self.prices = found.prices
         return network.assignment(found), _used(built, found)
 
     def least(self) -> tuple[Assignment, float]:
@@ -103,7 +110,7 @@ class Planner:
         row, seconds = built.kept[0], built.network
         nodes = tuple(_smallest(s, row.nodes[i]) for i, s in enumerate(seconds.nodes))
         edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
-        found = solve(CostNetwork(nodes, edges))
+        found = solve(CostNetwork(nodes, edges), alike=built.alike)
         found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False)
         return network.assignment(found), _used(built, found)
 

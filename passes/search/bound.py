@@ -99,13 +99,19 @@ class Dual:
         self.bound = network.constant + constant
         self.kept: dict[int, Classes] = {i: np.arange(network.sizes[i]) for i in self.order}
 
-    def sweep(self, upper: float, deadline: float = math.inf) -> None:
-        """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``. Ends at ``deadline``."""
+    def sweep(self, upper: float, deadline: float = math.inf, among: frozenset[int] | None = None) -> None:
+        """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``. Ends at ``deadline``.
+
+        ``among``: the only nodes to go through.
+        """
         for order, ahead in ((self.order, self.after), (self.order[::-1], self.before)):
             for k, i in enumerate(order):
                 if k % 256 == 0 and time.perf_counter() > deadline:
                     return
-                self._visit(i, ahead[i], upper)
+                if among is None:
+                    self._visit(i, ahead[i], upper)
+                elif i in among:
+                    self._visit(i, [scope for scope in ahead[i] if among.issuperset(scope)], upper)
 
     def _visit(self, i: int, ahead: list[Scope], upper: float) -> None:
         scopes = self.before[i] + self.after[i]

@@ -74,6 +74,8 @@ class Solution:
     lower_bound: float
     exact: bool
     stats: dict[str, Any] = field(default_factory=dict)
+    prices: tuple[float, ...] = ()
+    """of the rows, where there are some: those that gave the bound"""
 
 
 @dataclass(frozen=True)

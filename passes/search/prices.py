@@ -25,6 +25,9 @@ from autoshard.passes.search.tables import Classes
 Relaxed = Callable[[CostNetwork, float, Choice | None], Solution]
 """solves a network without rows as far as the quick methods get, until a deadline, from a choice that is known"""
 
+Prices = Sequence[float] | None
+"""of rows"""
+
 # The gap that counts as none, and the part of the bound that a step must promise to be made.
 GAP = 1e-9
 LEAST_STEP = 1e-6
@@ -55,6 +58,8 @@ class Part:
     bound: float = -math.inf
     cuts: list[Cut] = field(default_factory=list)
     mixture: list[tuple[float, Cut]] = field(default_factory=list)
+    known: dict[tuple[bytes, float], tuple[Choice, float, bool]] = field(default_factory=dict)
+    """what was found at some prices, and unit of the cost"""
 
     @cached_property
     def elimination(self) -> Elimination | None:
@@ -65,7 +70,7 @@ class Part:
         numbers = tuple(number[kept[i]] if i in kept else number for i, number in enumerate(self.numbers))
         left = {i: set(numbers[i].tolist()) for i in kept}
         cuts = [cut for cut in self.cuts if all(cut.choice[i] in strategies for i, strategies in left.items())]
-        return replace(self, problem=self.problem.restricted(kept), numbers=numbers, cuts=cuts, mixture=[])
+        return replace(self, problem=self.problem.restricted(kept), numbers=numbers, cuts=cuts, mixture=[], known={})
 
     def original(self, choice: Sequence[int]) -> Choice:
         """A choice of the problem in the numbers of the first."""
@@ -79,7 +84,8 @@ class Part:
 class Search:
     """The state of one search: the best choice, a bound of what all cost, and the part of the choices that is left."""
 
-    def __init__(self, problem: Stacked, relaxed: Relaxed, deadline: float) -> None:
+    def __init__(self, problem: Stacked, relaxed: Relaxed, deadline: float, prices: Prices = None) -> None:
+        """``prices``: to begin with."""
         self.first = problem
         self.relaxed, self.deadline = relaxed, deadline
         self.total, self.bound = math.inf, -math.inf
@@ -87,10 +93,15 @@ class Search:
         self.slack = SLACK * problem.scale
         self.solved = self.work = 0
         left, numbers = Dominance(problem).run()
-        self.part = Part(left, tuple(numbers), np.zeros(len(problem.limits)))
+        start = np.zeros(len(problem.limits)) if prices is None else np.minimum(np.array(prices), problem.prices)
+        self.part = Part(left, tuple(numbers), start)
+        self.seen: dict[Choice, None] = {}
+        self.begin = time.perf_counter()
+        self.stats: dict[str, object] = {"rows": len(problem.limits)}
 
     def offer(self, choice: Choice) -> tuple[float, Array]:
         """Take a choice if it is the best; returns its cost and by how much it exceeds the limits."""
+        self.seen[choice] = None
         cost, over = self.first.cost(choice), self.first.used(choice) - self.first.limits
         paid = over > self.slack
         total = cost + float((over[paid] * self.first.prices[paid]).sum())
@@ -100,6 +111,12 @@ class Search:
 
     def cheapest(self, part: Part, prices: Array, unit: float = 1.0) -> tuple[Choice, float, bool]:
         """(the best choice found at ``prices`` and ``unit`` for the cost, a bound of its value, whether they are equal)."""
+        key = prices.tobytes(), unit
+        if key not in part.known:
+            part.known[key] = self._cheapest(part, prices, unit)
+        return part.known[key]
+
+    def _cheapest(self, part: Part, prices: Array, unit: float) -> tuple[Choice, float, bool]:
         self.solved += 1
         if part.elimination is not None:
             self.work += part.elimination.work
@@ -125,6 +142,13 @@ class Search:
     def gap(self, bound: float) -> float:
         """Between the best choice and a bound, as a part of the cost."""
         return math.inf if self.choice is None else max(self.total - bound, 0.0) / (abs(self.total) or 1.0)
+
+    def solution(self) -> Solution:
+        """The best choice. There must be one."""
+        assert self.choice is not None
+        stats = {**self.stats, "solved": self.solved, "seconds": round(time.perf_counter() - self.begin, 3)}
+        lower = self.total if self.closed else min(self.bound, self.total)
+        return Solution(self.choice, self.total, lower, self.closed, stats, tuple(self.part.prices.tolist()))
 
     @property
     def closed(self) -> bool:

@@ -4,16 +4,18 @@ or give it to the MILP solver.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
 from autoshard.errors import PlanError
+from autoshard.passes.search.alike import Tied, tie
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.eliminate import Eliminator, Step
 from autoshard.passes.search.lives import Lives
@@ -21,9 +23,9 @@ from autoshard.passes.search.milp import entries, solve_core
 from autoshard.passes.search.network import CostNetwork, Memory, Row, Solution
 from autoshard.passes.search.over_time import solve_over_time
 from autoshard.passes.search.prune import EASY_COMPARISONS, MAX_COMPARISONS, NO_CHOICE, Pruner, restrict
-from autoshard.passes.search.stacked import stack_rows
+from autoshard.passes.search.stacked import Stacked, stack_rows
 from autoshard.passes.search.tables import Tables
-from autoshard.passes.search.within import solve_within
+from autoshard.passes.search.within import solve_alike, solve_within
 
 # Entries of the largest join while bounds may still prune, that elimination computes without a second thought, and at all
 # (the MILP's turn beyond).
@@ -43,6 +45,8 @@ LEAST_PROGRESS = 0.02
 # An integer programme of more entries than this takes minutes: a choice this close to the bound is taken without it.
 LARGE_CORE = 100_000
 CLOSE = 1e-4
+# Entries of all tables from which on equal layers are searched as one.
+LARGE = 5_000_000
 # A choice that is known is to be found again: what costs so much more, as a part of its cost, is of interest too.
 START = 1e-6
 # Part of the cost that is rounding noise of message passing.
@@ -81,13 +85,17 @@ def solve(
     memory: Memory | None = None,
     effort: float = 1.0,
     time_limit: float | None = None,
+    alike: Sequence[Hashable | None] | None = None,
+    prices: Sequence[float] | None = None,
 ) -> Solution:
     """The cheapest strategy per node; ties go to the lowest index.
 
     ``rows``: sums that cost, or must not, exceed a limit, see :class:`Row`; cost and bound then include what the excess
     costs. ``memory``: see :class:`Memory` (instead of rows). ``effort`` scales the work that is spent on the proof where
     rows bind: the same work, and so the same choice, in every run. ``time_limit``: seconds after which the best choice so
-    far is returned, with ``exact=False`` and a valid lower bound. Costs are rounded to 2^-50 of the sum of the tables'
+    far is returned, with ``exact=False`` and a valid lower bound. ``alike``: a label per node, equal for those of equal
+    layers that should choose alike where the network is large; None: unlike all others. ``prices``: of the rows, where the
+    search for the best begins. Costs are rounded to 2^-50 of the sum of the tables'
     ranges, so that float64 sums are exact and do not depend on their order: forbid with ``inf``, not with a huge number.
     Raises PlanError when no choice is feasible, with the least usage found.
     """
@@ -96,20 +104,35 @@ def solve(
     if memory is not None and memory.intervals is None:
         rows, memory = [*rows, Row(memory.usage, (None,) * len(network.edges), memory.limit)], None
     lives = Lives(network, memory) if memory is not None else None
-    if not rows and (lives is None or lives.count == 0):
+    repeated = _tied(network, rows, alike) if memory is None else None
+    if repeated is None and not rows and (lives is None or lives.count == 0):
         return _solve(on_grid(network, grid(network)), network, pruner, time.perf_counter() + limit)
 
     def relaxed(priced: CostNetwork, deadline: float, start: tuple[int, ...] | None) -> Solution:
-        return _solve(on_grid(priced, grid(priced)), priced, pruner, deadline, milp=False, start=start)
+        return _solve(on_grid(priced, grid(priced)), priced, Pruner(Tables()), deadline, milp=False, start=start)
 
     if lives is not None:
         return solve_over_time(lives, limit, effort)
+    if repeated is not None:
+        with contextlib.suppress(PlanError):  # then layers must differ, if there is a choice at all
+            return solve_alike(*repeated, relaxed, limit, effort, prices)
     problem = stack_rows(network, rows)
     if all(math.isinf(row.price) for row in rows):  # where there is room to spare nothing changes
         found = _solve(on_grid(network, grid(network)), network, pruner, time.perf_counter() + limit, milp=False)
         if found.exact and all(row.used(network, found.choice) <= row.limit for row in rows):
             return found
-    return solve_within(problem, relaxed, limit, effort)
+    return solve_within(problem, relaxed, limit, effort, prices)
+
+
+def _tied(
+    network: CostNetwork, rows: Sequence[Row], alike: Sequence[Hashable | None] | None
+) -> tuple[Stacked, Tied] | None:
+    """The problem, and in terms of its distinct layers, where it is large."""
+    if alike is None or sum(matrix.size for *_, matrix in network.edges) < LARGE:
+        return None
+    problem = stack_rows(network, rows)
+    tied = tie(problem, alike)
+    return None if tied is None else (problem, tied)
 
 
 def _solve(

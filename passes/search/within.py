@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.errors import PlanError
+from autoshard.passes.search.alike import Tied, bound
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.branch import branch
 from autoshard.passes.search.eliminate import Eliminator
 from autoshard.passes.search.milp import Limit, solve_core
 from autoshard.passes.search.mixture import mix
 from autoshard.passes.search.network import Solution
-from autoshard.passes.search.prices import GAP, Part, Relaxed, Search, maximise_bound
+from autoshard.passes.search.prices import GAP, Part, Prices, Relaxed, Search, maximise_bound
 from autoshard.passes.search.prune import NO_CHOICE
 from autoshard.passes.search.stacked import Choice, Stacked
 from autoshard.passes.search.tables import Classes, Tables
@@ -25,6 +26,8 @@ FIRST_ITERATIONS = 12
 ITERATIONS = 48
 # Of a problem of many layers a gap of this part of the cost is not worth more: its plan would lose its regularity.
 ENOUGH = 2e-3
+# Turns between equal layers as one and each for itself.
+TURNS = 5
 # Mixtures tried.
 MIXTURES = 16
 # Sweeps of message passing.
@@ -39,16 +42,52 @@ FIRST_LOOK = 0.002
 MAX_LOOKS = 6
 
 
-def solve_within(problem: Stacked, relaxed: Relaxed, limit: float, effort: float) -> Solution:
-    """The cheapest choice of ``problem``; ``relaxed`` solves a network without rows; ``limit``: seconds."""
-    begin = time.perf_counter()
-    search = Search(problem, relaxed, begin + limit)
-    stats: dict[str, object] = {"rows": len(problem.limits)}
-    maximise_bound(search, search.part, 1)
+def solve_within(problem: Stacked, relaxed: Relaxed, limit: float, effort: float, prices: Prices = None) -> Solution:
+    """The cheapest choice of ``problem``; see :func:`searched`."""
+    return searched(problem, relaxed, limit, effort, prices).solution()
+
+
+def solve_alike(
+    problem: Stacked, tied: Tied, relaxed: Relaxed, limit: float, effort: float, prices: Prices = None
+) -> Solution:
+    """The cheapest choice found of ``problem``, whose alike nodes choose alike but where that costs; its bound is of all.
+
+    See :func:`searched`.
+    """
+    search = Search(tied.problem, relaxed, time.perf_counter() + limit, prices)
+    begun(search, effort)
     if search.choice is None:
-        fit(search, effort)
-    maximise_bound(search, search.part, math.ceil(FIRST_ITERATIONS * effort))
-    search.bound = search.part.bound
+        raise PlanError("no choice within the limits of all rows was found")
+    part, found = search.part, search.solution()
+    found = replace(found, choice=tied.lifted(found.choice), exact=False)
+    for turn in range(TURNS):
+        seen = np.array(list(search.seen))
+        kept = {i: np.unique(seen[:, k]) for i, k in enumerate(tied.of)}
+        left = max(search.deadline - time.perf_counter(), 1.0)
+        each = searched(problem.restricted(kept), relaxed, left, effort, part.prices.tolist()).solution()
+        if each.cost < found.cost:
+            choice = tuple(int(kept[i][s]) for i, s in enumerate(each.choice))
+            found = replace(found, choice=choice, cost=each.cost)
+        if found.cost - part.bound <= ENOUGH * abs(found.cost) or turn == TURNS - 1 or search.late:
+            break
+        value = search.relax(part, np.array(each.prices))
+        if value > part.bound:
+            part.bound, part.prices = value, np.array(each.prices)
+        if len(search.seen) == len(seen):
+            break
+    lower = bound(problem.priced(part.prices), tied.of) - float(part.prices @ problem.limits)
+    found.stats["solved"] = search.solved
+    return replace(found, lower_bound=min(lower, found.cost), prices=tuple(part.prices.tolist()))
+
+
+def searched(problem: Stacked, relaxed: Relaxed, limit: float, effort: float, prices: Prices = None) -> Search:
+    """The search for the cheapest choice of ``problem``, when it has ended with one.
+
+    ``relaxed`` solves a network without rows; ``limit``: seconds; ``prices``: of the rows, near the best.
+    """
+    search = Search(problem, relaxed, time.perf_counter() + limit, prices)
+    stats = search.stats
+    begun(search, effort)
     if _entries(search.part.problem) <= SMALL:
         stats["looks"] = close_gap(search, effort)
     if search.gap(search.bound) > ENOUGH:
@@ -61,13 +100,18 @@ def solve_within(problem: Stacked, relaxed: Relaxed, limit: float, effort: float
         stats["looks"] = close_gap(search, effort)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
-    stats |= {
-        "prices": search.part.prices.tolist(),
-        "solved": search.solved,
-        "seconds": round(time.perf_counter() - begin, 3),
-    }
-    lower = search.total if search.closed else min(search.bound, search.total)
-    return Solution(search.choice, search.total, lower, search.closed, stats)
+    return search
+
+
+def begun(search: Search, effort: float) -> None:
+    """A first bound, and a choice within the hard limits. Raises PlanError where there is none."""
+    maximise_bound(search, search.part, 1)
+    if search.choice is None:
+        maximise_bound(search, search.part, math.ceil(FIRST_ITERATIONS * effort))
+    if search.choice is None:
+        fit(search, effort)
+    maximise_bound(search, search.part, math.ceil(FIRST_ITERATIONS * effort))
+    search.bound = search.part.bound
 
 
 def _entries(problem: Stacked) -> int:

@@ -1,0 +1,34 @@
+"""Which variables of the cost network stand in the same place of repeated modules: the search lets them choose alike."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable
+
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.paths import block_path
+
+_NUMBER = re.compile(r"\d+$")
+
+
+def alike(graph: Graph, variables: Iterable[str]) -> tuple[Hashable | None, ...]:
+    """Per variable its place in its block, without the block's number; None: it is in none.
+
+    An operation's place is how many of its block come before it, a parameter's its name there. Whether the blocks are equal
+    is for the search to see: by the tables.
+    """
+    places: dict[str, Hashable] = {}
+    counts: Counter[str] = Counter()
+    for node in graph.nodes:
+        block = block_path(node.fqn)
+        if block:
+            kind, number = _NUMBER.sub("", block), counts[block]
+            counts[block] += 1
+            places[f"node:{node.name}"] = kind, number
+            places.update((f"shared:{name}", (kind, number, slot)) for slot, name in enumerate(node.outputs))
+    for value in graph.inputs:
+        if value.kind == "parameter" and (block := block_path(value.fqn)):
+            place = _NUMBER.sub("", block), value.fqn.removeprefix(block)
+            places[value.name], places[f"shared:{value.name}"] = place, ("shared", *place)
+    return tuple(places.get(name) for name in variables)

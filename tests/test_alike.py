@@ -1,0 +1,95 @@
+"""Equal layers searched as one: their choices are choices of the whole network, their bound is one of all choices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import numpy as np
+import pytest
+
+from autoshard.errors import PlanError
+from autoshard.passes.search import CostNetwork, Row, solve, solver
+from autoshard.passes.search.alike import bound
+
+
+@pytest.fixture(autouse=True)
+def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "LARGE", 0)
+
+
+def layers(seed: int, count: int) -> tuple[CostNetwork, tuple[Row, ...], list[Hashable | None]]:
+    """Of every layer two nodes and a leaf, in a chain that begins and ends unlike; a row of bytes, and one that is soft."""
+    generator = np.random.default_rng(seed)
+
+    def table(*shape: int) -> np.ndarray:
+        array = generator.integers(0, 20, shape).astype(np.float64)
+        array[generator.random(shape) < 0.1] = math.inf
+        array.flat[0] = 10.0  # something is always allowed
+        return array
+
+    sizes = generator.integers(2, 4, 3)
+    own, inside = [table(n) for n in sizes], table(sizes[0], sizes[1])
+    between, leaf = table(sizes[1], sizes[0]), table(sizes[2], sizes[1])
+    held = [generator.integers(0, 9, n).astype(np.float64) for n in sizes]
+    soft = [generator.integers(-5, 6, n).astype(np.float64) for n in sizes]
+    nodes, edges, labels = [], [], []
+    for layer in range(count):
+        at = 3 * layer
+        nodes += own
+        edges += [(at, at + 1, inside), (at + 2, at + 1, leaf)]
+        edges += [(at - 2, at, between)] if layer else []
+        labels += [("layer", k) for k in range(3)]
+    ends = table(3), table(2)
+    edges += [(len(nodes), 0, table(3, sizes[0])), (len(nodes) - 2, len(nodes) + 1, table(sizes[1], 2))]
+    network = CostNetwork((*nodes, *ends), tuple(edges))
+    nothing = (None,) * len(edges)
+    limit = float(generator.uniform(0.2, 0.8) * 8 * 3 * count)
+    rows = (
+        Row((*held * count, None, None), nothing, limit),
+        Row((*soft * count, None, None), nothing, 0.0, float(generator.choice([0.5, 1.0]))),
+    )
+    return network, rows, [*labels, None, None]
+
+
+def best(network: CostNetwork, rows: tuple[Row, ...]) -> float:
+    """By the solver without labels, which is tested against brute force."""
+    try:
+        return solve(network, rows=rows).cost
+    except PlanError:
+        return math.inf
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_the_choice_is_allowed_and_the_bound_holds(first: int) -> None:
+    gaps = []
+    for seed in range(first, first + 20):
+        network, rows, labels = layers(seed, 4 + seed % 3)
+        least = best(network, rows)
+        try:
+            found = solve(network, rows=rows, alike=labels)
+        except PlanError:
+            assert math.isinf(least)  # what is feasible is found
+            continue
+        total = network.cost(found.choice)
+        assert rows[0].used(network, found.choice) <= rows[0].limit
+        total += max(rows[1].used(network, found.choice), 0.0) * rows[1].price
+        assert found.cost == pytest.approx(total)
+        assert found.lower_bound <= least + 1e-9 <= found.cost + 2e-9
+        gaps.append((found.cost - least) / max(least, 1.0))
+    assert np.median(gaps) < 0.05
+
+
+def test_the_bound_of_many_layers_is_nearly_their_least_cost() -> None:
+    for seed in range(8):
+        network, _, labels = layers(seed, 40)
+        of = [hash(label) if label else i for i, label in enumerate(labels)]
+        least, lower = solve(network).cost, bound(network, of)
+        assert lower <= least + 1e-9
+        assert least - lower <= 0.03 * least
+
+
+def test_labels_of_unlike_tables_tie_nothing() -> None:
+    network, rows, labels = layers(3, 4)
+    other = CostNetwork(tuple(a + 0.01 * i for i, a in enumerate(network.nodes)), network.edges)
+    assert solve(other, rows=rows, alike=labels).cost == solve(other, rows=rows).cost
