@@ -42,6 +42,8 @@ class Collective:
     """the operation it is made for, a key of :attr:`Record.choices`; "" for an output of the model"""
     movable: bool = False
     """whether it may run beside compute: it moves a parameter or its gradient"""
+    times: int = 1
+    """how often it runs in a step; ``bytes`` and ``seconds`` are of all of them"""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -208,6 +210,8 @@ class Record:
     """parameter → ZeRO stage 1 or 2: gathered once a step and kept; others that are gathered are so again in the backward"""
     like: str = ""
     """the expert's plan that was asked for, as text; "" for none"""
+    micro_batches: int = 1
+    """parts of the batch that the step runs one after another; shapes, and what is held, are those of one"""
     mixed_precision: str = ""
     """the policy that it was made for, as text; "" for none"""
     candidates: tuple[Candidate, ...] = ()
@@ -245,6 +249,7 @@ class Record:
                 "shared_again": list(self.shared_again),
                 "zero": dict(self.zero),
                 "like": self.like,
+                "micro_batches": self.micro_batches,
                 "mixed_precision": self.mixed_precision,
                 "candidates": [
                     {
@@ -290,6 +295,7 @@ class Record:
                 shared_again=tuple(data.get("shared_again", ())),
                 zero=data.get("zero", {}),
                 like=data.get("like", ""),
+                micro_batches=data.get("micro_batches", 1),
                 mixed_precision=data.get("mixed_precision", ""),
                 candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
                 staged=Staged.from_dict(data["staged"], cls.from_json) if "staged" in data else None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autoshard.mesh import Mesh
 from autoshard.passes.codegen.body import Body
 from autoshard.passes.codegen.loops import rolled
-from autoshard.passes.codegen.printing import WIDTH, literal
+from autoshard.passes.codegen.printing import WIDTH, length, literal
 from autoshard.passes.codegen.source_text import (
     Names,
     block_table,
@@ -314,6 +314,12 @@ class _Emitter:
     def _symbol_lines(self) -> list[str]:
         symbols = self.program.graph.symbols.read
         shapes = {i.name: self.program.types[i.name].shape for i in self.arguments}
+        layouts, mesh = self.program.layouts, self.program.mesh
+        sizes = dict(zip(mesh.axes, mesh.shape, strict=True))
+        local = {
+            name: [length(n, layouts[name].axes_of(dim), sizes) for dim, n in enumerate(shape)]
+            for name, shape in shapes.items()
+        }
         return symbol_lines(symbols, self.argument_names, shapes) + condition_lines(
-            self.program.graph.symbols, self.argument_names, shapes
+            self.program.graph.symbols, self.argument_names, local
         )

@@ -67,13 +67,13 @@ def symbol_lines(symbols: Sequence[Symbol], names: Mapping[str, str], shapes: Ma
     return lines
 
 
-def condition_lines(symbols: Symbols, names: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """What checks the lengths of a call, where the program does not hold for all."""
+def condition_lines(symbols: Symbols, names: Mapping[str, str], shapes: Mapping[str, Sequence[str]]) -> list[str]:
+    """What checks the lengths of a call, where the program does not hold for all. ``shapes``: this rank's, as Python."""
     if not symbols.read:
         return []
     read = {(s.value, s.dim) for s in symbols.read if s.factor == 1 and not s.offset}
     given = {x: tuple(shape) for x, shape in shapes.items() if any((x, d) not in read for d in range(len(shape)))}
-    found = [f"{names[x]}.shape == ({', '.join(map(str, n))}{',' * (len(n) == 1)})" for x, n in given.items()]
+    found = [f"{names[x]}.shape == ({', '.join(n)}{',' * (len(n) == 1)})" for x, n in given.items()]
     return Expression("runtime.require(", [atom(text) for text in (*found, *symbols.conditions)], ")").lines(
         "", " " * 8
     )

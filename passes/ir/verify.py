@@ -60,6 +60,9 @@ def check_program(program: Program) -> None:
     for name in (*(r.name for r in refs(program.outputs)), *program.mutations.values()):
         if name not in made:
             raise PlanError(f"invalid program: it returns {name}, which nothing makes")
+    for fqn, name in program.mutations.items():
+        if program.layouts[name] != program.assignment.written(fqn):
+            raise PlanError(f"invalid program: {fqn} is written in {program.layouts[name]}, and kept in another layout")
 
 
 def _check_reads(statement: Statement, made: Set[str]) -> None:

@@ -19,6 +19,7 @@ from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
 from autoshard.passes.lower.blocks import hoisted
 from autoshard.passes.lower.bucket import bucket
+from autoshard.passes.lower.in_place import in_place
 from autoshard.passes.lower.lowering import lower
 from autoshard.passes.lower.precision import in_precision
 from autoshard.passes.lower.together import together
@@ -37,7 +38,7 @@ CLOSE = 0.02
 
 def lowered(assignment: Assignment) -> Program:
     """The program of an assignment: redistributions as statements, those together that can go together."""
-    return bucket(hoisted(together(in_precision(lower(assignment.graph, assignment)))))
+    return in_place(bucket(hoisted(together(in_precision(lower(assignment.graph, assignment))))))
 
 
 def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Memory]:
@@ -70,7 +71,7 @@ def _kept_gathered(planner: Planner) -> Iterator[Assignment]:
     if planner.keeping is None:
         return
     found = planner.keeping.cheapest()
-    if planner.graph.micro_batches > 1:
+    if planner.graph.passes > 1:
         yield replace(found, zero=dict.fromkeys(found.zero, 1))
     yield found
 

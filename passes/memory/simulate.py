@@ -85,7 +85,7 @@ class _Simulation:
         """storages → the first statement that is made again from them"""
         for value in self.graph.inputs:
             self._input(value.name, value.kind, optimizer)
-        if self.graph.training and self.graph.micro_batches > 1:
+        if self.graph.training and self.graph.passes > 1:
             self._after_others()
 
     def run(self) -> Memory:
@@ -258,7 +258,7 @@ class _Simulation:
         if gathers and self.again.intersection(s.outputs):
             self.uses[self.storage[s.outputs[0]]] = 0
             self.bucket[self.storage[s.outputs[0]]] = s.outputs[0]
-        if stage and self.graph.micro_batches > 1:  # for all of them
+        if stage and self.graph.passes > 1:  # for all of them
             for o in s.outputs:
                 self.heap.hold(self.storage[o])
 
@@ -346,7 +346,7 @@ class _Simulation:
         flat = sum(self._bytes(o) for _, o in present)
         if dtype := ran.statement.call.kwargs.get("reduce_dtype"):
             flat = sum(math.prod(self.forms[o].shape) * dtype.itemsize for _, o in present)
-        if ran.statement.call.kwargs.get("zero") == 1 and self.graph.micro_batches > 1:
+        if ran.statement.call.kwargs.get("zero") == 1 and self.graph.passes > 1:
             self._seen(ran.statement, "backward", 2 * flat)  # beside the sums so far: with these, and in one buffer
             self.gradients -= flat - sum(self._bytes(p) for p, _ in present)
         self._seen(ran.statement, "backward", flat)

@@ -22,7 +22,7 @@ def under_way(program: Program, again: Set[str], size: Callable[[Statement], flo
     ``again``: local names that the backward gathers again; ``size``: bytes of a bucket, gathered.
     """
     depth = prefetched(program)
-    shares = program.graph.micro_batches > 1
+    shares = program.graph.passes > 1
     buckets = [s for s in program.statements if s.call.fn == "gather_parameters"]
     coming = [0.0 if shares and s.call.kwargs.get("zero") else size(s) for s in buckets]
     back = [size(s) if not again.isdisjoint(s.outputs) else None for s in buckets] if again else []

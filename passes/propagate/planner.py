@@ -50,12 +50,14 @@ class Planner:
         given: Mapping[str, Layout] | None = None,
         zero: Mapping[str, int] | None = None,
         flying: int = 0,
+        effort: float = 1.0,
     ) -> None:
         """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
         :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts;
         ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; ``flying``: of a stage of a pipeline, the
-        micro-batches that it keeps something for at once."""
-        self.flying, self.given, self.zero = flying, given or {}, zero or {}
+        micro-batches that it keeps something for at once; ``effort``: of the search, as a part of what proofs take."""
+        self.flying, self.effort = flying, effort
+        self.given, self.zero = given or {}, zero or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
         recompute = hinted(graph, recompute)
@@ -81,7 +83,7 @@ class Planner:
     def cheapest(self) -> Assignment:
         """The fewest seconds, whatever memory it takes."""
         network, built = self._network(limited=not self.plain)
-        return network.assignment(solve(built.network, rows=built.hiding))
+        return network.assignment(solve(built.network, rows=built.hiding, effort=self.effort))
 
     def within(self, limit: float, budget: float | None = None) -> tuple[Assignment, float]:
         """The fewest seconds where what the choices hold at the end of the forward is at most ``limit`` bytes per rank, and
@@ -92,7 +94,7 @@ class Planner:
         network, built = self._network(limited=True)
         kept, stays = built.kept
         rows = [*built.hiding, replace(kept, limit=limit), replace(stays, limit=limit if budget is None else budget)]
-        found = solve(built.network, rows=rows, effort=EFFORT)
+        found = solve(built.network, rows=rows, effort=min(EFFORT, self.effort))
         return network.assignment(found), _used(built, found)
 
     def least(self) -> tuple[Assignment, float]:
