@@ -246,6 +246,8 @@ def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
     """What a user should know before he wonders."""
     mesh = program.mesh
     yield from _notes_on_lengths(program.graph, mesh)
+    if program.graph.micro_batches > 1 and not program.assignment.zero.keys().isdisjoint(_gathered(program)):
+        yield "a step gathers parameters of ZeRO-1 and 2 once, and reduces gradients of ZeRO-1 once, not in every micro-batch"
     for number, axis in enumerate(mesh.axes):
         if mesh.size_of(axis) > 1 and not any(isinstance(x[axis], Shard) for x in program.layouts.values()):
             yield f"axis {axis} is not used: every tensor is replicated along it, because {_why_whole(choices, number)}"
