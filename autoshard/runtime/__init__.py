@@ -24,6 +24,7 @@ from autoshard.runtime.collectives import (
 from autoshard.runtime.communicator import Communicator, Executed, bind, current
 from autoshard.runtime.fan_out import fan_out
 from autoshard.runtime.gradients import Gradients
+from autoshard.runtime.in_place import write_select, write_slice
 from autoshard.runtime.in_process import InProcessCommunicator, World
 from autoshard.runtime.launch import main
 from autoshard.runtime.module import Block, RankModule, device, require
@@ -184,4 +185,6 @@ __all__ += [
     "vector_norm",
     "vocab_embedding",
     "vocab_embedding_bag",
+    "write_select",
+    "write_slice",
 ]
