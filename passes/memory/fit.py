@@ -7,6 +7,7 @@ limit of its sums is the budget less that rest.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,6 +31,8 @@ log = logging.getLogger("autoshard.plan")
 
 SHARE = 0.9
 """of the hardware's memory: the budget where none is given"""
+SHARES = (0.0, 0.1, 1.0)
+"""of what operations work on: counted with what is held least where no other plan fits"""
 ROUNDS = 4
 """searches under a limit, at most"""
 CLOSE = 0.02
@@ -79,17 +82,42 @@ def _kept_gathered(planner: Planner) -> Iterator[Assignment]:
 def _searched(planner: Planner, budget: float, program: Program, memory: Memory) -> Iterator[tuple[Program, Memory]]:
     """Plans under limits that come closer and closer to the budget less what the search does not know of."""
     limit = budget - (memory.peak - planner.held(program.assignment))
-    for number in range(ROUNDS):
-        log.info("peak %.4g B, budget %.4g B: choices may hold %.4g B", memory.peak, budget, limit)
+    fits = False
+    for found in _closer(planner, budget, limit):
+        yield found
+        fits = fits or found[1].peak <= budget
+    if fits:
+        return
+    yield from _least(planner, budget)
+    if planner.mesh.ndim > 1:
+        with contextlib.suppress(PlanError):  # hints may ask for different things along the axes
+            planner.evenly()
+            yield from _least(planner, budget)
+
+
+def _least(planner: Planner, budget: float) -> Iterator[tuple[Program, Memory]]:
+    """Plans that hold least; where one is within the budget, then those that take less time."""
+    for share in SHARES:
+        assignment, held = planner.least(share)
+        program, memory = tried(assignment, planner.optimizer, planner.flying)
+        log.info("the least held, with %g of what operations work on: peak %.4g B", share, memory.peak)
+        yield program, memory
+        if memory.peak <= budget:
+            yield from _closer(planner, budget, budget - (memory.peak - held))
+            return
+
+
+def _closer(planner: Planner, budget: float, limit: float) -> Iterator[tuple[Program, Memory]]:
+    """Plans whose choices hold at most ``limit``, and then what the simulation of the last leaves of the budget."""
+    for _ in range(ROUNDS):
         try:
             assignment, held = planner.within(limit, budget)
         except PlanError:
-            if number:
-                return
-            assignment, held = planner.least()
-        program, memory = found = tried(assignment, planner.optimizer, planner.flying)
-        yield found
+            return
+        program, memory = tried(assignment, planner.optimizer, planner.flying)
+        yield program, memory
         before, limit = limit, budget - (memory.peak - held)
+        log.info("peak %.4g B, budget %.4g B: choices may hold %.4g B", memory.peak, budget, limit)
         if limit < before + CLOSE * budget and memory.peak <= budget:
             return
 

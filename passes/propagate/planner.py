@@ -104,15 +104,31 @@ class Planner:
         self.prices = found.prices
         return network.assignment(found), _used(built, found)
 
-    def least(self) -> tuple[Assignment, float]:
-        """What holds least at the end of the forward; and how much that is."""
+    def least(self, share: float = 0.0) -> tuple[Assignment, float]:
+        """What holds least at the end of the forward; and how much that is. ``share``: so much of what every operation
+        works on counts too: plans that hold little may work on much."""
         network, built = self._network(limited=True)
         row, seconds = built.kept[0], built.network
-        nodes = tuple(_smallest(s, row.nodes[i]) for i, s in enumerate(seconds.nodes))
+        work: list[float | np.ndarray] = [0.0] * len(seconds.nodes)
+        numbers = {name: i for i, name in enumerate(network.variables)}
+        for node in self.graph.nodes if share else ():
+            i, own = numbers[f"node:{node.name}"], self.keeps.of(node, self.spaces[node]).work
+            work[i] = share * np.tile(own, len(seconds.nodes[i]) // len(own))
+        nodes = tuple(_smallest(s, row.nodes[i]) + work[i] for i, s in enumerate(seconds.nodes))
         edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
         found = solve(CostNetwork(nodes, edges), alike=built.alike)
         found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False)
         return network.assignment(found), _used(built, found)
+
+    def evenly(self) -> None:
+        """From now on every choice does the same along all axes, as if the mesh had one."""
+        network, built = self._network(limited=True)
+        nodes = []
+        for variable, seconds in zip(network.variables.values(), built.network.nodes, strict=True):
+            even = np.tile([len(set(choice)) == 1 for choice in variable.choices], len(variable.tags))
+            nodes.append(np.where(even, seconds, np.inf))
+        self.prices = ()
+        self.built[True] = network, replace(built, network=replace(built.network, nodes=tuple(nodes)))
 
     def held(self, assignment: Assignment) -> float:
         """Bytes that the choices of ``assignment``, which makes nothing again, hold at the end of the forward."""

@@ -1,0 +1,55 @@
+"""What fits one mesh fits the mesh of as many ranks in more axes: a plan of the one is a plan of the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoshard import Mesh
+from autoshard.compiler import captured
+from autoshard.errors import PlanError
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.memory import fitting, tried
+from autoshard.passes.propagate.planner import Planner
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU()),
+            nn.Linear(256, 8),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return captured(Loss(), (torch.zeros(64, 64),), {}, training=True)
+
+
+def planner(graph: Graph, **axes: int) -> Planner:
+    return Planner(graph, Mesh(axes, "h100"), {}, recompute="auto")
+
+
+def test_a_tight_budget_of_one_axis_is_kept_on_two(graph: Graph) -> None:
+    flat = planner(graph, x=8)
+    budget = min(tried(flat.least(share)[0], "adamw")[1].peak for share in (0.0, 0.1, 1.0))
+    _, memory = fitting(planner(graph, x=8), budget)
+    assert memory.peak <= budget
+    program, memory = fitting(planner(graph, a=2, b=4), budget)
+    assert memory.peak <= budget
+    assert any(len(set(choice)) == 1 and choice[0].divides for choice in program.assignment.choices.values())
+    with pytest.raises(PlanError, match="the least peak found"):
+        fitting(planner(graph, x=8), 0.5 * budget)
+
+
+def test_even_choices_are_those_of_one_axis(graph: Graph) -> None:
+    two = planner(graph, a=2, b=4)
+    two.evenly()
+    assignment, held = two.least()
+    assert held == planner(graph, x=8).least()[1]
+    assert all(len(set(choice)) == 1 for choice in assignment.choices.values())
