@@ -342,7 +342,7 @@ class DistributedModule(ShardedModule):
         return self._output(local, program.layouts[out.name], shape, self._keeps(executable, number))
 
     def _enter(self, index: int, count: int) -> None:
-        self._comm.micro_batch = (index, count)
+        self._comm.enter(index, count)
 
     def rank_modules(self) -> list[RankModule]:
         """See :meth:`ShardedModule.rank_modules`."""

@@ -122,7 +122,7 @@ class InProcessModule(ShardedModule):
 
     def _enter(self, index: int, count: int) -> None:
         for comm in self._world.ranks:
-            comm.micro_batch = (index, count)
+            comm.enter(index, count)
 
     def _tensors(self, executable: Executable) -> dict[str, tuple[torch.Tensor, ...]]:
         """Original name → the local tensor of every rank."""

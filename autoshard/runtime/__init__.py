@@ -86,7 +86,7 @@ from autoshard.runtime.attention import attention, causal_mask, kv_heads
 from autoshard.runtime.draw import draw, draw_like, native_dropout, rrelu
 from autoshard.runtime.embedding import vocab_embedding, vocab_embedding_bag
 from autoshard.runtime.experts import experts
-from autoshard.runtime.halo import average, crop, halo
+from autoshard.runtime.halo import average, crop, halo, split
 from autoshard.runtime.indexing import (
     sharded_gather,
     sharded_grouped_mm,
@@ -176,6 +176,7 @@ __all__ += [
     "sharded_scatter_add",
     "sharded_select",
     "softmax",
+    "split",
     "std",
     "std_mean",
     "topk",

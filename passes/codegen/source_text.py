@@ -14,7 +14,7 @@ from autoshard.passes.ir.program import Statement
 from autoshard.passes.ir.sizes import Size, is_compound
 
 _NO_ATTRIBUTES = frozenset(keyword.kwlist) | frozenset(
-    "MESH BLOCKS TENSORS GATHERS AGAIN block_path place scope tensor_names bind_tensors release_tensors".split()
+    "MESH BLOCKS TENSORS GATHERS PREFETCH AGAIN block_path place scope tensor_names bind_tensors release_tensors".split()
 )
 """names that Python or the base classes of rank modules have taken"""
 _BUILTIN = frozenset("F torch aten runtime self MESH float int max min range".split()) | frozenset(keyword.kwlist)
@@ -95,7 +95,9 @@ def step_comment(s: Statement) -> str:
     if not changed:  # the same cuts, nested in another order
         arrow = f"{step.src} → {step.dst}"
     backward = f"    backward: {step.backward.replace('_', '-')}" if step.backward else ""
-    return arrow + backward
+    stage = s.call.kwargs.get("zero")
+    kept = f", kept (ZeRO-{stage})" if stage else ""
+    return arrow + kept + backward
 
 
 def op_name(name: str) -> str:

@@ -113,6 +113,9 @@ class Assignment:
     are converted again; absent: what autograd keeps of it is kept"""
     shared_again: frozenset[str] = frozenset()
     """values whose conversion into the shared layout is made again in the backward"""
+    zero: Mapping[str, int] = field(default_factory=dict)
+    """parameter → ZeRO stage 1 or 2: gathered once a step, and kept until the backward has used it; absent: the backward
+    gathers it again (stage 3). In a step of several micro-batches stage 1 reduces its gradient once, 2 in every one"""
 
     @cached_property
     def pinned(self) -> frozenset[str]:

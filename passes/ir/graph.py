@@ -234,6 +234,8 @@ class Graph:
     flat_inputs: tuple[str | None, ...] = ()
     """per leaf of ``in_spec``: the name of its Input, or None where the leaf is no tensor (baked in)"""
     training: bool = True
+    passes: int = 1
+    """how many of it, one after another, are a step: micro-batches"""
 
     @cached_property
     def is_double(self) -> bool:

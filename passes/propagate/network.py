@@ -78,6 +78,8 @@ class Network:
     optimizer: str = "adamw"
     given: Mapping[str, Layout] = field(default_factory=dict)
     """layouts of the inputs that come in parts"""
+    zero: Mapping[str, int] = field(default_factory=dict)
+    """parameters that stay gathered, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`"""
     flying: int = 1
     """micro-batches that keep something for the backward at once"""
     variables: dict[str, Variable] = field(default_factory=dict)
@@ -95,7 +97,7 @@ class Network:
     def build(self) -> Built:
         """Variables and links, then their tables."""
         self._variables()
-        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None)
+        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None, self.zero)
         found = [tables.of(link) for link in self.links]
         numbers = {name: i for i, name in enumerate(self.variables)}
         sizes = [len(v.choices) * len(v.tags) for v in self.variables.values()]
@@ -104,7 +106,7 @@ class Network:
             for link, (parts, _) in zip(self.links, found, strict=True)
         ]
         nodes = [v.parts for v in self.variables.values()]
-        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap)
+        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap, self.graph.passes)
         if self.offer is None:
             return Built(network, hiding)
         own = tuple(self._flying(v.kept, name) for name, v in self.variables.items())
@@ -297,7 +299,7 @@ class Network:
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
             state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
-            parts = Parts(other=seconds) if type_.grad else ZERO
+            parts = Parts(once=seconds) if type_.grad else ZERO
             self.known[key] = parts, size + state, size + state + (size if trained else 0.0)
         return Variable(states, (0,), *self.known[key])
 
@@ -383,7 +385,8 @@ class Network:
         )
         remade = frozenset(v for v in shared if tags[f"shared:{v}"] == AGAIN)
         given = frozenset(self.constraints)
-        return Assignment(self.graph, self.mesh, layouts, shared, choices, outputs, solution, given, again, remade)
+        found = layouts, shared, choices, outputs, solution, given, again, remade, self.zero
+        return Assignment(self.graph, self.mesh, *found)
 
 
 def _tail(graph: Graph) -> frozenset[str]:

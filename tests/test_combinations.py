@@ -1,0 +1,64 @@
+"""Ways of parallelism and of saving memory together: two AdamW steps are those of one device, in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from harness import ideal
+from microbatch_cases import TOLERANCE, far, loss_of
+from pipeline_cases import made
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import autoshard
+
+DOUBLE = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
+"""changes no number, and goes through all that a policy goes through"""
+
+COMBINED: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "ring-again": ("llama", {"cp": 2}, {"like": "ring", "recompute": "blocks"}),
+    "ring-tp-parts": ("llama", {"cp": 2, "tp": 2}, {"like": {"cp": "ring", "tp": "megatron"}, "micro_batches": 2}),
+    "stages-ring": ("llama", {"pp": 2, "cp": 2}, {"stages": "pp", "micro_batches": 2, "like": {"cp": "ring"}}),
+    "stages-fsdp-selective": (
+        "gpt",
+        {"pp": 2, "fsdp": 3},
+        {"stages": "pp", "micro_batches": 2, "like": {"fsdp": "fsdp"}, "recompute": "selective"},
+    ),
+    "experts-again": ("moe", {"ep": 2}, {"like": "expert", "recompute": "blocks"}),
+    "stages-experts": ("moe", {"pp": 2, "ep": 2}, {"stages": "pp", "micro_batches": 2, "like": {"ep": "expert"}}),
+    "experts-cast": ("moe", {"dp": 2, "ep": 2}, {"like": {"ep": "expert"}, "mixed_precision": DOUBLE}),
+    "stages-again-interleaved": (
+        "gpt",
+        {"pp": 2},
+        {"stages": "pp", "micro_batches": 2, "recompute": "blocks", "schedule": "interleaved"},
+    ),
+    "stages-cast": ("gpt", {"pp": 2, "dp": 2}, {"stages": "pp", "micro_batches": 2, "mixed_precision": DOUBLE}),
+    "zero2-parts-cast": ("gpt", {"dp": 2}, {"like": "zero2", "micro_batches": 2, "mixed_precision": DOUBLE}),
+    "four-axes": ("gpt", {"pp": 2, "dp": 2, "cp": 2, "tp": 2}, {"stages": "pp", "micro_batches": 2}),
+}
+SLOW = {"four-axes", "stages-ring", "stages-experts"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in COMBINED])
+def test_together(name: str) -> None:
+    kind, axes, asked = COMBINED[name]
+    model, args = made(kind)
+    sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), args, **asked)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, eps=1e-6) for m in (model, sharded)]
+    for step in range(2):
+        losses = []
+        for module in (model, sharded):
+            torch.manual_seed(step)
+            losses.append(loss_of(module(*args)))
+            losses[-1].backward()
+        assert far(losses[1].detach(), losses[0].detach()) <= TOLERANCE
+        gradients = sharded.full_gradients()
+        for parameter, p in model.named_parameters():
+            assert far(gradients[parameter], p.grad) <= TOLERANCE, f"step {step}, gradient of {parameter}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = sharded.full_state_dict()
+    assert max(far(weights[n], x) for n, x in model.state_dict().items() if x.is_floating_point()) <= TOLERANCE
