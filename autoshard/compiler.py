@@ -24,7 +24,7 @@ from autoshard.passes.lower.parts import parted
 from autoshard.passes.memory import fitting, tried
 from autoshard.passes.microbatch import MicroBatches, in_parts
 from autoshard.passes.propagate.experts import Expert, asked_by, like_of
-from autoshard.passes.propagate.hints import fixed, resolve
+from autoshard.passes.propagate.hints import comes_in, fixed, held, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.compiled import Compiled
@@ -103,12 +103,14 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
 
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:
     """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
-    given = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
+    given = {**comes_in(wishes.inputs, graph), **held(wishes.parameters, graph)}
     if wishes.plan is not None:
         check_precision(wishes.plan, wishes.mixed_precision)
         return tried(assignment_of(wishes.plan, graph, mesh, given), wishes.optimizer, wishes.flying)
     hinted = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
     with stage("planning"):
-        planner = Planner(graph, mesh, {**expert.limits, **hinted}, *asked, given, wishes.flying)
+        planner = Planner(
+            graph, mesh, {**expert.limits, **hinted}, *asked, given, expert.zero, wishes.flying, wishes.effort
+        )
         return fitting(planner, wishes.memory_budget)

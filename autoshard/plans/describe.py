@@ -64,7 +64,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
             alternatives=others.get(node.name, ()),
             again=assignment.again.get(node.name, 0),
         )
-    kinds = {i.fqn: i.kind for i in graph.inputs}
+    kinds, gathered = {i.fqn: i.kind for i in graph.inputs}, _gathered(program)
     layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
     memory = simulate(program, optimizer) if memory is None else memory
     local = graph.passes * sum(_step_seconds(step)[2] for step in _steps(program.statements))
@@ -101,6 +101,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
         optimizer=optimizer,
         recomputed=tuple(_recomputed(program, memory, searched)),
         shared_again=tuple(sorted(public.get(n, n) for n in assignment.shared_again)),
+        zero={public[n]: stage for n, stage in assignment.zero.items() if n in gathered},
         micro_batches=graph.passes,
     )
     mfu, hfu = utilisation(plan)
@@ -173,6 +174,12 @@ def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collect
             yield replace(
                 same[0], bytes=sum(c.bytes for c in same), seconds=sum(c.seconds for c in same), reason=reason
             )
+
+
+def _gathered(program: Program) -> frozenset[str]:
+    """Parameters that the forward gathers in buckets."""
+    buckets = (s for s in program.statements if s.call.fn == "gather_parameters")
+    return frozenset(part.value for s in buckets for part in s.parts)
 
 
 def _steps(statements: Iterable[Statement]) -> Iterator[Step]:

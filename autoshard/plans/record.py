@@ -206,6 +206,8 @@ class Record:
     """what the backward makes again instead of having it kept"""
     shared_again: tuple[str, ...] = ()
     """values whose conversion into the shared layout is made again in the backward"""
+    zero: Mapping[str, int] = field(default_factory=dict)
+    """parameter → ZeRO stage 1 or 2: gathered once a step and kept; others that are gathered are so again in the backward"""
     like: str = ""
     """the expert's plan that was asked for, as text; "" for none"""
     micro_batches: int = 1
@@ -245,6 +247,7 @@ class Record:
                 "optimizer": self.optimizer,
                 "recomputed": [asdict(r) for r in self.recomputed],
                 "shared_again": list(self.shared_again),
+                "zero": dict(self.zero),
                 "like": self.like,
                 "micro_batches": self.micro_batches,
                 "mixed_precision": self.mixed_precision,
@@ -290,6 +293,7 @@ class Record:
                 optimizer=data.get("optimizer", "adamw"),
                 recomputed=tuple(Recomputed(**r) for r in data.get("recomputed", ())),
                 shared_again=tuple(data.get("shared_again", ())),
+                zero=data.get("zero", {}),
                 like=data.get("like", ""),
                 micro_batches=data.get("micro_batches", 1),
                 mixed_precision=data.get("mixed_precision", ""),

@@ -39,6 +39,10 @@ class Wishes:
     """the order in which stages run micro-batches: gpipe, 1f1b, interleaved or zero_bubble"""
     flying: int = 0
     """of one stage: the micro-batches that it keeps something for at once"""
+    boundaries: tuple[int, ...] | None = None
+    """positions among the operations of a micro-batch before which stages are cut; None: searched"""
+    effort: float = 1.0
+    """of the search, as a part of what proofs take"""
     homes: Mapping[str, tuple[int, ...]] | None = None
     """the stages that an earlier compilation put the parameters and buffers into"""
 

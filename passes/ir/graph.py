@@ -256,6 +256,19 @@ class Graph:
         return frozenset(i.name for i in self.inputs if i.kind == "parameter")
 
     @cached_property
+    def states(self) -> dict[str, str]:
+        """Buffers and inputs that the forward writes and that keep their type: fqn → name.
+
+        Old and new value have one layout.
+        """
+        names = {i.fqn: i.name for i in self.inputs if i.fqn in self.mutations}
+        old_and_new = {fqn: (self.types[old], self.types[self.mutations[fqn]]) for fqn, old in names.items()}
+        alike = {
+            fqn for fqn, (a, b) in old_and_new.items() if (a.shape, a.dtype, a.unknown) == (b.shape, b.dtype, b.unknown)
+        }
+        return {fqn: old for fqn, old in names.items() if fqn in alike}
+
+    @cached_property
     def producers(self) -> dict[str, Node]:
         """value name → the node that defines it (absent for inputs)."""
         return {out: node for node in self.nodes for out in node.outputs}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,28 +24,37 @@ def conversion_parts(
     mesh: Mesh,
     sources: Sequence[Placements],
     targets: Sequence[Placements],
-    parameter: bool,
+    stage: int | None,
     movable: bool,
     passes: int = 1,
 ) -> Parts:
     """What it takes per pass to bring a value from each source (row) to each target (column): forward and backward.
 
-    A ``parameter`` that is gathered is not kept: it is gathered once more in the backward (FSDP). ``movable``: see
-    :func:`~autoshard.passes.propagate.step_time.movable_values`. Of a step in several ``passes`` a parameter's gradient is
-    summed over replicas once.
+    ``stage``: None of what is no parameter. What is gathered of a parameter is gathered once more in the backward (0,
+    FSDP), or once a step and kept: gradients are reduced once (1, ZeRO-1), or scattered in each of the step's ``passes`` (2).
+    Sums over replicas are taken once in any case. ``movable``: see
+    :func:`~autoshard.passes.propagate.step_time.movable_values`.
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
     found: Sequence[np.ndarray] = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown)
-    if parameter and type_.grad:
+    if stage == 0 and type_.grad:
         gathered = _gathers(a, b)
         again = forward_matrices(type_, a, b)
         found = tuple(x + np.where(gathered, y, 0.0) for x, y in zip(found, again, strict=True))
-    if passes == 1 or not (parameter and type_.grad):
+    if passes == 1 or stage is None:
         return as_parts(found, movable)
-    sums = _sums(type_, a, b)
-    each = as_parts([np.maximum(x - y, 0.0) for x, y in zip(found, sums, strict=True)], movable)
-    once = as_parts(sums, movable)
+    apart = found if stage == 1 else _sums(type_, a, b) if type_.grad else [np.zeros_like(x) for x in found]
+    if stage == 2:
+        apart = [x + y for x, y in zip(apart, forward_matrices(type_, a, b), strict=True)]
+    apart = [np.where(np.isfinite(x), np.minimum(x, y), 0.0) for x, y in zip(found, apart, strict=True)]
+    each = as_parts([x - y for x, y in zip(found, apart, strict=True)], movable)
+    once = as_parts(apart, movable)
     return replace(each, once=once.blocking, node_once=once.node, network_once=once.network)
+
+
+def zero_stages(graph: Graph, zero: Mapping[str, int]) -> dict[str, int]:
+    """The stage of every parameter, see :func:`conversion_parts`; ``zero``: of those that are kept."""
+    return {name: zero.get(name, 0) for name in graph.parameters}
 
 
 def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> list[np.ndarray]:
@@ -135,11 +144,14 @@ class Link(NamedTuple):
 class EdgeTables:
     """The tables of many links: one matrix per tensor type, cut per link; equal links share tables.
 
-    ``held``: whether bytes are asked for beside seconds.
+    ``held``: whether bytes are asked for beside seconds; ``kept``: parameters whose gathered copies are kept.
     """
 
-    def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool) -> None:
+    def __init__(
+        self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool, zero: Mapping[str, int] | None = None
+    ) -> None:
         self.graph, self.mesh, self.held = graph, mesh, held
+        self.stages = zero_stages(graph, zero or {})
         self.movable = movable_values(graph)
         self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
         self.known: dict[TensorType, dict[Placements, int]] = {}
@@ -161,7 +173,7 @@ class EdgeTables:
 
     def of(self, link: Link) -> tuple[Parts, np.ndarray | None]:
         """What a link takes, and its bytes [states of the source, states of the reader]; None where all are 0."""
-        case = (self.graph.types[link.value], link.value in self.graph.parameters, link.value in self.movable)
+        case = (self.graph.types[link.value], self.stages.get(link.value), link.value in self.movable)
         key = (*case, link.given.key, link.asked.key, None if link.mask is None else link.mask.tobytes())
         if key not in self.tables:
             if case not in self.matrices:
@@ -199,15 +211,15 @@ class EdgeTables:
         return self.matrices["again", type_, movable]
 
     def _copies(self, value: str) -> Copies:
-        type_, parameter = self.graph.types[value], value in self.graph.parameters
-        if (type_, parameter) not in self.copies:
+        type_, again = self.graph.types[value], self.stages.get(value) == 0
+        if (type_, again) not in self.copies:
             known = tuple(self.known[type_])
             layouts = [Layout(self.mesh, p) for p in known]
             own = np.array([costs.local_numel(type_, p, self.mesh) for p in known], dtype=float) * type_.dtype.itemsize
             codes: dict[Placements, int] = {}
             plain = np.array([codes.setdefault(x.without_gradient().placements, len(codes)) for x in layouts])
             shares = plain[:, None] == plain[None, :]
-            # Of a parameter that is gathered the copy is not kept: conversion_parts counts a second gather.
-            free = shares | _gathers(layouts, layouts) if parameter else shares
-            self.copies[type_, parameter] = Copies(np.where(free, 0.0, own[None, :]), shares, own)
-        return self.copies[type_, parameter]
+            # What is gathered again is not kept: conversion_parts counts a second gather.
+            free = shares | _gathers(layouts, layouts) if again else shares
+            self.copies[type_, again] = Copies(np.where(free, 0.0, own[None, :]), shares, own)
+        return self.copies[type_, again]

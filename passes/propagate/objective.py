@@ -9,10 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.layout import Layout, R
+from autoshard.layout import Layout
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices
+from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices, zero_stages
 from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.op_space import internal_collectives, signature, traffic_on
 from autoshard.passes.propagate.step_time import Parts, movable_values, summed
@@ -103,11 +103,11 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
         operations[node.name] = known[key]
     prices: dict[object, Parts] = {}
     conversions: list[Parts] = []
-    movable = movable_values(graph)
+    movable, stages = movable_values(graph), zero_stages(graph, assignment.zero)
     for value, src, dst in _conversions(assignment):
         if src == dst:
             continue
-        case = (graph.types[value], src, dst, value in graph.parameters, value in movable)
+        case = (graph.types[value], src, dst, stages.get(value), value in movable)
         if case not in prices:
             prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:], graph.passes)[0, 0]
         conversions.append(prices[case])
@@ -170,6 +170,6 @@ def wanted(assignment: Assignment) -> dict[str, list[Placements]]:
     for out, layout in zip(graph.outputs, assignment.outputs, strict=True):
         if layout is not None:
             found[out.name].append(layout.placements)
-    for name in graph.mutations.values():
-        found[name].append((R,) * assignment.mesh.ndim)
+    for fqn, name in graph.mutations.items():
+        found[name].append(assignment.written(fqn).placements)
     return found
