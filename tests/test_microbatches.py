@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -114,6 +115,19 @@ def test_as_many_as_it_takes() -> None:
         autoshard.plan(model, **asked, micro_batches="auto", memory_budget=1000)
     with pytest.raises(PlanError, match="a number of at least 1, or \"auto\", got 'many'"):
         autoshard.plan(model, **asked, micro_batches="many")
+
+
+def test_what_is_kept_is_measured() -> None:
+    """A quarter, as planned: what one part kept is gone when the next one runs."""
+    model, args = made("regression")
+    args = tuple(x.repeat(16, 1) for x in args)
+    kept = []
+    for count in (1, 4):
+        sharded = autoshard.compile(copy.deepcopy(model), {"dp": 1}, args, micro_batches=count)
+        found = autoshard.measure(sharded, args, steps=1)
+        assert found.kept_bytes == pytest.approx(sharded.plan.memory.activations, rel=0.05)
+        kept.append(found.kept_bytes)
+    assert kept[1] == pytest.approx(kept[0] / 4, rel=0.05)
 
 
 def test_one_that_counts_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
