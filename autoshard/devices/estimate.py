@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from autoshard.compiler import parts_of, planned
+from autoshard.compiler import planned
 from autoshard.errors import PlanError
 from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.microbatch import micro_batched
 from autoshard.passes.pipeline import Pieces
 from autoshard.passes.pipeline.choose import Cutting, Piece
 from autoshard.passes.pipeline.fold import Folded, folded
@@ -109,18 +110,21 @@ class Estimates:
     def of_one(self, batches: int) -> Graph:
         """The folded graph of one micro-batch. Raises :class:`PlanError` where the batch does not divide."""
         if batches not in self.micro:
-            self.micro[batches], _ = parts_of(self.folded.graph, replace(self.wishes, micro_batches=batches))
+            whole = self.folded.graph
+            several = batches > 1 and whole.training
+            self.micro[batches] = replace(micro_batched(whole, batches)[0], passes=1) if several else whole
         return self.micro[batches]
 
     @cached_property
     def batch(self) -> int:
         """The length of the batch; 1 where it cannot be divided."""
+        if not self.folded.graph.training:
+            return 1
         try:
-            _, micro = parts_of(self.folded.graph, replace(self.wishes, micro_batches=2))
+            _, micro = micro_batched(self.folded.graph, 2)
         except PlanError:
             return 1
-        types = self.folded.graph.types
-        cut = micro.inputs.values() if micro is not None else ()
+        types, cut = self.folded.graph.types, micro.inputs.values()
         return min((int(types[name].shape[dim]) for name, dim in cut if dim is not None), default=1)
 
     @cached_property

@@ -16,7 +16,6 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.experts.roles import named_by_role
 from autoshard.plans.follow import assignment_of
-from autoshard.plans.pipeline import whole_step
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Candidate, Cost
 from autoshard.plans.report import show_seconds
@@ -140,7 +139,7 @@ class _Search:
         if setup.stages > 1:
             wishes = replace(wishes, stages=AXIS, boundaries=estimate.boundaries)
             return build(of.graph, mesh, wishes, title=of.title).plan
-        return whole_step(build(of.graph, mesh, wishes, title=of.title).plan, setup.batches)
+        return build(of.graph, mesh, wishes, title=of.title).plan
 
     def _candidate(self, lost: Estimate, won: Estimate, plan: Plan) -> Candidate:
         more = lost.seconds - won.seconds

@@ -10,18 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.pipeline.timeline import StageSeconds, Timeline, orders, timeline
 from autoshard.plans.record import Collective, Cost, Record, Staged
-
-OF_ONE = "figures are those of one of"
-"""how the note begins that a plan is one of a micro-batch"""
-
-AnyPlan = TypeVar("AnyPlan", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -144,27 +138,6 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
         optimizer_s=update,
         schedule_s=end,
     )
-
-
-def whole_step(plan: AnyPlan, count: int) -> AnyPlan:
-    """A plan of one of ``count`` micro-batches with the figures of the whole step."""
-    times, cost = stage_times(plan), plan.cost
-    total = count * times.batch.work + times.once_s
-    compute = count * times.compute_s + times.update_s
-    once = _seconds(c for c in plan.collectives if _is_once(c))
-    cost = replace(
-        cost,
-        compute_s=compute,
-        comm_s=count * (cost.comm_s - cost.merged_s) - (count - 1) * once,
-        exposed_s=total - compute,
-        total_s=total,
-        flops=count * cost.flops,
-        flops_per_rank=count * cost.flops_per_rank,
-        local_s=count * cost.local_s,
-        merged_s=0.0,
-        schedule_s=total,
-    )
-    return replace(plan, cost=cost, notes=tuple(n for n in plan.notes if not n.startswith(OF_ONE)), lower_bound=0.0)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,11 @@ def in_stages(
     plan: Callable[[Graph, Mesh, Wishes, str], Planned],
 ) -> Compiled:
     """What follows capture for a graph that is cut along an axis of the mesh. ``plan``: plans one graph."""
+    count = micro.count if micro is not None else max(1, wishes.micro_batches)
+    graph, wishes = (
+        replace(graph, passes=1),
+        replace(wishes, micro_batches=count),
+    )  # plans of stages: of one micro-batch
     assert wishes.stages is not None
     pipeline = staged(graph, mesh, wishes, micro)
     found, whole = planned_stages(pipeline, mesh, wishes, title, plan)
