@@ -71,7 +71,7 @@ def _kept_gathered(planner: Planner) -> Iterator[Assignment]:
     if planner.keeping is None:
         return
     found = planner.keeping.cheapest()
-    if planner.graph.micro_batches > 1:
+    if planner.graph.passes > 1:
         yield replace(found, zero=dict.fromkeys(found.zero, 1))
     yield found
 
