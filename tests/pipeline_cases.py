@@ -14,7 +14,7 @@ from microbatch_cases import TOLERANCE, far, full, loss_of
 from torch import nn
 
 import autoshard
-from autoshard.errors import MeshError, PlanError
+from autoshard.errors import HintError, MeshError, PlanError
 from autoshard.models import Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig
 
 Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
@@ -122,10 +122,10 @@ def ranks_hold_their_stages(mesh: autoshard.Mesh) -> None:
     if not dist.is_initialized():
         assert names == {n for n, _ in model.named_parameters()}
         return
+    first_or_last = dist.get_rank() * stages // dist.get_world_size() in (0, stages - 1)
     numbers = {int(n.split(".")[1]) for n in names if n.startswith("blocks.")}
     assert len(numbers) <= 4 // stages + 1
-    first_or_last = dist.get_rank() in (0, dist.get_world_size() - 1)
-    assert ("token_embedding.weight" in names) == first_or_last or stages == 1
+    assert ("token_embedding.weight" in names) == first_or_last
 
 
 def other_outputs(mesh: autoshard.Mesh) -> None:
@@ -171,6 +171,53 @@ def deferred(mesh: autoshard.Mesh) -> None:
     assert all(torch.equal(found[n], x) for n, x in expected.items())
 
 
+def frozen(mesh: autoshard.Mesh) -> None:
+    """Nothing is trained in the first stages: no gradient comes back there."""
+    model, args = made("gpt")
+    for n, p in model.named_parameters():
+        p.requires_grad_(n.startswith(("blocks.3", "norm")))
+    model.eval()
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2, training=True)
+    for m in (model, sharded):
+        loss_of(m(*args)).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found = sharded.full_gradients()
+    assert found.keys() == gradients.keys()
+    assert max(far(found[n], x) for n, x in gradients.items()) <= TOLERANCE
+
+
+def accumulates(mesh: autoshard.Mesh) -> None:
+    """A second call adds to what the first left; another shape of inputs has a program of its own."""
+    model, args = made("gpt")
+    model.eval()
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2, training=True)
+    for part in (args, tuple(x[:4] for x in args)):
+        for m in (model, sharded):
+            (loss_of(m(*part)) / 2).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert max(far(x, gradients[n]) for n, x in sharded.full_gradients().items()) <= TOLERANCE
+
+
+def like_an_expert(mesh: autoshard.Mesh) -> None:
+    """Plans by name, styles by module and hints hold in the stages that they concern."""
+    model, args = made("gpt")
+    model.eval()
+    if mesh.ndim == 1:
+        return
+    asked: list[dict[str, Any]] = [
+        {"like": {mesh.axes[1]: "megatron"}},
+        {"like": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}},
+        {"hints": {"blocks.3.up.weight": "colwise", "position_embedding.weight": "replicate"}},
+    ]
+    expected = loss_of(model(*args)).detach()
+    for wishes in asked:
+        sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2, **wishes)
+        assert far(loss_of(sharded(*args)).detach(), expected) <= TOLERANCE
+        assert str(sharded.plan.layouts["blocks.3.up.weight"]).startswith("S(0)"), wishes
+    with pytest.raises(HintError, match="matches no parameter"):
+        autoshard.compile(model, mesh, args, stages="pp", hints={"block.3.up": "colwise"})
+
+
 def gradients_of_inputs(mesh: autoshard.Mesh) -> None:
     """An input that several stages read: its gradients are added up."""
     model, (x, y) = made("skips")
@@ -193,6 +240,9 @@ def refused(mesh: autoshard.Mesh) -> None:
 
     fails(MeshError, "stages='depth': the mesh has the axes", stages="depth")
     fails(PlanError, "schedule='2f2b': there are 'gpipe', '1f1b', 'interleaved', 'zero_bubble'", schedule="2f2b")
+    if mesh.size_of("pp") == 2:
+        ten = tuple(x[[*range(8), 0, 1]] for x in args)
+        fails(PlanError, "runs micro-batches in equal rounds", args=ten, micro_batches=5, schedule="interleaved")
     fails(PlanError, "its batch of 8 does not divide into 3", micro_batches=3)
     fails(PlanError, "needs .* of the whole batch", *made("normed"))
     fails(PlanError, "no output of the model is a scalar", nn.Linear(4, 4), (torch.randn(4, 4),))
@@ -223,6 +273,9 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "without_gradients": without_gradients,
     "state": state,
     "deferred": deferred,
+    "frozen": frozen,
+    "accumulates": accumulates,
+    "like_an_expert": like_an_expert,
     "gradients_of_inputs": gradients_of_inputs,
     "refused": refused,
 }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autoshard.passes.ir.graph import Graph, Node, map_refs
+from autoshard.passes.rules.facts import makes_tensor
 
 Observer = Callable[[Node, tuple[torch.Tensor, ...]], None]
 
@@ -34,12 +35,6 @@ def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor], observe: Observe
         if observe is not None:
             observe(node, tuple(values[name] for name in node.outputs))
     return values
-
-
-def makes_tensor(node: Node) -> bool:
-    """Whether the op makes a tensor from none (arange, zeros, …), so that it has to be told the device."""
-    kinds = {a.name: str(a.type) for a in node.op._schema.arguments}
-    return "device" in kinds and not any("Tensor" in kind for kind in kinds.values())
 
 
 def outputs(graph: Graph, values: Mapping[str, Any]) -> Any:

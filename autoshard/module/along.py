@@ -47,6 +47,12 @@ class Along:
         if dense is not x:
             x.copy_(dense)
 
+    def gathered(self, mine: Any) -> list[Any]:
+        """``mine``, any object, of every rank. Collective."""
+        every: list[Any] = [None] * self.ranks
+        dist.all_gather_object(every, mine, group=self.group)
+        return every
+
     def _run(self, what: str, collective: Callable[..., Any], *args: Any, group: Any) -> None:
         """Raises :class:`CommunicationError` where it cannot end."""
         self.notes.settle()

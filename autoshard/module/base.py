@@ -18,6 +18,7 @@ from autoshard.mesh import Mesh
 from autoshard.module.compiling import Compiling, Settings
 from autoshard.module.entrance import check_data
 from autoshard.module.executable import Executable, first_that_serves
+from autoshard.module.inner import compiled_for_generation, inner
 from autoshard.module.microbatches import MicroBatchRun
 from autoshard.module.saving import save
 from autoshard.module.stages import one_after_another
@@ -129,6 +130,15 @@ class ShardedModule(Compiling):
                     self._of.replace(fqn, new.clone())
         return pytree.tree_unflatten(leaves, out_spec)
 
+    def called_alone(self, part: nn.Module) -> Any:
+        """A module inside this one to be called by itself, on the same tensors; first the whole has to be compiled."""
+        base = next(c for c in type(self).__mro__ if c.__module__.startswith("autoshard.module."))
+        return inner(self, part, base)
+
+    def compile_for_generation(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+        """See :func:`~autoshard.module.inner.compiled_for_generation`."""
+        compiled_for_generation(self, inputs, kwargs)
+
     def _device_type(self) -> str | None:
         """Where inputs have to come; None where they are moved."""
         return next((t.device.type for t in self._of.tensors()), None) if self._of.adopted else None
@@ -163,7 +173,7 @@ class ShardedModule(Compiling):
         if micro is None:
             return run([inputs[name] for name in names])
         inputs = self._whole((), inputs)[1]
-        steps = MicroBatchRun(run, self._enter, self._defer, self._of.standing_in)
+        steps = MicroBatchRun(run, self._enter, self._defer, self._of.standing_in, self.tensor)
         return steps(micro, inputs, names)
 
     def _enter(self, index: int, count: int) -> None:
@@ -181,8 +191,12 @@ class ShardedModule(Compiling):
         """Write ``rank_module.py``, ``plan.json``, ``inputs.json``, ``lines.json`` and ``rank<r>.safetensors``.
 
         ``torchrun --nproc-per-node N directory/rank_module.py`` runs it without the original model's code.
-        Under torch.distributed every rank calls it and writes its own shard.
+        Under torch.distributed every rank calls it and writes its own shard. Raises :class:`PlanError` for one in stages.
         """
+        if self._decided().parts:
+            raise PlanError(
+                "a module in stages cannot be saved as a rank module: save its full_state_dict(), and plan.to_json()"
+            )
         save(self._decided(), self.local_tensors, Path(directory), alone="device_mesh" not in self.__dict__)
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
@@ -227,6 +241,10 @@ class ShardedModule(Compiling):
     def gradients_once(self) -> list[Any]:
         """This process's gradients, those that others hold too on one of them only."""
         return [p.grad for p in self.parameters() if p.grad is not None]
+
+    def whole_state_dict(self) -> dict[str, torch.Tensor]:
+        """The state dict with entries without data for what other processes hold."""
+        return self.state_dict(keep_vars=True)
 
     def whole_parameters(self) -> Iterator[torch.Tensor]:
         """All parameters of the model; of those that other processes hold only shapes and dtypes are known."""

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.module.base import ShardedModule
+from autoshard.module.pipelined import PipelinedModule
+from autoshard.module.pipelined_state import own_state, whole_state
 from autoshard.module.simulate import shard_of
 
 INDEX = "model.safetensors.index.json"
@@ -31,9 +33,10 @@ def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> 
     """
     files = _files(Path(folder))
     own = sharded.state_dict(keep_vars=True)
-    names = {name: _found(name, tensor, own, files) for name, tensor in own.items()}
+    whole = sharded.whole_state_dict()
+    names = {name: _found(name, tensor, whole, files) for name, tensor in whole.items()}
     missing = [n for n, found in names.items() if found is None]
-    unknown = sorted(files.keys() - own.keys())
+    unknown = sorted(files.keys() - whole.keys())
     if missing or unknown:
         raise PlanError(f"the files in {folder} do not fit: missing {missing[:5]}, unknown {unknown[:5]}")
     for name, tensor in own.items():
@@ -55,6 +58,8 @@ def full_optimizer_state_dict(sharded: ShardedModule, optimizer: torch.optim.Opt
 
     ``torch.save`` it on one rank, and load it with :func:`load_full_optimizer_state_dict` on any mesh.
     """
+    if isinstance(sharded, PipelinedModule):
+        return whole_state(sharded, optimizer)
     state: dict[str, Any] = pytree.tree_map_only(
         torch.Tensor, lambda x: sharded._full(x.detach()).cpu(), optimizer.state_dict()
     )
@@ -68,6 +73,8 @@ def load_full_optimizer_state_dict(
 
     Raises :class:`PlanError` where a state is neither shaped as its parameter nor a number.
     """
+    if isinstance(sharded, PipelinedModule):
+        state = own_state(sharded, optimizer, state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     entries = {number: dict(entry) for number, entry in state["state"].items()}
     for number, entry in entries.items():
@@ -80,7 +87,7 @@ def load_full_optimizer_state_dict(
                     f"optimizer state {key!r} has shape {list(value.shape)}, its parameter {list(parameter.shape)}: how the "
                     "ranks share it is not known. Save and load it with torch.distributed.checkpoint."
                 )
-            layout = Layout.from_torch(sharded.mesh, parameter.placements)
+            layout = Layout.from_torch(sharded._running, parameter.placements)
             local = shard_of(value, layout, _rank(sharded)).to(parameter.device, copy=True).contiguous()
             entry[key] = DTensor.from_local(
                 local,
@@ -106,7 +113,7 @@ def _part(file: Any, name: str, sharded: ShardedModule, tensor: torch.Tensor) ->
     if not isinstance(tensor, DTensor) or not tensor.ndim:
         whole: torch.Tensor = file.get_tensor(name)
         return whole
-    layout = Layout.from_torch(sharded.mesh, tensor.placements)
+    layout = Layout.from_torch(sharded._running, tensor.placements)
     chunks = (layout.chunk_of(dim, size, _rank(sharded)) for dim, size in enumerate(tensor.shape))
     part: torch.Tensor = file.get_slice(name)[tuple(slice(start, start + n) for start, n in chunks)]
     return part

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from autoshard.passes.ir.graph import Ref, map_refs
 from autoshard.passes.microbatch import MicroBatches
+from autoshard.passes.rules.facts import makes_tensor
 
 Leaves = list[Any]
 Run = Callable[[list[torch.Tensor]], tuple[Leaves, dict[str, torch.Tensor]]]
@@ -28,6 +30,8 @@ class MicroBatchRun:
     """whether gradients stay summands, as in ``no_sync()``; returns whether they did"""
     leaves: Callable[[], AbstractContextManager[list[tuple[torch.Tensor, torch.Tensor]]]]
     """the parameters that are trained, each with what stands in for it, so that the user's ``.grad`` and hooks see nothing"""
+    tensor: Callable[[str], torch.Tensor]
+    """the buffer of an original name"""
 
     def __call__(
         self, micro: MicroBatches, inputs: Mapping[str, torch.Tensor], names: Sequence[str]
@@ -38,6 +42,7 @@ class MicroBatchRun:
         activations that they came from are gone.
         """
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
+        given |= beforehand(micro, given, self.tensor)
         sources = [micro.inputs[name] for name in names]
         made: list[Leaves] = []
         written: dict[str, torch.Tensor] = {}
@@ -57,6 +62,33 @@ class MicroBatchRun:
                 self.enter(0, 1)
                 self.defer(before)
         return delivered(micro, made, wanted), written
+
+
+def beforehand(
+    micro: MicroBatches, inputs: Mapping[str, torch.Tensor], tensor: Callable[[str], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What is computed of the whole batch before the first micro-batch. ``tensor``: gives buffers by original name."""
+    graph = micro.before
+    if graph is None:
+        return {}
+    device = next((x.device for x in inputs.values()), torch.device("cpu"))
+    values: dict[str, Any] = {}
+    for i in graph.inputs:
+        found = inputs[i.name] if i.kind == "input" else graph.constants.get(i.name)
+        values[i.name] = (tensor(i.fqn) if found is None else found).to(device)
+
+    def value(ref: Ref) -> Any:
+        return values[ref.name]
+
+    with torch.no_grad():
+        for node in graph.nodes:
+            args, kwargs = map_refs((node.args, dict(node.kwargs)), value)
+            if makes_tensor(node):
+                kwargs.setdefault("device", device)
+            made = node.op(*args, **kwargs)
+            made = made if isinstance(made, tuple | list) else (made,)
+            values |= {name: made[slot] for name, slot in zip(node.outputs, node.output_slots, strict=True)}
+    return {o.name: values[o.name] for o in graph.outputs}
 
 
 def delivered(

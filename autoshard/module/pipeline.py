@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 
-from autoshard.errors import AutoshardError
 from autoshard.module.along import Along
 from autoshard.module.executable import Executable
 from autoshard.passes.pipeline import Stage
@@ -53,10 +52,13 @@ class Pipeline:
         self.made: dict[int, list[Sequence[torch.Tensor]]] = {}
         self.state: torch.Tensor | None = None
         """of the generators: where the first stage begins, and then where the last one ended"""
+        self.failed: Exception | None = None
+        """what went wrong on this rank; it sends zeros then, so that no other rank waits for it"""
         self.mine = [stage.number for stage in pipeline.each if along.is_mine(stage.number)]
         self.modules = [_StageModule(partial(self._forward, number)) for number in self.mine]
         made = [
-            pipelining.PipelineStage(
+            _Stage(
+                self._fail,
                 module,
                 number,
                 len(pipeline),
@@ -90,22 +92,37 @@ class Pipeline:
         given: dict[str, Any] = {"index": torch.arange(self.count)}
         if self.training and self.last in self.mine:
             given["target"] = torch.zeros(self.count)
+        self.failed = None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 self.schedule.step(**given, return_outputs=False)
-        except AutoshardError:
-            raise
-        except RuntimeError as error:
-            cause = _root(error)
-            if cause is error:
-                raise lost(error, notes, "the messages between stages") from error
-            raise cause from None
+        except RuntimeError as error:  # of a message: what a stage does itself fails without one
+            raise lost(error, notes, "the messages between stages") from error
         finally:
             for module in self.modules:
                 module.leaves = []
 
+    def _fail(self, error: Exception) -> None:
+        """Remember what a stage failed with, without torch's account of what it was doing."""
+        while error.__cause__ is not None and str(error).strip().startswith(("[Stage", "Failed to run")):
+            error = error.__cause__  # type: ignore[assignment]
+        self.failed = self.failed or error
+
     def _forward(self, number: int, received: Sequence[torch.Tensor], index: int) -> Any:
+        """What a stage sends; the last one its loss."""
+        if self.failed is None:
+            try:
+                return self._sent_by(number, received, index)
+            except Exception as error:
+                self._fail(error)
+        empty = self._message(number)
+        zeros = [torch.zeros(x.shape, dtype=x.dtype, device=self.device).requires_grad_(x.requires_grad) for x in empty]
+        if number == self.last:
+            return zeros[0] if self.training else ()
+        return (*zeros[:-1], packed(self.device)) if self.draws else tuple(zeros)
+
+    def _sent_by(self, number: int, received: Sequence[torch.Tensor], index: int) -> Any:
         stage = self.stages.each[number]
         if self.draws:
             if number:
@@ -174,6 +191,30 @@ class _StageModule(nn.Module):
         return self.run(received, int(index))
 
 
+class _Stage(pipelining.PipelineStage):
+    """A stage whose failures are told to ``fail``; the schedule goes on, with zeros for what it would have sent."""
+
+    def __init__(self, fail: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fail = fail
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """See :class:`torch.distributed.pipelining.PipelineStage`."""
+        try:
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        except Exception as error:
+            self.fail(error)
+            assert self._stage_meta.inputs is not None
+            self.bwd_cache[bwd_chunk_id] = (None,) * len(self._stage_meta.inputs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """See :class:`torch.distributed.pipelining.PipelineStage`."""
+        try:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        except Exception as error:
+            self.fail(error)
+
+
 class _Dense(torch.autograd.Function):
     """The same value; its gradient comes as it is sent."""
 
@@ -205,10 +246,3 @@ def unpacked(state: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
     """What :func:`packed` packed."""
     sizes = [x.numel() for x in generators.states(cuda=device.type == "cuda")]
     return [x.clone() for x in state.cpu().split(sizes)]
-
-
-def _root(error: BaseException) -> BaseException:
-    """The error that torch's stages wrapped, with what they were doing."""
-    while error.__cause__ is not None and str(error).strip().startswith(("[Stage", "Failed to run")):
-        error = error.__cause__
-    return error

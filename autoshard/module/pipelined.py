@@ -21,7 +21,7 @@ from autoshard.module.along import Along
 from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule, default_device_type
 from autoshard.module.executable import Executable
-from autoshard.module.microbatches import delivered, part_of
+from autoshard.module.microbatches import beforehand, delivered, part_of
 from autoshard.module.pipeline import Pipeline, packed, unpacked
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.pipeline import Stages
@@ -95,13 +95,26 @@ class PipelinedModule(DistributedModule):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Original name → full tensor (a copy), for every entry of the original state dict, on every rank. Collective."""
         own = self.state_dict(keep_vars=True)
-        whole = self._of.model.state_dict() if self._of.adopted else own
-        return {n: self._everywhere(n, x, own[n].detach() if n in own else None) for n, x in whole.items()}
+        return {
+            n: self.everywhere(n, x, own[n].detach() if n in own else None) for n, x in self.whole_state_dict().items()
+        }
+
+    def whole_state_dict(self) -> dict[str, torch.Tensor]:
+        """See :meth:`ShardedModule.whole_state_dict`."""
+        own = self.state_dict(keep_vars=True)
+        return {n: own.get(n, x) for n, x in self._of.model.state_dict().items()} if self._of.adopted else own
+
+    def whole_names(self) -> list[str]:
+        """Original names of all parameters of the model, each tensor once."""
+        return [n for n, _ in self._of.model.named_parameters()]
+
+    def gathered(self, mine: Any) -> list[Any]:
+        """``mine`` of every rank along the axis of stages. Collective."""
+        return self._along.gathered(mine)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """See :meth:`ShardedModule.load_full_state_dict`; a rank takes what its stages hold."""
-        whole = dict(self._of.model.state_dict() if self._of.adopted else self.state_dict(keep_vars=True))
-        self._check_state(whole, state)
+        self._check_state(self.whole_state_dict(), state)
         with torch.no_grad():
             for name, tensor in self.state_dict(keep_vars=True).items():
                 self._load(tensor, state[name])
@@ -113,9 +126,9 @@ class PipelinedModule(DistributedModule):
         there = torch.tensor([n in own for n in names], dtype=torch.int32, device=self._device)
         self._along.add_up(there, range(self._along.ranks), "which gradients there are")
         pairs = zip(names.items(), there.tolist(), strict=True)
-        return {n: self._everywhere(n, x, own.get(n)) for (n, x), known in pairs if known}
+        return {n: self.everywhere(n, x, own.get(n)) for (n, x), known in pairs if known}
 
-    def _everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+    def everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
         """The full tensor of a name on every rank; ``own``: this rank's, if it holds it. Collective."""
         full = None if own is None else self._full(own).to(self._device).contiguous()
         if full is None:
@@ -137,6 +150,8 @@ class PipelinedModule(DistributedModule):
         inputs = self._whole((), inputs)[1]
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
         pipeline, micro = self._pipeline(executable), executable.compiled.micro_batches
+        if micro is not None:
+            given |= beforehand(micro, given, self.tensor)
         pipeline.run = partial(self._run_stage, pipeline, given)
         self._agreement.finish()
         own = generators.states(cuda=self._device.type == "cuda")
@@ -151,6 +166,7 @@ class PipelinedModule(DistributedModule):
             self._enter(0, 1)
             self._defer(before)
             generators.set_states(own)
+        self._agreement.everywhere(partial(_raise, pipeline.failed))
         self._end(pipeline)
         written = {fqn: x for number in pipeline.mine for fqn, x in self._written(pipeline, number).items()}
         with runtime.bind(self._comm):
@@ -215,8 +231,7 @@ class PipelinedModule(DistributedModule):
     def _written(self, pipeline: Pipeline, number: int) -> dict[str, torch.Tensor]:
         """What a stage writes back: of the last micro-batch."""
         program = pipeline.executable.parts[number].compiled.program
-        last = pipeline.made[number][-1]
-        return {fqn: last[len(program.outputs) + i] for i, fqn in enumerate(program.mutations)}
+        return self._new_values(program, pipeline.made[number][-1], tuple)
 
     def _made_everywhere(self, pipeline: Pipeline) -> list[list[Any]]:
         """Per micro-batch the model's outputs, on every rank: from those of the stages that made them."""
@@ -267,3 +282,8 @@ class PipelinedModule(DistributedModule):
                 self._along.add_up(leaf.grad, range(self._along.ranks), f"the gradient of {name}")
                 found.append((x, leaf))
         return found
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -12,11 +12,12 @@ import torch.utils._pytree as pytree
 from autoshard.errors import PlanError
 from autoshard.layout import Placement, Shard
 from autoshard.passes.ir.assignment import canonical
-from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
+from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType, refs
 from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.walk import map_tree, walk
 from autoshard.passes.microbatch.losses import separable_means
 from autoshard.passes.microbatch.separate import Separation, local_call, separation
+from autoshard.passes.propagate.floating import floating
 from autoshard.passes.rules.facts import is_random
 
 
@@ -31,6 +32,8 @@ class MicroBatches:
     """per flat output: the dim along which they are put together, "sum", or None where it is the same in all"""
     loss: int
     """position of the loss among the flat outputs: the one scalar that carries a gradient"""
+    before: Graph | None = None
+    """what is computed of the whole inputs before the first micro-batch; its outputs are inputs of the step, too"""
 
 
 def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
@@ -39,16 +42,50 @@ def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
     Raises :class:`PlanError` for a model without exactly one differentiable scalar output, and for one in which an
     operation needs the whole batch in the middle, such as batch norm.
     """
-    if count < 1:
-        raise PlanError(f"micro_batches is a number of at least 1, got {count}")
     loss = _loss(graph, count)
     if count == 1:
         inputs = {i.name: (i.name, None) for i in graph.inputs if i.kind == "input"}
         return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss)
-    graph = separable_means(graph)
-    found = separation(graph, count)
+    graph, before = separable_means(graph), None
+    try:
+        found = separation(graph, count)
+    except PlanError as error:
+        graph, before = beforehand(graph)
+        try:
+            found = separation(graph, count)
+        except PlanError:
+            raise error from None
     body = _Body(graph, found)
-    return body.run(), MicroBatches(count, body.inputs, tuple(map(_combined, found.outputs)), loss)
+    outputs = tuple(map(_combined, found.outputs))
+    return body.run(), MicroBatches(count, body.inputs, outputs, loss, before)
+
+
+def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
+    """``graph`` with what depends on inputs alone, such as masks, as inputs; and the graph of these, None for nothing.
+
+    They are computed of the whole batch, and micro-batches take their parts of them.
+    """
+    free = floating(graph)
+    nodes = tuple(n for n in graph.nodes if n.name not in free)
+    read = {name for n in nodes for name in n.inputs}
+    read |= {r.name for r in refs(graph.outputs)} | set(graph.mutations.values())
+    made = [o for n in graph.nodes if n.name in free for o in n.outputs if o in read]
+    made = [o for o in made if not graph.types[o].unknown and graph.types[o].number is None]
+    if not made or len(made) < len(read & {o for n in graph.nodes if n.name in free for o in n.outputs}):
+        return graph, None
+    first = tuple(n for n in graph.nodes if n.name in free)
+    own = {name for n in first for name in n.inputs}
+    before = replace(
+        graph,
+        inputs=tuple(i for i in graph.inputs if i.name in own),
+        nodes=first,
+        outputs=tuple(map(Ref, made)),
+        mutations={},
+    )
+    kept = tuple(i for i in graph.inputs if i.name in read)
+    inputs = (*kept, *(Input(name, "input", name) for name in made))
+    types = {n: t for n, t in graph.types.items() if n not in graph.producers or graph.producers[n].name not in free}
+    return replace(graph, inputs=inputs, nodes=nodes, types={**types, **{n: graph.types[n] for n in made}}), before
 
 
 def _loss(graph: Graph, count: int) -> int:
@@ -95,7 +132,8 @@ class _Body:
             for o in graph.outputs
         )
         given = [self._as_input(name, source) for name, (source, _) in self.inputs.items()]
-        return replace(graph, inputs=(*self.held, *given), nodes=tuple(nodes), types=self.types, outputs=outputs)
+        inputs, count = (*self.held, *given), self.found.count
+        return replace(graph, inputs=inputs, nodes=tuple(nodes), types=self.types, outputs=outputs, passes=count)
 
     def _is_input(self, name: str) -> bool:
         return name in self.kinds and self.kinds[name].kind == "input"

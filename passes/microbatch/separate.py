@@ -118,8 +118,11 @@ class _Separating:
 
     def _strategies(self, node: Node) -> list[Strategy]:
         """The node's strategies that need nothing of other micro-batches."""
-        found = [s for s in axis_strategies(node, self.graph) if s.label != "I" and self._stands_alone(s, node)]
-        if not found:
+        for exactly in (True, False):  # a float32 island in a float64 model may be rounded otherwise than in one batch
+            every = axis_strategies(node, self.graph, exactly)
+            if found := [s for s in every if s.label != "I" and self._stands_alone(s, node)]:
+                break
+        else:
             raise PlanError(f"{_where(node)} cannot run in micro-batches")
         return found
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from autoshard.errors import PlanError
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.pipeline.choose import Boundaries, Cutting
-from autoshard.passes.pipeline.cut import floating
 from autoshard.passes.pipeline.pieces import Pieces
+from autoshard.passes.propagate.floating import floating
 
 GAIN = 0.05
 """the share of the step for which it is cut elsewhere than between numbered modules: stages of whole layers read better,

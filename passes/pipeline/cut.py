@@ -13,12 +13,7 @@ from dataclasses import replace
 from autoshard.errors import PlanError
 from autoshard.passes.ir.graph import STATIC, Graph, Input, Node, Ref, TensorType
 from autoshard.passes.pipeline.stage import Stage, Stages
-from autoshard.passes.propagate.cost import node_flops
-from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.facts import has_effect
-
-CHEAP = 64.0
-"""FLOPs per element of its result up to which an operation is made again instead of being sent: an outer product is"""
+from autoshard.passes.propagate.floating import floating
 
 
 def cut(graph: Graph, boundaries: Sequence[int], loss: int | None = None) -> Stages:
@@ -28,25 +23,6 @@ def cut(graph: Graph, boundaries: Sequence[int], loss: int | None = None) -> Sta
     Raises :class:`PlanError` for a stage without operations of its own, and for a value that cannot cross.
     """
     return _Cut(graph, boundaries, loss).run()
-
-
-def floating(graph: Graph) -> frozenset[str]:
-    """Operations that every stage may make for itself: cheap, without gradient, of inputs and unwritten buffers alone."""
-    fixed = {i.name for i in graph.inputs if i.kind == "parameter" or i.fqn in graph.mutations}
-    found = set()
-    for node in graph.nodes:
-        results = sum(graph.types[o].numel for o in node.outputs)
-        if (
-            node.outputs
-            and not has_effect(node)
-            and not any(name in fixed for name in node.inputs)
-            and not any(graph.types[o].grad for o in node.outputs)
-            and node_flops(node, graph, rule_for(node.op)) <= CHEAP * results
-        ):
-            found.add(node.name)
-        else:
-            fixed.update(node.outputs)
-    return frozenset(found)
 
 
 class _Cut:

@@ -189,8 +189,11 @@ def traffic_on(graph: Graph, mesh: Mesh) -> Mapping[str, Traffic]:
     return traffic(graph) if mesh.hardware.fuses else {}
 
 
-def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """The strategies of ``node`` along one axis; an op without a rule, or of unknown size, runs on full tensors."""
+def axis_strategies(node: Node, graph: Graph, exactly: bool = True) -> tuple[Strategy, ...]:
+    """The strategies of ``node`` along one axis; an op without a rule, or of unknown size, runs on full tensors.
+
+    ``exactly``: only those that leave the last bits of a float32 island in a float64 model as they are.
+    """
     rule = rule_for(node.op)
     found: tuple[Strategy, ...] = ()
     if rule is not None and not is_rigid(node, graph.types, rule):
@@ -200,7 +203,8 @@ def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         except RuleError:
             if not any(t.unknown for t in types):
                 raise  # else: lengths that are equal may have different estimates
-    return exact(found or whole(len(node.inputs), len(node.outputs)), node, graph)
+    found = found or whole(len(node.inputs), len(node.outputs))
+    return exact(found, node, graph) if exactly else found
 
 
 def _fitting(strategies: Sequence[Strategy], ranks: int) -> list[Strategy]:

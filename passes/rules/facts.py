@@ -56,6 +56,12 @@ def has_effect(node: Node | fx.Node) -> bool:
     return is_random(node) or not op._schema.returns or facts_of(op).effect
 
 
+def makes_tensor(node: Node) -> bool:
+    """Whether the op makes a tensor from none (arange, zeros, …), so that it has to be told the device."""
+    kinds = {a.name: str(a.type) for a in node.op._schema.arguments}
+    return "device" in kinds and not any("Tensor" in kind for kind in kinds.values())
+
+
 def _arguments(op: torch._ops.OpOverload, node: Node | fx.Node) -> dict[str, Any]:
     """The node's arguments by name, with the op's defaults."""
     schema = op._schema.arguments

@@ -1,11 +1,99 @@
 """One rank of a gloo world that runs steps in pipeline stages; started by test_pipeline_gloo.py."""
 
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness import ideal
-from pipeline_cases import CASES
-from training_worker import main
+from microbatch_cases import TOLERANCE, far, loss_of
+from pipeline_cases import CASES, made
+from torch import nn
+from training_worker import FOLDER, main
+
+import autoshard
 
 MESHES = {2: {"pp": 2}, 4: {"pp": 2, "tp": 2}}
 
+
+def stepped(module: nn.Module, optimizer: torch.optim.Optimizer, args: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    loss_of(module(*args)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def resumed_elsewhere() -> None:
+    """Weights by torch.distributed.checkpoint, the optimizer by its whole state: from stages, into none, and back."""
+    ranks = dist.get_world_size()
+    model, args = made("gpt")
+    theirs = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-6)
+    asked: list[tuple[Any, dict[str, Any]]] = [
+        (ideal(MESHES[ranks]), {"stages": "pp", "micro_batches": 2}),
+        (ideal({"tp": ranks}), {}),
+        (ideal({"pp": ranks}), {"stages": "pp", "micro_batches": 4, "schedule": "gpipe"}),
+    ]
+    state: Any = None
+    for number, (mesh, wishes) in enumerate(asked):
+        sharded = autoshard.compile(copy.deepcopy(made("gpt")[0]), mesh, args, **wishes)
+        ours = torch.optim.AdamW(sharded.parameters(), 1e-2, eps=1e-6)
+        if number:
+            found = {"model": sharded.state_dict()}
+            dcp.load(found, checkpoint_id=FOLDER / f"resumed{number - 1}")
+            sharded.load_state_dict(found["model"])
+            autoshard.load_full_optimizer_state_dict(sharded, ours, state)
+        stepped(model, theirs, args, number)
+        stepped(sharded, ours, args, number)
+        weights = sharded.full_state_dict()
+        assert max(far(weights[n], x) for n, x in model.state_dict().items()) <= TOLERANCE, number
+        dcp.save({"model": sharded.state_dict()}, checkpoint_id=FOLDER / f"resumed{number}")
+        state = autoshard.full_optimizer_state_dict(sharded, ours)
+        expected = theirs.state_dict()
+        assert state["param_groups"] == expected["param_groups"]
+        for n, entry in expected["state"].items():
+            assert all(far(state["state"][n][k], x) <= TOLERANCE for k, x in entry.items()), (number, n)
+
+
+def one_fails() -> None:
+    """In the middle of a schedule, forward or backward: every rank raises, and they can go on."""
+    model, args = made("gpt")
+    mesh = ideal(MESHES[dist.get_world_size()])
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=4)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    right = sharded._results
+    for phase in ("forward", "backward"):
+
+        def wrong(part: Any, inputs: Any, phase: str = phase) -> Any:
+            if phase == "forward" and sharded._comm.micro_batch[0] == 2:
+                raise MemoryError("no memory left")
+            results = right(part, inputs)
+            return results if phase == "forward" else [Broken.apply(x) if x.requires_grad else x for x in results]
+
+        if last:
+            object.__setattr__(sharded, "_results", wrong)
+        with pytest.raises(MemoryError, match="no memory left"):
+            sharded(*args)
+        object.__setattr__(sharded, "_results", right)
+        torch.manual_seed(0)
+        expected = loss_of(model(*args))
+        torch.manual_seed(0)
+        assert far(loss_of(sharded(*args)).detach(), expected.detach()) <= TOLERANCE
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("no memory left")
+
+
 if __name__ == "__main__":
-    main({name: lambda case=case: case(ideal(MESHES[dist.get_world_size()])) for name, case in CASES.items()})
+    cases = {name: lambda case=case: case(ideal(MESHES[dist.get_world_size()])) for name, case in CASES.items()}
+    main({**cases, "resumed_elsewhere": resumed_elsewhere, "one_fails": one_fails})

@@ -16,9 +16,9 @@ SOON = 5.0
 IN_FORWARD = r"\w+@tp blocks\.\d\S* forward among ranks 0, 1"
 
 
-def seen(folder: Path, how: str) -> list[str]:
+def seen(folder: Path, how: str, script: str = "failure_worker.py") -> list[str]:
     """What both ranks print."""
-    command = [sys.executable, str(HERE / "failure_worker.py")]
+    command = [sys.executable, str(HERE / script)]
     ranks = [
         subprocess.Popen(
             [*command, str(r), str(folder / "rendezvous"), how], env=environment(), stdout=subprocess.PIPE, text=True
@@ -87,3 +87,13 @@ def test_a_rank_that_makes_another_call(tmp_path: Path, how: str, what: str) -> 
         assert seconds < SOON
         assert f"the ranks disagree on {what}" in text, text
         assert re.search(r"then: (Communication|RuntimeMismatch)Error", said), said
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_gone(tmp_path: Path) -> None:
+    """Its rank is killed in the middle of a schedule."""
+    seconds, text = seconds_and_text(seen(tmp_path, "", "pipeline_failure_worker.py")[0])
+    assert seconds < SOON
+    assert re.match(r"CommunicationError: the messages between stages: another rank is gone \(ended, killed", text), (
+        text
+    )

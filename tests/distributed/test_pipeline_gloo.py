@@ -10,7 +10,9 @@ import pytest
 import world
 from pipeline_cases import CASES
 
-FAST = {"gpt_1f1b", "gpt_interleaved", "other_outputs", "ranks_hold_their_stages"}
+FAST = {"gpt_1f1b", "other_outputs"}
+OWN = ("resumed_elsewhere", "one_fails")
+"""cases of pipeline_worker.py alone"""
 WORLDS = [pytest.param(2, id="world2"), pytest.param(4, id="world4", marks=pytest.mark.slow)]
 
 
@@ -30,7 +32,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in (*CASES, *OWN)])
 def test_as_on_one_device(outcome: Callable[[int, str], str], name: str, ranks: int) -> None:
     found = outcome(ranks, name)
     assert found == "", found
