@@ -177,6 +177,7 @@ class PipelinedModule(DistributedModule):
         written = {fqn: x for number in pipeline.mine for fqn, x in self._written(pipeline, number).items()}
         with runtime.bind(self._comm):
             made = self._made_everywhere(pipeline)
+        pipeline.made = {}
         if micro is None:
             return made[0], written
         self._sum_tied(pipeline.stages, pairs)
