@@ -207,13 +207,14 @@ def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective
     op = s.node.name if s.node is not None else ""
     reason = f"{public}: {step.src} → {step.dst}"
     forward, backward, _ = _step_seconds(step)
-    first = Collective(
-        step.kind, step.group, "forward", step.forward_bytes, module_of(s, program.graph), reason, public, forward, op
-    )
+    stage = program.assignment.zero.get(s.value, 0) if s.parameter else 0
+    where = module_of(s, program.graph)
+    first = Collective(step.kind, step.group, "forward", step.forward_bytes, where, reason, public, forward, op)
+    first = replace(first, times=ONCE if stage else 1)
     if step.is_collective:
         yield first
     if step.backward and program.types[s.value].grad:
-        times = ONCE if s.parameter and step.kind == "enter" else 1
+        times = ONCE if stage == 1 or (s.parameter and step.kind == "enter") else 1
         yield replace(
             first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward, times=times
         )
@@ -246,8 +247,6 @@ def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
     """What a user should know before he wonders."""
     mesh = program.mesh
     yield from _notes_on_lengths(program.graph, mesh)
-    if program.graph.micro_batches > 1 and not program.assignment.zero.keys().isdisjoint(_gathered(program)):
-        yield "a step gathers parameters of ZeRO-1 and 2 once, and reduces gradients of ZeRO-1 once, not in every micro-batch"
     for number, axis in enumerate(mesh.axes):
         if mesh.size_of(axis) > 1 and not any(isinstance(x[axis], Shard) for x in program.layouts.values()):
             yield f"axis {axis} is not used: every tensor is replicated along it, because {_why_whole(choices, number)}"
