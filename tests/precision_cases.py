@@ -324,7 +324,8 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
 }
 
 SLOW = {
-    "free_narrow", "zero1_in_micro_batches", "megatron", "megatron-sp", "of_several_axes", "dropout_and_recomputation", "under_autocast",
+    "free_narrow", "zero1_in_micro_batches", "megatron", "megatron-sp", "of_several_axes", "dropout_and_recomputation",
+    "under_autocast",
     "in_micro_batches", "in_stages", "without_gradients", "sums_alone", "summed_single", "replicas_summed_double",
     "replicas_summed_single",
 }  # fmt: skip
