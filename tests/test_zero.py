@@ -130,10 +130,11 @@ def test_no_sync_reduces_every_time() -> None:
 
 def test_the_plan_says_what_a_step_does_once() -> None:
     model, args = made()
-    notes = [
-        autoshard.plan(model, mesh_for(like, 4), args, like=like, micro_batches=4).notes for like in ("zero1", "fsdp")
-    ]
-    assert [any("gathers parameters of ZeRO-1 and 2 once" in n for n in found) for found in notes] == [True, False]
+    times = []
+    for like in ("zero1", "zero2", "fsdp"):
+        plan = autoshard.plan(model, mesh_for(like, 4), args, like=like, micro_batches=4)
+        times.append([{c.times for c in plan.collectives if c.kind == k} for k in ("all_gather", "reduce_scatter")])
+    assert times == [[{1}, {1}], [{1}, {4}], [{4}, {4}]]
 
 
 def test_stages_of_several_axes() -> None:

@@ -207,14 +207,15 @@ def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective
     op = s.node.name if s.node is not None else ""
     reason = f"{public}: {step.src} → {step.dst}"
     forward, backward, _ = _step_seconds(step)
-    stage = program.assignment.zero.get(s.value, 0) if s.parameter else 0
-    where = module_of(s, program.graph)
-    first = Collective(step.kind, step.group, "forward", step.forward_bytes, where, reason, public, forward, op)
-    first = replace(first, times=ONCE if stage else 1)
+    first = Collective(
+        step.kind, step.group, "forward", step.forward_bytes, module_of(s, program.graph), reason, public, forward, op
+    )
+    gathered = s.parameter and step.kind == "all_gather" and program.types[s.value].grad
+    stage = program.assignment.zero.get(s.value, 3) if gathered else 3
     if step.is_collective:
-        yield first
+        yield replace(first, times=ONCE if stage < 3 else 1)
     if step.backward and program.types[s.value].grad:
-        times = ONCE if stage == 1 or (s.parameter and step.kind == "enter") else 1
+        times = ONCE if (s.parameter and step.kind == "enter") or stage == 1 else 1
         yield replace(
             first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward, times=times
         )
