@@ -18,6 +18,8 @@ from autoshard.passes.search.tables import Classes, Tables
 
 _NOISE = 1e-9
 """relative"""
+SMALL = 1_000
+"""entries of a matrix that is stored as it is"""
 
 
 class _Edge:
@@ -27,7 +29,11 @@ class _Edge:
     """
 
     def __init__(self, tables: Tables, table: int) -> None:
-        self.sides = [_Side(tables.compact(table, axis), tables.classes(table, axis)) for axis in (0, 1)]
+        whole = tables.arrays[table]
+        if whole.size < SMALL:  # looking for equal slices takes longer than they do
+            self.sides = [_Side(np.ascontiguousarray(x), np.arange(len(x))) for x in (whole, whole.T)]
+        else:
+            self.sides = [_Side(tables.compact(table, axis), tables.classes(table, axis)) for axis in (0, 1)]
         self.into = [np.zeros(len(side.members)) for side in self.sides]
 
     def restrict(self, side: int, stay: Classes) -> None:

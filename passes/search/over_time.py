@@ -35,6 +35,8 @@ MEAN = 0.2
 LENGTH = 0.05
 FALL = 0.3
 SHARE = 0.25
+# The part of the time that is left for what is under way when it is up, and for the answer.
+RESERVE = 0.05
 PASSES = 40
 # Neighbourhoods for effort 1 (where there is no time limit); of one: nodes, entries (without and with a
 # time limit), strategies of a node, seconds.
@@ -83,6 +85,7 @@ class _Run:
 def solve_over_time(given: Lives, limit: float, effort: float) -> Solution:
     """The best choice found in ``limit`` seconds. PlanError: none is within the memory's limit, or none was found."""
     begin = time.perf_counter()
+    limit *= 1 - RESERVE
     lives, numbers = given.without_beaten(begin + 0.1 * limit)
     start = _least(lives)
     run = _Run(lives, Best(lives, start), begin + limit)

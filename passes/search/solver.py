@@ -99,7 +99,7 @@ def solve(
     ranges, so that float64 sums are exact and do not depend on their order: forbid with ``inf``, not with a huge number.
     Raises PlanError when no choice is feasible, with the least usage found.
     """
-    limit = math.inf if time_limit is None else time_limit
+    begin, limit = time.perf_counter(), math.inf if time_limit is None else time_limit
     pruner = Pruner(Tables())
     if memory is not None and memory.intervals is None:
         rows, memory = [*rows, Row(memory.usage, (None,) * len(network.edges), memory.limit)], None
@@ -112,7 +112,7 @@ def solve(
         return _solve(on_grid(priced, grid(priced)), priced, Pruner(Tables()), deadline, milp=False, start=start)
 
     if lives is not None:
-        return solve_over_time(lives, limit, effort)
+        return solve_over_time(lives, limit - (time.perf_counter() - begin), effort)
     if repeated is not None:
         with contextlib.suppress(PlanError):  # then layers must differ, if there is a choice at all
             return solve_alike(*repeated, relaxed, limit, effort, prices)

@@ -77,7 +77,8 @@ def solve_alike(
             break
     lower = bound(problem.priced(part.prices), tied.of) - float(part.prices @ problem.limits)
     found.stats["solved"] = search.solved
-    return replace(found, lower_bound=min(lower, found.cost), prices=tuple(part.prices.tolist()))
+    closed = found.cost - lower <= GAP * abs(found.cost)
+    return replace(found, exact=closed, lower_bound=min(lower, found.cost), prices=tuple(part.prices.tolist()))
 
 
 def searched(problem: Stacked, relaxed: Relaxed, limit: float, effort: float, prices: Prices = None) -> Search:
