@@ -128,14 +128,6 @@ def test_no_sync_reduces_every_time() -> None:
         torch.testing.assert_close(p.grad, expected[n], rtol=1e-9, atol=0)
 
 
-def test_the_plan_says_what_a_step_does_once() -> None:
-    model, args = made()
-    notes = [
-        autoshard.plan(model, mesh_for(like, 4), args, like=like, micro_batches=4).notes for like in ("zero1", "fsdp")
-    ]
-    assert [any("gathers parameters of ZeRO-1 and 2 once" in n for n in found) for found in notes] == [True, False]
-
-
 def test_stages_of_several_axes() -> None:
     """What one axis gathers again is gathered again along all; beside tensor parallelism only data's axis is gathered."""
     model, args = made()

@@ -145,7 +145,7 @@ def _collectives(program: Program) -> Iterator[Collective]:
 
 
 def _in_all_passes(c: Collective, graph: Graph) -> Collective:
-    """``c`` as often as it runs in a step: a sum of a parameter's gradient over replicas once."""
+    """``c`` as often as it runs in a step: a sum of a parameter's gradient over replicas once, as what ZeRO does once."""
     if graph.passes == 1 or c.times == ONCE:
         return replace(c, times=1)
     return replace(c, bytes=graph.passes * c.bytes, seconds=graph.passes * c.seconds, times=graph.passes)
@@ -209,10 +209,11 @@ def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective
     first = Collective(
         step.kind, step.group, "forward", step.forward_bytes, module_of(s, program.graph), reason, public, forward, op
     )
+    stage = program.assignment.zero.get(s.value, 0) if s.parameter and program.types[s.value].grad else 0
     if step.is_collective:
-        yield first
+        yield replace(first, times=ONCE if stage else 1)
     if step.backward and program.types[s.value].grad:
-        times = ONCE if s.parameter and step.kind == "enter" else 1
+        times = ONCE if s.parameter and (step.kind == "enter" or stage == 1) else 1
         yield replace(
             first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward, times=times
         )
@@ -242,8 +243,6 @@ def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
     """What a user should know before he wonders."""
     mesh = program.mesh
     yield from _notes_on_lengths(program.graph, mesh)
-    if program.graph.micro_batches > 1 and not program.assignment.zero.keys().isdisjoint(_gathered(program)):
-        yield "a step gathers parameters of ZeRO-1 and 2 once, and reduces gradients of ZeRO-1 once, not in every micro-batch"
     for number, axis in enumerate(mesh.axes):
         if mesh.size_of(axis) > 1 and not any(isinstance(x[axis], Shard) for x in program.layouts.values()):
             yield f"axis {axis} is not used: every tensor is replicated along it, because {_why_whole(choices, number)}"
