@@ -145,7 +145,7 @@ def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
 
 
 def _in_all_passes(c: Collective, graph: Graph) -> Collective:
-    """``c`` as often as it runs in a step: a sum of a parameter's gradient over replicas once."""
+    """``c`` as often as it runs in a step: a sum of a parameter's gradient over replicas once, as what ZeRO does once."""
     if graph.passes == 1 or c.times == ONCE:
         return replace(c, times=1)
     n = graph.passes
@@ -210,12 +210,11 @@ def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective
     first = Collective(
         step.kind, step.group, "forward", step.forward_bytes, module_of(s, program.graph), reason, public, forward, op
     )
-    gathered = s.parameter and step.kind == "all_gather" and program.types[s.value].grad
-    stage = program.assignment.zero.get(s.value, 3) if gathered else 3
+    stage = program.assignment.zero.get(s.value, 0) if s.parameter and program.types[s.value].grad else 0
     if step.is_collective:
-        yield replace(first, times=ONCE if stage < 3 else 1)
+        yield replace(first, times=ONCE if stage else 1)
     if step.backward and program.types[s.value].grad:
-        times = ONCE if (s.parameter and step.kind == "enter") or stage == 1 else 1
+        times = ONCE if s.parameter and (step.kind == "enter" or stage == 1) else 1
         yield replace(
             first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward, times=times
         )
