@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compiler import captured, compiled, parts_of
-from autoshard.devices import planned_for
+from autoshard.compiler import captured, compiled
+from autoshard.devices import pipelined_for, planned_for
 from autoshard.errors import CaptureError, MeshError
 from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
@@ -25,6 +25,7 @@ from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
 from autoshard.module.pipelined import PipelinedModule
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.microbatch import count_of
 from autoshard.passes.propagate.experts import like_of
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
@@ -56,7 +57,7 @@ def compile(  # noqa: A001  the public name
     gather_outputs: bool | None = None,
     strict: bool = False,
     dynamic: Dynamic = False,
-    micro_batches: int = 1,
+    micro_batches: int | Literal["auto"] = 1,
     stages: str | None = None,
     schedule: str = "1f1b",
     inputs: Inputs = "global",
@@ -96,7 +97,8 @@ def compile(  # noqa: A001  the public name
         micro_batches: parts of the batch that a call with a backward runs one after another, forward and backward, so
             that activations of one of them are kept at a time. Loss, gradients and dropout are exactly those of the
             whole batch. The model returns one loss; its ``backward()`` hands the gradients over, and other outputs come
-            detached. An operation that needs the whole batch, such as batch norm in training, is refused.
+            detached. An operation that needs the whole batch, such as batch norm in training, is refused. ``"auto"``: the
+            divisor of the batch with which the step fits and is cheapest, the smallest of equals.
         stages: the mesh axis along which the graph is cut into pipeline stages; the rest of the mesh shards each of them.
             A call with a backward runs forward and backward of all micro-batches, as above; under torch.distributed a
             process holds the parameters of its stages alone, and ``torch.distributed.pipelining`` runs the schedule.
@@ -106,7 +108,8 @@ def compile(  # noqa: A001  the public name
             the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
             batch: by the only one, by those that hints for the input name (``{"x": {"dp": Shard(0)}}``), or by those
             with usual names (dp, data, fsdp, replica, …); along others ranks bring the same. Inputs that are DTensors
-            state their layout themselves. With ``dynamic``, inputs in parts are gathered first.
+            state their layout themselves. With ``dynamic``, one that an open length is read
+            off is gathered first where it is cut along that dim.
         mixed_precision: a :class:`torch.distributed.fsdp.MixedPrecisionPolicy`, with the model as its one unit: parameters
             are cast to ``param_dtype`` before they are gathered and read, gradients summed over the ranks in
             ``reduce_dtype``; parameters, their gradients and the optimizer's state stay in the parameters' own dtype.
@@ -125,7 +128,7 @@ def compile(  # noqa: A001  the public name
         strict=strict,
         plan=plan,
         like=like,
-        micro_batches=micro_batches,
+        micro_batches=count_of(micro_batches),
         mixed_precision=precision_of(mixed_precision),
         stages=stages,
         schedule=schedule,
@@ -168,7 +171,7 @@ def plan(
     recompute: Recompute = "auto",
     training: bool | None = None,
     dynamic: Dynamic = False,
-    micro_batches: int = 1,
+    micro_batches: int | Literal["auto"] = 1,
     stages: str | None = None,
     schedule: str = "1f1b",
     inputs: Inputs = "global",
@@ -178,7 +181,8 @@ def plan(
 
     Arguments as of :func:`compile`; example inputs are needed. Those that are local are what one rank brings: the plan
     is for a batch of as many parts as there are. With ``devices=64, hardware="h100"`` and no mesh the mesh is searched,
-    too, and ``plan.candidates`` lists those that were tried. Raises as :func:`compile` does.
+    too, and ``plan.candidates`` lists those that were tried; with ``micro_batches="auto"``, or ``stages="pp"``, so are
+    the number of stages, micro-batches and the schedule. Raises as :func:`compile` does.
     """
     check_inputs(inputs)
     if not example_args and not example_kwargs:
@@ -195,9 +199,9 @@ def plan(
         optimizer=optimizer,
         recompute=recompute,
         like=like,
-        micro_batches=micro_batches,
+        micro_batches=1 if micro_batches == "auto" and devices is not None else count_of(micro_batches),
         mixed_precision=precision_of(mixed_precision),
-        stages=stages,
+        stages=stages if devices is None else None,
         schedule=schedule,
     )
     if resolved is not None:
@@ -212,10 +216,13 @@ def plan(
     if resolved is not None:
         return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan
     assert devices is not None
-    precision = wishes.mixed_precision
-    graph, _ = parts_of(captured(model, *example, training=recorded, dynamic=dynamic, precision=precision), wishes)
+    graph = captured(model, *example, training=recorded, dynamic=dynamic, precision=wishes.mixed_precision)
     wishes = replace(wishes, like=like_of(model, like))
-    return planned_for(graph, devices, resolve_hardware(hardware), wishes, type(model).__name__)
+    found = graph, devices, resolve_hardware(hardware), wishes, type(model).__name__
+    if stages is None and micro_batches != "auto":
+        return planned_for(*found)
+    batches = None if micro_batches == "auto" or micro_batches == 1 else micro_batches
+    return pipelined_for(*found, batches, least=1 if stages is None else 2)
 
 
 def score(

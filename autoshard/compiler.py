@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,9 +22,9 @@ from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.lower.parts import parted
 from autoshard.passes.memory import fitting, tried
-from autoshard.passes.microbatch import MicroBatches, micro_batched
+from autoshard.passes.microbatch import MicroBatches, in_parts
 from autoshard.passes.propagate.experts import Expert, asked_by, like_of
-from autoshard.passes.propagate.hints import fixed, resolve
+from autoshard.passes.propagate.hints import comes_in, fixed, held, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.compiled import Compiled
@@ -66,21 +67,22 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes = wishes or Wishes()
-    graph, micro = parts_of(graph, wishes)
     dump = stages.captured(graph)
-    if wishes.stages is not None:
-        found = in_stages(graph, mesh, wishes, title, micro, planned)
-    else:
-        program, plan = planned(graph, mesh, wishes, title)
-        found = Compiled(graph, program, plan, codegen(program, title, plan.recomputed), micro)
+    found = in_parts(graph, wishes.parts, partial(_built, mesh, wishes, title), _seconds, wishes.stages is not None)
     stages.compiled(found.plan, found.program, found.source.text, dump)
     return found
 
 
-def parts_of(graph: Graph, wishes: Wishes) -> tuple[Graph, MicroBatches | None]:
-    """The graph of one micro-batch where the step runs in several: what the stages after capture take."""
-    whole = (wishes.micro_batches == 1 and wishes.stages is None) or not graph.training
-    return (graph, None) if whole else micro_batched(graph, wishes.micro_batches)
+def _built(mesh: Mesh, wishes: Wishes, title: str, graph: Graph, micro: MicroBatches | None) -> Compiled:
+    """The stages after ``graph``: that of one micro-batch, where there are several."""
+    if wishes.stages is not None:
+        return in_stages(graph, mesh, wishes, title, micro, planned)
+    program, plan = planned(graph, mesh, wishes, title)
+    return Compiled(graph, program, plan, codegen(program, title, plan.recomputed), micro)
+
+
+def _seconds(found: Compiled) -> float:
+    return found.plan.cost.total_s
 
 
 def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
@@ -95,24 +97,20 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
     program = parted(narrowed(program, decided))
     check_program(program)
     plan = describe(program, title, wishes.optimizer, memory)
-    notes = [*expert.notes, *plan.notes]
-    if wishes.micro_batches != 1 and graph.training:
-        notes.insert(
-            0,
-            f"figures are those of one of {wishes.micro_batches} micro-batches; gradients of replicas are summed once a step",
-        )
-    mixed = str(wishes.mixed_precision or "")
-    return program, replace(plan, like=expert.text, mixed_precision=mixed, notes=tuple(notes))
+    mixed, notes = str(wishes.mixed_precision or ""), (*expert.notes, *plan.notes)
+    return program, replace(plan, like=expert.text, mixed_precision=mixed, notes=notes)
 
 
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:
     """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
-    given = {n: x for n, x in zip(graph.flat_inputs, wishes.inputs, strict=False) if n is not None and x is not None}
+    given = {**comes_in(wishes.inputs, graph), **held(wishes.parameters, graph)}
     if wishes.plan is not None:
         check_precision(wishes.plan, wishes.mixed_precision)
         return tried(assignment_of(wishes.plan, graph, mesh, given), wishes.optimizer, wishes.flying)
     hinted = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
     with stage("planning"):
-        planner = Planner(graph, mesh, {**expert.limits, **hinted}, *asked, given, wishes.flying)
+        planner = Planner(
+            graph, mesh, {**expert.limits, **hinted}, *asked, given, expert.zero, wishes.flying, wishes.effort
+        )
         return fitting(planner, wishes.memory_budget)

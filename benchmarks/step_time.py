@@ -1,34 +1,40 @@
-"""Step time of a 20M-parameter Llama on gloo: autoshard against parallelize_module, DDP and one process.
+"""Step time on gloo ranks: plans by an expert's name and the free plan against DDP, FSDP2 and parallelize_module.
 
     python benchmarks/step_time.py --steps 20
+    python benchmarks/step_time.py --models gpt:tiny,vit:tiny,mlp:base --ranks 4
+    python benchmarks/step_time.py --memory
 
-Two processes, one thread each, fp32, forward + backward + fused AdamW. The contestants take turns within one run
-(A B C … A B C …), so that whatever else the machine does meets all of them alike. A step's time is that of the slower
+One thread per process, fp32, forward + backward + fused AdamW. The contestants take turns within one run
+(A B C … A B C …), so that whatever else the machine does meets all of them alike. A step's time is that of the slowest
 rank; the table shows median and quartiles, and the ratio of medians to what each is measured against. CPU: processor
-time of the busier rank, which other work on the machine disturbs less.
+time of the busiest rank, which other work on the machine disturbs less. ``--memory``: instead, the peak of resident
+memory that a world with one contestant alone adds to that of a world without a model.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -38,49 +44,72 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
-from autoshard.models import Llama, LlamaConfig
+from autoshard import models
 
-RANKS = 2
-WARM_UP = 2
-MEGATRON = {
-    "*.[qkv]": "colwise",
-    "*.gate": "colwise",
-    "*.up": "colwise",
-    "*.attention.out": "rowwise",
-    "*.down": "rowwise",
-    "head": "colwise",
-    "embedding.weight": autoshard.Shard(0),
-    "tokens": "replicate",
-    **{m: autoshard.Replicate() for m in ("embedding", "blocks.?", "*.attention", "*norm")},
-}
-"""Megatron's tensor parallelism: two all-reduces per layer each way, vocabulary-parallel embedding and loss"""
-DATA_PARALLEL = {
-    "*weight": "replicate",
-    **{m: autoshard.Shard(0) for m in ("tokens", "labels", "embedding", "blocks.?", "*.[qkv]", "*.attention", "*norm")},
-    **{m: autoshard.Shard(0) for m in ("*.gate", "*.up", "*.down", "head")},
-}
-"""DDP: gradients are all-reduced, nothing else"""
+WARM_UP = 9
+"""more calls than are compared with their inputs by default"""
 
 Step = Callable[[], float]
 """one training step of this rank; returns the loss"""
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """``against``: the contestant whose median its ratio is taken to, and the ratio it should not exceed."""
+class Task:
+    """A model, and the global batch that every rank has."""
 
     name: str
-    step: Step
-    against: str = ""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rows: int
+
+    @staticmethod
+    def of(name: str, batch: int, sequence: int) -> Task:
+        torch.manual_seed(0)
+        reference = models.get(name)
+        sizes = {"seq": sequence} if name.split(":")[0] in ("llama", "gpt", "moe") else {}
+        args, kwargs = reference.inputs(batch=batch, **sizes)
+        return Task(name, tuple(args), dict(kwargs), batch)
+
+    def model(self) -> nn.Module:
+        """The same weights for everybody; no dropout, which ranks would draw differently."""
+        torch.manual_seed(0)
+        return models.get(self.name).model().eval()
+
+    def mine(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """This rank's part of the batch."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+
+        def part(x: Tensor) -> Tensor:
+            return x.chunk(ranks)[rank].contiguous() if x.ndim and x.shape[0] == self.rows else x
+
+        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(Tensor, part, (self.args, self.kwargs))
+        return found
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """``against``: the contestants to whose best median its ratio is taken, and the ratio it should not exceed."""
+
+    name: str
+    make: Callable[[Task], Step]
+    against: tuple[str, ...] = ()
     target: float = 0.0
+    only: str = ""
+    """family of models that it is for; "": all"""
 
 
-def training_step(model: nn.Module, tokens: Tensor, labels: Tensor) -> Step:
+def loss_of(out: Any) -> Tensor:
+    """The model's loss; of a bare tensor the mean square."""
+    found: Tensor = out.square().mean() if isinstance(out, Tensor) else out.loss
+    return found
+
+
+def training_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Step:
     """Forward, backward and fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> float:
-        loss = model(tokens, labels=labels).loss
+        loss = loss_of(model(*args, **kwargs))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -89,46 +118,59 @@ def training_step(model: nn.Module, tokens: Tensor, labels: Tensor) -> Step:
     return step
 
 
-def make_model() -> Llama:
-    torch.manual_seed(0)
-    return Llama(LlamaConfig.small())
-
-
-def compiled(axes: dict[str, int], hints: dict[str, object] | None, batch: tuple[Tensor, Tensor]) -> Step:
+def ours(like: str | None, axis: str) -> Callable[[Task], Step]:
     """Ours takes the global batch on every rank."""
-    tokens, labels = batch
-    # On the h100 preset the hints leave nothing to choose; on the cpu preset the compiler would still mix schemes.
-    mesh = autoshard.Mesh(axes, hardware="cpu" if hints is None else "h100")
-    sharded = autoshard.compile(make_model(), mesh, (tokens,), {"labels": labels}, hints=hints)
-    if dist.get_rank() == 0:
-        counts = Counter(f"{c.kind} {c.phase}" for c in sharded.collectives)
-        moved = sum(c.bytes for c in sharded.collectives) / 1e6
-        listed = ", ".join(f"{n} {what}" for what, n in sorted(counts.items()))
-        print(f"ours {axes}{' (no hints)' if hints is None else ''}: {listed}; {moved:.1f} MB per rank", flush=True)
-    return training_step(sharded, tokens, labels)
+
+    def make(task: Task) -> Step:
+        mesh = autoshard.Mesh({axis: dist.get_world_size()}, hardware="cpu")
+        sharded = autoshard.compile(task.model(), mesh, task.args, dict(task.kwargs), like=like)
+        return training_step(sharded, task.args, task.kwargs)
+
+    return make
 
 
-def tensor_parallel(batch: tuple[Tensor, Tensor]) -> Step:
+def mean(step: Step) -> Step:
+    """The loss of all ranks, as ours gives it."""
+
+    def whole() -> float:
+        loss = torch.tensor(step())
+        dist.all_reduce(loss)
+        return float(loss) / dist.get_world_size()
+
+    return whole
+
+
+def ddp(task: Task) -> Step:
+    """DistributedDataParallel on this rank's part of the batch."""
+    return mean(training_step(DistributedDataParallel(task.model()), *task.mine()))
+
+
+def fsdp2(task: Task) -> Step:
+    """FSDP2 with a unit per repeated module."""
+    mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), task.model()
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return mean(training_step(model, *task.mine()))
+
+
+def tensor_parallel(task: Task) -> Step:
     """torch's parallelize_module with the plan torchtitan has for Llama, without sequence parallelism."""
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    model = make_model()
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "embedding": RowwiseParallel(input_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        },
-    )
-    plan = {f"attention.{n}": ColwiseParallel() for n in "qkv"}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model: Any = task.model()
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh, {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": head})
+    plan: dict[str, Any] = {f"attention.{n}": ColwiseParallel() for n in "qkv"}
     plan |= {"attention.out": RowwiseParallel(), "feed_forward.down": RowwiseParallel()}
     plan |= {"feed_forward.gate": ColwiseParallel(), "feed_forward.up": ColwiseParallel()}
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
-    tokens, labels = batch
+    tokens, labels = task.args[0], task.kwargs["labels"]
     # Fused AdamW does not take plain tensors and DTensors in one list.
-    sharded = [p for p in model.parameters() if hasattr(p, "placements")]
-    whole = [p for p in model.parameters() if not hasattr(p, "placements")]
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     optimizers = [torch.optim.AdamW(group, lr=1e-3, fused=True) for group in (sharded, whole)]
 
     def step() -> float:
@@ -144,108 +186,132 @@ def tensor_parallel(batch: tuple[Tensor, Tensor]) -> Step:
     return step
 
 
-def data_parallel(batch: tuple[Tensor, Tensor]) -> Step:
-    """DistributedDataParallel on this rank's half of the batch."""
-    mine = [x.chunk(RANKS)[dist.get_rank()].contiguous() for x in batch]
-    step = training_step(DistributedDataParallel(make_model()), mine[0], mine[1])
-
-    def mean() -> float:
-        loss = torch.tensor(step())
-        dist.all_reduce(loss)
-        return float(loss) / RANKS
-
-    return mean
-
-
-def one_process(batch: tuple[Tensor, Tensor]) -> Step:
-    """The whole batch on rank 0, while the other rank waits."""
+def one_process(task: Task) -> Step:
+    """The whole batch on rank 0, while the other ranks wait."""
     if dist.get_rank():
         return lambda: float("nan")
-    return training_step(make_model(), *batch)
+    return training_step(task.model(), task.args, task.kwargs)
+
+
+CONTESTANTS = (
+    Contestant('like="ddp"', ours("ddp", "dp"), ("DDP",), 1.02),
+    Contestant("DDP", ddp, ("one process",)),
+    Contestant('like="fsdp"', ours("fsdp", "dp"), ("FSDP2",), 1.0),
+    Contestant('like="zero2"', ours("zero2", "dp"), ("FSDP2",)),
+    Contestant("FSDP2", fsdp2, ("one process",)),
+    Contestant('like="megatron"', ours("megatron", "tp"), ("parallelize_module",), 0.9, "llama"),
+    Contestant("parallelize_module", tensor_parallel, ("one process",), 0.0, "llama"),
+    Contestant("free plan", ours(None, "x"), ("DDP", "FSDP2", "parallelize_module"), 1.0),
+    Contestant("one process", one_process),
+)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per step: of the slower rank, and processor time of the busier rank."""
+    """Seconds per step: of the slowest rank, and processor time of the busiest rank."""
 
     wall: list[float]
     cpu: list[float]
 
 
-def race(contestants: list[Contestant], steps: int) -> dict[str, Times]:
-    """Time the contestants in turns. Their losses have to agree."""
-    times = {c.name: Times([], []) for c in contestants}
-    for round_ in range(steps + WARM_UP):
+def race(steps: Mapping[str, Step], count: int) -> dict[str, Times]:
+    """Time the contestants in turns; says where their losses differ."""
+    times = {name: Times([], []) for name in steps}
+    for round_ in range(count + WARM_UP):
         losses = {}
-        for c in contestants:
+        for name, step in steps.items():
             dist.barrier()
             begin = time.perf_counter(), time.process_time()
-            losses[c.name] = c.step()
+            losses[name] = step()
             took = torch.tensor([time.perf_counter() - begin[0], time.process_time() - begin[1]])
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
             if round_ >= WARM_UP:
-                times[c.name].wall.append(float(took[0]))
-                times[c.name].cpu.append(float(took[1]))
+                times[name].wall.append(float(took[0]))
+                times[name].cpu.append(float(took[1]))
         known = [x for x in losses.values() if x == x]
         if max(known) - min(known) > 1e-3 * abs(known[0]):
             raise SystemExit(f"round {round_}: the losses differ: {losses}")
     return times
 
 
-def report(contestants: list[Contestant], times: dict[str, Times]) -> Table:
+def report(title: str, chosen: list[Contestant], times: Mapping[str, Times]) -> Table:
     """One row per contestant."""
-    table = Table(title=f"{RANKS} gloo ranks, one thread each, torch {torch.__version__}; ms per step")
+    table = Table(title=f"{title}, {dist.get_world_size()} gloo ranks, torch {torch.__version__}; ms per step")
     table.add_column("")
     for column in ("median", "quartiles", "CPU", "ratio", "CPU ratio", "target"):
         table.add_column(column, justify="right")
     wall = {name: statistics.median(t.wall) for name, t in times.items()}
     cpu = {name: statistics.median(t.cpu) for name, t in times.items()}
-    for c in contestants:
+    for c in chosen:
         low, _, high = statistics.quantiles(times[c.name].wall, n=4)
-        ratios = [f"{of[c.name] / of[c.against]:.2f}" if c.against else "" for of in (wall, cpu)]
-        shown = [f"{s * 1e3:.0f}" for s in (wall[c.name], low, high, cpu[c.name])]
-        target = f"≤ {c.target} × {c.against}" if c.target else f"(to {c.against})" if c.against else ""
+        against = [name for name in c.against if name in wall]
+        best = min(against, key=lambda name: wall[name], default="")
+        ratios = [f"{of[c.name] / of[best]:.2f}" if best else "" for of in (wall, cpu)]
+        shown = [f"{s * 1e3:.1f}" for s in (wall[c.name], low, high, cpu[c.name])]
+        target = f"≤ {c.target} × {best}" if c.target else f"(to {best})" if best else ""
         table.add_row(c.name, shown[0], f"{shown[1]} … {shown[2]}", shown[3], *ratios, target)
     return table
 
 
+def for_model(name: str, only: str) -> list[Contestant]:
+    """The contestants for a model; ``only``: names, separated by commas."""
+    fits = [c for c in CONTESTANTS if c.only in ("", name.split(":")[0])]
+    return [c for c in fits if not only or c.name in only.split(",")]
+
+
 def rank_main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{options.rendezvous}", rank=options.rank, world_size=RANKS)
-    shape = (options.batch, options.sequence + 1)
-    text = torch.randint(0, LlamaConfig.small().vocab, shape, generator=torch.Generator().manual_seed(0))
-    batch = (text[:, :-1].contiguous(), text[:, 1:].contiguous())
-    contestants = [
-        Contestant("ours tp=2", compiled({"tp": 2}, MEGATRON, batch), "parallelize_module", 1.0),
-        Contestant("ours tp=2, no hints", compiled({"tp": 2}, None, batch), "parallelize_module", 1.0),
-        Contestant("parallelize_module", tensor_parallel(batch), "one process"),
-        Contestant("ours dp=2", compiled({"dp": 2}, DATA_PARALLEL, batch), "DDP", 1.1),
-        Contestant("DDP", data_parallel(batch), "one process"),
-        Contestant("one process", one_process(batch)),
-    ]
-    times = race(contestants, options.steps)
-    if options.rank == 0:
-        Console(width=110).print(report(contestants, times))
+    file = f"file://{options.rendezvous}"
+    dist.init_process_group("gloo", init_method=file, rank=options.rank, world_size=options.ranks)
+    for name in options.models.split(","):
+        task = Task.of(name, options.batch, options.sequence)
+        chosen = for_model(name, options.only)
+        if options.memory:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            for contestant in chosen:
+                step = contestant.make(task)
+                for _ in range(3):
+                    step()
+            more = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, dtype=torch.float64)
+            dist.all_reduce(more, op=dist.ReduceOp.MAX)
+            if options.rank == 0:
+                print(f"{name}  {options.only}: {float(more) * 1024 / 1e6:.0f} MB", flush=True)
+        else:
+            times = race({c.name: c.make(task) for c in chosen}, options.steps)
+            if options.rank == 0:
+                Console(width=120).print(report(name, chosen, times))
     dist.destroy_process_group()
+
+
+def world(options: argparse.Namespace, more: list[str]) -> int:
+    """Run all ranks; their exit code."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *sys.argv, *more, "--rendezvous", f"{folder}/rendezvous"]
+        workers = [subprocess.Popen([*command, "--rank", str(r)], env=env) for r in range(options.ranks)]
+        return max((worker.wait() for worker in workers), key=abs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="llama:small", help="names from autoshard.models, separated by commas")
+    parser.add_argument("--only", default="", help="contestants, separated by commas (default: all)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each")
-    parser.add_argument("--batch", type=int, default=4, help="sequences of the global batch")
-    parser.add_argument("--sequence", type=int, default=128, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=4, help="rows of the global batch")
+    parser.add_argument("--sequence", type=int, default=128, help="tokens of a row")
+    parser.add_argument("--memory", action="store_true", help="peak of resident memory instead, one world each")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
         rank_main(options)
-        return
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *sys.argv, "--rendezvous", f"{folder}/rendezvous"]
-        workers = [subprocess.Popen([*command, "--rank", str(r)], env=env) for r in range(RANKS)]
-        codes = [worker.wait() for worker in workers]
-    raise SystemExit(max(codes, key=abs))
+    elif options.memory:
+        chosen = {c.name for name in options.models.split(",") for c in for_model(name, options.only)}
+        names = [c.name for c in CONTESTANTS if c.name in chosen and c.name != "one process"]
+        raise SystemExit(max((world(options, ["--only", name]) for name in names), key=abs))
+    else:
+        raise SystemExit(world(options, []))
 
 
 if __name__ == "__main__":

@@ -188,6 +188,20 @@ def one_sum_over_replicas(mesh: autoshard.Mesh) -> None:
     assert sums[0] == sums[1] > 0, sums
 
 
+def chosen(mesh: autoshard.Mesh) -> None:
+    """As many as fit, the same on every rank; a plan brings its number along."""
+    model, args = made("weighted")
+    args = (args[0].repeat(64, 1), args[1].repeat(64))
+    fitting = autoshard.plan(model, mesh, args, micro_batches=4, recompute="none").memory.peak
+    asked = {"micro_batches": "auto", "memory_budget": 1.001 * fitting, "recompute": "none"}
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, **asked)
+    assert sharded.plan.micro_batches == 4
+    followed = autoshard.compile(copy.deepcopy(model), mesh, args, plan=sharded.plan, micro_batches="auto")
+    for found in (sharded, followed):
+        assert far(loss_of(found(*args)), loss_of(model(*args))) <= TOLERANCE
+    assert followed.source == sharded.source
+
+
 CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     **{f"{name}_in_{n}": trains(name, n) for name in ("gpt", "llama") for n in (2, 4)},
     **{f"{name}_in_4": trains(name, 4) for name in ("moe", "regression", "weighted")},
@@ -195,5 +209,6 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "draws_go_on": draws_go_on,
     "without_gradients": without_gradients,
     "refused": refused,
+    "chosen": chosen,
     "one_sum_over_replicas": one_sum_over_replicas,
 }

@@ -91,7 +91,8 @@ def compare(
         found.backward()
         assert found.dtype == expected.dtype
         assert step or far(found, expected) <= (TOLERANCE if policy is WIDE else rounded)
-        for (n, p), q in zip(sharded.named_parameters(), model.parameters(), strict=True):
+        for n, p in sharded.named_parameters():  # of stages, those of this rank's
+            q = model.get_parameter(n)
             assert p.dtype == q.dtype, n
             assert (p.grad is None) == (q.grad is None), n
             if p.grad is not None and q.grad is not None:
@@ -130,6 +131,24 @@ def dropout_and_recomputation(mesh: autoshard.Mesh) -> None:
     compare(model.float(), args, mesh, recompute="blocks", rounded=5e-7)
 
 
+def in_stages(mesh: autoshard.Mesh) -> None:
+    """Every stage casts its own; the tied table is summed over two of them."""
+    model, args = net()
+    axes = {"pp": 2, **({"dp": mesh.size // 2} if mesh.size > 2 else {})}
+    compare(model, args, autoshard.Mesh(axes, hardware=mesh.hardware), stages="pp", micro_batches=4)
+
+
+def without_gradients(mesh: autoshard.Mesh) -> None:
+    """Cast, and gathered as such."""
+    model, args = net()
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, mixed_precision=WIDE, like="fsdp", training=False)
+    with torch.no_grad():
+        assert far(full(sharded(*args)), Emulated(model, WIDE)(*args)) <= TOLERANCE
+    gathered = sum(c.bytes for c in sharded.collectives if c.kind == "all_gather" and "weight" in c.value)
+    plain = autoshard.plan(model, mesh, args, like="fsdp", training=False)
+    assert gathered == 2 * sum(c.bytes for c in plain.collectives if c.kind == "all_gather" and "weight" in c.value) > 0
+
+
 def accumulated(mesh: autoshard.Mesh) -> None:
     """Two backward passes, the first without a sum over the replicas; and the same as micro-batches."""
     axes = autoshard.Mesh({"dp": mesh.size}, hardware=mesh.hardware)
@@ -158,6 +177,23 @@ def summed(like: str, reduce: torch.dtype | None) -> Callable[[autoshard.Mesh], 
         assert torch.equal(found, found.float().double()) == (reduce != torch.float64)
 
     return case
+
+
+def sums_alone(mesh: autoshard.Mesh) -> None:
+    """Without another dtype for parameters: only gradients travel in one of their own."""
+    model, args = net()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    axes = autoshard.Mesh({"dp": mesh.size}, hardware=mesh.hardware)
+    for like in ("ddp", "fsdp"):
+        sharded = autoshard.compile(copy.deepcopy(model), axes, args, mixed_precision=policy, like=like)
+        assert "reduce_dtype=torch.float64" in sharded.source
+        assert " dtype=torch" not in sharded.source
+        sharded(*args).backward()
+        model.zero_grad()
+        model(*args).backward()
+        for n, p in sharded.named_parameters():
+            q = model.get_parameter(n)
+            assert q.grad is None or (p.grad.dtype == q.dtype and far(full(p.grad), q.grad) <= 1e-6), n
 
 
 def half_on_the_wire(mesh: autoshard.Mesh) -> None:
@@ -272,11 +308,14 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     **{name: trains(name) for name in ("ddp", "fsdp", "megatron", "megatron-sp")},
     "of_several_axes": of_several_axes,
     "dropout_and_recomputation": dropout_and_recomputation,
+    "in_stages": in_stages,
+    "without_gradients": without_gradients,
     "accumulated": accumulated,
     "summed_double": summed("fsdp", torch.float64),
     "summed_single": summed("fsdp", None),
     "replicas_summed_double": summed("ddp", torch.float64),
     "replicas_summed_single": summed("ddp", torch.float32),
+    "sums_alone": sums_alone,
     "half_on_the_wire": half_on_the_wire,
     "scaled_and_clipped": scaled_and_clipped,
     "under_autocast": under_autocast,
@@ -285,6 +324,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
 
 SLOW = {
     "free_narrow", "megatron", "megatron-sp", "of_several_axes", "dropout_and_recomputation", "under_autocast",
-    "in_micro_batches", "replicas_summed_double", "replicas_summed_single", "summed_single",
+    "in_micro_batches", "in_stages", "without_gradients", "sums_alone", "summed_single", "replicas_summed_double",
+    "replicas_summed_single",
 }  # fmt: skip
 """of little that is new beside the others, or long"""

@@ -87,7 +87,16 @@ MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
     grouped_mm._opoverload: [call(f(7, 4), f(5, 4, 6), torch.tensor([2, 2, 5, 6, 7], dtype=torch.int32))],
     experts_op._opoverload: [
         call(f(6, 4), i(5, 6, 2), f(6, 2), f(5, 6, 4), f(5, 4, 3), "silu", True, False),
-        call(f(5, 4), i(3, 5, 1), f(5, 1), f(3, 4, 2), f(3, 2, 6), "relu_squared", False, True),
+        call(
+            f(5, 4),
+            torch.tensor([[2], [-1], [0], [3], [2]]),
+            f(5, 1),
+            f(3, 4, 2),
+            f(3, 2, 6),
+            "relu_squared",
+            False,
+            True,
+        ),
     ],
     aten.tensordot.default: [
         call(f(2, 3, 4), f(4, 3, 5), [2, 1], [0, 1]),

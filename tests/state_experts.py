@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from state_harness import case, pair, rows, steps
 from torch import nn
 
@@ -52,3 +53,36 @@ def each_rank_sums_its_own_experts(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, Routed, batch(*EVEN), hints=hints)
     for ids in (EVEN, ((0, 1),) * 6, ((2, 2),) * 6):
         steps(model, sharded, batch(*ids))
+
+
+class Fused(nn.Module):
+    """Attention with fewer key than query heads, and a gated layer, each with one projection for all of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(8, 32), nn.Linear(16, 8)
+        self.gate_up, self.down = nn.Linear(8, 24), nn.Linear(12, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.qkv(x)
+        q, k, v = made[..., :16], made[..., 16:24], made[..., 24:]
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return (x + self.down(F.silu(gate) * up)).square().mean()
+
+
+class AsTuple(Fused):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:  # type: ignore[override]
+        return (super().forward(x),)
+
+
+@case
+def parts_of_fused_projections_stay_cut(mesh: autoshard.Mesh) -> None:
+    x = rows(15).unflatten(0, (3, 5))
+    model, sharded = pair(mesh, AsTuple, x, like="megatron")
+    assert (
+        sharded.plan.layouts["gate_up.weight"].axes_of(0) == sharded.plan.layouts["qkv.weight"].axes_of(0) == mesh.axes
+    )
+    steps(model, sharded, x, x.flip(0))

@@ -6,11 +6,10 @@ import copy
 from typing import Any
 
 import torch
-from state_harness import Net, Of, both, case, close, full, ids, once, pair, refused, rows, steps
+from state_harness import Of, both, case, close, full, once, pair, refused, rows
 from torch import nn
 
 import autoshard
-from autoshard.errors import HintError
 
 
 class Cached(nn.Module):
@@ -119,16 +118,6 @@ def a_sparse_buffer(mesh: autoshard.Mesh) -> None:
     assert sharded.heads.layout == torch.sparse_coo
     with refused("buffer 'heads' is a tensor of layout torch.sparse_coo, and the forward reads it"):
         pair(mesh, lambda: Sparse(lambda m, x: m.heads @ m.lin(x)), rows(8))
-
-
-@case
-def a_written_buffer_that_is_to_be_cut(mesh: autoshard.Mesh) -> None:
-    axis = mesh.axes[0]
-    for hint in (autoshard.Shard(0), {axis: autoshard.Shard(0)}):
-        with refused(r"the forward writes buffer 'bn\.running_mean'", HintError):
-            pair(mesh, Net, ids(), hints={"bn.running_mean": hint})
-    model, sharded = pair(mesh, Net, ids(), hints={"bn.running_*": autoshard.Replicate()})
-    steps(model, sharded, ids())
 
 
 class Rotary(nn.Module):

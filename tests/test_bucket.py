@@ -13,8 +13,9 @@ from programs import Draft, text
 from torch import nn
 
 import autoshard
-from autoshard import PlanError, Shard, runtime
+from autoshard import Link, Mesh, PlanError, Shard, runtime
 from autoshard.check.divergence import first_divergence
+from autoshard.hardware import PRESETS
 from autoshard.layout import Layout
 from autoshard.passes.ir.program import Call, Program, Statement
 from autoshard.passes.ir.verify import check_program
@@ -119,8 +120,18 @@ def test_uneven_shards_have_their_lengths() -> None:
 
 def test_a_full_bucket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text(layers(1, "0", "m", dp=2)).count("gather_parameters") == 1
-    monkeypatch.setattr(module, "BUCKET_BYTES", 16 * 32 * 4)  # what one gathered parameter holds
+    monkeypatch.setattr(module, "bucket_bytes", lambda mesh, axes: 16 * 32 * 4)  # what one gathered parameter holds
     assert text(layers(1, "0", "m", dp=2)).count("gather_parameters") == 2
+
+
+def test_buckets_are_as_large_as_their_link_asks_for() -> None:
+    """A gather of 1 MB/s and 9 s: at 81 MB on the wire, of 108 MB among 4 ranks, latency is a tenth. Without, DDP's size."""
+    device = PRESETS["h100"]
+    slow = replace(device, node=Link(9.0 / 1.75, 1e6), kernel_latency=0.0)
+    assert module.bucket_bytes(Mesh({"dp": 4}, slow), "dp") == pytest.approx(108e6)
+    wire = replace(device, node=Link(0.0, 1e9), kernel_latency=0.0)
+    assert module.bucket_bytes(Mesh({"dp": 4}, wire), ("dp",)) == 25 * 2**20
+    assert module.bucket_bytes(Mesh({"dp": 4}, "cpu"), "dp") == pytest.approx(60e-6 * 1.75 * 1.5e9 * 9 * 4 / 3, rel=0.1)
 
 
 def test_a_bucket_stands_after_what_its_members_are_made_from() -> None:

@@ -33,6 +33,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GROUPED, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
          "decoder_sparse_step": 1, "output_router_logits": True},
     ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {**GROUPED, "intermediate_size_mlp": 24, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "interleave_moe_layer_step": 1, "attention_chunk_size": 32},
+    ),
     "olmoe": ("OlmoeForCausalLM", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
 }  # fmt: skip
 
@@ -58,6 +63,7 @@ def exchanging(plan: autoshard.Plan) -> list[Any]:
 
 EQUAL = [
     ("mixtral", {"ep": 2}, True), ("deepseek-v3", {"ep": 4}, True), ("mixtral", {"ep": 2, "tp": 2}, False),
+    ("llama4", {"ep": 2}, False), ("llama4", {"ep": 2, "tp": 2}, False),
     ("qwen3", {"dp": 2, "ep": 2}, False), ("qwen3", {"ep": 2}, False), ("olmoe", {"ep": 2}, False),
     ("olmoe", {"dp": 2, "ep": 2}, False), ("deepseek-v3", {"ep": 2, "tp": 2}, False),
 ]  # fmt: skip
@@ -138,3 +144,17 @@ def test_experts_beside_the_plan_are_found_without_a_hint() -> None:
         plan.layouts[f"model.layers.0.mlp.experts.{w}"]["x"] == autoshard.Shard(0)
         for w in ("gate_up_proj", "down_proj")
     )
+
+
+def test_what_goes_to_no_expert_adds_nothing() -> None:
+    """As where a capacity drops rows: the others are what they are without them."""
+    model = Routed().double()
+    given = batch(*EVEN)
+    dropped = {**given, "ids": given["ids"].clone()}
+    dropped["ids"][1, 0] = dropped["ids"][4, 1] = -1
+    zeroed = {**given, "weights": given["weights"].clone()}
+    zeroed["weights"][1, 0] = zeroed["weights"][4, 1] = 0
+    torch.testing.assert_close(model(dropped)[0], model(zeroed)[0], rtol=1e-12, atol=0)
+    assert not torch.equal(model(given)[0], model(zeroed)[0])
+    report = autoshard.verify(model, ideal({"ep": 2}), (dropped,), like="expert")
+    assert report.ok, report

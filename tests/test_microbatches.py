@@ -11,6 +11,7 @@ from microbatch_cases import CASES, compare, loss_of, made
 
 import autoshard
 from autoshard.compiler import captured
+from autoshard.errors import PlanError
 from autoshard.module import microbatches
 from autoshard.passes.microbatch import micro_batched
 
@@ -54,15 +55,65 @@ def test_the_graph_of_one() -> None:
     assert (micro.count, micro.outputs, micro.loss) == (4, ("sum",), 0)
 
 
-def test_plans_say_what_their_figures_are_of() -> None:
-    """Also where the mesh is searched: the graph of one part is what is planned."""
+def test_plans_are_of_the_whole_step() -> None:
+    """Also where the mesh is searched; the work is that of the whole batch, in every figure."""
     model, args = made("regression")
-    note = "figures are those of one of 4 micro-batches; gradients of replicas are summed once a step"
     for where in ({"mesh": {"tp": 2}}, {"mesh": None, "devices": 2}):
         whole, parts = (autoshard.plan(model, example_args=args, micro_batches=n, **where) for n in (1, 4))
-        assert note in parts.notes
-        assert note not in whole.notes
-        assert parts.cost.flops == whole.cost.flops / 4
+        assert (whole.micro_batches, parts.micro_batches) == (1, 4)
+        assert parts.cost.flops == whole.cost.flops == sum(c.flops for c in parts.choices.values())
+        assert parts.cost.optimizer_s == whole.cost.optimizer_s
+        assert parts.cost.compute_s > whole.cost.compute_s  # more launches
+        assert parts.cost.mfu == pytest.approx(whole.cost.mfu * whole.cost.total_s / parts.cost.total_s)
+        assert parts.memory.activations < whole.memory.activations
+        assert "in 4 micro-batches" in str(parts)
+        assert type(parts).from_json(parts.to_json()).micro_batches == 4
+
+
+@pytest.mark.parametrize("like", ["ddp", "fsdp", "hsdp"])
+def test_what_is_sent_in_a_step(like: str) -> None:
+    """Sums over replicas once, all else once per micro-batch; what runs is what the plan says."""
+    mesh = ideal({"replica": 2, "shard": 2} if like == "hsdp" else {"dp": 2})
+    sent = []
+    for count in (1, 4):
+        model, args = made("regression")
+        args = tuple(x.repeat(4, 1) for x in args)
+        sharded = autoshard.compile(model, mesh, args, like=like, micro_batches=count)
+        log: list[Any] = []
+        loss_of(sharded(*args)).backward()
+        sharded.record(log)
+        loss_of(sharded(*args)).backward()
+        ran, planned = (_by_kind(found) for found in (log, sharded.collectives))
+        assert ran == pytest.approx(planned)
+        sent.append(planned)
+    for what, size in sent[1].items():
+        assert size == pytest.approx(sent[0][what] * (1 if what == ("all_reduce", "backward") else 4)), what
+
+
+def _by_kind(found: Any) -> dict[tuple[str, str], float]:
+    total: dict[tuple[str, str], float] = {}
+    for c in found:
+        total[c.kind, c.phase] = total.get((c.kind, c.phase), 0.0) + c.bytes
+    return total
+
+
+def test_as_many_as_it_takes() -> None:
+    """The fewest that fit; one where that fits. More take more time, for which the bound holds, too."""
+    model, args = made("regression")
+    args = tuple(x.repeat(512, 1) for x in args)
+    asked: dict[str, Any] = {"mesh": {"dp": 2}, "example_args": args, "like": "ddp", "recompute": "none"}
+    plans = {n: autoshard.plan(model, **asked, micro_batches=n) for n in (1, 2, 4, 8)}
+    assert autoshard.plan(model, **asked, micro_batches="auto").micro_batches == 1
+    for n in (2, 4, 8):
+        assert plans[n].cost.total_s > plans[n // 2].cost.total_s
+        assert plans[n].cost.total_s == pytest.approx(plans[n].lower_bound)
+        assert plans[n].memory.peak < plans[n // 2].memory.peak
+        found = autoshard.plan(model, **asked, micro_batches="auto", memory_budget=1.01 * plans[n].memory.peak)
+        assert (found.micro_batches, found.cost) == (n, plans[n].cost)
+    with pytest.raises(PlanError, match="no plan within"):
+        autoshard.plan(model, **asked, micro_batches="auto", memory_budget=1000)
+    with pytest.raises(PlanError, match="a number of at least 1, or \"auto\", got 'many'"):
+        autoshard.plan(model, **asked, micro_batches="many")
 
 
 def test_one_that_counts_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

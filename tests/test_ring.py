@@ -16,6 +16,7 @@ from torch import nn
 import autoshard
 import autoshard.models
 from autoshard import runtime
+from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime import ring, tile
 from autoshard.runtime.ring_order import spans, tiles, work
@@ -276,3 +277,13 @@ def test_planned_bytes_are_sent(causal: bool) -> None:
     swapped = activation / 4 / 2 * causal
     assert sent["forward"] == 2 * 3 / 4 * activation + 4 * swapped
     assert sent["backward"] == 4 * 3 / 4 * activation + 5 * swapped
+
+
+def test_combines_with_other_cuts() -> None:
+    """Two axes in one ring, a ring beside heads of either kind, beside samples, and folded queries."""
+    random = torch.Generator().manual_seed(0)
+    shapes = (1, 4, 8, 2), (1, 2, 8, 2), (1, 2, 8, 2)
+    q, k, v = (torch.randn(s, generator=random, dtype=torch.float64) for s in shapes)
+    sample = (q, k, v, None, 0.0, True), {"enable_gqa": True}
+    found = check_rule(torch.ops.aten.scaled_dot_product_attention.default, [sample], meshes=[{"x": 2, "y": 2}])
+    assert {"ring", "folded ring", "folded queries", "queries", "query heads"} <= found.strategies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 
@@ -12,9 +13,13 @@ from autoshard import Mesh
 from autoshard.compiler import build, captured
 from autoshard.errors import PlanError
 from autoshard.models import Gpt, GptConfig
+from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.microbatch import micro_batched
 from autoshard.passes.pipeline import Pieces, boundaries
+from autoshard.passes.propagate.planner import Planner
+from autoshard.plans import stages
+from autoshard.plans.alike import renaming
 from autoshard.plans.pipeline import pipeline
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Staged
@@ -158,3 +163,28 @@ def test_the_page_holds_the_schedule(plan: Plan) -> None:
     assert [[tuple(row[:3]) for row in rank] for rank in data["pipeline"]["ranks"]] == [
         [tuple(span.action) for span in spans] for spans in pipeline(plan).ranks
     ]
+
+
+def test_equal_stages_are_searched_once(graph: Graph, plans: dict[str, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+    search = Planner.cheapest
+
+    def counted(planner: Planner) -> Assignment:
+        searched.append(len(planner.graph.nodes))
+        return search(planner)
+
+    monkeypatch.setattr(Planner, "cheapest", counted)
+    build(graph, Mesh({"pp": LAYERS, "tp": 2}), Wishes(stages="pp", micro_batches=BATCHES))
+    assert len(searched) < LAYERS
+    searched.clear()
+    monkeypatch.setattr(stages, "renaming", lambda a, b: None)
+    build(graph, Mesh({"pp": LAYERS, "tp": 2}), Wishes(stages="pp", micro_batches=BATCHES))
+    assert len(searched) == LAYERS
+
+
+def test_graphs_that_differ_are_not_alike(graph: Graph) -> None:
+    one, other = micro_batched(graph, BATCHES)[0], micro_batched(graph, BATCHES // 2)[0]
+    assert renaming(one, one) is not None
+    assert renaming(one, other) is None
+    last = one.nodes[-1]
+    assert renaming(one, dataclasses.replace(one, nodes=(*one.nodes[:-1], dataclasses.replace(last, args=())))) is None

@@ -18,6 +18,7 @@ from autoshard.mesh import Mesh
 from autoshard.module.compiling import Compiling, Settings
 from autoshard.module.entrance import check_data
 from autoshard.module.executable import Executable, first_that_serves
+from autoshard.module.inner import compiled_for_generation, inner
 from autoshard.module.microbatches import MicroBatchRun
 from autoshard.module.saving import save
 from autoshard.module.stages import one_after_another
@@ -128,6 +129,15 @@ class ShardedModule(Compiling):
                 else:  # set anew in the forward
                     self._of.replace(fqn, new.clone())
         return pytree.tree_unflatten(leaves, out_spec)
+
+    def called_alone(self, part: nn.Module) -> Any:
+        """A module inside this one to be called by itself, on the same tensors; first the whole has to be compiled."""
+        base = next(c for c in type(self).__mro__ if c.__module__.startswith("autoshard.module."))
+        return inner(self, part, base)
+
+    def compile_for_generation(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+        """See :func:`~autoshard.module.inner.compiled_for_generation`."""
+        compiled_for_generation(self, inputs, kwargs)
 
     def _device_type(self) -> str | None:
         """Where inputs have to come; None where they are moved."""

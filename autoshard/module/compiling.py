@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,9 @@ from autoshard.compiler import compiled
 from autoshard.errors import CaptureError, PlanError, RuleError
 from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
-from autoshard.layout import Layout
+from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
+from autoshard.module.carried import carried
 from autoshard.module.entrance import beside
 from autoshard.module.executable import Call, Executable, described
 from autoshard.module.inputs import Inputs, local_layouts
@@ -26,6 +28,7 @@ from autoshard.module.state import State, check_call, requires_grad
 from autoshard.module.surface import class_of, leave_to_torch_compile
 from autoshard.module.turns import Turns
 from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.compiled import Compiled
@@ -62,8 +65,10 @@ class Compiling(Fixed):
     _parameter_layouts: dict[str, Layout] | None
     _homes: Mapping[str, tuple[int, ...]] | None
     """the stages that hold each parameter and buffer"""
+    _inner: dict[str, Any]
+    """modules inside that were called alone, by path"""
     _layout_of: dict[str, Layout]
-    """by each name of a parameter"""
+    """by each name of a parameter, and of a buffer that is kept in parts"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__()
@@ -79,6 +84,7 @@ class Compiling(Fixed):
         set_(self, "_executables", {})
         set_(self, "_latest", None)
         set_(self, "_parameter_layouts", None)
+        set_(self, "_inner", {})
         set_(self, "_homes", None)
         set_(self, "__class__", class_of(type(self), type(model), Compiling))
         self._show()
@@ -100,7 +106,11 @@ class Compiling(Fixed):
         """A copy with tensors of its own; programs are shared."""
         memo |= {id(x): x for x in self._shared()}
         memo[id(self._executables)] = dict(self._executables)
+        memo[id(self._inner)] = {}
         return super().__deepcopy__(memo)
+
+    def _alone(self) -> None:
+        """Forget what was loaded of programs: it becomes a module inside another."""
 
     def _shared(self) -> list[Any]:
         """What a copy has in common with this module."""
@@ -121,6 +131,7 @@ class Compiling(Fixed):
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool | None) -> Call:
         """A call with these arguments in the present state. ``recorded``: see :meth:`specialise`."""
+        register_types((tuple(args), dict(kwargs)))  # the arguments must look in each call as they do after a capture
         check_example(self._of.model, (tuple(args), dict(kwargs)))
         args, kwargs = self._arrived(args, kwargs)
         if self._of.renewed():
@@ -194,23 +205,32 @@ class Compiling(Fixed):
     def _built(self, call: Call, structure: Any) -> Executable:
         settings, first = self._settings, self._parameter_layouts is None
         dynamic = settings.dynamic if structure is not None else False
-        # Open lengths are read off whole inputs, and micro-batches are rows of the whole; so are inputs of stages.
+        # Micro-batches are rows of the whole, and stages take inputs whole.
         parts = call.state.recorded and settings.wishes.micro_batches != 1
-        apart = structure is None and not parts and settings.wishes.stages is None
+        apart = not parts and settings.wishes.stages is None
         inputs = self._input_layouts(call.args, call.kwargs) if apart else ()
         wishes = replace(settings.wishes, inputs=inputs)
         wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts, homes=self._homes)
         args, kwargs = self._whole(call.args, call.kwargs)
         with self._of.as_it_is(self._check) as model:
             found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
+        kept = dict(self._parameter_layouts or found.parameter_layouts)
         if first:
-            parameters = found.parameter_layouts
             object.__setattr__(self, "_homes", None if found.pipeline is None else found.pipeline.homes)
             with without_autocast():
-                self._adopt(self._of.model, found.graph, parameters)
-            object.__setattr__(self, "_parameter_layouts", parameters)
-        self._adopt_attributes(found.graph)
-        return Executable.of(found, described(found.graph, args, kwargs), structure)
+                self._adopt(self._of.model, found.graph, kept)
+        self._adopt_attributes(found.graph, found.parameter_layouts)
+        others = {name: self._layout_of.get(name, Layout(self._running)) for name in self._of.slots}
+        object.__setattr__(self, "_parameter_layouts", {**others, **kept})
+        outputs = carried(found.graph.out_spec, inspect.signature(self._of.model.forward).parameters)
+        return Executable.of(found, described(found.graph, args, kwargs), outputs, structure)
+
+    def _keeps(self, executable: Executable, number: int) -> bool:
+        """Whether an output stays in its layout: unless the user says otherwise, in inference a state for the next call."""
+        asked, training = self._settings.gather_outputs, executable.graph.training
+        if asked is not None or training:
+            return not asked
+        return bool(executable.carried) and executable.carried[number]
 
     def _compiled(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
@@ -241,7 +261,8 @@ class Compiling(Fixed):
     def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
         taken: dict[int, torch.Tensor] = {}
-        layouts = dict(layouts)
+        buffers = {i.fqn for i in graph.inputs if i.kind == "buffer"}
+        layouts = {n: x for n, x in layouts.items() if n not in buffers or x.axes_with(Shard)}
         names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
         layouts |= {alias: layouts[name] for alias, name in names.items() if name in layouts}
         object.__setattr__(self, "_layout_of", layouts)
@@ -260,17 +281,18 @@ class Compiling(Fixed):
             for prefix, module in model.named_modules()
             for n in module._non_persistent_buffers_set
         }
-        initial |= recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
+        found = recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
+        initial |= {n: self._kept(full, layouts.get(n)) for n, full in found.items()}
         for name, b in model.named_buffers(remove_duplicate=False):
             if not self._holds(names.get(name, name)):
                 self._of.put_elsewhere(name, b.detach().to("meta"), parameter=False)
                 continue
             if id(b) not in taken:
-                taken[id(b)] = self._buffer(b, initial.get(name))
+                taken[id(b)] = self._buffer(b, layouts.get(name), initial.get(name))
             self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
         self._of.adopt([name for name in absent if name not in initial and self._holds(names.get(name, name))])
 
-    def _adopt_attributes(self, graph: Graph) -> None:
+    def _adopt_attributes(self, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Take over what the forward writes of plain attributes; programs that knew them as constants serve no call more."""
         buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
         found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots and fqn not in self._of.elsewhere)
@@ -278,7 +300,10 @@ class Compiling(Fixed):
             if not self._holds(name):
                 self._of.put_elsewhere(name, tensor.detach().to("meta"), parameter=False)
                 continue
-            self._of.put(name, self._buffer(tensor, None), parameter=False, persistent=False)
+            layout = layouts.get(name)
+            if layout is not None and layout.axes_with(Shard):
+                self._layout_of[name] = layout
+            self._of.put(name, self._buffer(tensor, self._layout_of.get(name), None), parameter=False, persistent=False)
 
     def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The same on every rank."""
@@ -305,13 +330,14 @@ class Compiling(Fixed):
         return torch.initial_seed()
 
     def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-        """What this process keeps of a full initial value; ``layout`` is None for buffers."""
+        """What this process keeps of a full initial value; ``layout`` is None for buffers that are whole."""
         return full
 
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         raise NotImplementedError
 
-    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+    def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
+        """``layout``: of one that is kept in parts."""
         raise NotImplementedError
 
     def tensor(self, fqn: str) -> Any:

@@ -35,7 +35,7 @@ from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.module.turns import Turns
 from autoshard.passes.ir.graph import Ref, TensorType
-from autoshard.passes.ir.program import Local
+from autoshard.passes.ir.program import Local, Program
 from autoshard.passes.redistribute import emit, redistribution
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
@@ -94,6 +94,10 @@ class DistributedModule(ShardedModule):
                 memo[id(p)] = nn.Parameter(p.detach().clone(), p.requires_grad)
         return super().__deepcopy__(memo)
 
+    def _alone(self) -> None:
+        object.__setattr__(self, "_loaded", {})
+        object.__setattr__(self, "_compared", None)
+
     # --- tensors ---
 
     def _device_type(self) -> str | None:
@@ -117,19 +121,25 @@ class DistributedModule(ShardedModule):
         return full if layout is None else shard_of(full, layout, self._comm.rank)
 
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+        return nn.Parameter(
+            self._dtensor(self._part(p, layout, initial), layout, p.shape), requires_grad=p.requires_grad
+        )
+
+    def _part(self, full: torch.Tensor, layout: Layout, initial: torch.Tensor | None) -> torch.Tensor:
+        """This rank's part of a parameter or buffer, or a copy of the one in ``initial``; zeros where there are no data."""
         if initial is not None:
-            local = initial.detach().to(self._device, copy=True).contiguous()
-        elif p.is_meta:
-            shape = layout.local_shape(p.shape, self._comm.rank)
-            local = torch.zeros(shape, dtype=p.dtype, device=self._device)
-        else:
-            local = shard_of(p.detach(), layout, self._comm.rank).to(self._device, copy=True).contiguous()
-        return nn.Parameter(self._dtensor(local, layout, p.shape), requires_grad=p.requires_grad)
+            return initial.detach().to(self._device, copy=True).contiguous()
+        if full.is_meta:
+            shape = layout.local_shape(full.shape, self._comm.rank)
+            return torch.zeros(shape, dtype=full.dtype, device=self._device)
+        return shard_of(full.detach(), layout, self._comm.rank).to(self._device, copy=True).contiguous()
 
     def _dtensor(self, local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
         return dtensor(local, self.device_mesh, layout, shape)
 
-    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+    def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
+        if layout is not None:
+            return Output.of(self._dtensor(self._part(b, layout, initial), layout, b.shape))
         zeros = torch.zeros_like(b, device="cpu") if b.is_meta and initial is None else b
         return (zeros if initial is None else initial).detach().clone().to(self._device)
 
@@ -146,8 +156,9 @@ class DistributedModule(ShardedModule):
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         if isinstance(tensor, DTensor):
             layout = Layout.from_torch(self._running, tensor.placements)
-            tensor.to_local().copy_(shard_of(full, layout, self._comm.rank))
-        else:
+            part = full.to_local() if isinstance(full, DTensor) else shard_of(full, layout, self._comm.rank)
+            tensor, full = tensor.to_local(), part
+        if not full.is_set_to(tensor):  # else it was written in place
             tensor.copy_(full)
 
     def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -161,12 +172,12 @@ class DistributedModule(ShardedModule):
             )
         if layout is None and isinstance(tensor, DTensor):
             raise CaptureError(
-                f"buffer {name!r} was replaced by a DTensor. Every rank holds buffers whole: use full_tensor()."
+                f"buffer {name!r} was replaced by a DTensor. Every rank holds it whole: use full_tensor()."
             )
         placements = tensor.placements if isinstance(tensor, DTensor) else None
         if layout is not None and placements != tuple(layout.to_torch()):
             raise CaptureError(
-                f"parameter {name!r} was replaced by one in layout {placements or 'of a plain tensor'}; it is kept as a "
+                f"{name!r} was replaced by a tensor in layout {placements or 'of a plain tensor'}; it is kept as a "
                 f"DTensor in {layout}. Copy values into it, or load them with load_full_state_dict."
             )
 
@@ -227,7 +238,11 @@ class DistributedModule(ShardedModule):
         notes, agreement = self._comm.notes, self._agreement
         key = call.key(number)
         executable = self._executables.get(key)
-        present = key, self._deferred, notes.failed, notes.broken
+        alike = key
+        if any(isinstance(x, DTensor) for x in call.leaves):  # of a state that grows the ranks know the length
+            alike = call.key(number, exactly=lambda leaf: not isinstance(leaf, DTensor))
+            executable = executable or self._open(call.key(exactly=False), call.leaves)
+        present = alike, self._deferred, notes.failed, notes.broken
         checked = notes.call <= FIRST_CALLS or "inputs" in self._checks
         notes.claims = functools.partial(claims.of_call, notes, key, self._settings.inputs, self._deferred)
         if checked or executable is None or present != self._compared or not self._repeats(executable):
@@ -289,8 +304,18 @@ class DistributedModule(ShardedModule):
         self._agreement.finish()
         program = executable.compiled.program
         first = len(program.outputs)
-        written = {fqn: results[first + i].detach() for i, fqn in enumerate(program.mutations)}
-        return leaves[:first], written
+        return leaves[:first], self._new_values(program, results, actual)
+
+    def _new_values(
+        self, program: Program, results: Sequence[Any], actual: Callable[[Sequence[int]], tuple[int, ...]]
+    ) -> dict[str, torch.Tensor]:
+        """What the rank module gives of states, by original name: a DTensor where they are kept in parts."""
+        found = {}
+        for (fqn, name), new in zip(program.mutations.items(), results[len(program.outputs) :], strict=True):
+            layout, local = program.layouts[name], new.detach()
+            whole = not layout.axes_with(Shard)
+            found[fqn] = local if whole else self._dtensor(local, layout, actual(program.types[name].shape))
+        return found
 
     def _results(self, executable: Executable, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         """What the rank module gives: outputs and what is written back, local."""
@@ -319,10 +344,10 @@ class DistributedModule(ShardedModule):
         if not isinstance(out, Ref):
             return local
         shape = _shape(program.types[out.name], local, actual)
-        return self._output(local, program.layouts[out.name], shape, executable.graph.training)
+        return self._output(local, program.layouts[out.name], shape, self._keeps(executable, number))
 
     def _enter(self, index: int, count: int) -> None:
-        self._comm.micro_batch = (index, count)
+        self._comm.enter(index, count)
 
     def rank_modules(self) -> list[RankModule]:
         """See :meth:`ShardedModule.rank_modules`."""
@@ -339,17 +364,13 @@ class DistributedModule(ShardedModule):
         with torch.no_grad(), runtime.bind(self._comm):
             return {name: t.detach() for name, t in self._load_program(executable).tensors(self.tensor).items()}
 
-    def _output(self, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], recorded: bool) -> torch.Tensor:
-        """Scalars are plain; others an :class:`Output` in their layout, or the full tensor.
-
-        ``recorded``: whether the program has a backward, and outputs keep their layouts unless the user says otherwise.
-        """
-        asked = self._settings.gather_outputs
-        gathers = not recorded if asked is None else asked
-        if not layout.axes_with(Shard):
-            return local if not shape or gathers else Output.of(self._dtensor(local, layout, shape))
-        if not gathers:
+    def _output(self, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], kept: bool) -> torch.Tensor:
+        """Scalars are plain; others an :class:`Output` in their layout where it is ``kept``, or the full tensor."""
+        cut, state = layout.axes_with(Shard), self._settings.gather_outputs is None and not local.requires_grad
+        if kept and (cut or (shape and not state)):
             return Output.of(self._dtensor(local, layout, shape))
+        if not cut:
+            return local
         mesh = self._running
         whole = Layout(mesh, [I if local.requires_grad else R] * mesh.ndim)
         return execute(redistribution(layout, whole, shape, mesh, local.dtype, local.requires_grad), local)

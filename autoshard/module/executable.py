@@ -38,10 +38,11 @@ class Call:
     spec: Any
     state: State
 
-    def key(self, number: int = 0, exactly: bool = True) -> Any:
-        """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`."""
+    def key(self, number: int = 0, exactly: bool | Callable[[Any], bool] = True) -> Any:
+        """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`, of all or by leaf."""
         recorded = self.state.recorded
-        return (*(signature_of(leaf, recorded, exactly) for leaf in self.leaves), self.spec, self.state, number)
+        own = exactly if callable(exactly) else lambda _: exactly
+        return (*(signature_of(leaf, recorded, own(leaf)) for leaf in self.leaves), self.spec, self.state, number)
 
 
 @dataclass
@@ -53,6 +54,9 @@ class Executable:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """shape, dtype and value range of every input it was compiled for"""
 
+    carried: Sequence[bool] = ()
+    """per output whether it is part of a state that the next call takes; nothing for a stage of several"""
+
     structure: Any = None
     """what calls that it may serve have in common, apart from lengths; None where it serves one signature"""
 
@@ -60,15 +64,15 @@ class Executable:
     """per stage, where the graph is cut into stages; ``rank_module`` is that of the first"""
 
     @staticmethod
-    def of(compiled: Compiled, inputs: Mapping[str, Any], structure: Any) -> Executable:
+    def of(compiled: Compiled, inputs: Mapping[str, Any], carried: Sequence[bool], structure: Any) -> Executable:
         """``compiled`` with its source loaded."""
         source = compiled.source
         if not compiled.parts:
-            return Executable(compiled, load_source(source.text, source.modules), inputs, structure)
+            return Executable(compiled, load_source(source.text, source.modules), inputs, carried, structure)
         names = [root_class(number) for number in range(len(compiled.parts))]
         classes = load_classes(source.text, source.modules, names)
         parts = tuple(Executable(part, kind) for part, kind in zip(compiled.parts, classes, strict=True))
-        return Executable(compiled, classes[0], inputs, structure, parts)
+        return Executable(compiled, classes[0], inputs, carried, structure, parts)
 
     @property
     def graph(self) -> Graph:
@@ -85,7 +89,7 @@ class Executable:
     def apart(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, torch.Tensor]]:
         """The arguments with copies of the tensors that the forward writes to, and these tensors by their fqn.
 
-        The program's values must not see what is written back.
+        The program's values must not see what is written back, unless it writes in place.
         """
         written = {i.name: i.fqn for i in self.graph.inputs if i.kind == "input" and i.fqn in self.graph.mutations}
         if not written:
@@ -98,7 +102,8 @@ class Executable:
                         f"the forward writes in place into its input {fqn!r}, which shares memory with input {other!r}: "
                         "the program would not see the write there. Pass a clone of one of them."
                     )
-        copies = [x.clone() if n in written else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
+        aside = {name for name, fqn in written.items() if fqn not in self.compiled.program.in_place}
+        copies = [x.clone() if n in aside else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
         return copies, {fqn: named[name] for name, fqn in written.items()}
 
     def named(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:

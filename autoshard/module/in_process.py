@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.base import ShardedModule
+from autoshard.module.carried import Carried
 from autoshard.module.compiling import Settings
 from autoshard.module.executable import Executable
-from autoshard.module.simulate import cut, join, joined
+from autoshard.module.simulate import cut, join, joined, views
 from autoshard.passes.ir.graph import Ref
 from autoshard.runtime.communicator import Executed
 from autoshard.runtime.in_process import World
@@ -35,6 +38,9 @@ class InProcessModule(ShardedModule):
         memo[id(self._rank_modules)] = {}
         return super().__deepcopy__(memo)
 
+    def _alone(self) -> None:
+        object.__setattr__(self, "_rank_modules", {})
+
     def record(self, log: list[Executed] | None) -> None:
         """Append every collective that is really executed to ``log`` (None: stop)."""
         self._world.log = log
@@ -46,8 +52,22 @@ class InProcessModule(ShardedModule):
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         return nn.Parameter(_real(p, initial), requires_grad=p.requires_grad)
 
-    def _buffer(self, b: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+    def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
         return _real(b, initial)
+
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
+        given = super()._input_layouts(args, kwargs)
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        if not any(isinstance(x, Carried) for x in leaves):
+            return given
+        asked = given or (None,) * len(leaves)
+        return tuple(x.carried_in if isinstance(x, Carried) else a for x, a in zip(leaves, asked, strict=True))
+
+    def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+            Carried, Carried.whole, (tuple(args), dict(kwargs))
+        )
+        return plain
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would see the ranks of one thread only
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
@@ -61,7 +81,11 @@ class InProcessModule(ShardedModule):
         modules = self._rank_modules[key]
         tensors = self._tensors(executable)
         names = executable.compiled.source.inputs
-        arguments = [self._spread(x, program.layouts[n]) for n, x in zip(names, inputs, strict=True)]
+        written = {name for fqn, name in program.graph.states.items() if fqn in program.in_place}
+        arguments = [
+            views(_plain(x), program.layouts[n]) if n in written else self._spread(x, program.layouts[n])
+            for n, x in zip(names, inputs, strict=True)
+        ]
         for rank, module in enumerate(modules):
             module.bind_tensors({name: parts[rank] for name, parts in tensors.items()})
         try:
@@ -74,25 +98,31 @@ class InProcessModule(ShardedModule):
                 module.release_tensors()
         actual = executable.lengths(inputs)
         leaves: list[Any] = []
+        keeps = self._settings.gather_outputs is None and not program.graph.training
         for i, out in enumerate(program.outputs):
             if not isinstance(out, Ref):
                 leaves.append(results[0][i])
                 continue
-            type_ = program.types[out.name]
+            type_, layout = program.types[out.name], program.layouts[out.name]
             shape = None if type_.unknown else actual(type_.shape)
-            leaves.append(joined([r[i] for r in results], program.layouts[out.name], shape, f"output {i}"))
+            parts = [r[i] for r in results]
+            if keeps and self._keeps(executable, i) and shape is not None and layout.axes_with(Shard):
+                leaves.append(Carried.of(parts, layout, shape))
+            else:
+                leaves.append(joined(parts, layout, shape, f"output {i}"))
         first = len(program.outputs)
         mutated = {
             fqn: join(
                 [r[first + i].detach() for r in results], program.layouts[name], actual(program.types[name].shape), fqn
             )
             for i, (fqn, name) in enumerate(program.mutations.items())
+            if fqn not in program.in_place
         }
         return leaves, mutated
 
     def _enter(self, index: int, count: int) -> None:
         for comm in self._world.ranks:
-            comm.micro_batch = (index, count)
+            comm.enter(index, count)
 
     def _tensors(self, executable: Executable) -> dict[str, tuple[torch.Tensor, ...]]:
         """Original name → the local tensor of every rank."""
@@ -100,13 +130,13 @@ class InProcessModule(ShardedModule):
         for value in executable.graph.inputs:
             if value.kind == "input":
                 continue
+            layout = executable.compiled.plan.layouts[value.fqn]
             if value.kind == "constant":
-                full = executable.graph.constants[value.name]
-            elif value.kind == "parameter":
-                full = self.tensor(value.fqn)
+                found[value.fqn] = cut(executable.graph.constants[value.name], layout, value.fqn)
+            elif value.fqn in executable.compiled.program.in_place:
+                found[value.fqn] = views(self.tensor(value.fqn), layout)
             else:
-                full = self.tensor(value.fqn)
-            found[value.fqn] = cut(full, executable.compiled.plan.layouts[value.fqn], value.fqn)
+                found[value.fqn] = cut(self.tensor(value.fqn), layout, value.fqn)
         return found
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
@@ -116,6 +146,8 @@ class InProcessModule(ShardedModule):
 
     def _spread(self, x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
         """A global input for every rank: the whole, with a gradient that is whole on each of them, or a part."""
+        if isinstance(x, Carried):
+            return x.parts_in(layout)
         if layout.axes_with(Shard) or (x.requires_grad and torch.is_grad_enabled()):
             return cut(x, layout, "an input")
         return (x,) * self._running.size
@@ -126,3 +158,7 @@ def _real(tensor: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
     if not tensor.is_meta:
         return tensor.detach().clone()
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if initial is None else initial.detach().clone()
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.whole() if isinstance(x, Carried) else x

@@ -82,6 +82,8 @@ def _waiting(comm: Communicator, gradient: Any) -> Axes:
 
 def _over(comm: Communicator, spec: Any, axes: Axes) -> Any:
     """``spec`` with summands over ``axes``, and over no others."""
+    if not axes and not any(p.is_partial() for p in spec.placements):
+        return spec
     whole = [Replicate() if p.is_partial() else p for p in spec.placements]
     placements = [Partial() if a in axes else p for a, p in zip(comm.mesh, whole, strict=True)]
     return type(spec)(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
@@ -98,7 +100,9 @@ def _taken(comm: Communicator, p: Any, axes: Axes) -> torch.Tensor | None:
 
 def _meet(comm: Communicator, p: Any, axes: Axes) -> Axes:
     """Bring ``p.grad`` and a new gradient that is a summand over ``axes`` together: the axes both are to be over."""
-    held = None if p.grad is None or not _accumulates(p) else _waiting(comm, p.grad)
+    held = None if p.grad is None else _waiting(comm, p.grad)
+    if held is not None and held != axes and not _accumulates(p):
+        held = None
     if axes:
         _deferred[p] = None
     if held is None or held == axes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from autoshard.layout import Layout, Shard
 from autoshard.module.executable import Executable
@@ -57,10 +58,13 @@ class Loaded:
         if trained:
             found.update(zip(trained, locals_of(self.comm, list(trained.values())), strict=True))
         for name, written in self.buffers:
-            buffer = held(name)  # of one that is written after the forward, the backward has a copy
-            found[name] = _part(buffer.clone() if written else buffer, self.layouts[name], self.comm.rank)
+            buffer = held(name)
+            part = _part(buffer, self.layouts[name], self.comm.rank)
+            found[name] = part.clone() if written else part  # it is written after the forward: the backward has a copy
         return found
 
 
 def _part(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    if isinstance(full, DTensor):
+        return full.to_local()
     return shard_of(full, layout, rank) if layout.axes_with(Shard) else full

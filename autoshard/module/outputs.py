@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 log = logging.getLogger("autoshard")
 
-_WHOLE = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__iter__)
-"""what leaves torch"""
+_ON_WHOLE = (
+    *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__iter__),  # what leaves torch
+    torch.Tensor.__setitem__,  # DTensor's own writes into a copy where the dim is cut
+)
+_WRITING = re.compile(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
+"""names of functions that write into their first argument"""
 
 
 class Output(DTensor):
@@ -40,17 +45,64 @@ class Output(DTensor):
     ) -> Any:
         given = tuple(args), dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            if func not in _WHOLE and not any(_is_plain(x) for x in pytree.tree_leaves(given)):
+            dim = chosen_dim(func, *given)
+            if dim is not None and not any(p.is_partial() or p.is_shard(dim) for p in args[0].placements):
+                return _of_part(func, dim, *given)
+            if func not in _ON_WHOLE and not any(_is_plain(x) for x in pytree.tree_leaves(given)):
                 try:
-                    return pytree.tree_map_only(DTensor, Output.of, func(*given[0], **given[1]))
+                    made = func(*given[0], **given[1])
+                    return made if isinstance(made, torch.Size) else pytree.tree_map_only(DTensor, Output.of, made)
                 except torch.OutOfMemoryError:
                     raise
                 except (RuntimeError, NotImplementedError) as error:
                     log.info("%s of an output in its layout: %s. It is gathered", func, error)
             own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
-            return func(*own, **named)
+            result = func(*own, **named)
+            if _writes(func) and isinstance(x := given[0][0], DTensor):
+                _take(x, own[0])
+                return x if result is own[0] else result
+            return result
+
+
+def chosen_dim(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """The dim along which ``func`` chooses slices of a tensor that is not plain (beams, requests of a cache), if it does.
+
+    Where that dim is whole the same is done with every part.
+    """
+    place = _CHOOSES.get(func)
+    if place is None or not args or sum(isinstance(x, torch.Tensor) and type(x) is not torch.Tensor for x in args) != 1:
+        return None
+    dim = args[place] if place < len(args) else kwargs.get("dim")
+    return dim % args[0].ndim if isinstance(dim, int) and type(args[0]) is not torch.Tensor else None
+
+
+_CHOOSES = {
+    **dict.fromkeys((torch.Tensor.index_select, torch.index_select), 1),
+    **dict.fromkeys((torch.Tensor.repeat_interleave, torch.repeat_interleave), 2),
+}
+"""where their argument ``dim`` stands"""
+
+
+def _of_part(func: Any, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
+    x = args[0]
+    part = func(x.to_local(), *args[1:], **kwargs)
+    shape = torch.Size([*x.shape[:dim], part.shape[dim], *x.shape[dim + 1 :]])
+    stride = torch.empty(shape, device="meta").stride()
+    made = DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
+    return Output.of(made)
 
 
 def _is_plain(x: Any) -> bool:
     """Numbers go with DTensors, but for those that want a gradient: it would be a DTensor."""
     return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and (x.ndim > 0 or x.requires_grad)
+
+
+def _writes(func: Any) -> bool:
+    """Whether ``func`` writes into its first argument."""
+    return bool(_WRITING.fullmatch(getattr(func, "__name__", "")))
+
+
+def _take(x: DTensor, full: torch.Tensor) -> None:
+    """Take this rank's part of what was written into a copy of the whole."""
+    part = distribute_tensor(full.detach(), x.device_mesh, x.placements, src_data_rank=None)
+    x._local_tensor.copy_(part.to_local())

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoshard.errors import AutoshardError, CaptureError
+from autoshard.module.outputs import Output
 
 Made = TypeVar("Made")
 _INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -60,6 +61,8 @@ class Fixed(nn.Module):
         if tensors is not None:
             if (tensors[name] is None) != (value is None):
                 _refuse(f"{name!r} of a {self._original.__name__} is {'removed' if value is None else 'added'}")
+            if tensors is own["_buffers"] and isinstance(tensors[name], DTensor):
+                value = part_of(value, tensors[name])
         elif not isinstance(value, nn.Module) and (name in self._known or hasattr(self._original, name)):
             if same(getattr(self, name, ...), value):
                 return
@@ -67,8 +70,8 @@ class Fixed(nn.Module):
         super().__setattr__(name, value)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """As torch's; where a parameter is a DTensor, every rank takes its part of a full tensor."""
-        own: dict[str, Any] = {prefix + name: p for name, p in self._parameters.items()}
+        """As torch's; where a parameter or buffer is a DTensor, every rank takes its part of a full tensor."""
+        own: dict[str, Any] = {prefix + name: p for name, p in (*self._parameters.items(), *self._buffers.items())}
         parts = {n: part_of(state_dict[n], p) for n, p in own.items() if isinstance(p, DTensor) and n in state_dict}
         nn.Module._load_from_state_dict(self, {**state_dict, **parts}, prefix, *args)
 
@@ -140,9 +143,10 @@ def part_of(full: Any, like: DTensor) -> Any:
     if not isinstance(full, torch.Tensor) or isinstance(full, DTensor) or full.shape != like.shape:
         return full
     cut = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
-    return DTensor.from_local(
+    made = DTensor.from_local(
         cut.to_local().clone(), cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
     )
+    return Output.of(made) if type(like) is Output else made
 
 
 def same(old: Any, new: Any) -> bool:

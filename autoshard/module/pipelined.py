@@ -238,8 +238,7 @@ class PipelinedModule(DistributedModule):
     def _written(self, pipeline: Pipeline, number: int) -> dict[str, torch.Tensor]:
         """What a stage writes back: of the last micro-batch."""
         program = pipeline.executable.parts[number].compiled.program
-        last = pipeline.made[number][-1]
-        return {fqn: last[len(program.outputs) + i] for i, fqn in enumerate(program.mutations)}
+        return self._new_values(program, pipeline.made[number][-1], tuple)
 
     def _made_everywhere(self, pipeline: Pipeline) -> list[list[Any]]:
         """Per micro-batch the model's outputs, on every rank: from those of the stages that made them."""

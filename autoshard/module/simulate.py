@@ -23,6 +23,16 @@ def shard_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     return torch.zeros_like(local) if any(coordinates[i] for i in partial) else local
 
 
+def views(full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+    """``full``'s part on every rank, to be written in place: views of it, and copies for ranks that hold what another does."""
+    whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard)]
+    found = []
+    for rank in range(layout.mesh.size):
+        part, coordinates = shard_of(full, layout, rank), layout.mesh.coordinates(rank)
+        found.append(part.clone() if any(coordinates[i] for i in whole) else part)
+    return tuple(found)
+
+
 def join(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int] | None, what: str) -> torch.Tensor:
     """The full tensor of which ``shards`` (by rank) are the parts. ``what`` names it in an error.
 

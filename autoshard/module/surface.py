@@ -28,7 +28,27 @@ def class_of(base: type[Any], kind: type[nn.Module], root: type[Any]) -> type[An
     forward.__doc__ = kind.forward.__doc__
     with contextlib.suppress(TypeError, ValueError):
         forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
-    return derived(base, kind, {"forward": forward})
+    names: dict[str, Any] = {"forward": forward}
+    if isinstance(getattr(kind, "device", None), property):  # it asks parameters, of which there are none before a call
+        names["device"] = property(lambda self: self._of.tensors()[0].device)
+    return derived(base, kind, names | _of_generation(kind))
+
+
+def _of_generation(kind: Any) -> dict[str, Any]:
+    """What generation by transformers asks beside the forward: the encoder, called alone."""
+    if not callable(getattr(kind, "get_encoder", None)) or not callable(getattr(kind, "generate", None)):
+        return {}
+
+    def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = kind.get_encoder(self, *args, **kwargs)
+        return self.called_alone(found) if self._of.adopted and found is not self else found
+
+    @functools.wraps(kind.generate)
+    def generate(self: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self.compile_for_generation(inputs, kwargs)
+        return kind.generate(self, inputs, *args, **kwargs)
+
+    return {"get_encoder": get_encoder, "generate": generate}
 
 
 @functools.cache

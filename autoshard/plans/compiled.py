@@ -35,10 +35,10 @@ class Compiled:
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
-        """Original name of a parameter → its layout on the mesh that programs run on."""
+        """Original name of a parameter or buffer → its layout on the mesh that programs run on."""
         layouts: dict[str, Layout] = {}
         for part in self.parts or (self,):
             layouts |= part.plan.layouts
-        names = [i.fqn for i in self.graph.inputs if i.kind == "parameter"]
+        names = [i.fqn for i in self.graph.inputs if i.kind in ("parameter", "buffer")]
         whole = Layout((self.parts or (self,))[0].plan.mesh)
         return {name: layouts.get(name, whole) for name in names}

@@ -28,6 +28,9 @@ from autoshard.plans.record import TOGETHER, Choice, Collective, Cost
 from autoshard.plans.report import utilisation
 from autoshard.plans.schedule import step_end
 
+ONCE = 0
+"""in place of a number of times: once in all passes"""
+
 
 def describe(program: Program, title: str = "", optimizer: str = "adamw", memory: Memory | None = None) -> Plan:
     """The plan of a program: what a user sees, and what another compilation can reuse.
@@ -42,7 +45,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
     flops = share = 0.0
     for node in graph.nodes:
         choice = assignment.choices[node.name]
-        work = costs.node_flops(node, graph, rule_for(node.op))
+        work = graph.passes * costs.node_flops(node, graph, rule_for(node.op))
         forward = work / (1.0 + costs.backward_factor(node, graph)) if assignment.again.get(node.name) == 2 else 0.0
         flops, share = flops + work, share + (work + forward) * costs.divided(choice, mesh)
         labels = tuple(s.label for s in choice)
@@ -52,8 +55,8 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
             source=node.source,
             labels=labels,
             flops=work,
-            seconds=searched.operations[node.name].compute.step,
-            backward_s=searched.operations[node.name].compute.backward,
+            seconds=graph.passes * searched.operations[node.name].compute.step,
+            backward_s=graph.passes * searched.operations[node.name].compute.backward,
             has_rule=has_rule(node, graph),
             inputs=tuple(public.get(n, n) for n in node.inputs),
             outputs=node.outputs,
@@ -61,10 +64,10 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
             alternatives=others.get(node.name, ()),
             again=assignment.again.get(node.name, 0),
         )
-    kinds = {i.fqn: i.kind for i in graph.inputs}
+    kinds, gathered = {i.fqn: i.kind for i in graph.inputs}, _gathered(program)
     layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
     memory = simulate(program, optimizer) if memory is None else memory
-    local = sum(_step_seconds(step)[2] for step in _steps(program.statements))
+    local = graph.passes * sum(_step_seconds(step)[2] for step in _steps(program.statements))
     plan = Plan(
         mesh=mesh,
         layouts=layouts,
@@ -92,12 +95,14 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
         training=graph.training,
         title=title,
         modules={path: name for node in graph.nodes for path, name in node.module_types},
-        dtypes={public.get(n, n): str(t.dtype).removeprefix("torch.") for n, t in graph.types.items()},
+        dtypes={public.get(n, n): str(t.kept.dtype).removeprefix("torch.") for n, t in graph.types.items()},
         differentiable=tuple(public.get(n, n) for n, t in graph.types.items() if t.grad),
         memory=memory,
         optimizer=optimizer,
         recomputed=tuple(_recomputed(program, memory, searched)),
         shared_again=tuple(sorted(public.get(n, n) for n in assignment.shared_again)),
+        zero={public[n]: stage for n, stage in assignment.zero.items() if n in gathered},
+        micro_batches=graph.passes,
     )
     mfu, hfu = utilisation(plan)
     return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu, schedule_s=step_end(plan)))
@@ -109,7 +114,8 @@ def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterat
     for name in dict.fromkeys((*memory.spared, *searched.again)):
         node = nodes.get(name) or program.graph.producers.get(name)
         parts = searched.again.get(name)
-        seconds = 0.0 if parts is None else float(parts.compute + parts.other + parts.communication())
+        each = 0.0 if parts is None else float(parts.compute + parts.other + parts.communication())
+        seconds = program.graph.passes * each
         computed = program.assignment.again.get(name) == 2 or (name in nodes and is_view(nodes[name].op))
         what = "computed" if computed else "converted"
         if seconds or memory.spared.get(name):
@@ -133,8 +139,16 @@ def _collectives(program: Program) -> Iterator[Collective]:
             found += _shared(parts, program.mesh) if s.members else parts
         elif s.node is not None:
             found += _of_node(program, s)
+    found = [_in_all_passes(c, program.graph) for c in found]
     yield from (c for c in found if c.phase == "forward")
     yield from (c for c in reversed(found) if c.phase == "backward")
+
+
+def _in_all_passes(c: Collective, graph: Graph) -> Collective:
+    """``c`` as often as it runs in a step: a sum of a parameter's gradient over replicas once."""
+    if graph.passes == 1 or c.times == ONCE:
+        return replace(c, times=1)
+    return replace(c, bytes=graph.passes * c.bytes, seconds=graph.passes * c.seconds, times=graph.passes)
 
 
 def _shared(parts: Sequence[Collective], mesh: Mesh) -> list[Collective]:
@@ -160,6 +174,12 @@ def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collect
             yield replace(
                 same[0], bytes=sum(c.bytes for c in same), seconds=sum(c.seconds for c in same), reason=reason
             )
+
+
+def _gathered(program: Program) -> frozenset[str]:
+    """Parameters that the forward gathers in buckets."""
+    buckets = (s for s in program.statements if s.call.fn == "gather_parameters")
+    return frozenset(part.value for s in buckets for part in s.parts)
 
 
 def _steps(statements: Iterable[Statement]) -> Iterator[Step]:
@@ -192,7 +212,10 @@ def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective
     if step.is_collective:
         yield first
     if step.backward and program.types[s.value].grad:
-        yield replace(first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward)
+        times = ONCE if s.parameter and step.kind == "enter" else 1
+        yield replace(
+            first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward, times=times
+        )
     if again and step.is_collective:
         seconds = float(forward_seconds(program.graph.types[s.value], (step.src,), (step.dst,))[0, 0])
         how = "gathered again" if s.parameter else "made again"

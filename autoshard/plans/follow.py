@@ -44,7 +44,8 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
                 f"{', '.join(plan.choices[node.name].labels)}, which these sizes do not allow"
             )
     layouts = {n: _on(mesh, plan.layouts[public.get(n, n)]) for n in graph.types}
-    inputs = {i.name: stated(i.name, graph, mesh, given) for i in graph.inputs if i.kind == "input"}
+    stating = (i.name for i in graph.inputs if i.kind == "input" or i.name in given)
+    inputs = {name: stated(name, graph, mesh, given) for name in stating}
     alike = inputs.items() <= layouts.items() and _same_costs(plan, graph, mesh)
     layouts |= inputs
     fqns = {fqn: n for n, fqn in public.items()}
@@ -55,7 +56,8 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
     solution = Solution((), plan.cost.total_s, bound, False)
     again = {name: choice.again for name, choice in plan.choices.items() if choice.again}
     shared_again = frozenset(fqns.get(n, n) for n in plan.shared_again)
-    return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, hinted, again, shared_again)
+    zero = {fqns[n]: stage for n, stage in plan.zero.items()}
+    return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, hinted, again, shared_again, zero)
 
 
 def check_precision(plan: Plan, precision: Precision | None) -> None:
@@ -73,7 +75,7 @@ def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:
     public, trained = {i.name: i.fqn for i in graph.inputs}, set(plan.differentiable)
 
     def is_alike(name: str, type_: TensorType) -> bool:
-        dtype = str(type_.dtype).removeprefix("torch.")
+        dtype = str(type_.kept.dtype).removeprefix("torch.")
         found = (plan.shapes.get(name), plan.dtypes.get(name), name in trained)
         return found == (type_.example.shape, dtype, type_.grad)
 

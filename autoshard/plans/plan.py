@@ -9,6 +9,7 @@ from autoshard.plans.diff import diff
 from autoshard.plans.explain import explain
 from autoshard.plans.record import Record
 from autoshard.plans.report import plan_text
+from autoshard.plans.tp_plan import TpPlan, tp_plan
 from autoshard.viz import visualize
 
 
@@ -26,6 +27,13 @@ class Plan(Record):
     def diff(self, other: Record) -> str:
         """This plan and ``other`` side by side: cost, memory, layouts, operations and collectives that differ."""
         return diff(self, other)
+
+    def to_tp_plan(self, axis: str | None = None) -> TpPlan:
+        """Pattern of modules → style, as transformers' ``tp_plan`` says it; ``.unsaid``: what has no words there.
+
+        ``axis``: the mesh axis, by default the only one, or ``tp``.
+        """
+        return tp_plan(self, axis)
 
     def visualize(self, path: str | os.PathLike[str], other: Record | None = None) -> None:
         """Draw the plan into ``path``: .html, .dot, .svg, .json, .txt or .trace.json; ``other``: the plan before."""

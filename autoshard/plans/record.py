@@ -42,6 +42,8 @@ class Collective:
     """the operation it is made for, a key of :attr:`Record.choices`; "" for an output of the model"""
     movable: bool = False
     """whether it may run beside compute: it moves a parameter or its gradient"""
+    times: int = 1
+    """how often it runs in a step; ``bytes`` and ``seconds`` are of all of them"""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -204,8 +206,12 @@ class Record:
     """what the backward makes again instead of having it kept"""
     shared_again: tuple[str, ...] = ()
     """values whose conversion into the shared layout is made again in the backward"""
+    zero: Mapping[str, int] = field(default_factory=dict)
+    """parameter → ZeRO stage 1 or 2: gathered once a step and kept; others that are gathered are so again in the backward"""
     like: str = ""
     """the expert's plan that was asked for, as text; "" for none"""
+    micro_batches: int = 1
+    """parts of the batch that the step runs one after another; shapes, and what is held, are those of one"""
     mixed_precision: str = ""
     """the policy that it was made for, as text; "" for none"""
     candidates: tuple[Candidate, ...] = ()
@@ -241,7 +247,9 @@ class Record:
                 "optimizer": self.optimizer,
                 "recomputed": [asdict(r) for r in self.recomputed],
                 "shared_again": list(self.shared_again),
+                "zero": dict(self.zero),
                 "like": self.like,
+                "micro_batches": self.micro_batches,
                 "mixed_precision": self.mixed_precision,
                 "candidates": [
                     {
@@ -285,7 +293,9 @@ class Record:
                 optimizer=data.get("optimizer", "adamw"),
                 recomputed=tuple(Recomputed(**r) for r in data.get("recomputed", ())),
                 shared_again=tuple(data.get("shared_again", ())),
+                zero=data.get("zero", {}),
                 like=data.get("like", ""),
+                micro_batches=data.get("micro_batches", 1),
                 mixed_precision=data.get("mixed_precision", ""),
                 candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
                 staged=Staged.from_dict(data["staged"], cls.from_json) if "staged" in data else None,

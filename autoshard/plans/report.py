@@ -6,7 +6,7 @@ import io
 import re
 import shutil
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -136,11 +136,11 @@ def _add(table: Table, *cells: str) -> None:
 
 def utilisation(plan: Record) -> tuple[float, float]:
     """(MFU, HFU): the model's FLOPs, and the FLOPs the busiest rank runs, over what the hardware could do meanwhile."""
-    weights: Counter[str] = Counter()
-    for name, kind in plan.kinds.items():
-        if kind == "parameter":
-            weights[plan.dtypes.get(name, "float32")] += local_bytes(plan, name)
-    dtype = getattr(torch, weights.most_common(1)[0][0]) if weights else torch.float32
+    work: dict[str, float] = defaultdict(float)
+    for choice in plan.choices.values():
+        if choice.flops:
+            work[plan.dtypes.get(choice.outputs[0], "float32")] += choice.flops
+    dtype = getattr(torch, max(work, key=lambda name: work[name])) if work else torch.float32
     capacity = plan.mesh.hardware.peak(dtype) * plan.cost.total_s
     if capacity <= 0:
         return 0.0, 0.0
@@ -151,6 +151,7 @@ def _headline(plan: Record) -> Text:
     cost = plan.cost
     share = cost.exposed_s / cost.total_s if cost.total_s else 0.0
     what = "training step" if plan.training else "inference"
+    what += f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     lines = [
         f"{plan.title or 'Plan'} on {plan.mesh.hardware.name}, mesh {plan.mesh}: {plan.mesh.size} ranks, {what}",
         f"predicted step {show_seconds(cost.total_s)} = compute {show_seconds(cost.compute_s)} + communication "
@@ -259,7 +260,7 @@ def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
             *key[:3],
             key[3] if len(found) > 1 else found[0].fqn,
             key[4],
-            len(found),
+            sum(c.times for c in found),
             sum(c.bytes for c in found),
             sum(c.seconds for c in found),
             found[0],
@@ -287,7 +288,8 @@ def _change(c: Collective) -> str:
 
 def _collectives(plan: Record) -> Table:
     rows = traffic(plan.collectives)
-    title = f"Collectives of a step: {len(plan.collectives)} per rank, {show_bytes(sum(r.bytes for r in rows))} sent"
+    calls, sent = sum(c.times for c in plan.collectives), show_bytes(sum(r.bytes for r in rows))
+    title = f"Collectives of a step: {calls} per rank, {sent} sent"
     table = _table(title, "kind", "axis", "phase", "module", "", "why", ">bytes", ">time", ">share")
     for row in rows:
         count = f"×{row.count}" if row.count > 1 else ""

@@ -43,8 +43,14 @@ def collective_name(c: Collective) -> str:
 
 
 def timeline(plan: Record) -> tuple[Event, ...]:
-    """Every event of one step, in the order in which they are begun."""
-    return _Schedule(plan).run()
+    """Every event of one step, in the order in which they are begun; of micro-batches one after another."""
+    last = _Schedule(plan, last=True).run()
+    if plan.micro_batches == 1:
+        return last
+    one = _Schedule(plan, last=False).run()
+    length = max((e.start + e.seconds for e in one), default=0.0)
+    every = [(one, k * length) for k in range(plan.micro_batches - 1)]
+    return tuple(replace(e, start=e.start + at) for events, at in [*every, (last, len(every) * length)] for e in events)
 
 
 def step_end(plan: Record) -> float:
@@ -54,7 +60,10 @@ def step_end(plan: Record) -> float:
 
 @dataclass
 class _Schedule:
+    """One pass; ``last``: with what comes once a step."""
+
     plan: Record
+    last: bool
     now: float = 0.0
     """when the compute stream is free"""
     free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LINKS, 0.0))
@@ -66,7 +75,7 @@ class _Schedule:
         self.speed = self.plan.mesh.hardware.overlap
 
     def run(self) -> tuple[Event, ...]:
-        sequence = list(_sequence(self.plan))
+        sequence = list(_sequence(self.plan, self.last))
         ahead = defaultdict[str, list[int]](list)  # block and phase → its gathers
         order: list[str] = []
         for i, event in enumerate(sequence):
@@ -123,7 +132,7 @@ class _Schedule:
 
     def _optimize(self) -> None:
         """The update, after all gradients are reduced."""
-        if seconds := self.plan.cost.optimizer_s:
+        if self.last and (seconds := self.plan.cost.optimizer_s):
             start = max(self.now, *self.free.values())
             self.events.append(Event("optimizer", COMPUTE, "optimizer", start, seconds, "", ""))
 
@@ -136,10 +145,12 @@ def _block(event: Event) -> str:
     return f"{phase} {'.'.join(parts[: numbered + 1])}"
 
 
-def _sequence(plan: Record) -> Iterator[Event]:
-    """All events in the order of the program, each as if it started at 0."""
+def _sequence(plan: Record, last: bool) -> Iterator[Event]:
+    """All events of a pass in the order of the program, each as if it started at 0."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for c in plan.collectives:
+        if not last and c.times == 1:
+            continue
         again = c.reason.endswith(("(gathered again)", "(made again)"))
         moment = "after" if c.value == c.op and c.phase == "forward" else "again" if again else c.phase
         groups.setdefault((c.op, moment), []).append(c)
@@ -148,19 +159,20 @@ def _sequence(plan: Record) -> Iterator[Event]:
         for c in groups.get((op, moment), ()):
             stream = LINKS[plan.mesh.crosses(c.axes)]
             name = collective_name(c)
-            yield Event(name, stream, c.phase, 0.0, c.seconds, c.fqn, op, c.bytes, c.reason, c.movable)
+            seconds, size = c.seconds / c.times, c.bytes / c.times
+            yield Event(name, stream, c.phase, 0.0, seconds, c.fqn, op, size, c.reason, c.movable)
 
     for name, choice in plan.choices.items():
         yield from send(name, "forward")
-        yield from _run(name, choice, "forward", choice.seconds - choice.backward_s)
+        yield from _run(name, choice, "forward", (choice.seconds - choice.backward_s) / plan.micro_batches)
         yield from send(name, "after")
     yield from send("", "forward")
     yield from send("", "backward")
     for name, choice in reversed(list(plan.choices.items())):
         yield from send(name, "again")
         if choice.again == 2:
-            yield from _run(name, choice, "again", choice.seconds - choice.backward_s)
-        yield from _run(name, choice, "backward", choice.backward_s)
+            yield from _run(name, choice, "again", (choice.seconds - choice.backward_s) / plan.micro_batches)
+        yield from _run(name, choice, "backward", choice.backward_s / plan.micro_batches)
         yield from send(name, "backward")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 from autoshard.errors import AutoshardError, MeshError, PlanError
+from autoshard.hardware import Hardware
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.codegen import codegen_stages
@@ -20,6 +21,7 @@ from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, fo
 from autoshard.passes.pipeline.timeline import held, orders
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import resolve
+from autoshard.plans.alike import renamed, renaming
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Staged
@@ -62,10 +64,12 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
         if wishes.plan.staged is None:
             raise PlanError(f"stages={wishes.stages!r}: the plan that is given has no stages. Plan again with them.")
         return cut(graph, wishes.plan.staged.boundaries, loss)
+    if wishes.boundaries is not None:
+        return cut(graph, wishes.boundaries, loss)
     if wishes.homes is not None:
         return cut(graph, following(graph, wishes.homes, ranks * chunks), loss)
     pieces = Pieces(graph, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
-    budget = chunks * _budget(mesh, wishes)
+    budget = budget_of(wishes, mesh.hardware)
     cuts = boundaries(pieces, wishes.schedule, ranks, wishes.micro_batches, chunks, budget)
     return cut(graph, with_parameters(graph, cuts), loss)
 
@@ -79,6 +83,11 @@ def in_stages(
     plan: Callable[[Graph, Mesh, Wishes, str], Planned],
 ) -> Compiled:
     """What follows capture for a graph that is cut along an axis of the mesh. ``plan``: plans one graph."""
+    count = micro.count if micro is not None else max(1, wishes.micro_batches)
+    graph, wishes = (
+        replace(graph, passes=1),
+        replace(wishes, micro_batches=count),
+    )  # plans of stages: of one micro-batch
     assert wishes.stages is not None
     pipeline = staged(graph, mesh, wishes, micro)
     found, whole = planned_stages(pipeline, mesh, wishes, title, plan)
@@ -107,6 +116,7 @@ def planned_stages(
     resolve(wishes.hints, stages.whole, own)  # what matches nothing is said before a stage is asked
     inputs = dict(zip(stages.whole.flat_inputs, wishes.inputs, strict=False))
     received: dict[str, Layout | None] = {}
+    done: list[tuple[Stage, Wishes, Plan]] = []
     parameters = dict(wishes.parameters or {})
     given = wishes.plan.staged.plans if wishes.plan is not None and wishes.plan.staged is not None else ()
     for stage in stages.each:
@@ -116,12 +126,15 @@ def planned_stages(
             hints=_that_fit(wishes.hints, partial(_hinted, stage, own)),
             like=_styles(wishes.like, stage, own),
             plan=cast(Plan, given[stage.number]) if given else None,
-            parameters=parameters,
+            parameters=dict(parameters),
             flying=_in_flight(mesh, wishes, stage),
-            memory_budget=_budget(mesh, wishes),
+            memory_budget=budget_of(wishes, mesh.hardware) / CHUNKS[wishes.schedule],  # several stages share a rank
             inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
         )
+        if not (asked.hints or asked.plan or isinstance(asked.like, Mapping)):
+            asked = replace(asked, plan=_as_before(stage, asked, done))
         found.append(plan(stage.graph, own, asked, title))
+        done.append((stage, asked, found[-1][1]))
         layouts = found[-1][1].layouts
         parameters |= {i.fqn: layouts[i.fqn] for i in stage.graph.inputs if i.kind == "parameter"}
         received = dict(zip(stage.sent, found[-1][1].outputs, strict=False))
@@ -133,6 +146,22 @@ def planned_stages(
         axis, wishes.schedule, wishes.micro_batches, stages.boundaries, tuple(plans), messages, sent, flying
     )
     return found, together(stages, plans, mesh, record)
+
+
+def _as_before(stage: Stage, asked: Wishes, done: Sequence[tuple[Stage, Wishes, Plan]]) -> Plan | None:
+    """The plan of an earlier stage that is the same but for names, if it is the best for this one, too.
+
+    It is where as many micro-batches are in flight, or fewer and nothing was made again.
+    """
+    if any(fqn in (asked.parameters or {}) for fqn in stage.held):
+        return None
+    for other, wishes, plan in reversed(done):
+        fits = asked.flying == wishes.flying or (asked.flying < wishes.flying and not plan.recomputed)
+        if fits and asked.inputs == wishes.inputs and not any(fqn in (wishes.parameters or {}) for fqn in other.held):
+            names = renaming(other.graph, stage.graph)
+            if names is not None:
+                return renamed(plan, names)
+    return None
 
 
 def _sent(stage: Stage, plan: Plan) -> tuple[float, float]:
@@ -155,10 +184,9 @@ def _in_flight(mesh: Mesh, wishes: Wishes, stage: Stage) -> int:
     return int(held(order, [float(s == stage.number) for s in range(ranks * chunks)]))
 
 
-def _budget(mesh: Mesh, wishes: Wishes) -> float:
-    """Bytes per rank that a stage may hold: what is asked for, spread over the stages of a rank."""
-    whole = SHARE * mesh.hardware.memory_bytes if wishes.memory_budget is None else wishes.memory_budget
-    return whole / CHUNKS[wishes.schedule]
+def budget_of(wishes: Wishes, hardware: Hardware) -> float:
+    """Bytes that a rank may hold."""
+    return SHARE * hardware.memory_bytes if wishes.memory_budget is None else wishes.memory_budget
 
 
 def _hinted(stage: Stage, mesh: Mesh, hints: Mapping[str, Any]) -> object:

@@ -64,11 +64,11 @@ def together(stages: Stages, plans: Sequence[Plan], mesh: Mesh, staged: Staged) 
 
 
 def _notes(plans: Sequence[Plan]) -> Iterator[str]:
-    """What stages say, once where it begins alike; not that figures are of one micro-batch: those of all stages are not."""
+    """What stages say, once where it begins alike."""
     begun: set[str] = set()
     for note in dict.fromkeys(note for p in plans for note in p.notes):
         begins = note.partition(",")[0]
-        if begins not in begun and not note.startswith("figures are those of one of"):
+        if begins not in begun:
             begun.add(begins)
             yield note
 

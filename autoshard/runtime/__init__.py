@@ -24,6 +24,7 @@ from autoshard.runtime.collectives import (
 from autoshard.runtime.communicator import Communicator, Executed, bind, current
 from autoshard.runtime.fan_out import fan_out
 from autoshard.runtime.gradients import Gradients
+from autoshard.runtime.in_place import write_select, write_slice
 from autoshard.runtime.in_process import InProcessCommunicator, World
 from autoshard.runtime.launch import main
 from autoshard.runtime.module import Block, RankModule, device, require
@@ -85,7 +86,7 @@ from autoshard.runtime.attention import attention, causal_mask, kv_heads
 from autoshard.runtime.draw import draw, draw_like, native_dropout, rrelu
 from autoshard.runtime.embedding import vocab_embedding, vocab_embedding_bag
 from autoshard.runtime.experts import experts
-from autoshard.runtime.halo import average, crop, halo
+from autoshard.runtime.halo import average, crop, halo, split
 from autoshard.runtime.indexing import (
     sharded_gather,
     sharded_grouped_mm,
@@ -175,6 +176,7 @@ __all__ += [
     "sharded_scatter_add",
     "sharded_select",
     "softmax",
+    "split",
     "std",
     "std_mean",
     "topk",
@@ -183,4 +185,6 @@ __all__ += [
     "vector_norm",
     "vocab_embedding",
     "vocab_embedding_bag",
+    "write_select",
+    "write_slice",
 ]

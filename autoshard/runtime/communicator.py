@@ -15,6 +15,7 @@ import torch
 from autoshard.errors import MeshError, RuntimeMismatchError
 from autoshard.runtime.move import Move
 from autoshard.runtime.relay import Arrival, Hop
+from autoshard.runtime.step import Step
 from autoshard.runtime.window import Chunks, chunks
 
 Axes = str | Sequence[str]
@@ -47,6 +48,9 @@ class Communicator(ABC):
     micro_batch: tuple[int, int] = (0, 1)
     """which of how many micro-batches runs"""
 
+    step: Step | None = None
+    """what the micro-batches share, where there are several"""
+
     deferred: bool = False
     """whether forward passes leave their parameters' gradients as summands, to be added up in a later backward"""
 
@@ -59,6 +63,14 @@ class Communicator(ABC):
         self._active: dict[Axes, tuple[str, ...]] = {}
         self._chunks: dict[tuple[tuple[str, ...], int], Chunks] = {}
         self._index: dict[tuple[str, ...], int] = {}
+
+    def enter(self, index: int, count: int) -> None:
+        """Micro-batch number ``index`` of ``count`` runs from now on; 0 of 1: the whole batch."""
+        self.micro_batch = (index, count)
+        if index == 0:
+            self.step = Step(count) if count > 1 else None
+        if self.step is not None:
+            self.step.enter(index)
 
     @abstractmethod
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
@@ -169,6 +181,11 @@ class Communicator(ABC):
                 return out
         raise RuntimeMismatchError(f"{move} is not a local move")
 
+    @property
+    def logs(self) -> bool:
+        """Whether anyone wants to know of collectives."""
+        return self.log is not None
+
     def record(self, kind: str, axes: tuple[str, ...], phase: str, ring_bytes: float) -> None:
         """Append to :attr:`log`, if there is one."""
         if self.log is not None:
@@ -184,9 +201,11 @@ def in_order_of(x: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
 
     Kernels follow that order, so another one would round otherwise than on one device.
     """
+    if moved is x or x.is_contiguous():
+        return moved
     strides = x.stride()
     order = sorted(range(x.ndim), key=lambda d: -strides[d])
-    if moved is x or order == list(range(x.ndim)) or not all(strides):
+    if order == list(range(x.ndim)) or not all(strides):
         return moved
     back = sorted(range(x.ndim), key=order.__getitem__)
     return moved.permute(order).contiguous().permute(back)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from autoshard.runtime.communicator import Axes, Communicator, current
 from autoshard.runtime.grouped import grouped_mm
-from autoshard.runtime.halo import halo
+from autoshard.runtime.halo import split
 from autoshard.runtime.move import Move, Splits
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -42,7 +42,7 @@ def experts_op(
 
     An expert is ``activation(x @ first) @ second``; ``gated``: ``first`` makes [gate, up], and
     ``activation(gate) * up`` goes into ``second``. Experts lie along dim 0: ``first`` [e, h, w] and ``second`` [e, v, h]
-    as of linear layers, ``transposed`` [e, w, h] and [e, h, v].
+    as of linear layers, ``transposed`` [e, w, h] and [e, h, v]. An id that names no expert, such as -1, adds nothing.
     """
     return experts(x, ids, weights, first, second, activation, gated, transposed)
 
@@ -100,15 +100,20 @@ def experts(
     gives the summand of its own experts. ``hidden_axes`` cut the ``hidden`` features between the products: results are
     summands. There ``first`` is cut as one dim, of which most ranks have gates only or none; they exchange their parts.
     """
-    top = ids.shape[1]
-    held = _held(count or first.shape[0], expert_axes, exchange_axes)
+    top, count = ids.shape[1], count or first.shape[0]
+    known = (ids >= 0) & (ids < count)
+    if not expert_axes:  # computed as well, without a wait for how many there are
+        ids, weights = ids.where(known, 0), weights.where(known, 0)
+    else:
+        ids = ids.where(known, count)
+    held = _held(count, expert_axes, exchange_axes)
     slots, routes = _routes(ids.reshape(-1), held)
     rows = x.index_select(0, slots // top)
     rows = _exchanged(rows, held, routes)
     if routes.order is not None:
         rows = rows.index_select(0, routes.order)
     ends = routes.ends[: first.shape[0]]
-    parts = _parts(first, 2 if transposed else 1, hidden, hidden_axes) if gated and hidden_axes else [first]
+    parts = split(first, 2 if transposed else 1, (hidden, hidden), hidden_axes) if gated and hidden_axes else [first]
     made = [grouped_mm(rows, part if transposed else part.mT, ends, True) for part in parts]
     mid = ACTIVATIONS[activation](made[0]) if not gated else _gated(made, ACTIVATIONS[activation])
     if not transposed:
@@ -120,11 +125,6 @@ def experts(
     out = out * weights.reshape(-1).index_select(0, slots).unsqueeze(1)
     placed = out.new_zeros(ids.numel(), out.shape[1]).index_copy(0, slots, out)
     return placed.view(x.shape[0], top, -1).sum(1).to(x.dtype)
-
-
-def _parts(first: torch.Tensor, dim: int, hidden: int, axes: Axes) -> list[torch.Tensor]:
-    """This rank's part of the gates and of what they gate, of a dim that holds one after the other."""
-    return [halo(first, dim, 2 * hidden, hidden, axes, padding=-start) for start in (0, hidden)]
 
 
 def _gated(made: list[torch.Tensor], activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -141,7 +141,7 @@ class _Held(NamedTuple):
     most: int
     """how many a rank holds at most"""
     places: tuple[int, ...] | None
-    """per expert: rank · most + number there; ranks · most where none of them holds it. None: all are here"""
+    """per expert, and for none: rank · most + number there; ranks · most where none of them holds it. None: all are here"""
 
 
 def _held(count: int, expert_axes: Axes, exchange_axes: Axes) -> _Held:
@@ -152,7 +152,7 @@ def _held(count: int, expert_axes: Axes, exchange_axes: Axes) -> _Held:
     parts = comm.chunks(count, cut)
     ranks = comm.group(axes)
     most = max(1, parts[0][1])
-    places = [len(ranks) * most] * count
+    places = [len(ranks) * most] * (count + 1)
     for number, rank in enumerate(ranks):
         start, length = parts[comm.group(cut, rank).index(rank)]
         places[start : start + length] = range(number * most, number * most + length)
@@ -200,7 +200,7 @@ def _balanced(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
     if held.places is None:
         return torch.empty_like(ids), _Routes(None, None, ends)
     mine = sum(place < held.ranks * held.most for place in held.places)
-    kept = -(-ids.numel() * mine // len(held.places))
+    kept = -(-ids.numel() * mine // (len(held.places) - 1))
     slots = ids.new_empty(kept)
     if held.comm is None or not held.axes:
         return slots, _Routes(None, None, ends)

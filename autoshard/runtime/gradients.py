@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.buckets import Begin, Bucket
+from autoshard.runtime.bucket import Begin, Bucket
 from autoshard.runtime.communicator import Communicator
+from autoshard.runtime.flat_bucket import FlatBucket
+
+SMALL = 2**20
+"""bytes of gradients below which a bucket goes with the next one"""
 
 Earlier = Callable[[int, tuple[str, ...]], torch.Tensor | None]
 """(number of a parameter, axes) → the summand over these axes that is kept of it, and is no longer"""
@@ -28,6 +32,8 @@ class Gradients:
         self.later: list[Begin] = []
         self.parts: list[tuple[int, torch.Tensor, tuple[str, ...]]] = []
         """(number of the parameter, part of its gradient, axes over which it is a summand)"""
+        self.held: list[tuple[FlatBucket, Sequence[int], Sequence[torch.Tensor | None]]] = []
+        """small buckets, that go with the next ones"""
         self.summands: dict[int, tuple[str, ...]] = {}
         """after :meth:`finish`: the parameters whose gradient is a summand, and over which axes"""
 
@@ -37,7 +43,27 @@ class Gradients:
         self.later.clear()
 
     def move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Begin to move the ``gradients`` of the parameters with these ``numbers`` back through ``bucket``."""
+        """Begin to move the ``gradients`` of the parameters with these ``numbers`` back through ``bucket``.
+
+        Small ones wait for the next of their kind: a message has its price, however short it is.
+        """
+        if not isinstance(bucket, FlatBucket):
+            self._move(bucket, numbers, gradients)
+            return
+        if self.held and not self.held[0][0].joins(bucket):
+            self._flush()
+        self.held.append((bucket, numbers, gradients))
+        if sum(g.nbytes for *_, given in self.held for g in given if g is not None) >= SMALL:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self.held:
+            buckets, numbers, gradients = zip(*self.held, strict=True)
+            self.held = []
+            joint = buckets[0].joined(buckets)
+            self._move(joint, [n for ns in numbers for n in ns], [g for gs in gradients for g in gs])
+
+    def _move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         kept = bucket.awaited if bucket.deferred else ()
         earlier = [
             self.earlier(n, bucket.awaited) if g is not None and bucket.awaited and not kept else None
@@ -53,6 +79,7 @@ class Gradients:
 
         The latter comes from uses that no bucket carries; a parameter may have both.
         """
+        self._flush()
         self.begin_later()
         for work in self.works:
             work.wait()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -44,6 +47,16 @@ def halo(
         return x
     before = min(max(-start, 0), count)
     return F.pad(x, [*(0, 0) * (x.dim() - dim - 1), before, count - length - before], value=fill)
+
+
+def split(x: torch.Tensor, dim: int, lengths: Sequence[int], axes: Axes) -> list[torch.Tensor]:
+    """The parts of a global dim that have these ``lengths`` together, all cut by ``axes`` as the dim itself is.
+
+    Ranks exchange what they hold of each other's parts; backward: the gradients.
+    """
+    starts = [0, *itertools.accumulate(lengths)]
+    size = starts.pop()
+    return [halo(x, dim, size, n, axes, padding=-start) for start, n in zip(starts, lengths, strict=True)]
 
 
 def crop(

@@ -178,6 +178,11 @@ class InProcessCommunicator(Communicator):
         what = f"shared {getattr(fn, '__name__', fn)}"
         return self.world.meet(self.rank, what, None, lambda _: [fn(*args, **kwargs)] * self.world.size)
 
+    @property
+    def logs(self) -> bool:
+        """See :attr:`Communicator.logs`."""
+        return self.world.log is not None
+
     def record(self, kind: str, axes: tuple[str, ...], phase: str, ring_bytes: float) -> None:
         """Append to the world's log, if there is one."""
         if self.world.log is not None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.again import forgetting
+from autoshard.runtime.ahead import Ahead
 from autoshard.runtime.communicator import current
 from autoshard.runtime.parameters import regather
 
@@ -68,6 +69,8 @@ class RankModule(Block):
     """whether it has parts that run again in the backward"""
     GATHERS: ClassVar[bool] = False
     """whether it gathers parameters, which are then gathered again in the backward instead of being kept"""
+    PREFETCH: ClassVar[int] = 0
+    """how many buckets of parameters are gathered ahead of the one that is used, forward and backward"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,6 +79,7 @@ class RankModule(Block):
             placed.block_path = path
             self.place(path, placed)
         self._slots = dict(self._find_slots())
+        self._ahead = Ahead(self.PREFETCH)
 
     def _find_slots(self) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
         holders = [("", type(self)), *((f"{path}.", block) for path, block in self.BLOCKS.items())]
@@ -86,13 +90,20 @@ class RankModule(Block):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward; first :meth:`bind_tensors`."""
-        with regather() if self.GATHERS else forgetting() if self.AGAIN else contextlib.nullcontext():
+        ahead = self._ahead.forward(self._bound()) if self.PREFETCH else contextlib.nullcontext()
+        with (
+            ahead,
+            regather(self.PREFETCH) if self.GATHERS else forgetting() if self.AGAIN else contextlib.nullcontext(),
+        ):
             return super().__call__(*args, **kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that are bound, of this rank."""
-        found = (scope._parameters[leaf] for scope, leaf in self._slots.values())
-        return [x for x in found if x is not None]
+        return list(self._bound().values())
+
+    def _bound(self) -> dict[str, torch.Tensor]:
+        found = ((name, scope._parameters[leaf]) for name, (scope, leaf) in self._slots.items())
+        return {name: x for name, x in found if x is not None}
 
     @property
     def tensor_names(self) -> tuple[str, ...]:

@@ -8,20 +8,27 @@ reads a gradient that is still under way.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from autoshard.errors import LayoutError, RuntimeMismatchError
 from autoshard.runtime.again import CHANGED, Source, can_be_made_again, forget_freed, forgetting
-from autoshard.runtime.buckets import Bucket, Dtypes, Tensors, carried
+from autoshard.runtime.ahead import gathered, there
+from autoshard.runtime.bucket import Bucket, Dtypes, Tensors
+from autoshard.runtime.buckets import carried
 from autoshard.runtime.collectives import Whole
 from autoshard.runtime.communicator import Axes, current
+from autoshard.runtime.flat_bucket import FlatBucket
 from autoshard.runtime.gradients import Gradients
 from autoshard.runtime.in_process import InProcessCommunicator
 from autoshard.runtime.move import Move
+from autoshard.runtime.step import Gathered
 from autoshard.runtime.together import moved_back
 
 Dtype = torch.dtype | None
@@ -54,6 +61,7 @@ def gather_parameters(
     sizes: Sequence[int] | None = None,
     replicas: Axes = (),
     *,
+    zero: int = 3,
     dtype: Dtype = None,
     reduce_dtype: Dtype = None,
 ) -> Tensors:
@@ -62,8 +70,10 @@ def gather_parameters(
     ``dims``: the cut dim of each tensor; ``sizes``: its length after the gather (default: the cut is even). Backward:
     one reduce-scatter per dtype (``to="I"``: a local slice), asynchronous as in :func:`enter_parameters`.
     ``replicas``: axes that hold equal shards (I → R there, as in HSDP); the reduced shards are all-reduced over them.
-    Inside :func:`regather` the gathered tensors are not kept for the backward. ``dtype``: what is gathered is cast to
-    first; it and ``reduce_dtype`` as in :func:`enter_parameters`.
+    ``zero``: the stage of ZeRO (Rajbhandari et al., arXiv:1910.02054). At 3 the gathered tensors are not kept for the
+    backward inside :func:`regather`; below they are, and the micro-batches of a step share them. At 1 these also share
+    the reduction of their gradients, which the last one makes.
+    ``dtype``: what is gathered is cast to first; it and ``reduce_dtype`` as in :func:`enter_parameters`.
     """
     comm = current()
     names = comm.active(axes)
@@ -74,8 +84,8 @@ def gather_parameters(
     n = comm.size_of(names)
     lengths = sizes if sizes is not None else [t.shape[d] * n for t, d in zip(tensors, dims, strict=True)]
     moves = [Move("S", to, names, d, length) for d, length in zip(dims, lengths, strict=True)]
-    dtypes = Dtypes(dtype, reduce_dtype)
-    return carried("gather_parameters", moves, tensors, _through, comm.active(replicas), listed=True, dtypes=dtypes)
+    through, dtypes = functools.partial(_through, zero=zero), Dtypes(dtype, reduce_dtype)
+    return carried("gather_parameters", moves, tensors, through, comm.active(replicas), listed=True, dtypes=dtypes)
 
 
 def wait_gradients(*parameters: torch.Tensor, gradients: Gradients | None = None) -> Tensors:
@@ -107,20 +117,26 @@ class _Move(torch.autograd.Function):
     """A bucket as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, bucket: Bucket, *xs: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, bucket: Bucket, zero: int, *xs: torch.Tensor) -> Tensors:
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
         ctx.owners = [(getattr(x.grad_fn, "pending", None), x.output_nr) for x in xs if x.requires_grad]
-        out = tuple(bucket.forward(xs, current().phase))
+        out, shared = _moved(bucket, xs, zero)
+        ctx.sums = shared if zero == 1 else None
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in out]
         ctx.mark_non_differentiable(*(y for x, y in zip(xs, out, strict=True) if not x.requires_grad))
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[2:]
+        if ctx.sums is not None:
+            ctx.sums.add(gradients)
+            if not ctx.bucket.home.step.is_last:
+                return None, None, *(None for _ in gradients)
+            gradients = tuple(ctx.sums.take())
         if torch.is_grad_enabled():  # create_graph: as nodes that have a derivative, nothing left under way
-            return None, *moved_back(ctx.bucket, gradients, wanted, ctx.shapes)
+            return None, None, *moved_back(ctx.bucket, gradients, wanted, ctx.shapes)
         pending = ctx.owners[0][0]
         overlap = pending is not None and all(owner is pending for owner, _ in ctx.owners)
         if overlap:
@@ -132,22 +148,34 @@ class _Move(torch.autograd.Function):
                 work.wait()
             for begin in later:
                 begin().wait()
-            return None, *out
+            return None, None, *out
         numbers = iter(number for _, number in ctx.owners)
         pending.move(ctx.bucket, [next(numbers) if w else -1 for w in wanted], gradients)
-        return None, *(None for _ in gradients)
+        return None, None, *(None for _ in gradients)
 
 
-def _through(bucket: Bucket, xs: Sequence[torch.Tensor]) -> Tensors:
+def _moved(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int) -> tuple[Tensors, Gathered | None]:
+    """What comes out of ``bucket``, and that of all micro-batches where they share it."""
+    step, phase = bucket.home.step, current().phase
+    if zero == 3 or step is None:
+        return tuple(gathered(bucket, xs, phase, zero < 3)), None
+    if step.is_gathered:
+        there(bucket)
+    shared = step.gathered(lambda: gathered(bucket, xs, phase, True), bucket.dtypes.backward)
+    return tuple(x.detach() for x in shared.tensors), shared
+
+
+def _through(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int = 3) -> Tensors:
     if not torch.is_grad_enabled():
-        return tuple(bucket.forward(xs, current().phase))
+        return _moved(bucket, xs, zero)[0]
     if any(x.requires_grad for x in xs):
-        out: Tensors = _Move.apply(bucket, *xs)  # type: ignore[no-untyped-call]
+        out: Tensors = _Move.apply(bucket, zero, *xs)  # type: ignore[no-untyped-call]
     else:
-        out = tuple(bucket.forward(xs, current().phase))
-    if _scope.depth and bucket.moves[0].verb == "all_gather":
+        out = _moved(bucket, xs, zero)[0]
+    if zero == 3 and _scope.depth and bucket.moves[0].verb == "all_gather":
         forget_freed()
-        again = _Gather(bucket, tuple(xs))
+        again = _Gather(bucket, tuple(xs), _scope.before, _scope.ahead)
+        _scope.before.append(weakref.ref(again))
         for i, y in enumerate(out):
             can_be_made_again(y, again, i)
     return out
@@ -155,26 +183,57 @@ def _through(bucket: Bucket, xs: Sequence[torch.Tensor]) -> Tensors:
 
 class _Scope(threading.local):
     depth = 0
+    ahead = 0
+    """how many buckets the backward gathers ahead"""
+
+    def __init__(self) -> None:
+        self.before: list[weakref.ref[_Gather]] = []
+        """the gathers of this forward so far"""
 
 
 _scope = _Scope()
 
 
 class _Gather(Source):
-    """A bucket that can be gathered once more for the backward, and is dropped after its last use."""
+    """A bucket that can be gathered once more for the backward, and is dropped after its last use.
 
-    def __init__(self, bucket: Bucket, xs: Tensors) -> None:
+    ``before``: those that the forward gathered before it (and, in time, after it). The backward, which needs them in the
+    opposite order, begins ``ahead`` of them when it makes this one.
+    """
+
+    def __init__(self, bucket: Bucket, xs: Tensors, before: list[weakref.ref[_Gather]], ahead: int) -> None:
         super().__init__()
         self.bucket, self.xs = bucket, xs
         self.versions = [x._version for x in xs]
         self.full: list[torch.Tensor] | None = None
+        self.arriving: Callable[[], list[torch.Tensor]] | None = None
+        self.before, self.number, self.ahead = before, len(before), ahead
 
     def make(self) -> None:
         """See :meth:`Source.make`."""
         if self.versions != [x._version for x in self.xs]:
             raise RuntimeMismatchError(CHANGED.format("a sharded parameter"))
-        with torch.no_grad():
-            self.full = self.bucket.forward(self.xs, "backward")
+        if not self.ahead or not isinstance(self.bucket, FlatBucket):
+            with torch.no_grad():
+                self.full = self.bucket.forward(self.xs, "backward")
+            return
+        arrive, self.arriving = self.arriving or self.bucket.begin(self.xs, "backward"), None
+        if torch._C._current_graph_task_id() != -1:
+            self._begin_others()
+        self.full = arrive()
+
+    def _begin_others(self) -> None:
+        wanted = (ref() for ref in reversed(self.before[: self.number]))
+        for other in itertools.islice((o for o in wanted if o is not None and o.unpacked < o.packed), self.ahead):
+            if other.full is None and other.arriving is None and isinstance(other.bucket, FlatBucket):
+                other.arriving = other.bucket.begin(other.xs, "backward")
+                torch.autograd.Variable._execution_engine.queue_callback(other.discard)
+
+    def discard(self) -> None:
+        """The backward is over: what has begun in vain is dropped."""
+        if self.arriving is not None:
+            self.arriving()
+            self.arriving = None
 
     def value(self, number: int) -> torch.Tensor | None:
         """Gathered tensor number ``number``."""
@@ -186,12 +245,18 @@ class _Gather(Source):
 
 
 @contextlib.contextmanager
-def regather() -> Iterator[None]:
+def regather(ahead: int = 0) -> Iterator[None]:
     """Around a block's forward: parameters that :func:`gather_parameters` gathers inside are not kept for the backward,
-    which gathers their bucket again, once. Copies (a cast under autocast, say) are kept as usual."""
+    which gathers their bucket again, once. Copies (a cast under autocast, say) are kept as usual.
+
+    ``ahead``: how many buckets before the one that it needs the backward begins to gather.
+    """
     _scope.depth += 1
+    before = _scope.before, _scope.ahead
+    _scope.before, _scope.ahead = [], ahead
     try:
         with forgetting():
             yield
     finally:
         _scope.depth -= 1
+        _scope.before, _scope.ahead = before

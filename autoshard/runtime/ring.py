@@ -71,15 +71,26 @@ def ring_attention(
 
 
 def causal_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None, *, queries: int, axes: Axes
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None = None,
+    *,
+    queries: int,
+    axes: Axes,
+    folded: bool = False,
 ) -> torch.Tensor:
-    """Causal attention of queries cut by ``axes``, of a global length ``queries``, over whole keys and values."""
+    """Causal attention of queries cut by ``axes``, of a global length ``queries``, over whole keys and values.
+
+    ``folded``: as in :func:`ring_attention`; queries alone are swapped.
+    """
     comm = current()
     names = comm.active(axes)
-    rows, keys = comm.chunk(queries, names), key.shape[-2]
-    before = min(rows[0], keys)  # all of them see these
+    folded = folded and bool(names)
+    rows = spans(queries, tuple(comm.mesh[a] for a in names), folded)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    job = _Job(Move("S", "S", ()), 0, ((rows,),), (((0, before), (before, keys - before)),), True, scale)
+    move = named(Move("S", "S", names, order=names), always=True)
+    job = _Job(move, comm.index(names), rows, (((0, key.shape[-2]),),), True, scale, folded)
     return _run(comm, job, (query, key, value), None, None)
 
 
@@ -92,15 +103,21 @@ class _Job(NamedTuple):
     rows: tuple[Chunks, ...]
     """the queries of every rank"""
     columns: tuple[Chunks, ...]
-    """the keys of every rank"""
+    """the keys of every rank, or those that all have"""
     causal: bool
     scale: float
     folded: bool = False
     dropout_p: float = 0.0
 
     @property
-    def ranks(self) -> int:
+    def steps(self) -> int:
+        """How many parts of the keys there are, each of which comes by."""
         return len(self.columns)
+
+    @property
+    def swapped(self) -> list[tuple[Chunks, ...]]:
+        """What the folded order swaps of queries, keys and values: of what is cut, whose intervals."""
+        return [self.rows, *([self.columns] * 2 if self.steps > 1 else [])]
 
     def hop(self, xs: Tensors, to: int, source: int, lengths: Sequence[int], longest: Sequence[int]) -> Hop:
         """``xs`` to a rank; ``lengths``: of the sequences that come; ``longest``: of those that any rank sends."""
@@ -111,7 +128,7 @@ class _Job(NamedTuple):
 
     def onward(self, xs: Tensors, holder: int) -> Hop:
         """Something of the keys of rank ``holder`` to the next rank; the same of the rank before it comes."""
-        n = self.ranks
+        n = self.steps
         each = [length_of(c) for c in self.columns]
         coming = each[(holder - 1) % n]
         return self.hop(xs, (self.me + 1) % n, (self.me - 1) % n, [coming] * len(xs), [max(each)] * len(xs))
@@ -121,7 +138,7 @@ class _Job(NamedTuple):
 
         ``back``: from what it holds folded to what it holds else.
         """
-        mirror = self.ranks - 1 - self.me
+        mirror = len(self.rows) - 1 - self.me
         halves = [(x[..., : c[self.me][0][1], :], x[..., c[self.me][0][1] :, :]) for x, c in zip(xs, of, strict=True)]
         coming = [c[self.me if not back else mirror][1][1] for c in of]
         longest = [max(n for _, (_, n) in c) for c in of]
@@ -133,11 +150,11 @@ class _Job(NamedTuple):
 def _forward(job: _Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, kept: Any) -> Journey:
     """→ result, its log-sum-exp, and the queries, keys and values in the order of the ring."""
     if job.folded:
-        query, key, value = yield from job.swap((query, key, value), (job.rows, job.columns, job.columns), False)
+        query, key, value = yield from _swapped(job, (query, key, value), False)
     result, own = _Result(job, query, value), (key, value)
-    for step in range(job.ranks):
-        holder, arrival = (job.me - step) % job.ranks, None
-        if step < job.ranks - 1:
+    for step in range(job.steps):
+        holder, arrival = (job.me - step) % job.steps, None
+        if step < job.steps - 1:
             arrival = yield job.onward((key, value), holder)
         for t, (q, k, v), masking in _tiles(job, holder, query, key, value, mask, kept):
             result.add(t.rows, *tile.forward(q, k, v, masking, job.scale))
@@ -157,9 +174,9 @@ def _backward(job: _Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journe
     mine = torch.zeros_like(wide(query))
     own: Tensors = ()
     behind: Arrival | None = None
-    for step in range(job.ranks):
-        holder, arrival = (job.me - step) % job.ranks, None
-        if step < job.ranks - 1:
+    for step in range(job.steps):
+        holder, arrival = (job.me - step) % job.steps, None
+        if step < job.steps - 1:
             arrival = yield job.onward((key, value), holder)
         theirs: Tensors = (torch.zeros_like(wide(key)), torch.zeros_like(wide(value)))
         for t, (q, k, v), masking in _tiles(job, holder, query, key, value, mask, kept):
@@ -180,7 +197,7 @@ def _backward(job: _Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journe
     own = own if behind is None else _summed(own, behind())
     mine, *own_ = (x.to(query.dtype) for x in (mine, *own))
     if job.folded:
-        return (yield from job.swap((mine, *own_), (job.rows, job.columns, job.columns), True))
+        return (yield from _swapped(job, (mine, *own_), True))
     return mine, *own_
 
 
@@ -188,10 +205,21 @@ def _summed(xs: Tensors, ys: Tensors) -> Tensors:
     return tuple(x.add_(y) for x, y in zip(xs, ys, strict=True))
 
 
+def _swapped(job: _Job, xs: Tensors, back: bool) -> Generator[Hop, Arrival, Tensors]:
+    """Something of queries, keys and values in the folded order; what is not cut stays."""
+    cut = len(job.swapped)
+    moved = yield from job.swap(xs[:cut], job.swapped, back)
+    return *moved, *xs[cut:]
+
+
 def _spot(intervals: Chunks, interval: Interval) -> Interval:
     """Where an interval of the sequence lies in a tensor that holds ``intervals``."""
-    before = intervals[: intervals.index(interval)]
-    return length_of(before), interval[1]
+    before = 0
+    for start, length in intervals:
+        if start <= interval[0] and sum(interval) <= start + length:
+            return before + interval[0] - start, interval[1]
+        before += length
+    raise RuntimeMismatchError(f"positions {interval} are not among {intervals}")
 
 
 def _tiles(

@@ -51,15 +51,18 @@ class Tile(NamedTuple):
 
 
 def tiles(queries: Chunks, keys: Chunks, causal: bool) -> list[Tile]:
-    """The tiles of some rows and columns; those that a causal mask hides wholly are left out."""
+    """The tiles of some rows and columns; what a causal mask hides wholly is left out, as far as tiles can."""
     found = []
     for rows in queries:
-        for columns in keys:
-            (start, length), (first, count) = rows, columns
+        for first, count in keys:
+            start, length = rows
             if not length or not count or (causal and first >= start + length):
                 continue
-            hides = causal and first + count - 1 > start
-            found.append(Tile(rows, columns, hides and first == start, hides and first != start))
+            before = min(max(0, start - first), count) if causal else count  # all rows see these
+            if before:
+                found.append(Tile(rows, (first, before)))
+            if before < count:
+                found.append(Tile(rows, (first + before, count - before), first + before == start, first > start))
     return found
 
 

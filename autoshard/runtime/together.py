@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.buckets import Bucket, JointBucket, Tensors, carried
+from autoshard.runtime.bucket import Bucket, Tensors
+from autoshard.runtime.buckets import JointBucket, carried
 from autoshard.runtime.collectives import Whole
 from autoshard.runtime.communicator import Axes, current
 from autoshard.runtime.move import Move

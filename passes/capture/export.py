@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from autoshard.passes.capture.answers.eager import AsInEager
 from autoshard.passes.capture.answers.loops import Learnt, check_draws
 from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.questions import Exported, indifferent
-from autoshard.passes.capture.exported.arguments import Example, argument_paths, gradient_sources
+from autoshard.passes.capture.exported.arguments import Example, argument_paths, gradient_sources, with_keywords
 from autoshard.passes.capture.exported.attributes import WrittenError, apart, as_buffers, check_unwritten, held
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
 from autoshard.passes.capture.exported.trees import register_types
@@ -165,7 +166,7 @@ def _traced(
     while True:
         watch = Watch(concerns(training, learnt, numbers, example if steered else None))
         with _untouched(model):
-            trace = _Trace(model, watch)
+            trace = _Trace(model, watch, example[1] if dynamic else ())
             try:
                 with steering.values_at_hand() if steered else contextlib.nullcontext():
                     given = _without_data(model, example)
@@ -195,7 +196,7 @@ class _StoppedError(Exception):
 class _Trace:
     """What happens in the traced call: the error the forward raised, and the output's types and gradients."""
 
-    def __init__(self, model: nn.Module, watch: Watch) -> None:
+    def __init__(self, model: nn.Module, watch: Watch, keywords: Collection[str] = ()) -> None:
         self.error: Exception | None = None
         self.output_grads: list[bool] | None = None  # stays so for an fx.GraphModule: export interprets its graph
         forward, buffers = model.forward, dict(model.named_buffers())
@@ -218,6 +219,8 @@ class _Trace:
                 self.error = error
                 raise _StoppedError from None
 
+        if keywords:
+            traced.__signature__ = with_keywords(inspect.signature(forward), keywords)  # type: ignore[attr-defined]
         model.__dict__["forward"] = traced  # taken away again by _untouched
         model.register_forward_hook(self._output)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autoshard.mesh import Mesh
 from autoshard.passes.codegen.body import Body
 from autoshard.passes.codegen.loops import rolled
-from autoshard.passes.codegen.printing import WIDTH, literal
+from autoshard.passes.codegen.printing import WIDTH, length, literal
 from autoshard.passes.codegen.source_text import (
     Names,
     block_table,
@@ -26,6 +26,7 @@ from autoshard.passes.ir.memory import Recomputed
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import free_symbols
 from autoshard.passes.lower.blocks import Segment, segments
+from autoshard.passes.lower.bucket import prefetched
 
 
 @dataclass(frozen=True)
@@ -283,8 +284,11 @@ class _Emitter:
         tuple_ = ", ".join(returned) + ("," if len(returned) == 1 else "")
         last = f"        return ({tuple_})"
         lines = ["", "", f"class {self.name}(runtime.RankModule):", f'    """{self.title}"""', "", "    MESH = MESH"]
-        if any(m.call.fn == "gather_parameters" for segment in self.segments for m in segment.statements):
+        gathers = [s.call for s in self.program.statements if s.call.fn == "gather_parameters"]
+        if not all(call.kwargs.get("zero") for call in gathers):
             lines.append("    GATHERS = True")
+        if depth := prefetched(self.program):
+            lines.append(f"    PREFETCH = {depth}")
         if any(s.again for s in self.program.statements):
             lines.append("    AGAIN = True")
         lines += [block_table(self.kinds.items()), self._tensor_table("")]
@@ -310,6 +314,12 @@ class _Emitter:
     def _symbol_lines(self) -> list[str]:
         symbols = self.program.graph.symbols.read
         shapes = {i.name: self.program.types[i.name].shape for i in self.arguments}
+        layouts, mesh = self.program.layouts, self.program.mesh
+        sizes = dict(zip(mesh.axes, mesh.shape, strict=True))
+        local = {
+            name: [length(n, layouts[name].axes_of(dim), sizes) for dim, n in enumerate(shape)]
+            for name, shape in shapes.items()
+        }
         return symbol_lines(symbols, self.argument_names, shapes) + condition_lines(
-            self.program.graph.symbols, self.argument_names, shapes
+            self.program.graph.symbols, self.argument_names, local
         )

@@ -41,6 +41,11 @@ def expression(call: Call, names: Names, mesh_sizes: Mapping[str, int]) -> Expre
     return _Printer(names, mesh_sizes).call(call)
 
 
+def length(n: int, axes: Sequence[str], mesh_sizes: Mapping[str, int]) -> str:
+    """A global length, cut by ``axes``, as this rank has it."""
+    return _Printer({}, mesh_sizes).length(Local(n, tuple(axes))).flat if axes else str(n)
+
+
 class Expression:
     """Text of an expression; a call keeps its parts so that it can be wrapped."""
 

@@ -14,7 +14,7 @@ from autoshard.passes.ir.program import Statement
 from autoshard.passes.ir.sizes import Size, is_compound
 
 _NO_ATTRIBUTES = frozenset(keyword.kwlist) | frozenset(
-    "MESH BLOCKS TENSORS GATHERS AGAIN block_path place scope tensor_names bind_tensors release_tensors".split()
+    "MESH BLOCKS TENSORS GATHERS PREFETCH AGAIN block_path place scope tensor_names bind_tensors release_tensors".split()
 )
 """names that Python or the base classes of rank modules have taken"""
 _BUILTIN = frozenset("F torch aten runtime self MESH float int max min range".split()) | frozenset(keyword.kwlist)
@@ -67,13 +67,13 @@ def symbol_lines(symbols: Sequence[Symbol], names: Mapping[str, str], shapes: Ma
     return lines
 
 
-def condition_lines(symbols: Symbols, names: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """What checks the lengths of a call, where the program does not hold for all."""
+def condition_lines(symbols: Symbols, names: Mapping[str, str], shapes: Mapping[str, Sequence[str]]) -> list[str]:
+    """What checks the lengths of a call, where the program does not hold for all. ``shapes``: this rank's, as Python."""
     if not symbols.read:
         return []
     read = {(s.value, s.dim) for s in symbols.read if s.factor == 1 and not s.offset}
     given = {x: tuple(shape) for x, shape in shapes.items() if any((x, d) not in read for d in range(len(shape)))}
-    found = [f"{names[x]}.shape == ({', '.join(map(str, n))}{',' * (len(n) == 1)})" for x, n in given.items()]
+    found = [f"{names[x]}.shape == ({', '.join(n)}{',' * (len(n) == 1)})" for x, n in given.items()]
     return Expression("runtime.require(", [atom(text) for text in (*found, *symbols.conditions)], ")").lines(
         "", " " * 8
     )
@@ -95,7 +95,9 @@ def step_comment(s: Statement) -> str:
     if not changed:  # the same cuts, nested in another order
         arrow = f"{step.src} → {step.dst}"
     backward = f"    backward: {step.backward.replace('_', '-')}" if step.backward else ""
-    return arrow + backward
+    stage = s.call.kwargs.get("zero")
+    kept = f", kept (ZeRO-{stage})" if stage else ""
+    return arrow + kept + backward
 
 
 def op_name(name: str) -> str:

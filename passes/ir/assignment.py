@@ -113,6 +113,9 @@ class Assignment:
     are converted again; absent: what autograd keeps of it is kept"""
     shared_again: frozenset[str] = frozenset()
     """values whose conversion into the shared layout is made again in the backward"""
+    zero: Mapping[str, int] = field(default_factory=dict)
+    """parameter → ZeRO stage 1 or 2: gathered once a step, and kept until the backward has used it; absent: the backward
+    gathers it again (stage 3). In a step of several micro-batches stage 1 reduces its gradient once, 2 in every one"""
 
     @cached_property
     def pinned(self) -> frozenset[str]:
@@ -131,6 +134,11 @@ class Assignment:
         """How ``node`` makes result number ``result``."""
         return made(self.choices[node.name], result, self.graph.types[node.outputs[result]].grad)
 
+    def written(self, fqn: str) -> Layout:
+        """The layout of the new value of a buffer or input that the forward writes. What has another type is whole."""
+        old = self.graph.states.get(fqn)
+        return Layout(self.mesh) if old is None else self.layouts[old].without_gradient()
+
     def __str__(self) -> str:
         """A line per value or operation: the layout it lies in, what is cut along each axis, what is converted."""
         lines = [self._defined(i.name) for i in self.graph.inputs]
@@ -142,7 +150,7 @@ class Assignment:
         pairs = zip(self.graph.outputs, self.outputs, strict=True)
         outs = (self._read(o.name, x) if isinstance(o, Ref) and x is not None else repr(o) for o, x in pairs)
         lines.append(f"return {', '.join(outs)}")
-        return "\n".join(lines + [f"{n} ← {self._read(v, Layout(self.mesh))}" for n, v in self.graph.mutations.items()])
+        return "\n".join(lines + [f"{n} ← {self._read(v, self.written(n))}" for n, v in self.graph.mutations.items()])
 
     def _defined(self, value: str) -> str:
         shared = self.shared.get(value, self.layouts[value])

@@ -234,6 +234,8 @@ class Graph:
     flat_inputs: tuple[str | None, ...] = ()
     """per leaf of ``in_spec``: the name of its Input, or None where the leaf is no tensor (baked in)"""
     training: bool = True
+    passes: int = 1
+    """how many of it, one after another, are a step: micro-batches"""
 
     @cached_property
     def is_double(self) -> bool:
@@ -252,6 +254,19 @@ class Graph:
     def parameters(self) -> frozenset[str]:
         """Names of the inputs that are parameters."""
         return frozenset(i.name for i in self.inputs if i.kind == "parameter")
+
+    @cached_property
+    def states(self) -> dict[str, str]:
+        """Buffers and inputs that the forward writes and that keep their type: fqn → name.
+
+        Old and new value have one layout.
+        """
+        names = {i.fqn: i.name for i in self.inputs if i.fqn in self.mutations}
+        old_and_new = {fqn: (self.types[old], self.types[self.mutations[fqn]]) for fqn, old in names.items()}
+        alike = {
+            fqn for fqn, (a, b) in old_and_new.items() if (a.shape, a.dtype, a.unknown) == (b.shape, b.dtype, b.unknown)
+        }
+        return {fqn: old for fqn, old in names.items() if fqn in alike}
 
     @cached_property
     def producers(self) -> dict[str, Node]:

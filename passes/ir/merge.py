@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Local, Statement, reads
 
 
-def merged(function: str, members: Sequence[Statement]) -> Statement:
+def merged(function: str, members: Sequence[Statement], zero: Mapping[str, int] = MappingProxyType({})) -> Statement:
     """Steps of one kind over the same axes as one call of ``function``.
 
     Every argument but the axes stands for each of them: ``all_gather(w, 0, "dp", to="R")`` and the same of ``b`` are
     ``gather_parameters((w, b), (0, 0), "dp", to="R")``; ``sizes`` has a length for each where one of them has a ``size``.
+    ``zero``: parameters that stay gathered, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; all of a bucket do.
     """
     first = members[0]
     *dims, axes = zip(*(s.call.args[1:] for s in members), strict=True)
     kwargs = {k: v for k, v in first.call.kwargs.items() if k != "size"}
     if any("size" in s.call.kwargs for s in members):
         kwargs["sizes"] = tuple(s.call.kwargs.get("size") or _length(s) for s in members)
+    if function == "gather_parameters" and first.value in zero:
+        kwargs["zero"] = zero[first.value]
     return replace(
         first,
         outputs=tuple(s.outputs[0] for s in members),

@@ -178,7 +178,9 @@ class Program:
     outputs: tuple[Any, ...]
     """flat outputs: :class:`Ref` to local names, or constants"""
     mutations: Mapping[str, str]
-    """buffer fqn → local name"""
+    """fqn of a buffer or input that is written → local name of its new value"""
+    in_place: frozenset[str] = frozenset()
+    """those of them whose new value is the old one, written to"""
 
     @cached_property
     def values(self) -> dict[str, str]:

@@ -44,7 +44,7 @@ def check_program(program: Program) -> None:
     for statement in program.statements:
         _check_reads(statement, made)
         if statement.members:
-            _check_merged(statement)
+            _check_merged(statement, program)
         inside: set[str] = set()
         for part in statement.parts:
             _check_reads(part, made | inside)
@@ -60,6 +60,9 @@ def check_program(program: Program) -> None:
     for name in (*(r.name for r in refs(program.outputs)), *program.mutations.values()):
         if name not in made:
             raise PlanError(f"invalid program: it returns {name}, which nothing makes")
+    for fqn, name in program.mutations.items():
+        if program.layouts[name] != program.assignment.written(fqn):
+            raise PlanError(f"invalid program: {fqn} is written in {program.layouts[name]}, and kept in another layout")
 
 
 def _check_reads(statement: Statement, made: Set[str]) -> None:
@@ -68,10 +71,11 @@ def _check_reads(statement: Statement, made: Set[str]) -> None:
             raise PlanError(f"invalid program: {_what(statement)} reads {name} before it is made")
 
 
-def _check_merged(statement: Statement) -> None:
+def _check_merged(statement: Statement, program: Program) -> None:
     """Its call, and the names and layouts of its results, are those of its members side by side."""
     chains = [(m, fused(*m.members)) for m in statement.members if m.members]
-    for s, made_of in [(statement, merged(str(statement.call.fn), statement.members)), *chains]:
+    whole = merged(str(statement.call.fn), statement.members, program.assignment.zero)
+    for s, made_of in [(statement, whole), *chains]:
         if (s.outputs, s.layouts, s.call) != (made_of.outputs, made_of.layouts, made_of.call):
             raise PlanError(
                 f"invalid program: {', '.join(s.outputs)} = {s.call} is not what its members are together: "

@@ -14,6 +14,7 @@ from typing import Any
 
 import networkx as nx
 
+from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import refs
 from autoshard.passes.ir.merge import fused, merged
 from autoshard.passes.ir.program import Program, Statement, reads
@@ -21,7 +22,11 @@ from autoshard.passes.lower.blocks import runs
 from autoshard.passes.rules.facts import is_view, saves_operand
 
 BUCKET_BYTES = 25 * 2**20
-"""a bucket is closed when it holds this many bytes per rank (the default of DistributedDataParallel)"""
+"""a bucket is closed when it holds this many bytes per rank, on links without latency (DistributedDataParallel's default)"""
+LEAST, MOST = 2**20, 256 * 2**20
+"""bounds of what follows from a link"""
+LATENCY = 0.1
+"""of the time of a bucket's gather: smaller buckets overlap better, larger ones take more memory"""
 
 _KINDS = {"enter": "enter_parameters", "all_gather": "gather_parameters"}
 
@@ -40,8 +45,15 @@ def regathered(program: Program) -> set[str]:
     for part in (part for s in program.statements for part in s.parts):
         for name in reads(part):
             readers.setdefault(name, []).append(part)
-    gathers = (s.outputs for s in program.statements if s.call.fn == "gather_parameters")
+    gathers = (
+        s.outputs for s in program.statements if s.call.fn == "gather_parameters" and not s.call.kwargs.get("zero")
+    )
     return {o for outputs in gathers if any(_kept(o, readers, program) for o in outputs) for o in outputs}
+
+
+def prefetched(program: Program) -> int:
+    """How many buckets of parameters are gathered ahead of the one that is used: the memory of one, as in FSDP2."""
+    return int(sum(s.call.fn == "gather_parameters" for s in program.statements) > 1)
 
 
 def _kept(name: str, readers: Mapping[str, list[Statement]], program: Program) -> bool:
@@ -74,14 +86,14 @@ def _bucketed(statements: Iterable[Statement], program: Program) -> Iterator[Sta
     """One block's statements with the conversions of parameters merged."""
     for unit in _placed(_units(statements, program)):
         function = _function(unit[0], program)
-        yield merged(function, unit) if function else unit[0]
+        yield merged(function, unit, program.assignment.zero) if function else unit[0]
 
 
 def _units(statements: Iterable[Statement], program: Program) -> list[list[Statement]]:
     """Buckets, and statements that stay alone, in the order of their first members.
 
-    The members of a bucket have the call, its axes, the target letter and the dtype in common, and came through as many
-    buckets before: sharding over two axes gathers along one after another.
+    The members of a bucket have the call, its axes, the target letter, the dtype and the stage of ZeRO in common, and came
+    through as many buckets before: sharding over two axes gathers along one after another.
     """
     units: list[list[Statement]] = []
     open_: dict[Any, list[Statement]] = {}
@@ -96,12 +108,26 @@ def _units(statements: Iterable[Statement], program: Program) -> list[list[State
             continue
         kwargs = s.call.kwargs
         alike = [kwargs.get(name) for name in ("to", "replicas", "dtype", "reduce_dtype")]
-        key = function, s.call.args[-1], *alike, program.types[s.value].dtype, depth
-        if key not in open_ or sum(_bytes(member, program) for member in open_[key]) >= BUCKET_BYTES:
+        stage = program.assignment.zero.get(s.value) if function == "gather_parameters" else None
+        axes = s.call.args[-1]
+        key = function, axes, *alike, program.types[s.value].dtype, depth, stage
+        if key not in open_ or sum(_bytes(member, program) for member in open_[key]) >= bucket_bytes(
+            program.mesh, axes
+        ):
             open_[key] = []
             units.append(open_[key])
         open_[key].append(s)
     return units
+
+
+def bucket_bytes(mesh: Mesh, axes: str | Sequence[str]) -> float:
+    """Bytes of a gathered bucket in whose gather along ``axes`` latency takes its share."""
+    route = mesh.link(axes)
+    latency, per_byte = route.rate("all_gather")
+    if not latency:
+        return BUCKET_BYTES
+    ring = latency / per_byte * (1 - LATENCY) / LATENCY
+    return min(MOST, max(LEAST, ring * route.ranks / (route.ranks - 1)))
 
 
 def _function(s: Statement, program: Program) -> str | None:

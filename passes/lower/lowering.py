@@ -56,8 +56,8 @@ class _Lowering:
             Ref(self._get(out.name, layout, None)) if isinstance(out, Ref) and layout is not None else out
             for out, layout in zip(self.graph.outputs, self.assignment.outputs, strict=True)
         )
-        whole = Layout(self.mesh)
-        mutations = {fqn: self._get(name, whole, None) for fqn, name in self.graph.mutations.items()}
+        written = self.assignment.written
+        mutations = {fqn: self._get(name, written(fqn), None) for fqn, name in self.graph.mutations.items()}
         return Program(
             self.graph, self.mesh, self.assignment, tuple(self.statements), self.types, self.layouts, outputs, mutations
         )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.memory import Memory, optimizer_bytes
@@ -17,6 +17,8 @@ from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.again import run_again
 from autoshard.passes.lower.blocks import segments
 from autoshard.passes.lower.bucket import regathered
+from autoshard.passes.memory.heap import Heap
+from autoshard.passes.memory.under_way import under_way
 from autoshard.passes.rules.facts import is_view, saved
 from autoshard.passes.rules.rehearsal import Form, Made, Outcome, Rehearsal
 
@@ -40,44 +42,11 @@ class _Ran:
     """storages"""
 
 
-@dataclass
-class _Heap:
-    """Storages, who holds them, and how much there is at any time."""
-
-    sizes: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
-    """holders: locals, gradients, the caller"""
-    saved: list[int] = field(default_factory=list)
-    """holders among what autograd keeps"""
-    alive: float = 0.0
-    kept: float = 0.0
-
-    def new(self, size: int) -> int:
-        """A storage that nobody holds yet."""
-        for column, value in ((self.sizes, size), (self.held, 0), (self.saved, 0)):
-            column.append(value)
-        return len(self.sizes) - 1
-
-    def hold(self, storage: int, by: int = 1) -> None:
-        before = self.held[storage] + self.saved[storage]
-        self.held[storage] += by
-        self._changed(storage, before)
-
-    def save(self, storage: int, by: int = 1) -> None:
-        before, was = self.held[storage] + self.saved[storage], self.saved[storage]
-        self.saved[storage] += by
-        self.kept += self.sizes[storage] * ((self.saved[storage] > 0) - (was > 0))
-        self._changed(storage, before)
-
-    def _changed(self, storage: int, before: int) -> None:
-        self.alive += self.sizes[storage] * ((self.held[storage] + self.saved[storage] > 0) - (before > 0))
-
-
 class _Simulation:
     def __init__(self, program: Program, optimizer: str) -> None:
         self.program, self.graph, self.mesh = program, program.graph, program.mesh
         self.rehearsal = Rehearsal(program.mesh)
-        self.heap = _Heap()
+        self.heap = Heap()
         self.forms: dict[str, Form] = {}
         self.storage: dict[str, int] = {}
         self.fixed: set[int] = set()
@@ -86,6 +55,11 @@ class _Simulation:
         self.gradient: dict[str, int] = {}
         """local name → the storage of its gradient"""
         self.again = regathered(program) if self.graph.training else set()
+        self.prefetch = under_way(program, self.again, self._gathered_bytes)
+        self.under_way = 0.0
+        """bytes of buckets that are gathered ahead"""
+        self.bucket: dict[int, str] = {}
+        """storage of a bucket that is gathered again → its first result"""
         self.constant = dict.fromkeys(("parameters", "optimizer", "buffers"), 0.0)
         self.gradients = self.activations = 0.0
         self.best = Memory()
@@ -111,6 +85,8 @@ class _Simulation:
         """storages → the first statement that is made again from them"""
         for value in self.graph.inputs:
             self._input(value.name, value.kind, optimizer)
+        if self.graph.training and self.graph.passes > 1:
+            self._after_others()
 
     def run(self) -> Memory:
         for number, segment in enumerate(segments(self.program)):
@@ -155,6 +131,13 @@ class _Simulation:
 
     # --- what is there ---
 
+    def _after_others(self) -> None:
+        """The last of several micro-batches holds most: gradients of those before it are there, as sums."""
+        whole = {p: o for p, o, stage in _kept_gathered(self.program) if stage == 1}
+        for name in filter(self._trained, self.graph.parameters):
+            self.reached.add(name)
+            self.gradients += _form_bytes(self._form(whole.get(name, name)))
+
     def _input(self, name: str, kind: str, optimizer: str) -> None:
         form = self._form(name)
         size = math.prod(form.shape) * form.dtype.itemsize
@@ -179,16 +162,18 @@ class _Simulation:
             strides[d] = strides[d + 1] * max(1, shape[d + 1])
         return Form(tuple(shape), tuple(strides), type_.dtype, type_.grad and self.graph.training)
 
+    def _gathered_bytes(self, bucket: Statement) -> float:
+        return sum(_form_bytes(self._form(o)) for o in bucket.outputs)
+
     def _bytes(self, name: str) -> float:
-        form = self.forms[name]
-        return math.prod(form.shape) * form.dtype.itemsize
+        return _form_bytes(self.forms[name])
 
     def _seen(self, s: Statement | None, phase: str, more: float) -> None:
         """Note the moment, at which ``more`` bytes are there than what is held."""
         parts = dict(self.constant) | {
             "gradients": self.gradients,
             "activations": self.heap.kept,
-            "temporaries": self.heap.alive - self.heap.kept + more,
+            "temporaries": self.heap.alive - self.heap.kept + self.under_way + more,
         }
         peak = sum(parts.values())
         key = (s.node.name if s is not None and s.node is not None else self.curve_at, phase)
@@ -254,12 +239,17 @@ class _Simulation:
     def _bucket(self, s: Statement) -> None:
         """Parameters that go together: views of one buffer where they are gathered, the parameters where not."""
         operands, gathers = tuple(reads(s)), s.call.fn == "gather_parameters"
-        forms = [self._form(o) for o in s.outputs]
-        sizes = [math.prod(f.shape) * f.dtype.itemsize for f in forms]
+        forms, stage = [self._form(o) for o in s.outputs], s.call.kwargs.get("zero")
+        sizes = [_form_bytes(f) for f in forms]
         if gathers:
+            self.under_way = self.prefetch[s.outputs[0]].forward
+            self._seen(s, "forward", 2 * sum(sizes))  # as they arrive, and as parameters
+        if gathers and stage:  # each by itself, so that those that the backward does not need are freed
+            made = tuple(Made(form, ~i) for i, form in enumerate(forms))
+            outcome = Outcome(made, tuple(sizes), (), 2 * sum(sizes), tuple(sizes), 0)
+        elif gathers:
             made = tuple(Made(form, ~0) for form in forms)
             outcome = Outcome(made, (sum(sizes),), (), 2 * sum(sizes), tuple(sizes), 0)
-            self._seen(s, "forward", sum(sizes))
         elif s.call.kwargs.get("dtype") is not None:  # copies in the dtype that is read
             outcome = Outcome(tuple(Made(form, ~i) for i, form in enumerate(forms)), tuple(sizes))
         else:
@@ -267,6 +257,10 @@ class _Simulation:
         self._made(s, operands, outcome, ())
         if gathers and self.again.intersection(s.outputs):
             self.uses[self.storage[s.outputs[0]]] = 0
+            self.bucket[self.storage[s.outputs[0]]] = s.outputs[0]
+        if stage and self.graph.passes > 1:  # for all of them
+            for o in s.outputs:
+                self.heap.hold(self.storage[o])
 
     def _guess(self, s: Statement, operands: tuple[str, ...]) -> Outcome:
         """Of a statement that cannot run without data: contiguous results; what the rule says that autograd keeps."""
@@ -326,6 +320,8 @@ class _Simulation:
 
     def _make_again(self, storage: int) -> None:
         """What is made again together is there from its first use in the backward on, each until its last."""
+        if storage in self.bucket:
+            self.under_way = self.prefetch[self.bucket[storage]].backward
         together = [storage]
         if storage in self.stretch:
             together = [x for x, at in self.stretch.items() if at == self.stretch[storage]]
@@ -350,9 +346,23 @@ class _Simulation:
         flat = sum(self._bytes(o) for _, o in present)
         if dtype := ran.statement.call.kwargs.get("reduce_dtype"):
             flat = sum(math.prod(self.forms[o].shape) * dtype.itemsize for _, o in present)
+        if ran.statement.call.kwargs.get("zero") == 1 and self.graph.passes > 1:
+            self._seen(ran.statement, "backward", 2 * flat)  # beside the sums so far: with these, and in one buffer
+            self.gradients -= flat - sum(self._bytes(p) for p, _ in present)
         self._seen(ran.statement, "backward", flat)
         for p, _ in present:
             self._give(p, self.heap.new(0))
+
+
+def _form_bytes(form: Form) -> int:
+    return math.prod(form.shape) * form.dtype.itemsize
+
+
+def _kept_gathered(program: Program) -> Iterator[tuple[str, str, int]]:
+    """(parameter, local name of its gathered copy, stage of ZeRO) of those that stay gathered."""
+    for s in program.statements:
+        if s.call.kwargs.get("zero"):
+            yield from ((program.values[o], o, s.call.kwargs["zero"]) for o in s.outputs)
 
 
 def _name(part: Statement) -> str:

@@ -42,8 +42,6 @@ def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
     Raises :class:`PlanError` for a model without exactly one differentiable scalar output, and for one in which an
     operation needs the whole batch in the middle, such as batch norm.
     """
-    if count < 1:
-        raise PlanError(f"micro_batches is a number of at least 1, got {count}")
     loss = _loss(graph, count)
     if count == 1:
         inputs = {i.name: (i.name, None) for i in graph.inputs if i.kind == "input"}
@@ -58,7 +56,8 @@ def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
         except PlanError:
             raise error from None
     body = _Body(graph, found)
-    return body.run(), MicroBatches(count, body.inputs, tuple(map(_combined, found.outputs)), loss, before)
+    outputs = tuple(map(_combined, found.outputs))
+    return body.run(), MicroBatches(count, body.inputs, outputs, loss, before)
 
 
 def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
@@ -133,7 +132,8 @@ class _Body:
             for o in graph.outputs
         )
         given = [self._as_input(name, source) for name, (source, _) in self.inputs.items()]
-        return replace(graph, inputs=(*self.held, *given), nodes=tuple(nodes), types=self.types, outputs=outputs)
+        inputs, count = (*self.held, *given), self.found.count
+        return replace(graph, inputs=inputs, nodes=tuple(nodes), types=self.types, outputs=outputs, passes=count)
 
     def _is_input(self, name: str) -> bool:
         return name in self.kinds and self.kinds[name].kind == "input"

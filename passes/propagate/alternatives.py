@@ -10,7 +10,7 @@ import numpy as np
 
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import Node
-from autoshard.passes.propagate.edges import conversion_parts, paid, readings
+from autoshard.passes.propagate.edges import conversion_parts, paid, readings, zero_stages
 from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.step_time import Parts, movable_values
@@ -35,7 +35,7 @@ class _Alternatives:
         self.graph, self.mesh = assignment.graph, assignment.mesh
         self.spaces = OpSpaces(self.graph, self.mesh)
         self.total, self.overlap = objective(assignment).parts, self.mesh.hardware.overlap
-        self.movable = movable_values(self.graph)
+        self.movable, self.stages = movable_values(self.graph), zero_stages(self.graph, self.assignment.zero)
         self.found: dict[Any, tuple[Alternative, ...]] = {}
         self.targets = wanted(assignment) | {n: [x.placements] for n, x in assignment.shared.items()}
 
@@ -49,7 +49,7 @@ class _Alternatives:
             return ()
         sources = {name: self.assignment.source(name).placements for name in node.inputs}
         targets = tuple(tuple(self.targets[name]) for name in node.outputs)
-        owned = tuple((name in self.graph.parameters, name in self.movable) for name in (*node.inputs, *node.outputs))
+        owned = tuple((self.stages.get(name), name in self.movable) for name in (*node.inputs, *node.outputs))
         key = (id(space), current, tuple(sources[n] for n in node.inputs), targets, owned)
         if key not in self.found:
             parts = space.parts
@@ -59,12 +59,15 @@ class _Alternatives:
                 for target in asked:
                     parts += self._parts(name, placed, [target])[:, 0]
             others = self.total + (parts - parts[current])
-            self.found[key] = self._best(space, others.step(self.overlap) - self.total.step(self.overlap), current)
+            self.found[key] = self._best(space, self._step(others) - self._step(self.total), current)
         return self.found[key]
 
+    def _step(self, parts: Parts) -> Any:
+        return parts.step(self.overlap, self.graph.passes)
+
     def _parts(self, name: str, sources: Sequence[Placements], targets: Sequence[Placements]) -> Parts:
-        parameter, movable = name in self.graph.parameters, name in self.movable
-        return conversion_parts(self.graph.types[name], self.mesh, sources, targets, parameter, movable)
+        type_, movable = self.graph.types[name], name in self.movable
+        return conversion_parts(type_, self.mesh, sources, targets, self.stages.get(name), movable, self.graph.passes)
 
     def _best(self, space: OpSpace, extra: np.ndarray, current: int) -> tuple[Alternative, ...]:
         order = [int(i) for i in np.argsort(extra, kind="stable") if i != current and math.isfinite(extra[i])]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,21 +24,51 @@ def conversion_parts(
     mesh: Mesh,
     sources: Sequence[Placements],
     targets: Sequence[Placements],
-    parameter: bool,
+    stage: int | None,
     movable: bool,
+    passes: int = 1,
 ) -> Parts:
-    """What it takes per step to bring a value from each source (row) to each target (column): forward and backward.
+    """What it takes per pass to bring a value from each source (row) to each target (column): forward and backward.
 
-    A ``parameter`` that is gathered is not kept: it is gathered once more in the backward (FSDP). ``movable``: see
+    ``stage``: None of what is no parameter. What is gathered of a parameter is gathered once more in the backward (0,
+    FSDP), or once a step and kept: gradients are reduced once (1, ZeRO-1), or scattered in each of the step's ``passes`` (2).
+    Sums over replicas are taken once in any case. ``movable``: see
     :func:`~autoshard.passes.propagate.step_time.movable_values`.
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
     found: Sequence[np.ndarray] = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown)
-    if parameter and type_.grad:
+    if stage == 0 and type_.grad:
         gathered = _gathers(a, b)
         again = forward_matrices(type_, a, b)
         found = tuple(x + np.where(gathered, y, 0.0) for x, y in zip(found, again, strict=True))
-    return as_parts(found, movable)
+    if passes == 1 or stage is None:
+        return as_parts(found, movable)
+    apart = found if stage == 1 else _sums(type_, a, b) if type_.grad else [np.zeros_like(x) for x in found]
+    if stage == 2:
+        apart = [x + y for x, y in zip(apart, forward_matrices(type_, a, b), strict=True)]
+    apart = [np.where(np.isfinite(x), np.minimum(x, y), 0.0) for x, y in zip(found, apart, strict=True)]
+    each = as_parts([x - y for x, y in zip(found, apart, strict=True)], movable)
+    once = as_parts(apart, movable)
+    return replace(each, once=once.blocking, node_once=once.node, network_once=once.network)
+
+
+def zero_stages(graph: Graph, zero: Mapping[str, int]) -> dict[str, int]:
+    """The stage of every parameter, see :func:`conversion_parts`; ``zero``: of those that are kept."""
+    return {name: zero.get(name, 0) for name in graph.parameters}
+
+
+def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> list[np.ndarray]:
+    """The part of :func:`link_matrices` that is sums of gradients over replicas: I → R on the way."""
+    reads = [frozenset(a for a in x.axes_with(Replicate)) for x in targets]
+    found = [np.zeros((len(sources), len(targets))) for _ in range(3)]
+    for axes in set(reads):
+        entered = [x.replace({a: Replicate() for a in axes.intersection(x.axes_with(Invariant))}) for x in sources]
+        columns = np.array([r == axes for r in reads])
+        for out, seconds in zip(
+            found, link_matrices(sources, entered, type_.shape, type_.dtype, type_.moves, type_.unknown), strict=True
+        ):
+            out[:, columns] = np.diag(seconds)[:, None]
+    return found
 
 
 def as_parts(links: Sequence[np.ndarray], movable: bool) -> Parts:
@@ -113,11 +144,14 @@ class Link(NamedTuple):
 class EdgeTables:
     """The tables of many links: one matrix per tensor type, cut per link; equal links share tables.
 
-    ``held``: whether bytes are asked for beside seconds.
+    ``held``: whether bytes are asked for beside seconds; ``kept``: parameters whose gathered copies are kept.
     """
 
-    def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool) -> None:
+    def __init__(
+        self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool, zero: Mapping[str, int] | None = None
+    ) -> None:
         self.graph, self.mesh, self.held = graph, mesh, held
+        self.stages = zero_stages(graph, zero or {})
         self.movable = movable_values(graph)
         self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
         self.known: dict[TensorType, dict[Placements, int]] = {}
@@ -139,12 +173,12 @@ class EdgeTables:
 
     def of(self, link: Link) -> tuple[Parts, np.ndarray | None]:
         """What a link takes, and its bytes [states of the source, states of the reader]; None where all are 0."""
-        case = (self.graph.types[link.value], link.value in self.graph.parameters, link.value in self.movable)
+        case = (self.graph.types[link.value], self.stages.get(link.value), link.value in self.movable)
         key = (*case, link.given.key, link.asked.key, None if link.mask is None else link.mask.tobytes())
         if key not in self.tables:
             if case not in self.matrices:
                 known = tuple(self.known[case[0]])
-                self.matrices[case] = conversion_parts(case[0], self.mesh, known, known, *case[1:])
+                self.matrices[case] = conversion_parts(case[0], self.mesh, known, known, *case[1:], self.graph.passes)
             rows, columns = (self.codes[case[0], id(side.placed)] for side in (link.given, link.asked))
             parts = self.matrices[case][np.ix_(rows, columns)]
             self.tables[key] = self._held(link, parts, rows, columns) if self.held else (paid(parts, link.mask), None)
@@ -177,15 +211,15 @@ class EdgeTables:
         return self.matrices["again", type_, movable]
 
     def _copies(self, value: str) -> Copies:
-        type_, parameter = self.graph.types[value], value in self.graph.parameters
-        if (type_, parameter) not in self.copies:
+        type_, again = self.graph.types[value], self.stages.get(value) == 0
+        if (type_, again) not in self.copies:
             known = tuple(self.known[type_])
             layouts = [Layout(self.mesh, p) for p in known]
             own = np.array([costs.local_numel(type_, p, self.mesh) for p in known], dtype=float) * type_.dtype.itemsize
             codes: dict[Placements, int] = {}
             plain = np.array([codes.setdefault(x.without_gradient().placements, len(codes)) for x in layouts])
             shares = plain[:, None] == plain[None, :]
-            # Of a parameter that is gathered the copy is not kept: conversion_parts counts a second gather.
-            free = shares | _gathers(layouts, layouts) if parameter else shares
-            self.copies[type_, parameter] = Copies(np.where(free, 0.0, own[None, :]), shares, own)
-        return self.copies[type_, parameter]
+            # What is gathered again is not kept: conversion_parts counts a second gather.
+            free = shares | _gathers(layouts, layouts) if again else shares
+            self.copies[type_, again] = Copies(np.where(free, 0.0, own[None, :]), shares, own)
+        return self.copies[type_, again]

@@ -50,8 +50,8 @@ class Constraint:
             return self.anywhere in state and not any(isinstance(p, Shard) for p in others)
         return all(_same(p, state[mesh.index(axis)]) for axis, p in self.axes)
 
-    def check(self, type_: TensorType, kind: str, written: bool = False) -> None:
-        """Raise :class:`HintError` if the hint cannot be met by a tensor of this type, which the forward writes or not."""
+    def check(self, type_: TensorType, kind: str, anew: bool = False) -> None:
+        """Raise :class:`HintError` if the hint cannot be met by a tensor of this type. ``anew``: whether every call sets it."""
         for axis, p in self.axes or ((None, self.anywhere),):
             where = f" on axis {axis!r}" if axis else ""
             if isinstance(p, Shard) and p.dim >= len(type_.shape):
@@ -60,11 +60,11 @@ class Constraint:
                     f"{len(type_.shape)} dims, shape {list(type_.shape)}. "
                     + (f"Use Shard(0) to Shard({len(type_.shape) - 1})." if type_.shape else "A scalar stays whole.")
                 )
-            if isinstance(p, Shard) and kind == "buffer" and written:
+            if isinstance(p, Shard) and kind == "buffer" and anew:
                 raise HintError(
-                    f"hint {self.pattern!r} asks for {p}{where}, but the forward writes buffer {self.name!r}, and what it "
-                    "writes is kept whole on every rank: it would be cut and gathered in every call. Leave the buffer out of "
-                    "the pattern, or use Replicate()."
+                    f"hint {self.pattern!r} asks for {p}{where}, but the forward sets buffer {self.name!r} anew, in another "
+                    "shape or dtype: such a buffer is kept whole on every rank. Leave it out of the pattern, use Replicate(), "
+                    "or write into it in place."
                 )
             if isinstance(p, Partial) and kind in ("parameter", "buffer", "input"):
                 raise HintError(
@@ -121,7 +121,7 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh) -> dict[s
             value = module_output(graph, name) if kind == "module" else _input_named(graph, name)
             constraint = _constraint(pattern, name, asked, mesh)
             what = "the output of module" if kind == "module" else kind
-            constraint.check(graph.types[value], what, kind == "buffer" and name in graph.mutations)
+            constraint.check(graph.types[value], what, name in graph.mutations and name not in graph.states)
             constraints[value] = constraint
     return constraints
 
@@ -230,3 +230,24 @@ def fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constrain
             axes = tuple(zip(layout.mesh.axes, placements, strict=True))
             found[value.name] = Constraint(value.fqn, value.fqn, axes)
     return found
+
+
+def comes_in(layouts: Sequence[Layout | None], graph: Graph) -> dict[str, Layout]:
+    """The layouts in which inputs come, by name. ``layouts``: per leaf of the arguments; None, or nothing: whole.
+
+    An input that an open length is read off is whole along that dim, whatever it comes in.
+    """
+    given = {n: x for n, x in zip(graph.flat_inputs, layouts, strict=False) if n is not None and x is not None}
+    read = {(s.value, axis) for s in graph.symbols.read if s.value in given for axis in given[s.value].axes_of(s.dim)}
+    return {
+        n: Layout(x.mesh, [R if (n, axis) in read else p for axis, p in zip(x.mesh.axes, x.placements, strict=True)])
+        if any(n == value for value, _ in read)
+        else x
+        for n, x in given.items()
+    }
+
+
+def held(tensors: Mapping[str, Layout] | None, graph: Graph) -> dict[str, Layout]:
+    """The layouts in which buffers are kept since an earlier compilation, by name."""
+    known = tensors or {}
+    return {i.name: known[i.fqn] for i in graph.inputs if i.kind == "buffer" and i.fqn in known}

@@ -10,7 +10,6 @@ layouts (:mod:`~autoshard.passes.propagate.keep`), and every table of seconds on
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import numpy as np
 from autoshard.layout import I, Layout, Placement, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment, Placements, Strategy, stated
-from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate import cost as costs
@@ -30,6 +29,7 @@ from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import ABSENT, AGAIN, NEEDED, Keeps, KeepTables, Side, is_passive
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
+from autoshard.passes.propagate.states import free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row, Solution
 
@@ -78,6 +78,8 @@ class Network:
     optimizer: str = "adamw"
     given: Mapping[str, Layout] = field(default_factory=dict)
     """layouts of the inputs that come in parts"""
+    zero: Mapping[str, int] = field(default_factory=dict)
+    """parameters that stay gathered, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`"""
     flying: int = 1
     """micro-batches that keep something for the backward at once"""
     variables: dict[str, Variable] = field(default_factory=dict)
@@ -89,11 +91,13 @@ class Network:
     def __post_init__(self) -> None:
         self.views = frozenset(n.name for n in self.graph.nodes if is_passive(n))
         self.tail = _tail(self.graph) if self.offer is not None else frozenset()
+        self.free = free_states(self.graph, self.given, self.constraints)
+        """buffers whose layout is to be chosen, as a parameter's is"""
 
     def build(self) -> Built:
         """Variables and links, then their tables."""
         self._variables()
-        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None)
+        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None, self.zero)
         found = [tables.of(link) for link in self.links]
         numbers = {name: i for i, name in enumerate(self.variables)}
         sizes = [len(v.choices) * len(v.tags) for v in self.variables.values()]
@@ -102,7 +106,7 @@ class Network:
             for link, (parts, _) in zip(self.links, found, strict=True)
         ]
         nodes = [v.parts for v in self.variables.values()]
-        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap)
+        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap, self.graph.passes)
         if self.offer is None:
             return Built(network, hiding)
         own = tuple(self._flying(v.kept, name) for name, v in self.variables.items())
@@ -132,7 +136,13 @@ class Network:
                 self.variables[f"out:{i}"] = Variable(states)
                 readers[out.name].append((f"out:{i}", Side(states), None))
         for fqn, name in graph.mutations.items():
-            states = self._once(("mutation",), ((R,) * self.mesh.ndim,))
+            old = graph.states.get(fqn)
+            if old in self.free:
+                if old != name:
+                    readers[name].append((old, Side(self._input_states(old, "buffer")), None))
+                continue
+            placed = (R,) * self.mesh.ndim if old is None else self._stated(old).without_gradient().placements
+            states = self._once(("mutation", placed), (placed,))
             self.variables[f"mutation:{fqn}"] = Variable(states)
             readers[name].append((f"mutation:{fqn}", Side(states), None))
         for value in graph.inputs:
@@ -265,15 +275,21 @@ class Network:
             for placed in read:
                 union.update(dict.fromkeys(placed))
             if isinstance(self.constraints.get(value), Constraint):
-                union.update(dict.fromkeys(_placeable(self.graph.types[value], self.mesh)))
+                union.update(dict.fromkeys(placeable(self.graph.types[value], self.mesh)))
             self.known[key] = tuple(union)
         states: tuple[Placements, ...] = self.known[key]
         return states
 
     # --- inputs and outputs ---
 
+    def _stated(self, name: str) -> Layout:
+        return stated(name, self.graph, self.mesh, self.given)
+
     def _input(self, name: str, states: tuple[Placements, ...]) -> Variable:
         type_ = self.graph.types[name]
+        if name in self.free:
+            size = self._bytes(name, states)
+            return Variable(states, kept=size, stays=size)
         if name not in self.graph.parameters:
             return Variable(states)
         key = ("parameter", type_, id(states))
@@ -283,18 +299,18 @@ class Network:
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
             state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
-            parts = Parts(other=seconds) if type_.grad else ZERO
+            parts = Parts(once=seconds) if type_.grad else ZERO
             self.known[key] = parts, size + state, size + state + (size if trained else 0.0)
         return Variable(states, (0,), *self.known[key])
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
-        """An input is given whole on every rank, or as it says; a parameter may be kept in shards."""
+        """An input is given whole on every rank, or as it says; a parameter, and a state, may be kept in shards."""
         type_ = self.graph.types[name]
         whole = I if type_.grad else R
-        if kind != "parameter":
-            placed = stated(name, self.graph, self.mesh, self.given).placements
+        if kind != "parameter" and name not in self.free:
+            placed = self._stated(name).placements
             return self._once(("given", placed), (placed,))
-        states = _placeable(type_, self.mesh, replicated=whole)
+        states = placeable(type_, self.mesh, replicated=whole)
         if name in self.constraints:
             states = self.constraints[name].allowed(states, type_, self.mesh, whole)
         return self._once(("parameter", type_, self.constraints.get(name)), states)
@@ -305,7 +321,7 @@ class Network:
         whole = I if type_.grad else R
         if not type_.shape:
             return self._once(("scalar", type_.grad), ((whole,) * self.mesh.ndim,))
-        states = _placeable(type_, self.mesh, replicated=whole)
+        states = placeable(type_, self.mesh, replicated=whole)
         if not self.spaces.asked or name not in self.graph.producers:
             return self._once(("output", type_), states)
         made = self._made(name)
@@ -369,27 +385,11 @@ class Network:
         )
         remade = frozenset(v for v in shared if tags[f"shared:{v}"] == AGAIN)
         given = frozenset(self.constraints)
-        return Assignment(self.graph, self.mesh, layouts, shared, choices, outputs, solution, given, again, remade)
+        found = layouts, shared, choices, outputs, solution, given, again, remade, self.zero
+        return Assignment(self.graph, self.mesh, *found)
 
 
 def _tail(graph: Graph) -> frozenset[str]:
     """Operations after the last repeated module. They work when most is kept, so that their work counts with it."""
     last = max((i for i, node in enumerate(graph.nodes) if block_path(node.fqn)), default=len(graph.nodes))
     return frozenset(node.name for node in graph.nodes[last + 1 :])
-
-
-def _placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = None) -> tuple[Placements, ...]:
-    """Every assignment of shards that leaves each rank a chunk; whole axes are ``replicated`` (None: R and I)."""
-    whole: tuple[Placement, ...] = (replicated,) if replicated is not None else (R, I) if type_.grad else (R,)
-    per_axis = [
-        (*whole, *(Shard(d) for d, n in enumerate(type_.shape) if ranks > 1 and int(n) >= ranks and not type_.unknown))
-        for ranks in mesh.shape
-    ]
-    return tuple(p for p in itertools.product(*per_axis) if _leaves_chunks(type_.shape, p, mesh))
-
-
-def _leaves_chunks(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> bool:
-    ranks = (
-        math.prod(r for p, r in zip(placements, mesh.shape, strict=True) if p == Shard(d)) for d in range(len(shape))
-    )
-    return all(int(n) >= cut or cut == 1 for n, cut in zip(shape, ranks, strict=True))

@@ -9,10 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.layout import Layout, R
+from autoshard.layout import Layout
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices
+from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices, zero_stages
 from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.op_space import internal_collectives, signature, traffic_on
 from autoshard.passes.propagate.step_time import Parts, movable_values, summed
@@ -30,28 +30,30 @@ class Objective:
     optimizer: float
     overlap: float
     """the share of the compute that can hide movable communication"""
+    passes: int = 1
+    """of which the step consists: micro-batches"""
     again: Mapping[str, Parts] = field(default_factory=dict)
     """what is made again in the backward: per node that is computed again, and per value that is converted again"""
 
     @cached_property
     def parts(self) -> Parts:
-        """All of it."""
+        """All of it, but for the optimizer."""
         found = [op.parts for op in self.operations.values()]
-        return summed((*found, self.conversions, *self.again.values(), Parts(other=np.array(self.optimizer))))
+        return summed((*found, self.conversions, *self.again.values()))
 
     @property
     def compute_s(self) -> float:
-        return float(self.parts.compute + self.parts.other)
+        return self.passes * float(self.parts.compute + self.parts.other) + self.optimizer
 
     @property
     def comm_s(self) -> float:
         """All communication."""
-        return float(self.parts.communication())
+        return float(self.parts.communication(self.passes))
 
     @property
     def exposed_s(self) -> float:
         """The communication that compute does not hide."""
-        return float(self.parts.exposed(self.overlap))
+        return float(self.parts.exposed(self.overlap, self.passes))
 
     @property
     def total_s(self) -> float:
@@ -101,18 +103,18 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
         operations[node.name] = known[key]
     prices: dict[object, Parts] = {}
     conversions: list[Parts] = []
-    movable = movable_values(graph)
+    movable, stages = movable_values(graph), zero_stages(graph, assignment.zero)
     for value, src, dst in _conversions(assignment):
         if src == dst:
             continue
-        case = (graph.types[value], src, dst, value in graph.parameters, value in movable)
+        case = (graph.types[value], src, dst, stages.get(value), value in movable)
         if case not in prices:
-            prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:])[0, 0]
+            prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:], graph.passes)[0, 0]
         conversions.append(prices[case])
     stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
     update = math.fsum(costs.optimizer_seconds(optimizer, type_, placed, mesh) for type_, placed in stored)
     again = _again(assignment, operations, movable)
-    return Objective(operations, summed(conversions), update, mesh.hardware.overlap, again)
+    return Objective(operations, summed(conversions), update, mesh.hardware.overlap, graph.passes, again)
 
 
 def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable: frozenset[str]) -> dict[str, Parts]:
@@ -168,6 +170,6 @@ def wanted(assignment: Assignment) -> dict[str, list[Placements]]:
     for out, layout in zip(graph.outputs, assignment.outputs, strict=True):
         if layout is not None:
             found[out.name].append(layout.placements)
-    for name in graph.mutations.values():
-        found[name].append((R,) * assignment.mesh.ndim)
+    for fqn, name in graph.mutations.items():
+        found[name].append(assignment.written(fqn).placements)
     return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -46,13 +48,16 @@ class Planner:
         recompute: Recompute = "none",
         regather: bool = False,
         given: Mapping[str, Layout] | None = None,
+        zero: Mapping[str, int] | None = None,
         flying: int = 0,
+        effort: float = 1.0,
     ) -> None:
         """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
         :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts;
-        ``flying``: of a stage of a pipeline, the micro-batches that it keeps something for at once."""
-        self.flying = flying
-        self.given = given or {}
+        ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; ``flying``: of a stage of a pipeline, the
+        micro-batches that it keeps something for at once; ``effort``: of the search, as a part of what proofs take."""
+        self.flying, self.effort = flying, effort
+        self.given, self.zero = given or {}, zero or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
         recompute = hinted(graph, recompute)
@@ -61,10 +66,24 @@ class Planner:
         """whether nothing has to be made again"""
         self.built: dict[bool, tuple[Network, Built]] = {}
 
+    @cached_property
+    def keeping(self) -> Planner | None:
+        """The same searches where gathered parameters are kept (ZeRO-2) instead of gathered again, which takes less time.
+
+        Only those that nobody asked anything of; None where there are none, and on an ideal network, where bytes only break
+        ties and parameters are cut for what they compute alone.
+        """
+        free = self.graph.parameters - self.constraints.keys()
+        if self.zero or self.flying or not (self.graph.training and free and self.mesh.hardware.node.latency):
+            return None
+        other = copy.copy(self)
+        other.zero, other.built = dict.fromkeys(sorted(free), 2), {}
+        return other
+
     def cheapest(self) -> Assignment:
         """The fewest seconds, whatever memory it takes."""
         network, built = self._network(limited=not self.plain)
-        return network.assignment(solve(built.network, rows=built.hiding))
+        return network.assignment(solve(built.network, rows=built.hiding, effort=self.effort))
 
     def within(self, limit: float, budget: float | None = None) -> tuple[Assignment, float]:
         """The fewest seconds where what the choices hold at the end of the forward is at most ``limit`` bytes per rank, and
@@ -75,7 +94,7 @@ class Planner:
         network, built = self._network(limited=True)
         kept, stays = built.kept
         rows = [*built.hiding, replace(kept, limit=limit), replace(stays, limit=limit if budget is None else budget)]
-        found = solve(built.network, rows=rows, effort=EFFORT)
+        found = solve(built.network, rows=rows, effort=min(EFFORT, self.effort))
         return network.assignment(found), _used(built, found)
 
     def least(self) -> tuple[Assignment, float]:
@@ -107,7 +126,8 @@ class Planner:
         """The network; ``limited``: with bytes, and with what may be made again."""
         if limited not in self.built:
             what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
-            network = Network(*what, self.offer if limited else None, self.optimizer, self.given, max(1, self.flying))
+            more = self.optimizer, self.given, self.zero, max(1, self.flying)
+            network = Network(*what, self.offer if limited else None, *more)
             built = network.build()
             self.built[limited] = network, built
             states = sum(map(len, built.network.nodes))

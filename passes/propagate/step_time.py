@@ -9,6 +9,9 @@ optimizer (a reduction of gradients). While it runs, compute runs at the speed �
 (:attr:`~autoshard.hardware.Hardware.overlap`): hidden communication costs (1 − η)·M, and more than C / η of it cannot
 hide. What can hide behind nothing counts as blocking: the launch of every collective, the first gather and the last
 reduction (see :func:`movable_values`).
+
+A step of several micro-batches is as many *passes*, each as above; sums of gradients over replicas, and the optimizer, come
+once, the sums beside the last pass.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ def _zero() -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Seconds per step on the busiest rank, for one choice or for an array of them; parts of several things add up."""
+    """Seconds per pass on the busiest rank, for one choice or for an array of them; parts of several things add up."""
 
     compute: Array = field(default_factory=_zero)
     other: Array = field(default_factory=_zero)
-    """computing that hides nothing: launches, and the optimizer"""
+    """computing that hides nothing: launches"""
     blocking: Array = field(default_factory=_zero)
     node: Array = field(default_factory=_zero)
     """movable, on the link inside a node"""
@@ -42,6 +45,12 @@ class Parts:
     """movable, on the link between nodes"""
     hidden: Array = field(default_factory=_zero)
     """communication inside an operation, behind its own compute"""
+    once: Array = field(default_factory=_zero)
+    """once a step, and blocking: the optimizer, the last sum over replicas, launches of others"""
+    node_once: Array = field(default_factory=_zero)
+    """once a step and movable, on the link inside a node: sums over replicas"""
+    network_once: Array = field(default_factory=_zero)
+    """the same, on the link between nodes"""
 
     def __iter__(self) -> Iterator[Array]:
         return (getattr(self, f.name) for f in fields(self))
@@ -56,28 +65,40 @@ class Parts:
         """Of some of the choices; a part that is the same for all, 0, stays one number."""
         return Parts(*(x[index] if x.ndim else x for x in self))
 
-    def communication(self) -> Array:
-        """All communication, hidden or not."""
-        return self.blocking + self.node + self.network + self.hidden
+    def communication(self, passes: int = 1) -> Array:
+        """All communication of a step, hidden or not."""
+        return (
+            passes * (self.blocking + self.node + self.network + self.hidden)
+            + self.once
+            + self.node_once
+            + self.network_once
+        )
 
-    def exposed(self, overlap: float) -> Array:
-        """Communication that compute does not hide."""
-        exposed = self.blocking + self.slowing(overlap)
-        for excess in self.excess(overlap):
+    def exposed(self, overlap: float, passes: int = 1) -> Array:
+        """Communication of a step that compute does not hide."""
+        exposed = passes * self.blocking + self.once + self.slowing(overlap, passes)
+        for excess in self.excess(overlap, last=True):
             exposed = exposed + np.maximum(0.0, excess)
+        if passes > 1:
+            for excess in self.excess(overlap, last=False):
+                exposed = exposed + (passes - 1) * np.maximum(0.0, excess)
         return exposed
 
-    def slowing(self, overlap: float) -> Array:
+    def slowing(self, overlap: float, passes: int = 1) -> Array:
         """What movable communication costs in any case: compute runs slower beside it."""
-        return np.multiply(1.0 - overlap, self.node + self.network)
+        moved = passes * (self.node + self.network) + self.node_once + self.network_once
+        return np.multiply(1.0 - overlap, moved)
 
-    def excess(self, overlap: float) -> tuple[Array, Array]:
-        """Per link class: the movable communication that more compute would hide; below 0 where there is more compute."""
-        return overlap * self.node - self.compute, overlap * self.network - self.compute
+    def excess(self, overlap: float, last: bool) -> tuple[Array, Array]:
+        """Per link class: the movable communication of a pass that more compute would hide; below 0 where there is more
+        compute. ``last``: of the pass with the sums that come once."""
+        node = self.node + self.node_once if last else self.node
+        network = self.network + self.network_once if last else self.network
+        return overlap * node - self.compute, overlap * network - self.compute
 
-    def step(self, overlap: float) -> Array:
+    def step(self, overlap: float, passes: int = 1) -> Array:
         """The time of the step."""
-        return self.compute + self.other + self.exposed(overlap)
+        return passes * (self.compute + self.other) + self.exposed(overlap, passes)
 
 
 def summed(parts: Iterable[Parts]) -> Parts:

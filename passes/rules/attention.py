@@ -114,8 +114,8 @@ def _local(site: Site) -> Call:
 
 
 def _ring(site: Site) -> str:
-    """Which ring it goes along, if any."""
-    return next((label for label in ring.LABELS if site.axes(label)), "")
+    """Which ring or folded order it takes, if any."""
+    return next((label for label in (*ring.LABELS, ring.FOLDED_ROWS) if site.axes(label)), "")
 
 
 def _spelled_out(
@@ -152,7 +152,7 @@ def _collectives(site: Site) -> tuple[Internal, ...]:
             found += tuple(replace(c, kind="reduce_scatter", phase="backward") for c in found)
     shape = weights_shape(node, graph)
     if label := _ring(site):
-        return found + ring.collectives(site, label, key_axes, *shape[-2:])
+        return found + ring.collectives(site, label, *shape[-2:])
     axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | {len(shape) - 2: _axes(site, "query", 2)}
     rows = math.prod(chunk(int(n), site.mesh.size_of(axes[d]), 0)[1] for d, n in enumerate(shape[:-1]))
     size = rows * wide_bytes(site.in_type(0).dtype)

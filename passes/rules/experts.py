@@ -12,8 +12,8 @@ from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import Facts, Rule, Site, Types
 from autoshard.passes.rules.factors import Dims, Factors, Space
+from autoshard.passes.rules.splits import exchanged
 from autoshard.runtime.experts import experts_op
-from autoshard.runtime.window import Window, halo_of
 
 EXCHANGE = "exchange"
 """the label of the strategy in which an axis cuts rows and experts, and rows travel"""
@@ -90,13 +90,7 @@ def _of_parts(site: Site) -> tuple[Internal, ...]:
     local = site.inputs[3].max_local_shape(first.shape)
     row = math.prod(n for d, n in enumerate(local) if d != dim) * first.dtype.itemsize
     ranks = tuple(site.mesh.size_of(a) for a in axes)
-    found = []
-    for start, what in ((0, "gates"), (hidden, "what is gated")):
-        halo = halo_of(Window(padding=-start), 2 * hidden, hidden, ranks)
-        found.append(Internal("halo", axes, row * halo.forward, "forward", what))
-        if first.grad:
-            found.append(Internal("halo", axes, row * halo.backward, "backward", f"gradient of {what}"))
-    return tuple(found)
+    return exchanged(axes, row, 2 * hidden, (hidden, hidden), ranks, first.grad)
 
 
 def _flops(node: Node, graph: Graph) -> float:

@@ -21,28 +21,38 @@ from autoshard.runtime.ring_order import length_of, spans, work
 
 RING, FOLDED = "ring", "folded ring"
 LABELS = (RING, FOLDED)
+FOLDED_ROWS = "folded queries"
+"""queries alone are cut, and swapped so that under a causal mask all ranks have the same work"""
+SEQUENCE = ("queries", "keys", FOLDED_ROWS, *LABELS)
+"""strategies that cut queries or keys; no two of them go together"""
 MERGE_KERNELS = 6
 """elementwise kernels that merge a tile's result into that of the tiles before it"""
+PASSES = 6
+"""times that a matrix of weights is read or written: scores, their scale, the softmax's two passes, the last product"""
 
 
 def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strategy, ...]:
-    """The ring, and under a causal mask the one in folded order, which leaves all ranks the same work.
+    """The ring, and under a causal mask the folded orders, which leave all ranks the same work.
 
-    Not where the mask wants a gradient. No other axis may cut queries or keys in another way.
+    A ring not where the mask wants a gradient. No other axis may cut queries or keys in another way.
     """
-    mask = node.argument("attn_mask")
-    if mask is not None and graph.types[mask.name].grad:
-        return ()
-    labels = LABELS if node.argument("is_causal") and queries == keys else (RING,)
-    placements = tuple(_placed(name, graph.shape(node.argument(name)), queries) for name in node.positions)
-    result = Shard(len(graph.types[node.outputs[0]].shape) - 2)
-    size = min(queries, keys, key=int)
-    return tuple(
-        Strategy(
-            label, placements, (result,), size, divides=True, apart=frozenset(("queries", "keys", *LABELS)) - {label}
-        )
-        for label in labels
+    mask, causal, found = (
+        node.argument("attn_mask"),
+        bool(node.argument("is_causal")),
+        list[tuple[str, tuple[str, ...]]](),
     )
+    if mask is None or not graph.types[mask.name].grad:
+        found = [(label, ()) for label in (LABELS if causal and queries == keys else (RING,))]
+    if causal and not node.argument("dropout_p"):
+        found.append((FOLDED_ROWS, ("key", "value")))
+    result = Shard(len(graph.types[node.outputs[0]].shape) - 2)
+    made = []
+    for label, whole in found:
+        cut = {name: _placed(name, graph.shape(node.argument(name)), queries) for name in node.positions}
+        placements = tuple(R if name in whole else placement for name, placement in cut.items())
+        size = queries if whole else min(queries, keys, key=int)
+        made.append(Strategy(label, placements, (result,), size, divides=True, apart=frozenset(SEQUENCE) - {label}))
+    return tuple(made)
 
 
 def _placed(name: str, shape: Sequence[int], queries: int) -> Placement:
@@ -53,14 +63,15 @@ def _placed(name: str, shape: Sequence[int], queries: int) -> Placement:
 
 
 def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ...], shape: tuple[int, ...]) -> Call:
-    """The runtime's attention tile by tile; ``label``: "" where queries alone are cut, under a causal mask.
+    """The runtime's attention tile by tile; ``label``: "" where queries alone are cut, under a causal mask, as they lie.
 
     ``axes``: that cut the queries; ``shape``: the global one of the weights [..., s, t].
     """
     node = site.node
     scale = {} if node.argument("scale") is None else {"scale": node.argument("scale")}
-    if not label:
-        return Call("causal_rows", operands, {**scale, "queries": shape[-2], "axes": spell(axes)})
+    if label not in LABELS:
+        order = {"folded": True} if label == FOLDED_ROWS else {}
+        return Call("causal_rows", operands, {**scale, "queries": shape[-2], "axes": spell(axes), **order})
     extra: dict[str, Any] = {"is_causal": True} if node.argument("is_causal") else {}
     if node.argument("attn_mask") is not None:
         extra["attn_mask"] = node.argument("attn_mask")
@@ -83,70 +94,75 @@ class Tiling(NamedTuple):
     """how many a kernel sees at a time"""
     tiles: int = 1
     """results over some keys, which are merged"""
+    fused: bool = True
+    """whether it needs no matrix of weights that it would not need on one device"""
 
 
 def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> Tiling:
     """With a causal mask half of all pairs count. What it hides is left out, but where keys alone are cut: there the mask
     is a tensor, and all are computed. Where queries are cut, the rank with the last ones computes most, but in folded order.
+    Where the value's features are cut, every rank computes all weights.
     """
     queries, keys = (int(graph.types[name].shape[-2]) for name in node.inputs[:2])
-    causal = bool(node.argument("is_causal"))
-    cuts = {s.label for s in choice if s.divides} & {"queries", "keys", *LABELS}
-    if not cuts or (cuts == {"queries"} and not causal):
-        return Tiling(keys=keys)
-    if "keys" in cuts:
-        return Tiling(2.0 if causal else 1.0, keys)
-    (label,) = cuts
-    ranks = tuple(n for s, n in zip(choice, mesh.shape, strict=True) if s.label == label)
+    causal, ranks = bool(node.argument("is_causal")), dict[str, tuple[int, ...]]()
+    for strategy, n in zip(choice, mesh.shape, strict=True):
+        ranks[strategy.label] = (*ranks.get(strategy.label, ()), n)
     pairs = 1.0
-    if causal:
-        found = work(queries, keys, ranks, label == FOLDED, label in LABELS)
-        pairs = max(found) * len(found) / sum(found)
+    if "embed" in ranks:
+        made, summed = (graph.types[node.inputs[i]].shape[-1] for i in (2, 0))
+        pairs = (math.prod(ranks["embed"]) * summed + made) / (summed + made)
+    label = next((x for x in SEQUENCE if x in ranks), "")
+    if label == "keys":
+        return Tiling(pairs * (2.0 if causal else 1.0), keys, fused=False)
+    if label and causal:
+        found = work(queries, keys, ranks[label], label in (FOLDED, FOLDED_ROWS), label in LABELS)
+        pairs *= max(found) * len(found) / sum(found)
     if label not in LABELS:
-        return Tiling(pairs, keys, 2)
-    n = math.prod(ranks)
-    return Tiling(pairs, max(1, keys // n), 2 * n + 1 if label == FOLDED else n)
+        tiles = 4 if label == FOLDED_ROWS else 2 if label and causal else 1
+        return Tiling(pairs, keys, tiles, "embed" not in ranks)
+    n = math.prod(ranks[label])
+    return Tiling(pairs, max(1, keys // n), 2 * n + 1 if label == FOLDED else n, "embed" not in ranks)
 
 
-def collectives(site: Site, label: str, axes: tuple[str, ...], queries: int, keys: int) -> tuple[Internal, ...]:
+def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Internal, ...]:
     """Hops of keys and values, and in the backward those of their gradients behind them; swaps of a folded order."""
-    mesh: Mesh = site.mesh
-    ranks, n = tuple(mesh.size_of(a) for a in axes), mesh.size_of(axes)
-    rows, columns = (spans(int(size), ranks, label == FOLDED) for size in (queries, keys))
-    column = max(map(length_of, columns))
+    axes = site.axes(label)
+    ranks, n = tuple(site.mesh.size_of(a) for a in axes), site.mesh.size_of(axes)
+    folded, around = label in (FOLDED, FOLDED_ROWS), label in LABELS
+    rows, columns = (spans(int(size), ranks, folded) for size in (queries, keys))
     element = site.in_type(0).dtype.itemsize
     wide = torch.promote_types(site.in_type(0).dtype, torch.float32).itemsize
-    query, key, value = (_features(site, name) for name in ("query", "key", "value"))
-    result = math.prod(query[:-1]) * value[-1]
-    around = float(column * (math.prod(key) + math.prod(value)))
+    query, key, value = (math.prod(_features(site, name)) for name in ("query", "key", "value"))
+    result = query // _features(site, "query")[-1] * _features(site, "value")[-1]
+    longest = max(map(length_of, columns)) * (key + value)
 
-    def hops(phase: str, what: str, size: int, beside: float) -> list[Internal]:
-        return [Internal("permute", axes, around * size, phase, f"{what}, hop {i}", beside) for i in range(1, n)]
+    def hops(phase: str, what: str, size: int, beside: float, last: float) -> list[Internal]:
+        each = [beside] * (n - 2) + [last]
+        return [
+            Internal("permute", axes, float(longest * size), phase, f"{what}, hop {i}", share / n)
+            for i, share in enumerate(each, 1)
+            if around
+        ]
 
-    def swap(phase: str, what: str, rows_: int, columns_: bool) -> list[Internal]:
-        if label != FOLDED:
+    def swap(phase: str, what: str, of_rows: int, of_columns: int = 0) -> list[Internal]:
+        if not folded:
             return []
-        half, others = max(x[1][1] for x in rows), max(x[1][1] for x in columns) * columns_
-        moved = rows_ * half + others * (math.prod(key) + math.prod(value))
+        moved = of_rows * max(x[1][1] for x in rows) + of_columns * around * max(x[1][1] for x in columns)
         return [Internal("permute", axes, float(moved * element), phase, f"second halves of {what}")]
 
-    whole = math.prod(query)
-    found = swap("forward", "queries, keys and values", whole, True) + hops(
-        "forward", "keys and values", element, 1 / n
-    )
-    found += swap("forward", "the result", result, False)
-    if site.grad:
+    found = swap("forward", "the operands", query, key + value)
+    found += hops("forward", "keys and values", element, 1.0, 1.0) + swap("forward", "the result", result)
+    if site.grad:  # the last gradients come home when nothing is left to compute
         part = element / (element + wide)
-        found += swap("backward", "the result and its gradient", 2 * result, False)
-        found += hops("backward", "keys and values", element, part / n)
-        behind = hops("backward", "gradients of keys and values", wide, (1 - part) / n)
-        found += [*behind[:-1], Internal("permute", axes, around * wide, "backward", behind[-1].what)]
-        found += swap("backward", "gradients of queries, keys and values", whole, True)
+        found += swap("backward", "the result and its gradient", 2 * result)
+        found += hops("backward", "keys and values", element, part, part)
+        found += hops("backward", "gradients of keys and values", wide, 1 - part, 0.0)
+        found += swap("backward", "the gradients", query, key + value)
     return tuple(found)
 
 
 def _features(site: Site, name: str) -> tuple[int, ...]:
-    """The local shape of an operand without the sequence; key heads that query heads share, where these are cut alone."""
+    """The local shape of an operand, without the sequence; key heads that query heads share, where these are cut alone."""
     *lead, _, last = site.local_shape(name)
     if name != "query" and site.axes("query heads"):
         lead[-1] = site.local_shape("query")[-3]

@@ -19,7 +19,7 @@ from parameter_blocks import batch, blocks, compare, forward, train
 from torch.nn import functional as F
 
 from autoshard import runtime
-from autoshard.runtime import process_group
+from autoshard.runtime import gradients, process_group
 from autoshard.runtime.move import Move
 
 
@@ -208,6 +208,26 @@ def check_profiles_name_the_collective() -> None:
 # Parameters: see parameter_blocks.py ------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def every_bucket_alone() -> Iterator[None]:
+    """However small it is."""
+    before, gradients.SMALL = gradients.SMALL, 0
+    try:
+        yield
+    finally:
+        gradients.SMALL = before
+
+
+def check_small_gradients_go_together() -> None:
+    comm, params = runtime.TorchCommunicator(meshes()[0]), blocks()
+    comm.log = []
+    train(comm, params, lambda b: runtime.enter_parameters(b, "a"), True)
+    compare(params)
+    n = comm.size_of(("a",))
+    assert [c.bytes for c in comm.log if c.phase == "backward"] == [2 * (n - 1) / n * 8 * 40] * 2, comm.log
+
+
+@every_bucket_alone()
 def check_enter_parameters() -> None:
     for mesh in meshes():
         axes = tuple(mesh)
@@ -221,6 +241,7 @@ def check_enter_parameters() -> None:
             assert [c.bytes for c in backward] == [2 * (n - 1) / n * 8 * 20] * 4, backward
 
 
+@every_bucket_alone()
 def check_gather_parameters() -> None:
     """FSDP on "a", or HSDP with the shards on the last axis; two ways to write the replicas."""
     dims, sizes = (1, 0, 0, 0), (4, 4, 4, 3)

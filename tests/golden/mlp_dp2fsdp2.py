@@ -44,6 +44,7 @@ class RankModule(runtime.RankModule):
 
     MESH = MESH
     GATHERS = True
+    PREFETCH = 1
     BLOCKS = {f"blocks.{i}": Block for i in range(2)}
     TENSORS = {}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -52,3 +54,17 @@ def export_order(program: torch.export.ExportedProgram, example: Example) -> lis
     for leaf, position in enumerate(positions):
         order[position] = leaf
     return order
+
+
+def with_keywords(signature: inspect.Signature, keywords: Iterable[str]) -> inspect.Signature:
+    """``signature`` with parameters of their own for those of ``keywords`` that go into its ``**kwargs``.
+
+    torch.export with open lengths counts the latter twice, and finds that the arguments do not fit their shapes.
+    """
+    parameters = signature.parameters.values()
+    rest = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
+    extra = [n for n in keywords if n not in signature.parameters]
+    if not rest or not extra:
+        return signature
+    named = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in extra]
+    return signature.replace(parameters=[*(p for p in parameters if p is not rest[0]), *named])

@@ -18,9 +18,10 @@ def register_types(tree: Any) -> None:
     """Register the class of every object in ``tree`` that holds tensors and that pytree does not know.
 
     Dataclasses, caches and the like: their attributes with tensors become children, the others are kept as they are.
+    So does the class of a transformers cache that is still empty: the forward fills it, and gives it back.
     """
     for leaf in pytree.tree_leaves(tree):
-        if not isinstance(leaf, torch.Tensor) and _holds_tensor(leaf, set()):
+        if not isinstance(leaf, torch.Tensor) and (_is_cache(leaf) or _holds_tensor(leaf, set())):
             if type(leaf) not in pytree.SUPPORTED_NODES:
                 _register(type(leaf))
             register_types(list(_attributes(leaf).values()))
@@ -29,6 +30,18 @@ def register_types(tree: Any) -> None:
 def _attributes(value: Any) -> dict[str, Any]:
     names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     return {**{n: getattr(value, n) for n in names}, **getattr(value, "__dict__", {})}
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is a cache of transformers, or one of its layers."""
+    return any(c.__module__ == "transformers.cache_utils" for c in type(value).__mro__)
+
+
+def _is_child(value: Any, of_cache: bool) -> bool:
+    """Whether an attribute becomes a child. ``of_cache``: whether the forward may fill what is empty."""
+    if of_cache and (isinstance(value, list | dict) or _is_cache(value)):
+        return True
+    return _holds_tensor(value, set())
 
 
 def _holds_tensor(value: Any, seen: set[int]) -> bool:
@@ -58,7 +71,7 @@ class _Context:
 def _register(cls: type) -> None:
     def split(value: Any) -> tuple[list[Any], _Context]:
         attributes = _attributes(value)
-        names = tuple(n for n, v in attributes.items() if _holds_tensor(v, set()))
+        names = tuple(n for n, v in attributes.items() if _is_child(v, _is_cache(value)))
         others = {n: v for n, v in attributes.items() if n not in names}
         return [attributes[n] for n in names], _Context(names, others)
 

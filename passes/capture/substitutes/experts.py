@@ -12,7 +12,7 @@ from torch import nn
 from autoshard.passes.capture.observer import Observer, Patch, replacing
 from autoshard.runtime.experts import experts_op
 
-_MODULE = "transformers.integrations.moe"
+_MODULE, _LLAMA4 = "transformers.integrations.moe", "transformers.models.llama4.modeling_llama4"
 _ACTIVATIONS = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
@@ -31,6 +31,9 @@ class Experts(Observer):
     def patches(self) -> Iterable[Patch]:
         if (module := sys.modules.get(_MODULE)) is not None:  # else nobody has it
             yield replacing(module.ExpertsInterface, "get_interface", _answering)
+        if (module := sys.modules.get(_LLAMA4)) is not None:
+            yield replacing(module.Llama4TextMoe, "forward", _routed)
+            yield replacing(module.Llama4TextExperts, "forward", _chosen)
 
 
 def _answering(get: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,3 +65,35 @@ def _as_op(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tenso
     form = _form(module), module.has_gate, module.is_transposed
     y: torch.Tensor = experts_op(x.to(first.dtype), ids, weights, first, second, *form)
     return y.to(x.dtype)
+
+
+def _routed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Llama 4 gives every expert every token, times zero where it is not chosen: what is zero goes in and comes out."""
+
+    def routed(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if type(self.experts.act_fn).__name__ not in _ACTIVATIONS or torch.is_autocast_enabled(
+            hidden_states.device.type
+        ):
+            found: tuple[torch.Tensor, torch.Tensor] = forward(self, hidden_states)
+            return found
+        x = hidden_states.reshape(-1, self.hidden_dim)
+        scores, logits = self.router(x)
+        ids = logits.topk(self.top_k, dim=1).indices
+        rows = x.unsqueeze(1) * scores.gather(1, ids).unsqueeze(2)
+        y = self.experts(rows.flatten(0, 1), ids.view(-1, 1))
+        return self.shared_expert(x) + y.view(rows.shape).sum(1), logits
+
+    return routed
+
+
+def _chosen(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(self: Any, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        if ids is None:
+            found: torch.Tensor = forward(self, x)
+            return found
+        ones = torch.ones_like(ids, dtype=x.dtype)
+        form = _ACTIVATIONS[type(self.act_fn).__name__], True, True
+        y: torch.Tensor = experts_op(x, ids, ones, self.gate_up_proj, self.down_proj, *form)
+        return y
+
+    return chosen

@@ -42,6 +42,7 @@ from autoshard.passes.capture.translate.canonical import (
 )
 from autoshard.passes.capture.translate.decompose import origin
 from autoshard.passes.capture.translate.fan_out import fan_out
+from autoshard.passes.capture.translate.tiles import tiled
 from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType, map_refs, refs
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.exact import SINGLE
@@ -120,7 +121,7 @@ class _Translation:
             flat_inputs=flat_inputs,
             training=self.training,
         )
-        return fan_out(remove_dead(graph))
+        return fan_out(tiled(remove_dead(graph)))
 
     def read_inputs(self) -> tuple[str | None, ...]:
         leaves, order = pytree.tree_leaves(self.example), iter(export_order(self.program, self.example))

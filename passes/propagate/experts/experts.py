@@ -33,6 +33,8 @@ class Expert:
     """value → what its layout is restricted to"""
     regathers: bool = False
     """whether products have their operands converted again in the backward, as in Megatron's sequence parallelism"""
+    zero: Mapping[str, int] = field(default_factory=dict)
+    """see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`"""
     notes: tuple[str, ...] = ()
     """what of the expert's plan this graph, or the run time, does not have"""
     text: str = ""
@@ -87,17 +89,10 @@ def _ddp(context: Context, ranks: int) -> OnAxis:
 
 
 def _fsdp(context: Context, ranks: int) -> OnAxis:
-    """Parameters are kept in shards and read whole."""
+    """Parameters are stored in shards and read whole; for how long they stay whole says :data:`ZERO`."""
     types = context.graph.types
     dims = {p: frozenset(range(len(types[p].shape))) for p in context.graph.parameters}
     return OnAxis(context.along(context.batch), dims, note=_without_batch(context, ranks))
-
-
-def _zero(context: Context, ranks: int) -> OnAxis:
-    """What ZeRO-1 and 2 keep gathered, the run time gathers again: it has ZeRO-3."""
-    again = "planned as ZeRO-3: parameters are gathered again in the backward, since gathered ones are not kept yet"
-    on_axis = _fsdp(context, ranks)
-    return replace(on_axis, note="; ".join(filter(None, (again, on_axis.note))))
 
 
 def _without_batch(context: Context, ranks: int) -> str:
@@ -167,8 +162,8 @@ def _cut_along(chosen: frozenset[Family], context: Context) -> dict[str, frozens
 EXPERTS: dict[str, Callable[[Context, int], OnAxis]] = {
     "replicate": _replicate,
     "ddp": _ddp,
-    "zero1": _zero,
-    "zero2": _zero,
+    "zero1": _fsdp,
+    "zero2": _fsdp,
     "fsdp": _fsdp,
     "megatron": _megatron,
     "megatron-sp": _megatron_sp,
@@ -176,6 +171,8 @@ EXPERTS: dict[str, Callable[[Context, int], OnAxis]] = {
     "ring": _ring,
     "expert": _expert,
 }
+ZERO = {"zero1": 1, "zero2": 2, "fsdp": 3}
+"""stages of ZeRO: what is cut beside the optimizer's state (1) are gradients (2), and parameters while they are not used (3)"""
 NAMES = (*EXPERTS, "hsdp")
 
 
@@ -204,8 +201,10 @@ def asked_by(like: Any, graph: Graph, mesh: Mesh) -> Expert:
     for on_axis in found.values():
         limits.update(on_axis.outputs)
     notes = tuple(f"like={like!r} on {axis}: {x.note}" for axis, x in found.items() if x.note)
-    regathers = "megatron-sp" in [x for x in _per_axis(like, mesh).values() if isinstance(x, str)]
-    return Expert({n: asked for n, asked in of_nodes.items() if any(asked)}, limits, regathers, notes, repr(like))
+    names = [x for x in _per_axis(like, mesh).values() if isinstance(x, str)]
+    regathers, stage = "megatron-sp" in names, max((ZERO.get(x, 0) for x in names), default=0)
+    zero = dict.fromkeys(graph.parameters, stage) if stage in (1, 2) else {}
+    return Expert({n: asked for n, asked in of_nodes.items() if any(asked)}, limits, regathers, zero, notes, repr(like))
 
 
 def _per_axis(like: Any, mesh: Mesh) -> dict[str, Any]:

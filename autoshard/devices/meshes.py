@@ -13,6 +13,8 @@ from autoshard.hardware import Hardware
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.program import Program
+from autoshard.passes.microbatch import in_parts
 from autoshard.passes.propagate.experts.roles import named_by_role
 from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.plans.plan import Plan
@@ -70,22 +72,31 @@ class _Search:
             self.notes.append(f"a mesh of {shown} was not searched: its work alone takes {show_seconds(floor)}")
             return
         try:
-            program, plan = planned(self.graph, mesh, self.wishes, self.title)
+            program, plan, graph = self._planned(mesh, self.wishes)
         except PlanError as error:
             self.notes.append(f"a mesh of {shown} has no plan: {error}")
             return
-        names = named_by_role(self.graph, program.assignment)
+        names = named_by_role(graph, program.assignment)
         self.plans[shape] = plan = _renamed(plan, Mesh(names, self.hardware))
         log.info("mesh %s: %s", plan.mesh, show_seconds(plan.cost.total_s))
         if self.best is None or plan.cost.total_s < self.best.cost.total_s * (1 - TIE):
             self.best = plan
+
+    def _planned(self, mesh: Mesh, wishes: Wishes) -> tuple[Program, Plan, Graph]:
+        """With the graph of one micro-batch, where there are several."""
+        return in_parts(
+            self.graph,
+            wishes.parts,
+            lambda part, _: (*planned(part, mesh, wishes, self.title), part),
+            lambda found: found[1].cost.total_s,
+        )
 
     def result(self) -> Plan:
         """The best plan, made for the mesh with its names."""
         if self.best is None:
             raise PlanError(f"no mesh of these {self.hardware.name} has a plan: {'; '.join(self.notes)}")
         best = self.best
-        _, plan = planned(self.graph, best.mesh, replace(self.wishes, like=None, plan=best), self.title)
+        _, plan, _ = self._planned(best.mesh, replace(self.wishes, like=None, plan=best))
         others = sorted((p for p in self.plans.values() if p is not best), key=lambda p: p.cost.total_s)
         runners_up = tuple(Candidate(p.mesh, p.cost, p.memory, _lost(p.cost, best.cost)) for p in others)
         like = [note for note in best.notes if note.startswith("like=")]

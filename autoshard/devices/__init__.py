@@ -1,0 +1,6 @@
+"""The mesh as part of the plan: a number of devices, and the best of the meshes, and of the pipelines, they can form."""
+
+from autoshard.devices.meshes import divided, planned_for, shapes
+from autoshard.devices.pipelines import pipelined_for
+
+__all__ = ["divided", "pipelined_for", "planned_for", "shapes"]

@@ -1,0 +1,71 @@
+"""A module inside a sharded module, called alone: programs of its own on the same tensors, as generation asks of encoders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.layout import Layout
+from autoshard.module.compiling import Compiling
+from autoshard.module.original import Original
+from autoshard.module.surface import class_of
+
+
+def inner(sharded: Compiling, part: nn.Module, base: type[Compiling]) -> Any:
+    """``part`` of ``sharded``, to be called alone: an instance of ``base`` that compiles it, with the tensors of ``sharded``.
+
+    Its tensors keep the layouts that they have; ``sharded`` has to be compiled before. Hints and styles by name are those
+    of the whole, and have done their part.
+    """
+    path = next(path for path, other in sharded._of.parts.items() if other is part)
+    if path not in sharded._inner:
+        sharded._inner[path] = _made(sharded, path, base)
+    return sharded._inner[path]
+
+
+def _made(sharded: Compiling, path: str, base: type[Compiling]) -> Compiling:
+    of, below = sharded._of, f"{path}."
+
+    def within(named: dict[str, Any]) -> dict[str, Any]:
+        return {name[len(below) :]: x for name, x in named.items() if name.startswith(below)}
+
+    model = of.model.get_submodule(path)
+    original = Original(model)
+    original.parts = {"": of.parts[path], **within(of.parts)}
+    original.slots = within(of.slots)
+    original.parameters = [name[len(below) :] for name in of.parameters if name.startswith(below)]
+    original.adopted = True
+    layouts = {name: sharded._layout_of.get(name, Layout(sharded._running)) for name in of.slots}
+    settings, like = sharded._settings, sharded._settings.wishes.like
+    wishes = replace(settings.wishes, hints=None, plan=None, like=like if isinstance(like, str) else None)
+    made: Compiling = object.__new__(base)
+    made.__dict__.update(sharded.__dict__)
+    made.__dict__.update(
+        _of=original,
+        _title=type(model).__name__,
+        _settings=replace(settings, wishes=wishes),
+        _executables={},
+        _latest=None,
+        _inner={},
+        _parameter_layouts=within(layouts),
+        _layout_of=within(sharded._layout_of),
+    )
+    made._alone()
+    object.__setattr__(made, "__class__", class_of(base, type(model), Compiling))
+    made._show()
+    return made
+
+
+def compiled_for_generation(sharded: Any, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Compile an encoder–decoder before its encoder is: what is compiled first decides the layouts of all tensors."""
+    config, name = sharded.config, sharded.main_input_name
+    given = kwargs.get(name) if inputs is None else inputs
+    if sharded._of.adopted or not getattr(config, "is_encoder_decoder", False) or given is None:
+        return
+    starts = (getattr(sharded.generation_config, n, None) for n in ("decoder_start_token_id", "bos_token_id"))
+    start = torch.full((len(given), 1), next((n for n in starts if isinstance(n, int)), 0), device=given.device)
+    mask = {n: x for n, x in kwargs.items() if n == "attention_mask"}
+    sharded.specialise((), {name: given, **mask, "decoder_input_ids": start, "use_cache": True})

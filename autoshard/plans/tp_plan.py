@@ -1,0 +1,102 @@
+"""A plan in the terms of transformers' ``tp_plan``, for engines that read one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from autoshard.errors import PlanError
+from autoshard.layout import Layout, Shard
+from autoshard.plans.record import Choice, Record
+
+_PRODUCTS = {"aten.linear.default": 0, "aten.addmm.default": 1, "aten.mm.default": 1, "aten.matmul.default": 1}
+"""operations with a weight → the dim of their weight that makes output features"""
+_TABLES = ("aten.embedding.default",)
+
+
+class TpPlan(dict[str, str]):
+    """Pattern of modules → style: what transformers takes as ``tp_plan``."""
+
+    unsaid: tuple[str, ...] = ()
+    """what the plan decides beside, for which a ``tp_plan`` has no words"""
+
+
+def tp_plan(plan: Record, axis: str | None = None) -> TpPlan:
+    """``plan`` along one mesh axis. ``axis``: default the only one, or ``tp``.
+
+    Modules whose number alone differs, and that are cut alike, are one pattern with ``*``. Raises :class:`PlanError` where
+    the axis is not clear.
+    """
+    axis = _axis(plan, axis)
+    found, told = dict[str, str](), set[str]()
+    for choice in plan.choices.values():
+        for name, style in _styles(plan, choice, axis):
+            told.add(name)
+            if style:
+                found[choice.fqn] = style
+    made = TpPlan(_patterns(found, {c.fqn for c in plan.choices.values()}))
+    made.unsaid = tuple(_unsaid(plan, axis, told))
+    return made
+
+
+def _axis(plan: Record, axis: str | None) -> str:
+    axes = [a for a in plan.mesh.axes if plan.mesh.size_of((a,)) > 1]
+    if axis is None and len(axes) == 1:
+        return axes[0]
+    wanted = "tp" if axis is None else axis
+    if wanted not in plan.mesh.axes:
+        raise PlanError(
+            f"to_tp_plan: the mesh ({plan.mesh}) has no axis {wanted!r}: name the one that cuts the modules"
+        )
+    return wanted
+
+
+def _styles(plan: Record, choice: Choice, axis: str) -> Iterator[tuple[str, str]]:
+    """(parameter, style) for the parameters of an operation that has a style; "" for those that are whole."""
+    for name in (n for n in choice.inputs if plan.kinds.get(n) == "parameter"):
+        placed, ndim = plan.layouts[name][axis], len(plan.shapes[name])
+        if not isinstance(placed, Shard):
+            continue
+        if choice.op in _TABLES:
+            yield name, "embedding_rowwise" if placed.dim == 0 else "embedding_colwise"
+        elif choice.op in _PRODUCTS and ndim == 2:
+            makes = placed.dim == _PRODUCTS[choice.op]
+            gathered = makes and any(_is_result(plan, value, axis) for value in choice.outputs)
+            yield name, "colwise_gather_output" if gathered else "colwise" if makes else "rowwise"
+        elif choice.op in _PRODUCTS and ndim == 1:
+            yield name, ""  # a bias goes with its weight
+
+
+def _is_result(plan: Record, value: str, axis: str) -> bool:
+    """Whether a value that is cut is returned as it is: a style hands on the whole."""
+    read = {n for c in plan.choices.values() for n in c.inputs}
+    return value not in read and isinstance(plan.layouts[value][axis], Shard)
+
+
+def _patterns(found: dict[str, str], modules: set[str]) -> dict[str, str]:
+    """Numbers as ``*`` where all modules of that name have one style."""
+    groups: dict[str, list[str]] = {}
+    for module in modules:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module), []).append(module)
+    made: dict[str, str] = {}
+    for pattern, members in groups.items():
+        styles = {found.get(m, "") for m in members}
+        made |= {pattern: styles.pop()} if len(styles) == 1 else {m: found[m] for m in members if m in found}
+    order = {module: i for i, module in enumerate(found)}
+    first = {
+        p: min((order[m] for m in groups.get(p, [p]) if m in order), default=0) for p, style in made.items() if style
+    }
+    return {p: made[p] for p in sorted(first, key=first.__getitem__)}
+
+
+def _unsaid(plan: Record, axis: str, told: set[str]) -> Iterator[str]:
+    for other in plan.mesh.axes:
+        if other != axis and any(_cut(x, other) for x in plan.layouts.values()):
+            yield f"what is cut along {other!r}: a tp_plan knows one axis"
+    for name, kind in plan.kinds.items():
+        if kind in ("parameter", "buffer") and name not in told and _cut(plan.layouts[name], axis):
+            yield f"{kind} {name} lies in {plan.layouts[name]}"
+
+
+def _cut(layout: Layout, axis: str) -> bool:
+    return isinstance(layout[axis], Shard)

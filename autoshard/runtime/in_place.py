@@ -1,0 +1,24 @@
+"""Writes into tensors that stay: what generated code calls in inference, where a state's old value is read no more."""
+
+from __future__ import annotations
+
+import torch
+
+
+def write_slice(
+    x: torch.Tensor,
+    source: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> torch.Tensor:
+    """``x.slice_scatter(source, dim, start, end, step)`` into ``x`` itself, which it returns."""
+    torch.ops.aten.slice.Tensor(x, dim, start, end, step).copy_(source)
+    return x
+
+
+def write_select(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """``x.select_scatter(source, dim, index)`` into ``x`` itself, which it returns."""
+    x.select(dim, index).copy_(source)
+    return x

@@ -1,0 +1,57 @@
+"""What the micro-batches of a step share: parameters that are gathered once, and sums of gradients that are reduced once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+class Gathered:
+    """A bucket of parameters, gathered for all micro-batches of a step."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
+        self.tensors, self.dtype = tensors, dtype
+        """``dtype``: in which gradients are summed; None: in their own"""
+        self.gradients: list[torch.Tensor | None] = [None] * len(tensors)
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Keep this micro-batch's ``gradients``, added to those of the ones before it."""
+        # Not in place: what came first may be autograd's own.
+        for i, (a, b) in enumerate(zip(self.gradients, gradients, strict=True)):
+            b = b if b is None or self.dtype is None else b.to(self.dtype)
+            self.gradients[i] = a if b is None else b if a is None else a + b
+
+    def take(self) -> list[torch.Tensor | None]:
+        """The sums, which are kept no longer."""
+        sums, self.gradients = self.gradients, [None] * len(self.gradients)
+        return sums
+
+
+class Step:
+    """One rank in a step of ``count`` micro-batches. Every one of them gathers the same buckets in the same order."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.index, self.at = count, 0, 0
+        self.found: list[Gathered] = []
+
+    def enter(self, index: int) -> None:
+        """Begin micro-batch number ``index``."""
+        self.index, self.at = index, 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the gradients of all micro-batches are complete with this one."""
+        return self.index == self.count - 1
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the next bucket is there already."""
+        return self.at < len(self.found)
+
+    def gathered(self, gather: Callable[[], Sequence[torch.Tensor]], dtype: torch.dtype | None = None) -> Gathered:
+        """The next bucket of this micro-batch; only the first one's is gathered. ``dtype``: in which gradients are summed."""
+        if not self.is_gathered:
+            self.found.append(Gathered(gather(), dtype))
+        self.at += 1
+        return self.found[self.at - 1]

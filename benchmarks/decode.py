@@ -1,0 +1,140 @@
+"""Time of a decoding step of transformers' Llama on two gloo ranks: autoshard against parallelize_module and one process.
+
+    python benchmarks/decode.py --steps 30 --width 256 --layers 4
+
+One token for each request of the batch, with a cache that grows, float32, one thread each. The contestants take turns
+(A B C … A B C …), so that whatever else the machine does meets all of them alike, and their logits have to agree. A step's
+time is that of the slower rank; CPU: processor time of the busier rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import autoshard
+
+RANKS, WARM_UP = 2, 10
+Step = Callable[[torch.Tensor], torch.Tensor]
+"""a token for each request → its logits"""
+
+
+def make_model(options: argparse.Namespace) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=options.width,
+        intermediate_size=4 * options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def decoding(model: Any, prompt: torch.Tensor) -> Step:
+    """A step after ``prompt``, and after those before."""
+    made = [model(input_ids=prompt, use_cache=True)]
+
+    def step(token: torch.Tensor) -> torch.Tensor:
+        made[0] = model(input_ids=token, past_key_values=made[0].past_key_values, use_cache=True)
+        logits: torch.Tensor = made[0].logits[:, -1]
+        return logits
+
+    return step
+
+
+def ours(options: argparse.Namespace, prompt: torch.Tensor) -> Step:
+    mesh = autoshard.Mesh({"tp": RANKS})
+    sharded = autoshard.compile(make_model(options), mesh, like="megatron", training=False, dynamic=True)
+    step = decoding(sharded, prompt)
+    step(prompt[:, :1])
+    if dist.get_rank() == 0:
+        counts = Counter(c.kind for c in sharded.collectives)
+        print(f"ours: {dict(counts)} a step, {sum(c.bytes for c in sharded.collectives):.0f} B per rank", flush=True)
+    return decoding(sharded, prompt)
+
+
+def tensor_parallel(options: argparse.Namespace, prompt: torch.Tensor) -> Step:
+    """torch's parallelize_module with the plan of transformers' ``tp_plan``."""
+    model, mesh = make_model(options), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    plan: dict[str, Any] = {f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"}
+    plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    plan |= {f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    ends = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh, {**ends, "model.embed_tokens": RowwiseParallel(input_layouts=Replicate())})
+    return decoding(model, prompt)
+
+
+def one_process(options: argparse.Namespace, prompt: torch.Tensor) -> Step:
+    """On rank 0, while the other waits."""
+    return decoding(make_model(options), prompt) if dist.get_rank() == 0 else lambda token: torch.empty(0)
+
+
+def race(contestants: dict[str, Step], batch: int, steps: int) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, processor seconds) of every step. The logits have to agree."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
+    for number in range(steps + WARM_UP):
+        token = torch.full((batch, 1), number % 7)
+        found = {}
+        for name, step in contestants.items():
+            dist.barrier()
+            begin = time.perf_counter(), time.process_time()
+            found[name] = step(token)
+            took = torch.tensor([time.perf_counter() - begin[0], time.process_time() - begin[1]])
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            if number >= WARM_UP:
+                times[name].append((float(took[0]), float(took[1])))
+        known = [x for x in found.values() if x.numel()]
+        if not all(torch.allclose(x, known[0], atol=1e-4) for x in known):
+            raise SystemExit(f"step {number}: the logits differ")
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("steps", 30), ("width", 256), ("layers", 4), ("batch", 4), ("prompt", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        command = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), __file__, *sys.argv[1:]]
+        raise SystemExit(subprocess.run([sys.executable, *command], check=False).returncode)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    prompt = torch.randint(0, 1024, (options.batch, options.prompt), generator=torch.Generator().manual_seed(0))
+    makers = {"one process": one_process, "parallelize_module": tensor_parallel, "autoshard": ours}
+    with torch.no_grad():
+        times = race({name: make(options, prompt) for name, make in makers.items()}, options.batch, options.steps)
+    if dist.get_rank() == 0:
+        table = Table(title=f"{RANKS} gloo ranks, one thread each, torch {torch.__version__}; ms per step, medians")
+        for column in ("", "time", "CPU", "of parallelize_module", "of one process"):
+            table.add_column(column, justify="left" if not column else "right")
+        medians = {n: [statistics.median(x) * 1e3 for x in zip(*t, strict=True)] for n, t in times.items()}
+        for name, (wall, cpu) in medians.items():
+            ratios = [f"{wall / medians[other][0]:.2f}" for other in ("parallelize_module", "one process")]
+            table.add_row(name, f"{wall:.2f}", f"{cpu:.2f}", *ratios)
+        Console(width=100).print(table)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

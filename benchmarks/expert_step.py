@@ -1,0 +1,133 @@
+"""A step of a layer of experts on gloo ranks: the compiled module beside an all-to-all written by hand, taken in turns.
+
+    torchrun --nproc-per-node 2 benchmarks/expert_step.py
+    torchrun --nproc-per-node 4 benchmarks/expert_step.py --rows 512
+
+Both cut rows and experts along one axis and give the same loss. Prints medians of seconds, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.nn.functional import all_to_all_single
+
+import autoshard
+from autoshard.runtime.experts import experts_op
+
+TOP, WARM = 2, 10
+"""experts of a row; steps that do not count: in its first calls a module compares the ranks' inputs"""
+
+
+class Layer(nn.Module):
+    """A router and its experts, as autoshard sees them."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.first = nn.Parameter(torch.randn(experts, 2 * hidden, width) / width**0.5)
+        self.second = nn.Parameter(torch.randn(experts, width, hidden) / hidden**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(TOP)
+        return (experts_op(x, ids, weights, self.first, self.second, "silu", True, False) + x).square().mean()
+
+
+class ByHand(nn.Module):
+    """The same for this rank's rows, with its part of the experts."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.router = nn.Parameter(layer.router.weight.detach().clone())
+        self.first = nn.Parameter(layer.first.detach().chunk(self.ranks)[self.rank].clone())
+        self.second = nn.Parameter(layer.second.detach().chunk(self.ranks)[self.rank].clone())
+        self.experts = layer.first.shape[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = F.linear(x, self.router).softmax(-1).topk(TOP)
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=self.experts)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts)
+        here = self.experts // self.ranks
+        sent = counts.view(self.ranks, here).sum(1).tolist()
+        by_rank = arriving.view(self.ranks, here)
+        received = by_rank.sum(1).tolist()
+        rows = x[order // TOP]
+        got = all_to_all_single(rows.new_empty(sum(received), x.shape[1]), rows, received, sent)
+        pieces = got.split(arriving.tolist())
+        back = [[got[:0]] * here for _ in range(self.ranks)]
+        for e in range(here):
+            mine = torch.cat([pieces[r * here + e] for r in range(self.ranks)])
+            gate, up = F.linear(mine, self.first[e]).chunk(2, -1)
+            made = F.linear(F.silu(gate) * up, self.second[e]).split(by_rank[:, e].tolist())
+            for r in range(self.ranks):
+                back[r][e] = made[r]
+        y = torch.cat([p for row in back for p in row])
+        y = all_to_all_single(y.new_empty(sum(sent), x.shape[1]), y, sent, received)
+        y = torch.zeros_like(y).index_copy(0, order, y).view(*ids.shape, -1)
+        y = (y * weights.unsqueeze(-1)).sum(1)
+        return (y + x).square().mean() / self.ranks
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.zero_grad()
+        loss = self(x)
+        loss.backward()
+        assert self.router.grad is not None
+        dist.all_reduce(self.router.grad)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=15)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layer = Layer(options.experts, options.width, options.hidden)
+    x = torch.randn(options.rows, options.width)
+    by_hand, part = ByHand(layer), x.chunk(dist.get_world_size())[dist.get_rank()]
+    sharded = autoshard.compile(layer, {"ep": dist.get_world_size()}, (x,), like="expert")
+
+    def compiled() -> torch.Tensor:
+        sharded.zero_grad()
+        loss: torch.Tensor = sharded(x)
+        loss.backward()
+        return loss.detach()
+
+    forms: dict[str, Callable[[], torch.Tensor]] = {"compiled": compiled, "by hand": lambda: by_hand.step(part)}
+    losses = {name: float(run()) for name, run in forms.items()}
+    assert abs(losses["compiled"] - losses["by hand"]) < 1e-5 * losses["by hand"], losses
+    taken: dict[str, list[float]] = {name: [] for name in forms}
+    for number in range(WARM + options.steps):
+        for name, run in forms.items():
+            dist.barrier()
+            begun = time.perf_counter()
+            run()
+            if number >= WARM:
+                taken[name].append(time.perf_counter() - begun)
+    if dist.get_rank() == 0:
+        medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
+        print({name: f"{s * 1e3:.1f} ms" for name, s in medians.items()}, end=" ")
+        print(f"compiled / by hand: {medians['compiled'] / medians['by hand']:.2f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

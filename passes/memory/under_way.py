@@ -1,0 +1,37 @@
+"""What a prefetch holds: buckets of parameters that are under way while the one before them is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import NamedTuple
+
+from autoshard.passes.ir.program import Program, Statement
+from autoshard.passes.lower.bucket import prefetched
+
+
+class UnderWay(NamedTuple):
+    """Bytes beside a bucket: in the forward, and while the backward uses it."""
+
+    forward: float
+    backward: float
+
+
+def under_way(program: Program, again: Set[str], size: Callable[[Statement], float]) -> dict[str, UnderWay]:
+    """First result of every bucket that is gathered → what is under way beside it, in the last micro-batch of a step.
+
+    ``again``: local names that the backward gathers again; ``size``: bytes of a bucket, gathered.
+    """
+    depth = prefetched(program)
+    shares = program.graph.passes > 1
+    buckets = [s for s in program.statements if s.call.fn == "gather_parameters"]
+    coming = [0.0 if shares and s.call.kwargs.get("zero") else size(s) for s in buckets]
+    back = [size(s) if not again.isdisjoint(s.outputs) else None for s in buckets] if again else []
+    return {
+        s.outputs[0]: UnderWay(sum(coming[i + 1 : i + 1 + depth]), _last(back[:i], depth))
+        for i, s in enumerate(buckets)
+    }
+
+
+def _last(sizes: Sequence[float | None], depth: int) -> float:
+    known = [n for n in sizes if n is not None]
+    return sum(known[-depth:]) if depth else 0.0

@@ -1,0 +1,86 @@
+"""How many micro-batches: the number with which the step is cheapest, of those with which it fits."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from autoshard.errors import PlanError
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.microbatch.body import MicroBatches, micro_batched
+
+log = logging.getLogger("autoshard.plan")
+
+Found = TypeVar("Found")
+AUTO = 0
+"""in place of a number: to be chosen"""
+PRIMES = (2, 3, 5, 7, 11, 13)
+"""of which one has to divide the batch"""
+
+
+def count_of(asked: Any) -> int:
+    """A user's ``micro_batches``: a number, or AUTO for "auto". Raises :class:`PlanError` for anything else."""
+    if asked == "auto":
+        return AUTO
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise PlanError(f'micro_batches is a number of at least 1, or "auto", got {asked!r}')
+    return asked
+
+
+def in_parts(
+    graph: Graph,
+    asked: int,
+    make: Callable[[Graph, MicroBatches | None], Found],
+    seconds: Callable[[Found], float],
+    always: bool = False,
+) -> Found:
+    """What ``make`` gives for the graph of one of as many micro-batches as are ``asked`` for: a number, or AUTO.
+
+    AUTO: the number whose step takes the fewest ``seconds``. Tried are the divisors of the batch, from 1 upwards, until
+    something is found and one more part makes the step no cheaper: more parts take less memory, and more time otherwise.
+    ``always``: one alone is a micro-batch, too. Raises :class:`PlanError` as ``make`` and :func:`micro_batched` do;
+    where no number has a plan, with what was said of the most parts.
+    """
+    if asked != AUTO:
+        return make(*_part(graph, asked, always))
+    best: Found | None = None
+    why: PlanError | None = None
+    for count in _counts(graph):
+        part = _part(graph, count, always)
+        try:
+            found = make(*part)
+        except PlanError as error:
+            why = error
+            log.info("%d micro-batches: no plan", count)
+            continue
+        log.info("%d micro-batches: %.4g s", count, seconds(found))
+        if best is not None and seconds(found) >= seconds(best):
+            break
+        best = found
+    if best is None:
+        assert why is not None
+        raise why
+    return best
+
+
+def _part(graph: Graph, count: int, always: bool) -> tuple[Graph, MicroBatches | None]:
+    whole = (count == 1 and not always) or not graph.training
+    return (graph, None) if whole else micro_batched(graph, count)
+
+
+def _counts(graph: Graph) -> list[int]:
+    """Divisors of the batch; 1 alone where the model does not fall into micro-batches."""
+    if not graph.training or graph.symbols.read:
+        return [1]
+    lengths = [n for i in graph.inputs if i.kind == "input" for n in graph.types[i.name].shape]
+    for prime in (p for p in PRIMES if any(n % p == 0 and n for n in lengths)):
+        try:
+            _, micro = micro_batched(graph, prime)
+        except PlanError as error:
+            log.info("not in %d micro-batches: %s", prime, error)
+            continue
+        batch = math.gcd(*(graph.types[name].shape[d] for name, d in micro.inputs.values() if d is not None))
+        return [n for n in range(1, batch + 1) if batch % n == 0]
+    return [1]

@@ -1,0 +1,134 @@
+"""A graph with its equal blocks left out: small enough to be planned for many meshes, and what it stands for.
+
+The result computes something else, but an operation of a kept block costs what the same one costs in all blocks that the
+block stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
+from autoshard.passes.ir.paths import block_path
+
+KEPT = 2
+"""blocks of a row of equal ones that stay: the first may have other neighbours than the others"""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """``graph`` has some of the blocks. ``blocks``: per numbered module of the whole, in order, the one that stands for it."""
+
+    graph: Graph
+    blocks: tuple[str, ...]
+
+    def sequence(self, graph: Graph) -> tuple[tuple[tuple[Node, ...], ...], tuple[int, ...]]:
+        """Rows of operations, of a block or between two; and which of them make the whole, one after another.
+
+        ``graph``: that of this, or of one micro-batch of it.
+        """
+        rows: list[tuple[str, list[Node]]] = []
+        for node in graph.nodes:
+            path = block_path(node.fqn)
+            if not rows or rows[-1][0] != path:
+                rows.append((path, []))
+            rows[-1][1].append(node)
+        where: dict[str, list[int]] = {}
+        for number, (path, _) in enumerate(rows):
+            where.setdefault(path, []).append(number)
+        found, done, seen = list[int](), 0, set[str]()
+        for path in self.blocks:
+            if path in seen:
+                found += where[path]
+            elif path in where:
+                seen.add(path)
+                end = max(done, where[path][-1] + 1)
+                found += range(done, end)
+                done = end
+        return tuple(tuple(nodes) for _, nodes in rows), (*found, *range(done, len(rows)))
+
+
+def folded(graph: Graph) -> Folded:
+    """``graph`` with :data:`KEPT` blocks of each row of equal ones; blocks are the outermost numbered modules."""
+    parts = _parts(graph)
+    forms = [_form(graph, nodes) for _, nodes in parts]
+    stand: list[str] = []
+    dropped: set[str] = set()
+    renamed: dict[str, str] = {}
+    row = 0
+    for i, (path, nodes) in enumerate(parts):
+        alike = i > 0 and forms[i][0] == forms[i - 1][0]
+        row = row + 1 if alike else 0
+        if row < KEPT:
+            stand.append(path)
+            continue
+        stand.append(stand[-1])
+        dropped.update(n.name for n in nodes)
+        renamed.update(zip(forms[i][1], (renamed.get(n, n) for n in forms[i - 1][1]), strict=True))
+    return Folded(_without(graph, dropped, renamed), tuple(stand))
+
+
+def _parts(graph: Graph) -> list[tuple[str, list[Node]]]:
+    """Rows of operations of one block, in order. What belongs to none lies in none."""
+    found: list[tuple[str, list[Node]]] = []
+    for node in graph.nodes:
+        path = block_path(node.fqn)
+        if not path:
+            continue
+        if not found or found[-1][0] != path:
+            found.append((path, []))
+        found[-1][1].append(node)
+    return found
+
+
+def _form(graph: Graph, nodes: Sequence[Node]) -> tuple[Any, tuple[str, ...]]:
+    """What blocks that are equal have in common; and the values that others read of it, in order."""
+    own = {n.name for n in nodes}
+    numbers: dict[str, int] = {}
+
+    def number(name: str) -> tuple[int, Any]:
+        return numbers.setdefault(name, len(numbers)), graph.types[name]
+
+    lines = []
+    for node in nodes:
+        arguments = map_refs((node.args, dict(node.kwargs)), lambda ref: number(ref.name))
+        lines.append((node.op, repr(arguments), tuple(number(name) for name in node.outputs)))
+    returned = {o.name for o in graph.outputs if isinstance(o, Ref)} | set(graph.mutations.values())
+    sent = tuple(
+        name
+        for node in nodes
+        for name in node.outputs
+        if name in returned or any(reader.name not in own for reader in graph.uses[name])
+    )
+    return (tuple(lines), tuple(numbers[name] for name in sent)), sent
+
+
+def _without(graph: Graph, dropped: set[str], renamed: Mapping[str, str]) -> Graph:
+    """``graph`` without some operations; values of theirs are read under another name."""
+
+    def rename(ref: Ref) -> Ref:
+        return Ref(renamed.get(ref.name, ref.name))
+
+    nodes = []
+    for node in graph.nodes:
+        if node.name not in dropped:
+            args, kwargs = map_refs((node.args, dict(node.kwargs)), rename)
+            nodes.append(replace(node, args=args, kwargs=kwargs))
+    read = {name for node in nodes for name in node.inputs}
+    inputs = tuple(i for i in graph.inputs if i.kind == "input" or i.name in read)
+    names = [*(i.name for i in inputs), *(o for n in nodes for o in n.outputs)]
+    return replace(
+        graph,
+        inputs=inputs,
+        nodes=tuple(nodes),
+        types={name: graph.types[name] for name in names},
+        outputs=tuple(rename(o) if isinstance(o, Ref) else o for o in graph.outputs),
+        mutations={
+            fqn: renamed.get(name, name)
+            for fqn, name in graph.mutations.items()
+            if any(i.fqn == fqn for i in inputs) and renamed.get(name, name) in set(names)
+        },
+        constants={name: x for name, x in graph.constants.items() if name in read},
+    )

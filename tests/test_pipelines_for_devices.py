@@ -1,0 +1,118 @@
+"""Stages, micro-batches and schedule searched with the mesh for a number of devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autoshard
+from autoshard.compiler import captured
+from autoshard.devices.estimate import Estimates, Setup
+from autoshard.errors import MeshError, PlanError
+from autoshard.hardware import PRESETS, Hardware
+from autoshard.models import Gpt, GptConfig
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.verify import check_graph
+from autoshard.passes.microbatch import micro_batched
+from autoshard.passes.pipeline.fold import folded
+from autoshard.plans.plan import Plan
+from autoshard.plans.wishes import Wishes
+
+LAYERS, ROWS = 4, 4
+SLOW = replace(
+    PRESETS["h100"],
+    name="slow_network",
+    devices_per_node=1,
+    network=replace(PRESETS["h100"].network, bandwidth=3e10, rates=()),
+)
+"""a device per node, so that all but messages between stages is dear"""
+
+
+def gpt(layers: int = LAYERS) -> tuple[Gpt, torch.Tensor]:
+    with torch.device("meta"):
+        return Gpt(GptConfig(500, 256, 1024, 4, layers, dropout=0.0)), torch.empty(ROWS, 256, dtype=torch.long)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    model, tokens = gpt()
+    return captured(model, (tokens,), {"labels": tokens}, training=True)
+
+
+def planned(hardware: Hardware | str = "h100", devices: int = 4, **asked: object) -> Plan:
+    model, tokens = gpt()
+    return autoshard.plan(
+        model, None, (tokens,), {"labels": tokens}, devices=devices, hardware=hardware, training=True,
+        **{"micro_batches": "auto", **asked},
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_a_folded_graph_has_two_of_a_row_of_equal_blocks(graph: Graph) -> None:
+    found = folded(graph)
+    check_graph(found.graph)
+    assert found.blocks == ("blocks.0", *["blocks.1"] * (LAYERS - 1))
+    per_block = (len(graph.nodes) - len(found.graph.nodes)) / (LAYERS - 2)
+    rows, sequence = found.sequence(found.graph)
+    assert sum(len(rows[i]) for i in sequence) == len(graph.nodes)
+    assert [len(rows[i]) for i in sequence].count(per_block) == LAYERS
+    smaller, _ = micro_batched(found.graph, 4)
+    check_graph(smaller)
+    assert found.sequence(smaller)[1] == sequence
+
+
+def test_blocks_that_differ_stay() -> None:
+    model, tokens = gpt(4)
+    model.blocks[2].norm_1 = torch.nn.Identity()
+    graph = captured(model, (tokens,), {"labels": tokens}, training=True)
+    assert folded(graph).blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+
+
+@pytest.mark.parametrize("setup", [Setup(2, (2,), 4), Setup(4, (2,), 4), Setup(1, (2,), 2)])
+def test_an_estimate_is_close_to_the_plan_in_full(graph: Graph, setup: Setup) -> None:
+    of = Estimates(graph, PRESETS["h100"], Wishes(), "model")
+    found = of.of(setup, ["1f1b"])
+    assert of.floor(setup) <= found.seconds
+    model, tokens = gpt()
+    plan = autoshard.plan(
+        model, setup.mesh(setup.of_stage(PRESETS["h100"])), (tokens,), {"labels": tokens}, training=True,
+        micro_batches=setup.batches, stages="pp",
+    )  # fmt: skip
+    assert found.seconds == pytest.approx(plan.cost.total_s, rel=0.05)
+    assert found.bubble_s == pytest.approx(plan.cost.bubble_s, rel=0.25, abs=1e-6)
+
+
+def test_stages_are_chosen_where_all_else_is_dear() -> None:
+    plan = planned(SLOW)
+    assert plan.staged is not None
+    assert plan.mesh.size_of("pp") > 1
+    assert plan.mesh.size == 4
+    assert plan.candidates
+    assert all(c.cost.total_s > 0 and math.prod(c.mesh.shape) == 4 for c in plan.candidates)
+    sequence = [c.cost.total_s for c in plan.candidates]
+    assert sequence == sorted(sequence)
+    assert plan.from_json(plan.to_json()).candidates == plan.candidates
+
+
+def test_no_stages_are_chosen_where_nothing_is_dear() -> None:
+    plan = planned("ideal_network", 2)
+    assert plan.staged is None
+    assert plan.cost.bubble_s == 0
+    assert plan.cost.total_s == pytest.approx(plan.cost.compute_s + plan.cost.exposed_s)
+    assert any("were not searched" in note for note in plan.notes)
+
+
+def test_numbers_that_are_asked_for_stay() -> None:
+    plan = planned(SLOW, micro_batches=4, stages="pp", schedule="gpipe")
+    assert plan.staged is not None
+    assert (plan.staged.micro_batches, plan.staged.schedule) == (4, "gpipe")
+    assert plan.mesh.size_of("pp") > 1
+
+
+def test_no_pipeline_within_the_budget() -> None:
+    with pytest.raises(PlanError, match="no pipeline of these h100 has a plan"):
+        planned(memory_budget=1e5)
+    with pytest.raises(MeshError, match="an int of at least 1"):
+        planned(devices=0)

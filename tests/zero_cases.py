@@ -1,0 +1,182 @@
+"""Stages of ZeRO: bytes on the wire in steps of one and of several micro-batches; run in one process and under gloo."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from microbatch_cases import TOLERANCE, far, full
+from torch import nn
+
+import autoshard
+from autoshard import Link
+from autoshard.hardware import PRESETS
+from autoshard.runtime import flat_bucket
+from autoshard.runtime.process_group import TorchCommunicator
+
+WIDTH, LAYERS, BATCH = 16, 2, 32
+WIRE = replace(PRESETS["h100"], node=Link(0.0, 1e9))
+"""bytes decide, no latencies"""
+COUNTS = (1, 4)
+
+
+class Stack(nn.Module):
+    """The backward reads all weights, and nothing but gradients of parameters is sent in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x * self.first
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return F.mse_loss(x, y)
+
+
+def made() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, BATCH, WIDTH).double()
+    return Stack().double(), (x, y)
+
+
+def mesh_for(like: str, ranks: int) -> autoshard.Mesh:
+    return autoshard.Mesh({"replica": 2, "shard": ranks // 2} if like == "hsdp" else {"dp": ranks}, WIRE)
+
+
+def expected(like: str, ranks: int, count: int) -> Counter[tuple[str, str]]:
+    """Bytes per rank, kind and phase of a step, by the formulas of the papers; Ψ: the parameters, as float64."""
+    psi = 8 * sum(p.numel() for p in Stack().parameters())
+    first = 8 * WIDTH  # the backward does not read it: x, which it scales, needs no gradient
+    shards = ranks // 2 if like == "hsdp" else ranks
+    ring = (shards - 1) / shards
+    gather, back, scatter = ("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward")
+    reduce = ("all_reduce", "backward")
+    found = {
+        "ddp": {reduce: 2 * ring * psi},
+        "zero1": {gather: ring * psi, scatter: ring * psi},
+        "zero2": {gather: ring * psi, scatter: count * ring * psi},
+        "fsdp": {gather: count * ring * psi, back: count * ring * (psi - first), scatter: count * ring * psi},
+    }
+    if like == "hsdp":
+        return Counter(found["fsdp"]) + Counter({reduce: 2 * (2 - 1) / 2 * psi / shards})
+    return Counter(found[like])
+
+
+def sent(log: list[Any]) -> Counter[tuple[str, str]]:
+    """Bytes per kind and phase, without the loss's."""
+    found: Counter[tuple[str, str]] = Counter()
+    for e in log:
+        if e.bytes > 16:
+            found[e.kind, e.phase] += e.bytes
+    return found
+
+
+def begun(sharded: Any) -> list[Any]:
+    """A list that every collective from now on is appended to."""
+    log: list[Any] = []
+    (sharded._comm if hasattr(sharded, "_comm") else sharded._world).log = log
+    return log
+
+
+def trains(like: str, ranks: int, count: int, steps: int = 3) -> None:
+    """Losses, gradients and weights of AdamW steps are those of one device, and the bytes those of the formulas."""
+    model, args = made()
+    sharded = autoshard.compile(copy.deepcopy(model), mesh_for(like, ranks), args, like=like, micro_batches=count)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), 1e-2) for m in (sharded, model))
+    for _ in range(steps):
+        loss = model(*args)
+        loss.backward()
+        log = begun(sharded)
+        found = sharded(*args)
+        found.backward()
+        assert far(found.detach(), loss.detach()) <= TOLERANCE
+        bytes_ = sent(log)
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        for n, p in sharded.named_parameters():
+            assert far(full(p.grad), gradients[n]) <= TOLERANCE, n
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = dict(model.named_parameters())
+    assert max(far(full(p.detach()), weights[n].detach()) for n, p in sharded.named_parameters()) <= TOLERANCE
+    wanted = expected(like, ranks, count)
+    assert bytes_.keys() == wanted.keys(), (bytes_, wanted)
+    assert all(abs(bytes_[k] - wanted[k]) <= 1e-6 * wanted[k] for k in wanted), (bytes_, wanted)
+    assert all(("S" in str(sharded.plan.layouts[n])) == (like != "ddp") for n, _ in model.named_parameters())
+
+
+class Late:
+    """A collective that brings NaN until it is waited for. ``arrives``: whether it then brings what it should."""
+
+    def __init__(self, arrives: bool, out: torch.Tensor, begin: Callable[[], Any]) -> None:
+        self.arrives, self.begin = arrives, begin
+        out.fill_(float("nan"))
+
+    def wait(self) -> None:
+        if self.arrives:
+            self.begin().wait()
+
+
+def gathers_late(like: str, arrives: bool) -> tuple[list[str], list[float]]:
+    """Begins ("b") and arrivals ("a") of gathers in the third step, and the losses of two steps."""
+    model, args = made()
+    sharded = autoshard.compile(model, mesh_for(like, 4), args, like=like)
+    sharded(*args).backward()
+    real, events = TorchCommunicator.begin, list[str]()
+
+    def begin(self: TorchCommunicator, group: Any, collective: Any, *given: Any) -> Any:
+        if collective is not flat_bucket.all_gather_single:
+            return real(self, group, collective, *given)
+        events.append("b")
+
+        def start() -> Any:
+            events.append("a")
+            return real(self, group, collective, *given)
+
+        return Late(arrives, given[0], start)
+
+    TorchCommunicator.begin = begin  # type: ignore[method-assign]
+    try:
+        losses = []
+        for _ in range(2):
+            events.clear()
+            loss = sharded(*args)
+            loss.backward()
+            losses.append(float(loss.detach()))
+    finally:
+        TorchCommunicator.begin = real  # type: ignore[method-assign]
+    return events, losses
+
+
+def is_prefetched() -> None:
+    """In the forward and in the backward every gather begins while the one before it is still awaited, and no earlier."""
+    events, losses = gathers_late("fsdp", True)
+    forward, backward = 1 + LAYERS, LAYERS  # the first parameter is not gathered again
+    assert "".join(events) == "b" + "ba" * (forward - 1) + "a" + "b" + "ba" * (backward - 1) + "a", events
+    events, _ = gathers_late("zero2", True)
+    assert "".join(events) == "b" + "ba" * (forward - 1) + "a", events
+    model, args = made()
+    assert abs(losses[1] - float(model(*args).detach())) <= TOLERANCE
+
+
+def use_before_arrival_is_seen() -> None:
+    """Negative control."""
+    _, losses = gathers_late("fsdp", False)
+    assert losses[0] != losses[0]
+
+
+LIKE = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+
+CASES: dict[str, Callable[[], None]] = {
+    "is_prefetched": is_prefetched,
+    "use_before_arrival_is_seen": use_before_arrival_is_seen,
+    **{f"{like}_in_{count}": functools.partial(trains, like, 4, count) for like in LIKE for count in COUNTS},
+}
