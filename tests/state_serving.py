@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import Shard
-from autoshard.errors import HintError
+from autoshard.errors import AutoshardError, HintError
 
 LENGTH, WIDTH, HEADS, BATCH = 12, 16, 4, 2
 MEGATRON = {"*.q": "colwise", "*.k": "colwise", "*.v": "colwise", "*.o": "rowwise"}
@@ -155,6 +155,13 @@ def a_cache_that_users_change(mesh: autoshard.Mesh) -> None:
         both(model, sharded, change)
         same_state(sharded, model)
         close(sharded.layers[1].values, model.layers[1].values)
+    held = sharded.layers[0].keys
+    if isinstance(held, DTensor):  # cut along dim 0: what this takes is a copy
+        for view in (held[1], held.select(0, 1)[2:], held[:, 0][1]):
+            with pytest.raises(AutoshardError, match="zero_ of a view of a buffer that is cut along the dim"):
+                view.zero_()
+    both(model, sharded, lambda m: m.layers[0].keys[:, 1].zero_())  # a view in any case
+    same_state(sharded, model)
     for pattern, hint in hints.items():
         assert sharded.plan.layouts[pattern].placements == (hint,)
         if isinstance(held := sharded.get_buffer(pattern), DTensor):

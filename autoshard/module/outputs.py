@@ -11,6 +11,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoshard.errors import AutoshardError
+
 log = logging.getLogger("autoshard")
 
 ABOUT = frozenset(
@@ -40,6 +42,11 @@ _ON_WHOLE = (
 )
 _WRITING = re.compile(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
 """names of functions that write into their first argument"""
+_VIEWS = frozenset(
+    "__getitem__ select narrow unbind chunk split tensor_split view view_as reshape transpose t permute movedim squeeze "
+    "unsqueeze flatten unflatten expand diagonal".split()
+)
+"""names of functions whose results are views in eager torch"""
 
 
 class Output(DTensor):
@@ -60,6 +67,12 @@ class Output(DTensor):
             x.__class__ = Output
         return x
 
+    @staticmethod
+    def state(x: DTensor) -> DTensor:
+        """The same as a buffer: writing into what eager has as a view of it, and is a copy here, is refused."""
+        x.__dict__["_copied"] = False
+        return Output.of(x)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -68,6 +81,7 @@ class Output(DTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         given = tuple(args), dict(kwargs or {})
+        _check_written(func, given[0])
         with torch._C.DisableTorchFunctionSubclass():
             dim = chosen_dim(func, *given)
             if dim is not None and not any(p.is_partial() or p.is_shard(dim) for p in args[0].placements):
@@ -75,6 +89,7 @@ class Output(DTensor):
             if func not in _ON_WHOLE and not any(_is_plain(x) for x in pytree.tree_leaves(given)):
                 try:
                     made = func(*given[0], **given[1])
+                    _follow(func, given[0], made)
                     return made if isinstance(made, torch.Size) else pytree.tree_map_only(DTensor, Output.of, made)
                 except torch.OutOfMemoryError:
                     raise
@@ -124,6 +139,30 @@ def _is_plain(x: Any) -> bool:
 def _writes(func: Any) -> bool:
     """Whether ``func`` writes into its first argument."""
     return bool(_WRITING.fullmatch(getattr(func, "__name__", "")))
+
+
+def _follow(func: Any, args: Sequence[Any], made: Any) -> None:
+    """Note of views of a buffer whether they are copies, because a dim that is cut was indexed."""
+    source = args[0] if args else None
+    if not isinstance(source, DTensor) or "_copied" not in source.__dict__ or made is source:
+        return
+    if getattr(func, "__name__", "") not in _VIEWS or any(isinstance(i, list) for i in pytree.tree_leaves(args[1:])):
+        return
+    for x in pytree.tree_leaves(made):
+        if isinstance(x, DTensor):
+            shared = x.to_local().untyped_storage()._cdata == source.to_local().untyped_storage()._cdata
+            x.__dict__["_copied"] = source.__dict__["_copied"] or not shared
+
+
+def _check_written(func: Any, args: Sequence[Any]) -> None:
+    """Refuse a write that would be lost. ``x[i] += 1`` is none: it is set afterwards."""
+    name = getattr(func, "__name__", "")
+    writes = name.endswith("_") and not name.endswith("__")
+    if writes and args and isinstance(args[0], DTensor) and args[0].__dict__.get("_copied"):
+        raise AutoshardError(
+            f"{name} of a view of a buffer that is cut along the dim that was indexed: here it is a copy, so that "
+            "nothing would be written. Write buffer[...] = value."
+        )
 
 
 def _take(x: DTensor, full: torch.Tensor) -> None:

@@ -146,7 +146,7 @@ def part_of(full: Any, like: DTensor) -> Any:
     made = DTensor.from_local(
         cut.to_local().clone(), cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
     )
-    return Output.of(made) if type(like) is Output else made
+    return Output.state(made) if type(like) is Output else made
 
 
 def same(old: Any, new: Any) -> bool:
