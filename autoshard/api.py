@@ -31,6 +31,7 @@ from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
 from autoshard.plans.stages import check_stages
+from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
 from autoshard.precision import precision_of
 from autoshard.stages import set_up_logs
@@ -205,9 +206,9 @@ def plan(
     )
     if resolved is not None:
         check_stages(resolved, wishes)
-        layouts = local_layouts(model, resolved, *example, inputs, hints)
+        layouts = local_layouts(model, resolved if stages is None else rest(resolved, stages), *example, inputs, hints)
         example = wholes(*example, layouts)
-        wishes = replace(wishes, inputs=() if dynamic or micro_batches != 1 else layouts)
+        wishes = replace(wishes, inputs=() if dynamic or micro_batches != 1 or stages is not None else layouts)
     elif inputs != "global":
         raise MeshError("inputs that a rank brings need a mesh: give mesh= instead of devices=")
     wanted = model.training if training is None else training

@@ -14,7 +14,7 @@ from microbatch_cases import TOLERANCE, far, full, loss_of
 from torch import nn
 
 import autoshard
-from autoshard.errors import HintError, MeshError, PlanError
+from autoshard.errors import HintError, MeshError, PlanError, RuntimeMismatchError
 from autoshard.models import Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig
 
 Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
@@ -98,6 +98,9 @@ def compare(name: str, mesh: autoshard.Mesh, count: int, steps: int = 3, **asked
         assert mine.keys() == gradients.keys()
         for n, gradient in gradients.items():
             assert far(mine[n], gradient) <= TOLERANCE, f"step {step}, gradient of {n}"
+        if dist.is_initialized() and sharded.gradients_once():  # a rank sees its stages' parameters alone
+            with pytest.raises(RuntimeMismatchError, match=r"use autoshard\.clip_grad_norm_"):
+                torch.nn.utils.clip_grad_norm_(sharded.parameters(), 0.5)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         assert far(autoshard.clip_grad_norm_(sharded, 0.5), norm) <= TOLERANCE
         for optimizer in (ours, theirs):

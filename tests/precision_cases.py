@@ -306,6 +306,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "free_narrow": trains(policy=NARROW),
     "in_micro_batches": trains(micro_batches=2),
     **{name: trains(name) for name in ("ddp", "fsdp", "megatron", "megatron-sp")},
+    "zero1_in_micro_batches": trains("zero1", micro_batches=2),
     "of_several_axes": of_several_axes,
     "dropout_and_recomputation": dropout_and_recomputation,
     "in_stages": in_stages,
@@ -323,7 +324,8 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
 }
 
 SLOW = {
-    "free_narrow", "megatron", "megatron-sp", "of_several_axes", "dropout_and_recomputation", "under_autocast",
+    "free_narrow", "zero1_in_micro_batches", "megatron", "megatron-sp", "of_several_axes", "dropout_and_recomputation",
+    "under_autocast",
     "in_micro_batches", "in_stages", "without_gradients", "sums_alone", "summed_single", "replicas_summed_double",
     "replicas_summed_single",
 }  # fmt: skip

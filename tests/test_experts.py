@@ -62,7 +62,7 @@ def exchanging(plan: autoshard.Plan) -> list[Any]:
 
 
 EQUAL = [
-    ("mixtral", {"ep": 2}, True), ("deepseek-v3", {"ep": 4}, True), ("mixtral", {"ep": 2, "tp": 2}, False),
+    ("mixtral", {"ep": 2}, True), ("deepseek-v3", {"ep": 4}, False), ("mixtral", {"ep": 2, "tp": 2}, False),
     ("llama4", {"ep": 2}, False), ("llama4", {"ep": 2, "tp": 2}, False),
     ("qwen3", {"dp": 2, "ep": 2}, False), ("qwen3", {"ep": 2}, False), ("olmoe", {"ep": 2}, False),
     ("olmoe", {"dp": 2, "ep": 2}, False), ("deepseek-v3", {"ep": 2, "tp": 2}, False),

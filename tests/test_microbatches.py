@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -70,9 +71,9 @@ def test_plans_are_of_the_whole_step() -> None:
         assert type(parts).from_json(parts.to_json()).micro_batches == 4
 
 
-@pytest.mark.parametrize("like", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("like", ["ddp", "fsdp", "hsdp", "zero1", "zero2"])
 def test_what_is_sent_in_a_step(like: str) -> None:
-    """Sums over replicas once, all else once per micro-batch; what runs is what the plan says."""
+    """Sums over replicas once, and gathers of what is kept; all else once per micro-batch. What runs is as planned."""
     mesh = ideal({"replica": 2, "shard": 2} if like == "hsdp" else {"dp": 2})
     sent = []
     for count in (1, 4):
@@ -86,8 +87,11 @@ def test_what_is_sent_in_a_step(like: str) -> None:
         ran, planned = (_by_kind(found) for found in (log, sharded.collectives))
         assert ran == pytest.approx(planned)
         sent.append(planned)
+    once = {("all_reduce", "backward")}
+    once |= {("all_gather", "forward")} if like in ("zero1", "zero2") else set()
+    once |= {("reduce_scatter", "backward")} if like == "zero1" else set()
     for what, size in sent[1].items():
-        assert size == pytest.approx(sent[0][what] * (1 if what == ("all_reduce", "backward") else 4)), what
+        assert size == pytest.approx(sent[0][what] * (1 if what in once else 4)), what
 
 
 def _by_kind(found: Any) -> dict[tuple[str, str], float]:
@@ -114,6 +118,19 @@ def test_as_many_as_it_takes() -> None:
         autoshard.plan(model, **asked, micro_batches="auto", memory_budget=1000)
     with pytest.raises(PlanError, match="a number of at least 1, or \"auto\", got 'many'"):
         autoshard.plan(model, **asked, micro_batches="many")
+
+
+def test_what_is_kept_is_measured() -> None:
+    """A quarter, as planned: what one part kept is gone when the next one runs."""
+    model, args = made("regression")
+    args = tuple(x.repeat(16, 1) for x in args)
+    kept = []
+    for count in (1, 4):
+        sharded = autoshard.compile(copy.deepcopy(model), {"dp": 1}, args, micro_batches=count)
+        found = autoshard.measure(sharded, args, steps=1)
+        assert found.kept_bytes == pytest.approx(sharded.plan.memory.activations, rel=0.05)
+        kept.append(found.kept_bytes)
+    assert kept[1] == pytest.approx(kept[0] / 4, rel=0.05)
 
 
 def test_one_that_counts_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

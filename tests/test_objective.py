@@ -337,7 +337,7 @@ def test_the_searchs_tables_hold_the_prices_that_alternatives_ask_for(mesh: dict
     for value in (i.name for i in graph.inputs):
         link = Link("definition", Side(layouts), "reader", Side(layouts), value)
         searched, _ = EdgeTables(graph, on, [link], held=False).of(link)
-        case = graph.types[value], value in graph.parameters, value in movable_values(graph)
+        case = graph.types[value], 0 if value in graph.parameters else None, value in movable_values(graph)
         for (i, a), (j, b) in itertools.product(enumerate(layouts), repeat=2):
             asked = conversion_parts(case[0], on, [a], [b], *case[1:])
             assert list(searched[i, j]) == list(asked[0, 0])
@@ -347,7 +347,7 @@ def test_a_weight_that_moves_from_cut_to_cut_is_not_gathered_again() -> None:
     """Two all-to-alls of 15 µs and their bytes, forward and backward; a gradient that is cut takes a kernel of 7 µs."""
     graph, mesh = small({"tp": 2}, 64)
     type_ = graph.types["p_w"]
-    price = lambda a, b: float(conversion_parts(type_, mesh, [(a,)], [(b,)], True, False).blocking[0, 0])  # noqa: E731
+    price = lambda a, b: float(conversion_parts(type_, mesh, [(a,)], [(b,)], 0, False).blocking[0, 0])  # noqa: E731
     assert price(Shard(0), Shard(1)) == pytest.approx(30.0e-6, rel=5e-3)
     assert price(Shard(0), R) == pytest.approx(45.0e-6, rel=5e-3)
     assert price(Shard(0), I) == pytest.approx(37.0e-6, rel=5e-3)

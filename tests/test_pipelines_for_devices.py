@@ -31,9 +31,9 @@ SLOW = replace(
 """a device per node, so that all but messages between stages is dear"""
 
 
-def gpt(layers: int = LAYERS) -> tuple[Gpt, torch.Tensor]:
+def gpt(layers: int = LAYERS, width: int = 1024) -> tuple[Gpt, torch.Tensor]:
     with torch.device("meta"):
-        return Gpt(GptConfig(500, 256, 1024, 4, layers, dropout=0.0)), torch.empty(ROWS, 256, dtype=torch.long)
+        return Gpt(GptConfig(500, 256, width, 4, layers, dropout=0.0)), torch.empty(ROWS, 256, dtype=torch.long)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def graph() -> Graph:
     return captured(model, (tokens,), {"labels": tokens}, training=True)
 
 
-def planned(hardware: Hardware | str = "h100", devices: int = 4, **asked: object) -> Plan:
-    model, tokens = gpt()
+def planned(hardware: Hardware | str = "h100", devices: int = 4, layers: int = LAYERS, **asked: object) -> Plan:
+    model, tokens = gpt(layers)
     return autoshard.plan(
         model, None, (tokens,), {"labels": tokens}, devices=devices, hardware=hardware, training=True,
         **{"micro_batches": "auto", **asked},
@@ -64,13 +64,13 @@ def test_a_folded_graph_has_two_of_a_row_of_equal_blocks(graph: Graph) -> None:
 
 
 def test_blocks_that_differ_stay() -> None:
-    model, tokens = gpt(4)
+    model, tokens = gpt(4, 64)
     model.blocks[2].norm_1 = torch.nn.Identity()
     graph = captured(model, (tokens,), {"labels": tokens}, training=True)
     assert folded(graph).blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
 
 
-@pytest.mark.parametrize("setup", [Setup(2, (2,), 4), Setup(4, (2,), 4), Setup(1, (2,), 2)])
+@pytest.mark.parametrize("setup", [Setup(2, (2,), 4), Setup(1, (2,), 2)])
 def test_an_estimate_is_close_to_the_plan_in_full(graph: Graph, setup: Setup) -> None:
     of = Estimates(graph, PRESETS["h100"], Wishes(), "model")
     found = of.of(setup, ["1f1b"])
@@ -97,15 +97,14 @@ def test_stages_are_chosen_where_all_else_is_dear() -> None:
 
 
 def test_no_stages_are_chosen_where_nothing_is_dear() -> None:
-    plan = planned("ideal_network", 2)
+    plan = planned("ideal_network", 2, 2)
     assert plan.staged is None
     assert plan.cost.bubble_s == 0
     assert plan.cost.total_s == pytest.approx(plan.cost.compute_s + plan.cost.exposed_s)
-    assert any("were not searched" in note for note in plan.notes)
 
 
 def test_numbers_that_are_asked_for_stay() -> None:
-    plan = planned(SLOW, micro_batches=4, stages="pp", schedule="gpipe")
+    plan = planned(SLOW, 2, 2, micro_batches=4, stages="pp", schedule="gpipe")
     assert plan.staged is not None
     assert (plan.staged.micro_batches, plan.staged.schedule) == (4, "gpipe")
     assert plan.mesh.size_of("pp") > 1
@@ -113,6 +112,6 @@ def test_numbers_that_are_asked_for_stay() -> None:
 
 def test_no_pipeline_within_the_budget() -> None:
     with pytest.raises(PlanError, match="no pipeline of these h100 has a plan"):
-        planned(memory_budget=1e5)
+        planned(layers=1, memory_budget=1e5)
     with pytest.raises(MeshError, match="an int of at least 1"):
         planned(devices=0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_equal_training, captured_once, collectives
+from harness import assert_equal_training, captured_once, collectives, double
 from test_compile_models import hugging_face
 from torch import nn
 
@@ -18,6 +19,7 @@ import autoshard.models
 from autoshard import runtime
 from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuntimeMismatchError
+from autoshard.hardware import PRESETS
 from autoshard.runtime import ring, tile
 from autoshard.runtime.ring_order import spans, tiles, work
 from autoshard.runtime.window import chunks
@@ -213,7 +215,6 @@ def labels_of(report: autoshard.VerifyReport) -> set[str]:
 
 
 MODELS = [
-    ("llama", {"cp": 2}),
     ("llama", {"cp": 3}),
     ("llama", {"cp": 2, "tp": 2}),
     ("gpt", {"cp": 2}),
@@ -221,6 +222,7 @@ MODELS = [
     ("hf_gpt2", {"cp": 2}),
 ]
 SLOW = [
+    ("llama", {"cp": 2}),
     ("llama", {"cp": 4}),
     ("llama", {"cp": 8}),
     ("llama", {"a": 2, "b": 2}),
@@ -259,11 +261,15 @@ class Attention(nn.Module):
         self.kv = nn.Linear(width, 2 * kv_heads * self.size, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
         k, v = self.kv(x).chunk(2, -1)
         q, k, v = (y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in (self.q(x), k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.grouped)
-        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+        result: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return result
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mixed(x).square().mean()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -287,3 +293,72 @@ def test_combines_with_other_cuts() -> None:
     sample = (q, k, v, None, 0.0, True), {"enable_gqa": True}
     found = check_rule(torch.ops.aten.scaled_dot_product_attention.default, [sample], meshes=[{"x": 2, "y": 2}])
     assert {"ring", "folded ring", "folded queries", "queries", "query heads"} <= found.strategies
+
+
+def test_made_again_in_the_backward() -> None:
+    """Whole blocks run again, their rings included; what is sent is what the plan says."""
+    module, args, kwargs = model("gpt")
+    args, kwargs = double((args, kwargs))
+    module = module.double()
+    mesh = autoshard.Mesh({"cp": 3}, "ideal_network")
+    sharded = autoshard.compile(module, mesh, args, kwargs, like="ring", recompute="blocks")
+    assert any("scaled_dot_product" in r.name and r.what == "computed" for r in sharded.plan.recomputed)
+    sent, planned, log = Counter[Any](), Counter[Any](), list[runtime.Executed]()
+    sharded.record(log)
+    torch.manual_seed(1)
+    sharded(*args, **kwargs).loss.backward()
+    torch.manual_seed(1)
+    expected = torch.func.functional_call(module, dict(module.named_parameters()), args, kwargs).loss
+    theirs = torch.autograd.grad(expected, list(module.parameters()))
+    ours = sharded.full_gradients()
+    for (name, _), gradient in zip(module.named_parameters(), theirs, strict=True):
+        assert torch.allclose(ours[name], gradient, rtol=1e-9, atol=1e-12), name
+    for e in log:
+        sent[e.kind, e.phase] += e.bytes
+    for c in sharded.collectives:
+        planned[c.kind, c.phase] += c.bytes
+    assert sent == pytest.approx(planned)
+
+
+# --- when it is chosen ---
+
+H100 = PRESETS["h100"]
+APART = replace(H100, devices_per_node=1)
+
+
+class Layers(nn.Module):
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(128 * heads, heads, kv_heads) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer.mixed(x)
+        return x.float().square().mean()
+
+
+def picked(length: int, ranks: int, heads: int, kv_heads: int, hardware: autoshard.Hardware) -> str:
+    """How the second layer's attention is divided where nothing is asked for."""
+    with torch.device("meta"):
+        layers = Layers(heads, kv_heads).to(torch.bfloat16)
+        x = torch.zeros(1, length, 128 * heads, dtype=torch.bfloat16)
+    plan = autoshard.plan(layers, autoshard.Mesh({"cp": ranks}, hardware), (x,), memory_budget=1e15)
+    return [c.labels[0] for c in plan.choices.values() if "scaled_dot_product" in c.op][-1]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "length", "heads", "label"),
+    [
+        pytest.param(H100, 2048, (2, 2), "I", marks=pytest.mark.slow),
+        (H100, 16384, (8, 4), "heads"),
+        pytest.param(H100, 16384, (2, 2), "queries", marks=pytest.mark.slow),
+        (H100, 65536, (2, 2), "folded queries"),
+        pytest.param(APART, 65536, (8, 2), "query heads", marks=pytest.mark.slow),
+        (APART, 524288, (8, 2), "folded ring"),
+    ],
+    ids=["whole", "ulysses", "gather", "folded_gather", "query_heads_between_nodes", "ring_between_nodes"],
+)
+def test_crossovers(hardware: autoshard.Hardware, length: int, heads: tuple[int, int], label: str) -> None:
+    """On 4 ranks: whole, then gathered keys in plain and folded order with too few heads; heads where there are enough,
+    and a ring where there are fewer key heads than ranks, each rank is on a node of its own, and hops hide."""
+    assert picked(length, 4, *heads, hardware) == label

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from importlib.resources import files
+from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 
@@ -188,3 +191,13 @@ def test_graphs_that_differ_are_not_alike(graph: Graph) -> None:
     assert renaming(one, other) is None
     last = one.nodes[-1]
     assert renaming(one, dataclasses.replace(one, nodes=(*one.nodes[:-1], dataclasses.replace(last, args=())))) is None
+
+
+def test_every_form_of_a_plan_takes_stages(plan: Plan, tmp_path: Path) -> None:
+    schema = json.loads(files("autoshard.viz").joinpath("plan.schema.json").read_text("utf-8"))
+    jsonschema.Draft202012Validator(schema).validate(json.loads(plan.to_json()))
+    assert "blocks.0" in plan.explain("blocks.0.up")
+    assert "waiting" in plan.diff(plan)
+    for name in ("plan.dot", "plan.txt", "plan.trace.json"):
+        plan.visualize(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 1000

@@ -128,6 +128,15 @@ def test_no_sync_reduces_every_time() -> None:
         torch.testing.assert_close(p.grad, expected[n], rtol=1e-9, atol=0)
 
 
+def test_the_plan_says_what_a_step_does_once() -> None:
+    model, args = made()
+    times = []
+    for like in ("zero1", "zero2", "fsdp"):
+        plan = autoshard.plan(model, mesh_for(like, 4), args, like=like, micro_batches=4)
+        times.append([{c.times for c in plan.collectives if c.kind == k} for k in ("all_gather", "reduce_scatter")])
+    assert times == [[{1}, {1}], [{1}, {4}], [{4}, {4}]]
+
+
 def test_stages_of_several_axes() -> None:
     """What one axis gathers again is gathered again along all; beside tensor parallelism only data's axis is gathered."""
     model, args = made()

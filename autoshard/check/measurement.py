@@ -132,29 +132,23 @@ def _memory(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[str, An
         p.grad = None
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     given = {_key(x): x.untyped_storage().nbytes() for x in inputs}
-    kept: dict[int, torch.Tensor] = {}
+    kept = _Kept(given)
 
     def bound(module: RankModule, _: Any) -> None:
         for x in module.tensors():
             given[_key(x)] = _local(x).untyped_storage().nbytes()
 
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        kept[_key(x)] = x
-        return x
-
     hooks = [module.register_forward_pre_hook(bound) for module in sharded.rank_modules()]
     try:
         with _Alive(given) as alive:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
                 loss = _loss(sharded(*args, **kwargs))
-            size = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in given)
-            kept.clear()
             if loss is not None:
                 loss.backward()
     finally:
         for hook in hooks:
             hook.remove()
-    return float(size), float(alive.peak + sum(given.values()))
+    return float(kept.most), float(alive.peak + sum(given.values()))
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
@@ -163,6 +157,22 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 def _key(x: torch.Tensor) -> int:
     return int(_local(x).untyped_storage()._cdata)
+
+
+class _Kept:
+    """The most bytes that autograd keeps at once, beside the ``given`` storages: micro-batches come one after another."""
+
+    def __init__(self, given: Mapping[int, int]) -> None:
+        self.given, self.most = given, 0
+        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """A hook for saved tensors."""
+        storage = x.untyped_storage()
+        self.found[_key(x)] = StorageWeakRef(storage), storage.nbytes()
+        alive = [(key, size) for key, (ref, size) in self.found.items() if not ref.expired()]
+        self.most = max(self.most, sum(size for key, size in alive if key not in self.given))
+        return x
 
 
 class _Alive(TorchDispatchMode):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from autoshard.compiler import planned
 from autoshard.errors import PlanError
@@ -76,6 +77,21 @@ class Estimate:
     """the folded graph of one micro-batch"""
 
 
+class Alone(NamedTuple):
+    """A step on one device."""
+
+    work: float
+    """seconds"""
+    launches: float
+    """seconds"""
+    forward: float
+    """seconds of both in the forward"""
+    state: float
+    """bytes of parameters, gradients and the optimizer's state"""
+    kept: float
+    """bytes that the forward keeps for the backward"""
+
+
 @dataclass
 class Estimates:
     """Estimates of one captured graph."""
@@ -112,25 +128,34 @@ class Estimates:
         return min((int(types[name].shape[dim]) for name, dim in cut if dim is not None), default=1)
 
     @cached_property
-    def alone(self) -> tuple[float, float, float]:
-        """Of the whole step on one device: seconds of work, seconds of launches, bytes of states."""
+    def alone(self) -> Alone:
+        """The whole step on one device."""
         graph = self.folded.graph
         pieces = Pieces(graph, Mesh({"alone": 1}, self.hardware), self.hardware.route(1, 1), self.wishes.optimizer)
         rows, sequence = self.folded.sequence(graph)
         nodes = [node for number in sequence for node in rows[number]]
         launches = math.fsum(float(pieces.alone[n].launches[:, 0].sum()) for n in nodes)
         seconds = math.fsum(sum(pieces.seconds[n.name][:2]) for n in nodes)
-        return seconds - launches, launches, math.fsum(pieces.states.get(n.name, 0.0) for n in nodes)
+        again = math.fsum(pieces.seconds[n.name][0] for n in nodes)
+        state, kept = (math.fsum(of.get(n.name, 0.0) for n in nodes) for of in (pieces.states, pieces.kept))
+        return Alone(seconds - launches, launches, again, state, kept)
 
     def floor(self, setup: Setup) -> float:
         """Seconds that no plan of ``setup`` can be below: its work, its launches, and the least bubble."""
-        work, launches, _ = self.alone
-        each = work / setup.ranks + setup.batches * launches / setup.stages
+        alone = self.alone
+        each = alone.work / setup.ranks + setup.batches * alone.launches / setup.stages
         return each * (1 + (setup.stages - 1) / (setup.batches * max(CHUNKS.values())))
+
+    def guess(self, setup: Setup) -> float:
+        """:meth:`floor`, and what has to be made again where all is spread over all ranks: the order of estimates."""
+        alone, budget = self.alone, budget_of(self.wishes, self.hardware)
+        kept = min(setup.stages, setup.batches) * alone.kept / (setup.batches * setup.ranks)
+        over = kept + alone.state / setup.ranks - budget
+        return self.floor(setup) + (min(1.0, over / kept) * alone.forward / setup.ranks if over > 0 else 0.0)
 
     def fits(self, setup: Setup) -> bool:
         """Whether at least the states fit where they are spread over all ranks."""
-        return self.alone[2] / setup.ranks <= budget_of(self.wishes, self.hardware)
+        return self.alone.state / setup.ranks <= budget_of(self.wishes, self.hardware)
 
     def of(self, setup: Setup, schedules: Sequence[str]) -> Estimate:
         """The estimate of ``setup`` with the best of ``schedules``. Raises :class:`PlanError` where there is no plan.
@@ -162,7 +187,7 @@ class Estimates:
             found.append(Estimate(setup, schedule, step.step_s + once, step.bubble_s, cuts, size, plan, graph))
         if not found:
             raise PlanError("no schedule has so few parts and micro-batches")
-        return min(found, key=lambda e: e.seconds)
+        return min(found, key=lambda e: (e.held > budget, e.seconds))
 
     def _pieces(self, graph: Graph, setup: Setup, own: Mesh) -> Pieces:
         return Pieces(graph, own, setup.mesh(own).link(AXIS), self.wishes.optimizer)
@@ -179,13 +204,9 @@ class Estimates:
         choices = {n: c for n, c in plan.choices.items() if n in names}
         sent = tuple(c for c in plan.collectives if c.op in names)
         update = plan.cost.optimizer_s * part
-        cost = replace(
-            plan.cost,
-            compute_s=math.fsum(c.seconds for c in choices.values()) + update,
-            comm_s=math.fsum(c.seconds for c in sent),
-            exposed_s=0.0,
-            optimizer_s=update,
-        )
+        compute = math.fsum(c.seconds for c in choices.values())
+        local = plan.cost.local_s * compute / ((plan.cost.compute_s - plan.cost.optimizer_s) or 1.0)
+        cost = replace(plan.cost, compute_s=compute + update, local_s=local, optimizer_s=update)
         times = stage_times(replace(plan, choices=choices, collectives=sent, cost=cost))
         kept = sum(pieces.kept.values()) or 1.0
         memory = plan.memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -24,8 +24,8 @@ from autoshard.runtime.autocast import without_autocast
 
 log = logging.getLogger("autoshard.plan")
 
-SECONDS = 60.0
-"""after so long no further estimate is begun"""
+MOST = 8
+"""estimates, at most: as many in every run, so that it gives the same plan"""
 SCHEDULES = ("1f1b", "interleaved")
 """that are tried where none is asked for: GPipe has the bubble of 1F1B and holds more"""
 
@@ -43,9 +43,11 @@ def pipelined_for(
     """The plan of the best pipeline found on ``devices``, with what else was estimated in ``candidates``.
 
     ``graph``: of the whole batch; ``batches``: micro-batches, None: searched, too; ``least``: stages, at least.
-    Setups (:class:`Setup`) are estimated in the order of what they would take without communication, and no longer once
-    that is more than the best takes, or :data:`SECONDS` are over. The best ones are then planned in full, until one has
-    a plan. Raises :class:`MeshError` for a number of devices that is none, :class:`PlanError` where nothing has a plan.
+    Of every number of stages the setup (:class:`Setup`) is estimated that would take least without communication, then the
+    second of each, and so on; none of which that is more than the best takes, and :data:`MOST` in all. The best ones are
+    then planned in full, until one has a plan.
+
+    Raises :class:`MeshError` for a number of devices that is none, :class:`PlanError` where nothing has a plan.
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
@@ -65,17 +67,16 @@ class _Search:
 
     def run(self) -> None:
         """Estimate setups, the most promising first."""
-        of, begun = self.estimates, time.monotonic()
-        waiting = sorted(filter(of.fits, self.setups()), key=of.floor)
-        best = float("inf")
-        for number, setup in enumerate(waiting):
+        of, left = self.estimates, MOST
+        best, longer, late = float("inf"), 0, 0
+        for setup in self.in_order():
             if of.floor(setup) >= best:
-                self.notes.append(f"{len(waiting) - number} pipelines were not searched: their work alone takes longer")
-                return
-            if time.monotonic() - begun > SECONDS and self.found:
-                left = sum(of.floor(s) < best for s in waiting[number:])
-                self.notes.append(f"{left} pipelines were not searched: {SECONDS:.0f} s were over")
-                return
+                longer += 1
+                continue
+            if left <= 0:
+                late += 1
+                continue
+            left -= 1
             try:
                 estimate = of.of(setup, self.schedules)
             except PlanError as error:
@@ -84,6 +85,19 @@ class _Search:
             log.info("%s, %s: %s", setup, estimate.schedule, show_seconds(estimate.seconds))
             self.found.append(estimate)
             best = min(best, estimate.seconds)
+        if longer:
+            self.notes.append(f"{longer} pipelines were not searched: their work alone takes longer")
+        if late:
+            self.notes.append(f"{late} pipelines were not searched: {MOST} others promised more")
+
+    def in_order(self) -> list[Setup]:
+        """The setups that may fit: the best guess of every number of stages, then the second of each, and so on."""
+        of, places = self.estimates, Counter[int]()
+        ranked = []
+        for setup in sorted(filter(of.fits, self.setups()), key=of.guess):
+            ranked.append((places[setup.stages], setup))
+            places[setup.stages] += 1
+        return [setup for _, setup in sorted(ranked, key=lambda one: (one[0], of.guess(one[1])))]
 
     @property
     def schedules(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from autoshard.layout import Layout
-from autoshard.module.outputs import chosen_dim
+from autoshard.module.outputs import ABOUT, chosen_dim
 from autoshard.module.simulate import cut, join, views
 
 
@@ -34,28 +34,6 @@ def _keys(spec: Any) -> Sequence[str | None]:
     names = getattr(context, "names", None) or getattr(context, "_fields", context)
     fields = isinstance(names, list | tuple) and len(names) == count and all(isinstance(n, str) for n in names)
     return list(names) if fields else [None] * count
-
-
-_OF_THE_WHOLE = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "is_meta",
-        "requires_grad",
-        "grad_fn",
-        "is_leaf",
-        "is_cuda",
-    )
-) | {
-    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.is_floating_point),
-    *(torch.Tensor.is_complex, torch.Tensor.element_size, torch.Tensor.__len__, torch.Tensor.is_inference),
-    *(torch.Tensor.stride, torch.Tensor.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel),
-}
-"""what is known without the data"""
 
 
 class Carried(torch.Tensor):
@@ -101,7 +79,7 @@ class Carried(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _OF_THE_WHOLE:
+            if func in ABOUT:
                 return func(*args, **(kwargs or {}))
             dim = chosen_dim(func, args, kwargs or {})
             if dim is not None and (x := args[0])._whole is None and not x._layout.axes_of(dim):

@@ -37,7 +37,12 @@ def of_call(notes: Notes, key: Any, inputs: Inputs, deferred: bool) -> tuple[Cla
     )
 
 
-def of_values(leaves: Sequence[Any], mesh: Mesh, compared: bool) -> tuple[Claim, ...]:
-    """The data of the inputs; 0 where they are not ``compared``."""
+def of_values(leaves: Sequence[Any], mesh: Mesh, places: Sequence[Sequence[int]], compared: bool) -> tuple[Claim, ...]:
+    """The data of the inputs; 0 where they are not ``compared``.
+
+    ``mesh``: what programs run on; ``places``: per stage the ranks that run it, in the order of ``mesh``.
+    """
     whole, parts = checksums(leaves) if compared else (0, 0)
-    return (_VALUES, whole), (_SAME_PARTS, parts, peers(leaves, mesh) if parts else range(mesh.size))
+    first = peers(leaves, mesh) if parts else range(mesh.size)
+    same = {rank: places[0][first[at]] for ranks in places for at, rank in enumerate(ranks)}
+    return (_VALUES, whole), (_SAME_PARTS, parts, [same[rank] for rank in sorted(same)])

@@ -205,8 +205,9 @@ class Compiling(Fixed):
     def _built(self, call: Call, structure: Any) -> Executable:
         settings, first = self._settings, self._parameter_layouts is None
         dynamic = settings.dynamic if structure is not None else False
-        # Micro-batches are rows of the whole.
-        apart = not call.state.recorded or settings.wishes.micro_batches == 1
+        # Micro-batches are rows of the whole; so are inputs of stages.
+        parts = call.state.recorded and settings.wishes.micro_batches != 1
+        apart = not parts and settings.wishes.stages is None
         inputs = self._input_layouts(call.args, call.kwargs) if apart else ()
         wishes = replace(settings.wishes, inputs=inputs)
         wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts, homes=self._homes)

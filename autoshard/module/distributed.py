@@ -247,12 +247,17 @@ class DistributedModule(ShardedModule):
         notes.claims = functools.partial(claims.of_call, notes, key, self._settings.inputs, self._deferred)
         if checked or executable is None or present != self._compared or not self._repeats(executable):
             object.__setattr__(self, "_compared", present)
-            agreement.begin(*notes.claims(), *claims.of_values(call.leaves, self.mesh, checked))
+            agreement.begin(*notes.claims(), *claims.of_values(call.leaves, self._running, self._places, checked))
             if checked or executable is None or notes.broken:
                 agreement.finish()
         if notes.broken:
             raise CommunicationError(AFTERWARDS)
         return super()._serving(call, number)
+
+    @property
+    def _places(self) -> Sequence[Sequence[int]]:
+        """Per stage the ranks that run it."""
+        return (range(self.mesh.size),)
 
     def _repeats(self, executable: Executable) -> bool:
         """Whether ranks need not compare calls that repeat the one before: they notice others in a collective.

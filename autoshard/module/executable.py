@@ -38,11 +38,15 @@ class Call:
     spec: Any
     state: State
 
+    keys: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """those that were asked for"""
+
     def key(self, number: int = 0, exactly: bool | Callable[[Any], bool] = True) -> Any:
         """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`, of all or by leaf."""
-        recorded = self.state.recorded
-        own = exactly if callable(exactly) else lambda _: exactly
-        return (*(signature_of(leaf, recorded, own(leaf)) for leaf in self.leaves), self.spec, self.state, number)
+        if exactly not in self.keys:
+            own = exactly if callable(exactly) else lambda _: exactly
+            self.keys[exactly] = tuple(signature_of(leaf, self.state.recorded, own(leaf)) for leaf in self.leaves)
+        return (*self.keys[exactly], self.spec, self.state, number)
 
 
 @dataclass

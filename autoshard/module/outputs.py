@@ -13,6 +13,27 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 log = logging.getLogger("autoshard")
 
+ABOUT = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "is_meta",
+        "requires_grad",
+        "grad_fn",
+        "is_leaf",
+        "is_cuda",
+    )
+) | {
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.is_floating_point),
+    *(torch.Tensor.is_complex, torch.Tensor.element_size, torch.Tensor.__len__, torch.Tensor.is_inference),
+    *(torch.Tensor.stride, torch.Tensor.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel),
+}
+"""what is known without the data"""
+
 _ON_WHOLE = (
     *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__iter__),  # what leaves torch
     torch.Tensor.__setitem__,  # DTensor's own writes into a copy where the dim is cut
@@ -43,6 +64,9 @@ class Output(DTensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         given = tuple(args), dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             dim = chosen_dim(func, *given)

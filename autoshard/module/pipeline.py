@@ -49,7 +49,8 @@ class Pipeline:
         self.training = micro is not None
         self.draws = any(is_random(node) for node in pipeline.whole.nodes)
         self.rank, self.last = rank, len(pipeline) - 1
-        self.made: dict[int, list[Sequence[torch.Tensor]]] = {}
+        self.made: dict[int, list[Sequence[Any]]] = {}
+        """stage → per micro-batch what its rank module gave, but for what it sent"""
         self.state: torch.Tensor | None = None
         """of the generators: where the first stage begins, and then where the last one ended"""
         self.failed: Exception | None = None
@@ -82,7 +83,7 @@ class Pipeline:
         return kind(stages if multiple else stages[0], self.count, loss_fn=loss, scale_grads=False)
 
     def step(self, notes: Notes, leaves: Locals, state: torch.Tensor | None) -> None:
-        """Forward, and in training backward, of all micro-batches; ``made`` has what the stages' rank modules gave.
+        """Forward, and in training backward, of all micro-batches; ``made`` has what came out.
 
         ``leaves``: the parameters that are trained; ``state``: of the generators, in the first stage.
         """
@@ -132,7 +133,9 @@ class Pipeline:
                 state = self.state
             generators.set_states(unpacked(state, self.device))
         results = self.run(number, index, self._taken(stage, received))
-        self.made[number].append([x.detach() if isinstance(x, torch.Tensor) else x for x in results])
+        count = len(stage.sent)  # these are not kept any longer than their backward needs them
+        kept = (x.detach() if isinstance(x, torch.Tensor) else x for x in results[count:])
+        self.made[number].append([*[None] * count, *kept])
         end = packed(self.device) if self.draws else None
         if number == self.last:
             self.state = end

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
 from autoshard.errors import PlanError
+from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.along import Along
 from autoshard.module.compiling import Settings
@@ -23,6 +23,7 @@ from autoshard.module.distributed import DistributedModule, default_device_type
 from autoshard.module.executable import Executable
 from autoshard.module.microbatches import beforehand, delivered, part_of
 from autoshard.module.pipeline import Pipeline, packed, unpacked
+from autoshard.module.stage_gradients import mark
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.pipeline import Stages
 from autoshard.plans.stages_together import rest
@@ -36,12 +37,11 @@ class PipelinedModule(DistributedModule):
 
     _along: Along
     _pipelines: dict[int, Pipeline]
+    _by_stage: list[list[int]]
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
         axis = settings.wishes.stages
         assert axis is not None
-        if settings.inputs != "global":
-            raise PlanError("stages take inputs that are whole on every rank: leave out inputs=")
         kind = device_mesh.device_type if device_mesh is not None else default_device_type()
         ranks = device_mesh.mesh if device_mesh is not None else torch.arange(mesh.size).view(mesh.shape)
         own = rest(mesh, axis)
@@ -51,6 +51,7 @@ class PipelinedModule(DistributedModule):
         super().__init__(model, mesh, settings, whole[own.axes if len(own.axes) > 1 else own.axes[0]])
         object.__setattr__(self, "_along", Along(whole.get_group(axes[0]), self._comm.notes))
         object.__setattr__(self, "_pipelines", {})
+        object.__setattr__(self, "_by_stage", ranks.flatten(1).tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """See :meth:`ShardedModule.__deepcopy__`. What runs the rank modules is its own."""
@@ -62,6 +63,12 @@ class PipelinedModule(DistributedModule):
         return [*super()._shared(), self._along, self._homes]
 
     # --- tensors ---
+
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+        made = super()._parameter(p, layout, initial)
+        if made.requires_grad and self._along.ranks > 1:
+            made.register_post_accumulate_grad_hook(mark)
+        return made
 
     def _holds(self, name: str) -> bool:
         return self._homes is None or any(map(self._along.is_mine, self._homes.get(name, (0,))))
@@ -138,10 +145,9 @@ class PipelinedModule(DistributedModule):
 
     # --- running ---
 
-    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if any(isinstance(x, DTensor) for x in pytree.tree_leaves((args, dict(kwargs)))):
-            raise PlanError("stages take inputs that are whole on every rank: give full_tensor() of a DTensor")
-        return super()._arrived(args, kwargs)
+    @property
+    def _places(self) -> Sequence[Sequence[int]]:
+        return self._by_stage
 
     def _step(
         self, executable: Executable, inputs: Mapping[str, torch.Tensor]
@@ -171,6 +177,7 @@ class PipelinedModule(DistributedModule):
         written = {fqn: x for number in pipeline.mine for fqn, x in self._written(pipeline, number).items()}
         with runtime.bind(self._comm):
             made = self._made_everywhere(pipeline)
+        pipeline.made = {}
         if micro is None:
             return made[0], written
         self._sum_tied(pipeline.stages, pairs)

@@ -38,8 +38,8 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
     ``memory``: what the step holds with this ``optimizer``, where it is known already.
     """
     graph, mesh, assignment = program.graph, program.mesh, program.assignment
-    found = tuple(_collectives(program))
     others, searched = alternatives(assignment), objective(assignment, optimizer)
+    found = tuple(_collectives(program, searched))
     public = {i.name: i.fqn for i in graph.inputs}
     choices = {}
     flops = share = 0.0
@@ -122,7 +122,7 @@ def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterat
             yield Recomputed(name, node.fqn if node is not None else "", what, memory.spared.get(name, 0.0), seconds)
 
 
-def _collectives(program: Program) -> Iterator[Collective]:
+def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
     """Forward collectives in program order, then backward ones in reverse."""
     found: list[Collective] = []
     again, movable = regathered(program), movable_values(program.graph)
@@ -138,17 +138,18 @@ def _collectives(program: Program) -> Iterator[Collective]:
             parts = [c for part in s.parts for c in of_step(part, bool(s.again) or part.outputs[0] in again)]
             found += _shared(parts, program.mesh) if s.members else parts
         elif s.node is not None:
-            found += _of_node(program, s)
+            found += _of_node(program, s, searched.operations[s.node.name].compute)
     found = [_in_all_passes(c, program.graph) for c in found]
     yield from (c for c in found if c.phase == "forward")
     yield from (c for c in reversed(found) if c.phase == "backward")
 
 
 def _in_all_passes(c: Collective, graph: Graph) -> Collective:
-    """``c`` as often as it runs in a step: a sum of a parameter's gradient over replicas once."""
+    """``c`` as often as it runs in a step: a sum of a parameter's gradient over replicas once, as what ZeRO does once."""
     if graph.passes == 1 or c.times == ONCE:
         return replace(c, times=1)
-    return replace(c, bytes=graph.passes * c.bytes, seconds=graph.passes * c.seconds, times=graph.passes)
+    n = graph.passes
+    return replace(c, bytes=n * c.bytes, seconds=n * c.seconds, hidden_s=n * c.hidden_s, times=n)
 
 
 def _shared(parts: Sequence[Collective], mesh: Mesh) -> list[Collective]:
@@ -209,10 +210,11 @@ def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective
     first = Collective(
         step.kind, step.group, "forward", step.forward_bytes, module_of(s, program.graph), reason, public, forward, op
     )
+    stage = program.assignment.zero.get(s.value, 0) if s.parameter and program.types[s.value].grad else 0
     if step.is_collective:
-        yield first
+        yield replace(first, times=ONCE if stage else 1)
     if step.backward and program.types[s.value].grad:
-        times = ONCE if s.parameter and step.kind == "enter" else 1
+        times = ONCE if s.parameter and (step.kind == "enter" or stage == 1) else 1
         yield replace(
             first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward, times=times
         )
@@ -222,8 +224,8 @@ def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective
         yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} ({how})")
 
 
-def _of_node(program: Program, s: Statement) -> Iterator[Collective]:
-    """Collectives inside an op's local form."""
+def _of_node(program: Program, s: Statement, compute: costs.Seconds) -> Iterator[Collective]:
+    """Collectives inside an op's local form; ``compute``: what the op itself takes."""
     mesh, node = program.mesh, s.node
     if node is None:
         return
@@ -232,7 +234,10 @@ def _of_node(program: Program, s: Statement) -> Iterator[Collective]:
             continue
         moved, seconds = costs.internal_cost(c, mesh)
         reason = f"{node.op}: {c.what}"
-        found = Collective(c.kind, c.axes, c.phase, moved, node.fqn, reason, node.name, seconds, node.name)
+        hidden = costs.hidden_seconds(c, mesh, compute)
+        found = Collective(
+            c.kind, c.axes, c.phase, moved, node.fqn, reason, node.name, seconds, node.name, hidden_s=hidden
+        )
         yield found
         if s.again and c.phase == "forward":
             yield replace(found, phase="backward", reason=f"{reason} (made again)")

@@ -40,6 +40,7 @@ def _costs(plan: Record, other: Record) -> list[tuple[str, str, str]]:
         ("compute", show_seconds(a.compute_s), show_seconds(b.compute_s)),
         ("communication", show_seconds(a.comm_s), show_seconds(b.comm_s)),
         ("of it hidden", show_seconds(a.hidden_s), show_seconds(b.hidden_s)),
+        *([("waiting", show_seconds(a.bubble_s), show_seconds(b.bubble_s))] if a.bubble_s or b.bubble_s else []),
         ("sent per rank", show_bytes(sent[0]), show_bytes(sent[1])),
         ("memory per rank", show_bytes(a.memory_bytes), show_bytes(b.memory_bytes)),
         *((f"  {x}", show_bytes(getattr(plan.memory, x)), show_bytes(getattr(other.memory, x))) for x in PARTS),

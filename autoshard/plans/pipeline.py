@@ -1,7 +1,8 @@
 """The step of a model in stages, from the plans of its stages: what each takes per micro-batch, the timeline, costs, memory.
 
 A stage's plan is that of one micro-batch. What happens once a step is taken out of it: the optimizer's update, and
-all-reduces of gradients, which sum what all micro-batches left.
+all-reduces of gradients, which sum what all micro-batches left. Communication is that of the program, in which some
+collectives go together; what the search counts for each by itself (``merged_s``) is not in it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def stage_times(plan: Record, sent: tuple[float, float] = (0.0, 0.0)) -> StageTi
     movable = [c for c in plan.collectives if c.movable]
     sums = [c for c in movable if _is_once(c)]
     waits = [c for c in plan.collectives if not c.movable]
-    blocking = max(0.0, cost.comm_s - _seconds(movable))
+    blocking = _seconds(waits) + cost.local_s
     first = blocking * _share(_seconds(c for c in waits if c.phase == "forward"), _seconds(waits))
     moves = [c for c in movable if not _is_once(c)]
     shown = _shown(moves, mesh, speed, compute)
@@ -125,7 +126,7 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
     once = sum(_seconds(c for c in p.collectives if _is_once(c)) for p in plans)
     return Cost(
         compute_s=compute,
-        comm_s=count * sum(p.cost.comm_s for p in plans) - (count - 1) * once,
+        comm_s=count * sum(p.cost.comm_s - p.cost.merged_s for p in plans) - (count - 1) * once,
         exposed_s=exposed,
         bubble_s=end - compute - exposed,
         total_s=end,
@@ -134,7 +135,6 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
         flops_per_rank=count
         * max(sum(staged.plans[i].cost.flops_per_rank for i in x) for x in _of_ranks(staged, ranks)),
         local_s=count * sum(p.cost.local_s for p in plans),
-        merged_s=count * sum(p.cost.merged_s for p in plans),
         optimizer_s=update,
         schedule_s=end,
     )

@@ -44,6 +44,8 @@ class Collective:
     """whether it may run beside compute: it moves a parameter or its gradient"""
     times: int = 1
     """how often it runs in a step; ``bytes`` and ``seconds`` are of all of them"""
+    hidden_s: float = 0.0
+    """of :attr:`seconds`: what runs beside the compute of the operation that it is part of"""
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -152,6 +152,7 @@ def _headline(plan: Record) -> Text:
     share = cost.exposed_s / cost.total_s if cost.total_s else 0.0
     what = "training step" if plan.training else "inference"
     what += f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    what += f", {plan.mixed_precision}" if plan.mixed_precision else ""
     lines = [
         f"{plan.title or 'Plan'} on {plan.mesh.hardware.name}, mesh {plan.mesh}: {plan.mesh.size} ranks, {what}",
         f"predicted step {show_seconds(cost.total_s)} = compute {show_seconds(cost.compute_s)} + communication "

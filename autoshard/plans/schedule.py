@@ -4,7 +4,8 @@ Operations run in the order of the program, forward and then backward. What the 
 compute stream. A parameter is gathered while the block before the one that reads it runs (prefetch), and read when it is
 there; the reduction of a gradient starts when the gradient is there, and only the optimizer waits for it. While such a
 collective runs, compute is slower (:attr:`~autoshard.hardware.Hardware.overlap`); where the hardware overlaps nothing,
-every collective holds up the compute stream.
+every collective holds up the compute stream. Of what goes beside the operation that it is part of, as the hops of a ring, the
+time that this does not hide is shown.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _sequence(plan: Record, last: bool) -> Iterator[Event]:
         for c in groups.get((op, moment), ()):
             stream = LINKS[plan.mesh.crosses(c.axes)]
             name = collective_name(c)
-            seconds, size = c.seconds / c.times, c.bytes / c.times
+            seconds, size = (c.seconds - c.hidden_s) / c.times, c.bytes / c.times
             yield Event(name, stream, c.phase, 0.0, seconds, c.fqn, op, size, c.reason, c.movable)
 
     for name, choice in plan.choices.items():

@@ -17,7 +17,7 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
 from autoshard.passes.memory.fit import SHARE
 from autoshard.passes.microbatch import MicroBatches
-from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, following
+from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, following, with_parameters
 from autoshard.passes.pipeline.timeline import held, orders
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import resolve
@@ -70,7 +70,8 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
         return cut(graph, following(graph, wishes.homes, ranks * chunks), loss)
     pieces = Pieces(graph, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
     budget = budget_of(wishes, mesh.hardware)
-    return cut(graph, boundaries(pieces, wishes.schedule, ranks, wishes.micro_batches, chunks, budget), loss)
+    cuts = boundaries(pieces, wishes.schedule, ranks, wishes.micro_batches, chunks, budget)
+    return cut(graph, with_parameters(graph, cuts), loss)
 
 
 def in_stages(

@@ -18,7 +18,6 @@ from autoshard.runtime.flat_bucket import FlatBucket
 
 Arriving = Callable[[], list[torch.Tensor]]
 """waits for a gather, and gives what it brought"""
-Find = Callable[[str], torch.Tensor]
 
 
 class _Planned(NamedTuple):

@@ -47,7 +47,9 @@ class Tile(NamedTuple):
         (start, length), (first, count) = self.rows, self.columns
         if not (self.aligned or self.partial):
             return length * count
-        return sum(min(count, max(0, row + 1 - first)) for row in range(start, start + length))
+        rising = max(0, min(start + length, first + count) - max(start, first))  # rows that see up to their own column
+        least = max(start, first) + 1 - first
+        return rising * (2 * least + rising - 1) / 2 + max(0, start + length - max(start, first + count)) * count
 
 
 def tiles(queries: Chunks, keys: Chunks, causal: bool) -> list[Tile]:

@@ -41,7 +41,10 @@ def forward(
         out, sums = _kernel(query, key, value, masking.causal, bias, scale)[:2]
         return wide(out), sums if bias is None else sums.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
     key, value = (_heads_of(query, x) for x in (key, value))
-    parts = [_forward_rows(query, key, value, masking, scale, *rows) for rows in _blocks(query.shape[-2])]
+    parts = [_forward_rows(query, key, value, masking, scale, *rows) for rows in _blocks(query)]
+    if query.device.type == "meta" and parts:  # what is not computed has its shape
+        (out, sums), rows = parts[0], query.shape[-2]
+        parts = [(out.new_empty((*out.shape[:-2], rows, out.shape[-1])), sums.new_empty((*sums.shape[:-1], rows)))]
     return torch.cat([out for out, _ in parts], -2), torch.cat([sums for _, sums in parts], -1)
 
 
@@ -63,7 +66,7 @@ def backward(
     key, value, shapes = _heads_of(query, key), _heads_of(query, value), (key.shape, value.shape)
     found = [torch.zeros_like(wide(x)) for x in (query, key, value)]
     whole = query, key, value, out, gradient
-    for rows in _blocks(query.shape[-2]):
+    for rows in _blocks(query):
         for total, part in zip(found, _backward_rows(*whole, sums, masking, scale, *rows), strict=True):
             at = total.narrow(-2, *rows) if total is found[0] else total
             at.add_(part.sum_to_size(at.shape))
@@ -136,8 +139,11 @@ def _kernel_backward(
 # --- spelled out, some rows at a time ---
 
 
-def _blocks(rows: int) -> list[tuple[int, int]]:
-    return [(start, min(ROWS, rows - start)) for start in range(0, rows, ROWS)]
+def _blocks(query: torch.Tensor) -> list[tuple[int, int]]:
+    """(start, length) of rows; on tensors without data, where one block shows what all need, the first."""
+    rows = query.shape[-2]
+    found = [(start, min(ROWS, rows - start)) for start in range(0, rows, ROWS)]
+    return found[:1] if query.device.type == "meta" else found
 
 
 def _weights(

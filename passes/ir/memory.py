@@ -60,9 +60,9 @@ class Memory:
     """part → bytes at that moment; their sum is ``peak``"""
     moment: str = ""
     """when that is: an operation's phase and module"""
-    curve: tuple[tuple[str, str, float], ...] = ()
+    curve: tuple[tuple[str, str, float], ...] = field(default=(), repr=False)
     """(operation, phase, bytes): the most while each operation of the graph ran, in order"""
-    spared: Mapping[str, float] = field(default_factory=dict)
+    spared: Mapping[str, float] = field(default_factory=dict, repr=False)
     """operation that is made again in the backward, or value whose conversion is → bytes that are not kept therefore, less
     what is kept to make it from"""
 

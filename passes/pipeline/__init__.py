@@ -1,8 +1,8 @@
 """Pipeline stages: a graph cut along an axis of the mesh into graphs that run one after another."""
 
-from autoshard.passes.pipeline.boundaries import boundaries, following
+from autoshard.passes.pipeline.boundaries import boundaries, following, with_parameters
 from autoshard.passes.pipeline.cut import cut
 from autoshard.passes.pipeline.pieces import Pieces
 from autoshard.passes.pipeline.stage import Stage, Stages
 
-__all__ = ["Pieces", "Stage", "Stages", "boundaries", "cut", "following"]
+__all__ = ["Pieces", "Stage", "Stages", "boundaries", "cut", "following", "with_parameters"]

@@ -75,3 +75,18 @@ def following(graph: Graph, homes: Mapping[str, tuple[int, ...]], count: int) ->
     if len(found) != count - 1:
         raise PlanError(f"stages: this call reads parameters of {len(found) + 1} of the {count} stages")
     return tuple(found)
+
+
+def with_parameters(graph: Graph, cuts: Sequence[int]) -> tuple[int, ...]:
+    """``cuts`` moved forward in the graph where a stage would have nothing to train: optimizers refuse to have nothing."""
+    trained = {i.name for i in graph.inputs if i.kind == "parameter" and graph.types[i.name].grad}
+    reads = [place for place, node in enumerate(graph.nodes) if any(name in trained for name in node.inputs)]
+    found, end = list(cuts), len(graph.nodes)
+    for k in reversed(range(len(found))):
+        if not any(found[k] <= place < end for place in reads):
+            before = [place for place in reads if place < min(found[k], end)]
+            if not before or (k and before[-1] <= found[k - 1] and len(before) < k + 1):
+                return tuple(cuts)
+            found[k] = before[-1]
+        end = found[k]
+    return tuple(found) if all(a < b for a, b in zip([0, *found], found, strict=False)) else tuple(cuts)

@@ -24,7 +24,7 @@ LABELS = (RING, FOLDED)
 FOLDED_ROWS = "folded queries"
 """queries alone are cut, and swapped so that under a causal mask all ranks have the same work"""
 SEQUENCE = ("queries", "keys", FOLDED_ROWS, *LABELS)
-"""strategies that cut queries or keys; no two of them go together"""
+"""strategies that cut queries or keys; no two of them go together, but where both are plain"""
 MERGE_KERNELS = 6
 """elementwise kernels that merge a tile's result into that of the tiles before it"""
 PASSES = 6
@@ -34,7 +34,8 @@ PASSES = 6
 def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strategy, ...]:
     """The ring, and under a causal mask the folded orders, which leave all ranks the same work.
 
-    A ring not where the mask wants a gradient. No other axis may cut queries or keys in another way.
+    A ring not where the mask wants a gradient. No other axis may cut queries or keys in another way, nor features of
+    values, so that tiles have a fused kernel.
     """
     mask, causal, found = (
         node.argument("attn_mask"),
@@ -51,7 +52,9 @@ def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strat
         cut = {name: _placed(name, graph.shape(node.argument(name)), queries) for name in node.positions}
         placements = tuple(R if name in whole else placement for name, placement in cut.items())
         size = queries if whole else min(queries, keys, key=int)
-        made.append(Strategy(label, placements, (result,), size, divides=True, apart=frozenset(SEQUENCE) - {label}))
+        made.append(
+            Strategy(label, placements, (result,), size, divides=True, apart=frozenset((*SEQUENCE, "embed")) - {label})
+        )
     return tuple(made)
 
 

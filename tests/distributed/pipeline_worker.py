@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import ideal
+from harness import double, ideal
 from microbatch_cases import TOLERANCE, far, loss_of
 from pipeline_cases import CASES, made
+from test_real_models import build
 from torch import nn
 from training_worker import FOLDER, main
 
 import autoshard
+from autoshard.errors import RuntimeMismatchError
 
 MESHES = {2: {"pp": 2}, 4: {"pp": 2, "tp": 2}}
 
@@ -58,6 +60,48 @@ def resumed_elsewhere() -> None:
             assert all(far(state["state"][n][k], x) <= TOLERANCE for k, x in entry.items()), (number, n)
 
 
+def library(name: str, **asked: Any) -> None:
+    """A model of a public library, called by keywords: loss and gradients."""
+    model, _, kwargs = build(name, pytest.MonkeyPatch())
+    model.double()
+    kwargs = double(kwargs)
+    mesh = ideal(MESHES[dist.get_world_size()])
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, (), kwargs, stages="pp", micro_batches=2, **asked)
+    losses = []
+    for m in (model, sharded):
+        torch.manual_seed(0)
+        losses.append(m(**kwargs).loss)
+        losses[-1].backward()
+    assert far(losses[1].detach(), losses[0].detach()) <= TOLERANCE
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found, largest = sharded.full_gradients(), max(float(x.abs().max()) for x in gradients.values())
+    assert found.keys() == gradients.keys()
+    for n, x in gradients.items():
+        assert float((found[n] - x).abs().max()) <= TOLERANCE * max(float(x.abs().max()), 1e-3 * largest), n
+
+
+def local_inputs() -> None:
+    """Every rank brings its part of the batch, the same on all stages; parts that differ there are refused."""
+    ranks = dist.get_world_size()
+    mesh = ideal({"pp": 2, "dp": ranks // 2})
+    model, args = made("gpt")
+    model.eval()
+    rows = 8 // (ranks // 2)
+    first = dist.get_rank() % (ranks // 2) * rows
+    mine = tuple(x[first : first + rows] for x in args)
+    for count in (1, 2):
+        asked: dict[str, Any] = {"stages": "pp", "micro_batches": count, "inputs": "local", "training": True}
+        sharded = autoshard.compile(copy.deepcopy(model), mesh, mine, **asked)
+        model.zero_grad()
+        for m, given in ((model, args), (sharded, mine)):
+            loss_of(m(*given)).backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert max(far(x, gradients[n]) for n, x in sharded.full_gradients().items()) <= TOLERANCE
+    if ranks == 4:
+        with pytest.raises(RuntimeMismatchError, match="the parts of the inputs"):
+            sharded(mine[0] + (dist.get_rank() == 3), mine[1])
+
+
 def one_fails() -> None:
     """In the middle of a schedule, forward or backward: every rank raises, and they can go on."""
     model, args = made("gpt")
@@ -96,4 +140,6 @@ class Broken(torch.autograd.Function):
 
 if __name__ == "__main__":
     cases = {name: lambda case=case: case(ideal(MESHES[dist.get_world_size()])) for name, case in CASES.items()}
-    main({**cases, "resumed_elsewhere": resumed_elsewhere, "one_fails": one_fails})
+    cases |= {"resumed_elsewhere": resumed_elsewhere, "one_fails": one_fails, "local_inputs": local_inputs}
+    cases |= {"t5": lambda: library("t5", schedule="interleaved"), "whisper": lambda: library("whisper")}
+    main(cases)

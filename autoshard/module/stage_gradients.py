@@ -1,0 +1,56 @@
+"""Gradients of one rank's stages: a norm of them taken together is none of the model, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import RuntimeMismatchError
+
+_NORMS = (torch.linalg.vector_norm, torch._foreach_norm)
+
+
+def mark(p: torch.Tensor) -> None:
+    """Let ``p.grad`` be known as a stage's. To be called when it has been accumulated."""
+    if type(p.grad) is DTensor:
+        p.grad.__class__ = StageGradient
+
+
+class StageGradient(DTensor):
+    """A gradient whose norm may be taken, but not put together with others', as ``torch.nn.utils.clip_grad_norm_`` does."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func in _NORMS:
+                for norm in result if isinstance(result, list | tuple) else (result,):
+                    if type(norm) is DTensor:
+                        norm.__class__ = _Norm
+            return result
+
+
+class _Norm(DTensor):
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.stack:
+            raise RuntimeMismatchError(
+                "the norm of these gradients is that of this rank's pipeline stages, not of the model: use "
+                "autoshard.clip_grad_norm_(sharded, max_norm) instead of torch.nn.utils.clip_grad_norm_"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func is torch.Tensor.to and type(result) is DTensor:
+                result.__class__ = cls
+            return result

@@ -1,0 +1,180 @@
+"""Pipelines: how long it takes to plan them, and published steps predicted: ``python benchmarks/pipeline.py [search | steps]``.
+
+``search``: stages, the mesh of a stage, micro-batches, schedule and recomputation, all free, for a number of devices.
+
+``steps``: training steps that were published, for the stages, micro-batches and expert's plan that their authors used.
+Models are planned with two and with four layers, as by ``benchmarks/planner.py``; a layer more takes what the difference
+says. The layers, and what stands before and behind them, are cut and simulated as any pipeline. No constant of the model
+was solved for from these rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from planner import MEGATRON, Selects, attention_core, gpt, llama, made_again, plain_gpt, whole
+from torch import nn
+
+import autoshard
+from autoshard import Mesh
+from autoshard.compiler import captured, planned
+from autoshard.models.llama import LlamaConfig
+from autoshard.passes.pipeline.choose import Cutting, Piece
+from autoshard.passes.pipeline.timeline import orders, refusal, timeline
+from autoshard.plans.pipeline import StageTimes, stage_times
+from autoshard.plans.report import show_bytes, show_seconds
+from autoshard.plans.wishes import Wishes
+
+# --- searches ---
+
+SEARCHES: dict[str, tuple[Callable[[], nn.Module], int, int, int, str]] = {
+    "Llama-3 70B": (lambda: llama(LlamaConfig.llama_70b())(80), 512, 1024, 4096, "h100"),
+    "GPT-39B": (lambda: gpt(8192, 51200, 1024, 64)(48), 64, 1024, 1024, "a100"),
+}
+"""name → model, devices, sequences, their length, hardware"""
+
+
+def search(names: Sequence[str]) -> None:
+    for name, (make, devices, rows, length, hardware) in SEARCHES.items():
+        if names and not any(n in name for n in names):
+            continue
+        with torch.device("meta"):
+            model, tokens = make().to(torch.bfloat16), torch.zeros(rows, length, dtype=torch.long)
+        begin, used = time.perf_counter(), time.process_time()
+        plan = autoshard.plan(
+            model, None, (tokens,), {"labels": tokens}, devices=devices, hardware=hardware, training=True,
+            micro_batches="auto",
+        )  # fmt: skip
+        took, used = time.perf_counter() - begin, time.process_time() - used
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        cost, staged = plan.cost, plan.staged
+        how = f"{staged.schedule}, {staged.micro_batches} micro-batches" if staged else "no stages"
+        print(f"{name} on {devices} {hardware}: {took:.1f} s ({used:.1f} s of a processor, {show_bytes(peak)})")
+        print(
+            f"  {plan.mesh}; {how}: {show_seconds(cost.total_s)}, MFU {cost.mfu:.1%}, {show_bytes(plan.memory.peak)} a rank"
+        )
+        for other in plan.candidates[:3]:
+            print(f"  {other.mesh}: {other.why}")
+        print("\n".join(f"  {note}" for note in plan.notes), flush=True)
+
+
+# --- published steps ---
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published step. ``batch``: sequences of one micro-batch over all ranks; ``chunks``: stages per rank; where that was
+    not published, the best of these counts."""
+
+    name: str
+    hardware: str
+    stages: int
+    chunks: tuple[int, ...]
+    mesh: dict[str, int]
+    like: Any
+    model: Callable[[int], nn.Module]
+    width: int
+    layers: int
+    rows: int
+    """sequences of a step"""
+    batches: tuple[int, ...]
+    """sequences of one micro-batch on a rank of dp: where it was not published, the best of these counts"""
+    length: int
+    seconds: float
+    again: Selects | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+
+KORTHIKANTI = plain_gpt(20480, 51200, 2048, 128)
+LLAMA = llama(LlamaConfig(width=16384, hidden=53248, heads=128, kv_heads=8, layers=126))
+
+ROWS = (
+    Row(
+        "Megatron-LM 119B, TP 8 PP 4 DP 48", "h100", 4, (1, 23), {"dp": 48, "tp": 8}, MEGATRON, gpt(10240, 131072, 4096, 80),
+        10240, 92, 768, (1, 2), 4096, 3.648,
+    ),
+    *(
+        Row(
+            f"Korthikanti 530B, TP 8 PP 35, {what}", "a100", 35, (3,), {"tp": 8}, {"tp": like}, KORTHIKANTI, 20480, 105, 280,
+            (1,), 2048, seconds, again, torch.float16,
+        )
+        for what, like, again, seconds in (
+            ("full", "megatron", whole, 49.05), ("SP + selective", "megatron-sp", attention_core, 37.83),
+        )
+    ),
+    Row(
+        "Llama-3 405B, TP 8 PP 16 DP 64", "h100", 16, (1, 7), {"dp": 64, "tp": 8}, MEGATRON, LLAMA, 16384, 126, 2048, (1,),
+        8192, 2048 * 8192 * (6 * 405e9 + 6 * 126 * 16384 * 8192) / (430e12 * 8192),
+    ),
+)  # fmt: skip
+
+
+def stage_of(row: Row, batch: int, layers: int) -> StageTimes:
+    """What one micro-batch takes with so many layers on one stage."""
+    with torch.device("meta"):
+        model = row.model(layers).to(row.dtype)
+        tokens = torch.zeros(batch * row.mesh.get("dp", 1), row.length, dtype=torch.long)
+    graph = captured(model, (tokens,), {"labels": tokens}, training=True)
+    wishes = Wishes(like=row.like, memory_budget=1e15)
+    program, plan = planned(graph, Mesh(row.mesh, row.hardware), wishes)
+    # The distributed optimizer gathers parameters and reduces gradients once a step.
+    once = (replace(c, kind="all_reduce", phase="backward") if c.movable else c for c in plan.collectives)
+    kept = tuple(c for c in once if not (c.movable and c.reason.endswith("(gathered again)")))
+    times = stage_times(replace(plan, collectives=kept))
+    if row.again is None:
+        return times
+    more = sum(made_again(program, row.again))
+    return replace(times, batch=replace(times.batch, backward=times.batch.backward + more))
+
+
+def predicted(row: Row, batch: int) -> Iterator[tuple[float, float, int]]:
+    """Per number of chunks the seconds of the step, those of its bubble, and the number.
+
+    ``batch``: sequences of one micro-batch on a rank of dp.
+    """
+    few, more = stage_of(row, batch, 2), stage_of(row, batch, 4)
+    link = Mesh({"pp": row.stages, **row.mesh}, row.hardware).link("pp")
+    message = link.seconds(batch * row.length * row.width * 2 / row.mesh["tp"], "permute")
+    forward, backward = ((getattr(more.batch, x) - getattr(few.batch, x)) / 2 for x in ("forward", "backward"))
+    block = Piece(forward, backward, send=message, send_back=message)
+    rest = Piece(few.batch.forward - 2 * forward, few.batch.backward - 2 * backward, send_back=message)
+    count = row.rows // (batch * row.mesh.get("dp", 1))
+    once = few.once_s + (row.layers / row.stages - 2) * (more.once_s - few.once_s) / 2
+    for chunks in row.chunks:
+        schedule = "1f1b" if chunks == 1 else "interleaved"
+        if not refusal(schedule, row.stages, count, chunks):
+            cutting = Cutting([block] * row.layers + [rest], schedule, row.stages, count, chunks)
+            step = timeline(orders(schedule, row.stages, count, chunks), cutting.best().stages)
+            yield step.step_s + once, step.bubble_s, chunks
+
+
+def steps(names: Sequence[str]) -> None:
+    print(f"{'published step':46} {'published':>9} {'predicted':>9} {'error':>7}   of it waiting, micro-batch, chunks")
+    for row in ROWS:
+        if names and not any(n in row.name for n in names):
+            continue
+        found = ((*one, batch) for batch in row.batches for one in predicted(row, batch))
+        step, bubble, chunks, batch = min(found)
+        error = step / row.seconds - 1
+        print(
+            f"{row.name:46} {row.seconds:8.3f}s {step:8.3f}s {error:+7.1%}   {bubble:.3f}s, {batch}, {chunks}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("search", "steps"), nargs="?", default="steps")
+    parser.add_argument("names", nargs="*", help="rows whose name has one of these in it")
+    options = parser.parse_args()
+    (search if options.what == "search" else steps)(options.names)
+
+
+if __name__ == "__main__":
+    main()
