@@ -53,6 +53,7 @@ class Pipeline:
         """stage → per micro-batch what its rank module gave, but for what it sent"""
         self.state: torch.Tensor | None = None
         """of the generators: where the first stage begins, and then where the last one ended"""
+        self.notes = along.notes
         self.failed: Exception | None = None
         """what went wrong on this rank; it sends zeros then, so that no other rank waits for it"""
         self.mine = [stage.number for stage in pipeline.each if along.is_mine(stage.number)]
@@ -109,6 +110,7 @@ class Pipeline:
         while error.__cause__ is not None and str(error).strip().startswith(("[Stage", "Failed to run")):
             error = error.__cause__  # type: ignore[assignment]
         self.failed = self.failed or error
+        self.notes.leave(error)  # ranks of the same stage may wait for this one
 
     def _forward(self, number: int, received: Sequence[torch.Tensor], index: int) -> Any:
         """What a stage sends; the last one its loss."""
