@@ -72,16 +72,16 @@ def compile(  # noqa: A001  the public name
         example_args, example_kwargs: example inputs (global shapes). Without them the first call compiles.
         plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``.
         like: an expert's plan instead of a search: ``"ddp" "zero1" "zero2" "fsdp" "hsdp" "megatron" "megatron-sp"
-            "ulysses" "replicate"``, one for all axes or one per axis (``{"dp": "fsdp", "tp": "megatron-sp"}``), or
-            styles by module as of ``parallelize_module`` and transformers (``{"layers.*.mlp.up_proj": "colwise", …}``;
-            ``"tp_plan"``: the model's own), along the axis tp, else the last. What it leaves open is searched.
+            "ulysses" "ring" "expert" "replicate"``, one for all axes or one per axis (``{"dp": "fsdp", "tp":
+            "megatron-sp"}``), or styles by module as of ``parallelize_module`` and transformers
+            (``{"layers.*.mlp.up_proj": "colwise", …}``; ``"tp_plan"``: the model's own), along the axis tp, else the
+            last. What it leaves open is searched.
         hints: ``{fnmatch pattern: Shard(d) | "colwise" | "rowwise" | "replicate" | {axis: placement}}``.
         memory_budget: bytes per rank that the step may hold at its peak, everything included; default: 90 % of the
             hardware's memory. Where no plan is found that stays within it: :class:`PlanError`.
         optimizer: whose state the memory model counts, such as "adamw", "sgd" or "adafactor".
         recompute: what the backward makes again instead of having it kept: ``"auto"`` (as memory needs), ``"none"``,
-            ``"blocks"``, ``"selective"`` or ``{pattern of modules: True | False}``. Plans only, as yet: what is compiled
-            keeps what autograd keeps, and ``"auto"`` is ``"none"`` there.
+            ``"blocks"``, ``"selective"`` or ``{pattern of modules: True | False}``.
         training: whether the example inputs are compiled for with a backward; default: ``model.training``. A later call
             has a backward exactly where eager records gradients: with grad mode on and a parameter or input that
             requires one. ``False``: no call ever records gradients. Dropout and batch norm follow the modules' own

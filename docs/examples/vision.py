@@ -101,7 +101,7 @@ def main() -> None:
     print(f"evaluation: {right / 32:.2f}")
     state = sharded.full_state_dict()  # collective; plain tensors under the original names
     if not dist.is_initialized() or dist.get_rank() == 0:
-        torch.save(state, sys.argv[1])
+        torch.save(state, sys.argv[1] if len(sys.argv) > 1 else "out.pt")
     if dist.is_initialized():
         dist.destroy_process_group()
 
