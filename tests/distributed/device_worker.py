@@ -150,7 +150,7 @@ def main() -> None:
     pretended_device.install()
     torch.set_num_threads(1)
     distributed.FIRST_CALLS = 0  # inputs are compared: the host reads their checksums
-    distributed._device_type = lambda: DEVICE
+    distributed.default_device_type = lambda: DEVICE
     compiled = distributed.DistributedModule._built
     distributed.DistributedModule._built = lambda *args: _reading(compiled, *args)  # type: ignore[method-assign]
     outcomes = {}
