@@ -119,7 +119,7 @@ def compile(  # noqa: A001  the public name
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     resolved = Mesh.of(mesh)
-    check_inputs(inputs)
+    check_inputs(inputs, example_args, example_kwargs)
     wishes = Wishes(
         hints=hints,
         memory_budget=memory_budget,
@@ -184,7 +184,7 @@ def plan(
     too, and ``plan.candidates`` lists those that were tried; with ``micro_batches="auto"``, or ``stages="pp"``, so are
     the number of stages, micro-batches and the schedule. Raises as :func:`compile` does.
     """
-    check_inputs(inputs)
+    check_inputs(inputs, example_args, example_kwargs)
     if not example_args and not example_kwargs:
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"

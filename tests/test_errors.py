@@ -209,3 +209,23 @@ def test_malformed_meshes() -> None:
     assert text({"tp": 0}) == "mesh axis 'tp' has size 0; a size is an int of at least 1"
     assert text({"t p": 2}) == "mesh axis name 't p' is not an identifier such as 'dp' or 'tp'"
     assert text({"tp": 2}, hardware="h1000").startswith("unknown hardware 'h1000'. Known: a100, h100, ")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"example_args": X}, "example_args is a tuple of the arguments, got one Tensor: write (x,)"),
+        ({"example_args": (X,), "example_kwargs": [X]}, "example_kwargs is a dict of the arguments by name, got list"),
+        ({"example_args": (X,), "memory_budget": "40GB"}, "memory_budget is bytes per rank, such as 40e9, got '40GB'"),
+        ({"example_args": (X,), "memory_budget": -1}, "memory_budget is bytes per rank, such as 40e9, got -1"),
+        (
+            {"example_args": (X,), "schedule": "fifo"},
+            "schedule='fifo': there are 'gpipe', '1f1b', 'interleaved', 'zero_bubble'",
+        ),
+    ],
+)
+def test_arguments_of_another_kind(given: dict[str, Any], text: str) -> None:
+    for make in (autoshard.compile, autoshard.plan):
+        with pytest.raises(autoshard.AutoshardError) as raised:
+            make(Net(), {"tp": 2}, **given)  # type: ignore[operator]
+        assert str(raised.value) == text

@@ -38,12 +38,10 @@ Planned = tuple[Program, Plan]
 
 def check_stages(mesh: Mesh, wishes: Wishes) -> None:
     """Raise :class:`MeshError` for an axis, :class:`PlanError` for a schedule that does not exist."""
-    if wishes.stages is None:
-        return
-    if wishes.stages not in mesh.axes:
-        raise MeshError(f"stages={wishes.stages!r}: the mesh has the axes {', '.join(mesh.axes)}")
     if wishes.schedule not in CHUNKS:
         raise PlanError(f"schedule={wishes.schedule!r}: there are {', '.join(map(repr, CHUNKS))}")
+    if wishes.stages is not None and wishes.stages not in mesh.axes:
+        raise MeshError(f"stages={wishes.stages!r}: the mesh has the axes {', '.join(mesh.axes)}")
 
 
 def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None) -> Stages:

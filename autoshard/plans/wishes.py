@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.passes.microbatch import AUTO
 from autoshard.passes.propagate.recompute import Recompute
@@ -45,6 +46,11 @@ class Wishes:
     """of the search, as a part of what proofs take"""
     homes: Mapping[str, tuple[int, ...]] | None = None
     """the stages that an earlier compilation put the parameters and buffers into"""
+
+    def __post_init__(self) -> None:
+        budget = self.memory_budget
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
+            raise PlanError(f"memory_budget is bytes per rank, such as 40e9, got {budget!r}")
 
     @property
     def parts(self) -> int:
