@@ -159,3 +159,8 @@ def test_what_needs_weights_is_refused_before_it_makes_them(
     assert "this machine has 10 GB free" in printed
     assert "`autoshard show` need no weights" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_package_is_the_command_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "autoshard", "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: autoshard")

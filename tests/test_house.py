@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {"autoshard": ROOT / "autoshard", "autoshard.passes": ROOT / "passes", "autoshard.models": ROOT / "models"}
 
 FLOORS = (
+    ("__main__",),
     ("cli", "demo", "testing", "hugging_face"),
     ("check",),
     ("api",),
