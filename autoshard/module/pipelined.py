@@ -207,7 +207,7 @@ class PipelinedModule(DistributedModule):
         for name in stage.given:
             source, dim = (name, None) if micro is None else micro.inputs[name]
             values[name] = part_of(given[source], dim, index, pipeline.count)
-        self._enter(index, pipeline.count)
+        self._comm.enter(index, pipeline.count, number)
         # Of a backward in two parts the second adds to what the first left: each has to be whole.
         self._defer(index < pipeline.count - 1 and self._settings.wishes.schedule != "zero_bubble")
         return self._results(part, [values[name] for name in part.compiled.source.inputs])
@@ -229,7 +229,7 @@ class PipelinedModule(DistributedModule):
         """Rank 0's generators stand where the last stage left them."""
         if not pipeline.draws:
             return
-        state = pipeline.state if pipeline.last in pipeline.mine else None
+        state = pipeline.end if pipeline.last in pipeline.mine else None
         state = packed(self._device) if state is None else state
         self._along.tell(pipeline.last, state, "the random state")
         if self._agreement.rank == 0:
