@@ -65,6 +65,8 @@ def made(name: str) -> Made:
     x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     if name == "skips":
         return Skips().double(), (x, x.flip(0))
+    if name == "detached":
+        return Detached().double(), (x, x.flip(0))
     if name == "normed":
         return Normed().double(), (x.new_ones(8, 3, 6, 6) * x[:, :6, None].unsqueeze(1), torch.arange(8) % 5)
     if name == "llama":
@@ -117,6 +119,28 @@ def compare(name: str, mesh: autoshard.Mesh, count: int, steps: int = 3, **asked
 
 def trains(name: str, count: int, **asked: Any) -> Callable[[autoshard.Mesh], None]:
     return lambda mesh: (compare(name, mesh, count, **asked), None)[1]
+
+
+class Detached(nn.Module):
+    """The first layer's weight is read again at the end, where it has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return F.mse_loss(x @ self.first.weight.detach(), y)
+
+
+def no_second_derivatives(mesh: autoshard.Mesh) -> None:
+    model, args = made("detached")
+    sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=2)
+    with pytest.raises(RuntimeMismatchError, match="create_graph=True"):
+        torch.autograd.grad(sharded(*args), list(sharded.parameters()), create_graph=True)
 
 
 def zero(like: str, schedule: str) -> Callable[[autoshard.Mesh], None]:
@@ -304,6 +328,8 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "moe": trains("moe", 2),
     "skips": trains("skips", 4),
     "normed": trains("normed", 1),
+    "detached": trains("detached", 2),
+    "no_second_derivatives": no_second_derivatives,
     "ranks_hold_their_stages": ranks_hold_their_stages,
     "other_outputs": other_outputs,
     "without_gradients": without_gradients,

@@ -55,6 +55,8 @@ class Pipeline:
         """of the generators, where the first stage begins every micro-batch"""
         self.end: torch.Tensor | None = None
         """of the generators, where the last stage ended"""
+        self.summed: dict[str, bool] = {}
+        """parameter of several stages → whether any of them has a gradient of it"""
         self.notes = along.notes
         self.failed: Exception | None = None
         """what went wrong on this rank; it sends zeros then, so that no other rank waits for it"""
