@@ -143,6 +143,22 @@ def no_second_derivatives(mesh: autoshard.Mesh) -> None:
         torch.autograd.grad(sharded(*args), list(sharded.parameters()), create_graph=True)
 
 
+def one_verdict(mesh: autoshard.Mesh) -> None:
+    """An infinity in a gradient of one stage: no stage takes its step, and all scale alike afterwards."""
+    model, args = made("skips")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2)
+    optimizer, scaler = torch.optim.SGD(sharded.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(sharded(*args))).backward()
+    for n, p in sharded.named_parameters():
+        if n == "down.0.bias":
+            assert p.grad is not None
+            (p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).fill_(torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4
+    assert all(torch.equal(x, model.get_parameter(n)) for n, x in sharded.full_state_dict().items() if n != "calls")
+
+
 def zero(like: str, schedule: str) -> Callable[[autoshard.Mesh], None]:
     """What micro-batches share is a stage's own, also where a rank has several, or a backward comes in two parts."""
 
@@ -329,6 +345,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "skips": trains("skips", 4),
     "normed": trains("normed", 1),
     "detached": trains("detached", 2),
+    "one_verdict": one_verdict,
     "no_second_derivatives": no_second_derivatives,
     "ranks_hold_their_stages": ranks_hold_their_stages,
     "other_outputs": other_outputs,

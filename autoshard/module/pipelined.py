@@ -66,7 +66,7 @@ class PipelinedModule(DistributedModule):
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         made = super()._parameter(p, layout, initial)
         if made.requires_grad and self._along.ranks > 1:
-            made.register_post_accumulate_grad_hook(mark)
+            made.register_post_accumulate_grad_hook(partial(mark, self._along.group))
         return made
 
     def _holds(self, name: str) -> bool:
