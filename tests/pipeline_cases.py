@@ -65,6 +65,8 @@ def made(name: str) -> Made:
     x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     if name == "skips":
         return Skips().double(), (x, x.flip(0))
+    if name == "detached":
+        return Detached().double(), (x, x.flip(0))
     if name == "normed":
         return Normed().double(), (x.new_ones(8, 3, 6, 6) * x[:, :6, None].unsqueeze(1), torch.arange(8) % 5)
     if name == "llama":
@@ -98,7 +100,9 @@ def compare(name: str, mesh: autoshard.Mesh, count: int, steps: int = 3, **asked
         assert mine.keys() == gradients.keys()
         for n, gradient in gradients.items():
             assert far(mine[n], gradient) <= TOLERANCE, f"step {step}, gradient of {n}"
-        if dist.is_initialized() and sharded.gradients_once():  # a rank sees its stages' parameters alone
+        if (
+            dist.is_initialized() and mesh.size_of("pp") > 1 and sharded.gradients_once()
+        ):  # a rank sees its stages' parameters alone
             with pytest.raises(RuntimeMismatchError, match=r"use autoshard\.clip_grad_norm_"):
                 torch.nn.utils.clip_grad_norm_(sharded.parameters(), 0.5)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -115,6 +119,55 @@ def compare(name: str, mesh: autoshard.Mesh, count: int, steps: int = 3, **asked
 
 def trains(name: str, count: int, **asked: Any) -> Callable[[autoshard.Mesh], None]:
     return lambda mesh: (compare(name, mesh, count, **asked), None)[1]
+
+
+class Detached(nn.Module):
+    """The first layer's weight is read again at the end, where it has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return F.mse_loss(x @ self.first.weight.detach(), y)
+
+
+def no_second_derivatives(mesh: autoshard.Mesh) -> None:
+    model, args = made("detached")
+    sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=2)
+    with pytest.raises(RuntimeMismatchError, match="create_graph=True"):
+        torch.autograd.grad(sharded(*args), list(sharded.parameters()), create_graph=True)
+
+
+def one_verdict(mesh: autoshard.Mesh) -> None:
+    """An infinity in a gradient of one stage: no stage takes its step, and all scale alike afterwards."""
+    model, args = made("skips")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2)
+    optimizer, scaler = torch.optim.SGD(sharded.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(sharded(*args))).backward()
+    for n, p in sharded.named_parameters():
+        if n == "down.0.bias":
+            assert p.grad is not None
+            (p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).fill_(torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4
+    assert all(torch.equal(x, model.get_parameter(n)) for n, x in sharded.full_state_dict().items() if n != "calls")
+
+
+def zero(like: str, schedule: str) -> Callable[[autoshard.Mesh], None]:
+    """What micro-batches share is a stage's own, also where a rank has several, or a backward comes in two parts."""
+
+    def case(mesh: autoshard.Mesh) -> None:
+        axes = autoshard.Mesh({"pp": mesh.size // 2, "dp": 2}, hardware=mesh.hardware)
+        sharded = compare("gpt", axes, 4, 2, schedule=schedule, like={"dp": like})
+        assert sharded.plan.zero
+
+    return case
 
 
 def ranks_hold_their_stages(mesh: autoshard.Mesh) -> None:
@@ -149,6 +202,23 @@ def without_gradients(mesh: autoshard.Mesh) -> None:
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2).eval()
     with torch.no_grad():
         assert far(full(sharded(*args).logits), model.eval()(*args).logits) <= TOLERANCE
+
+
+def first_without_gradients(mesh: autoshard.Mesh) -> None:
+    """The stages that a call without a backward was cut into serve calls with one, and other forms of the call."""
+    model, args = made("gpt")
+    model.eval()
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=1, training=False)
+    with torch.no_grad():
+        for given in (args, args[:1]):
+            assert far(full(sharded(*given).logits), model(*given).logits) <= TOLERANCE
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=1)
+    with torch.no_grad():
+        sharded(*args)
+    for m in (model, sharded):
+        loss_of(m.train(False)(*args)).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert max(far(x, gradients[n]) for n, x in sharded.full_gradients().items()) <= TOLERANCE
 
 
 def state(mesh: autoshard.Mesh) -> None:
@@ -267,13 +337,20 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "gpt_interleaved": trains("gpt", 4, schedule="interleaved"),
     "gpt_zero_bubble": trains("gpt", 4, schedule="zero_bubble"),
     "gpt_one_batch": trains("gpt", 1),
+    "zero1_interleaved": zero("zero1", "interleaved"),
+    "zero2_interleaved": zero("zero2", "interleaved"),
+    "zero1_zero_bubble": zero("zero1", "zero_bubble"),
     "llama": trains("llama", 4),
     "moe": trains("moe", 2),
     "skips": trains("skips", 4),
     "normed": trains("normed", 1),
+    "detached": trains("detached", 2),
+    "one_verdict": one_verdict,
+    "no_second_derivatives": no_second_derivatives,
     "ranks_hold_their_stages": ranks_hold_their_stages,
     "other_outputs": other_outputs,
     "without_gradients": without_gradients,
+    "first_without_gradients": first_without_gradients,
     "state": state,
     "deferred": deferred,
     "frozen": frozen,

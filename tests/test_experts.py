@@ -124,6 +124,12 @@ def test_an_exchange_that_mixes_up_ranks_is_seen(monkeypatch: pytest.MonkeyPatch
     assert not report.ok
 
 
+def test_a_rank_without_rows_serves_its_expert() -> None:
+    """Four rows over three ranks are two, two and none."""
+    report = autoshard.verify(Routed().double(), ideal({"ep": 3}), (batch(*EVEN[:4]),), like="expert")
+    assert report.ok, report
+
+
 def test_without_experts_it_is_fsdp() -> None:
     plan = autoshard.plan(nn.Linear(8, 8), ideal({"ep": 2}), (torch.randn(4, 8),), like="expert")
     assert any("no operation runs experts" in note for note in plan.notes)

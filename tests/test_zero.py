@@ -39,9 +39,9 @@ def test_parameters_of_the_step_before_are_not_used(monkeypatch: pytest.MonkeyPa
     """Negative control: what was gathered outlives its step, and the optimizer's work is not seen."""
     kept: list[Step] = []
 
-    def enter(self: Any, index: int, count: int) -> None:
+    def enter(self: Any, index: int, count: int, stage: int = 0) -> None:
         self.micro_batch = (index, count)
-        kept[:] = kept or [Step(count)]
+        kept[:] = kept or [Step()]
         self.step = kept[0] if count > 1 else None
         kept[0].enter(index)
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.module.base import ShardedModule
+from autoshard.module.stage_gradients import StageGradient
 from autoshard.runtime.process_group import all_gather_single
 
 
@@ -76,3 +77,6 @@ def _check_and_unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for i in range(mesh.ndim):
         if any(not g.placements[i].is_replicate() for g in gradients):
             dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(i))
+    group = next((g.stages for g in gradients if isinstance(g, StageGradient)), None)
+    if group is not None:  # other stages' gradients are on other ranks
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.ir.graph import Ref, map_refs
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.rules.facts import makes_tensor
@@ -150,8 +151,12 @@ class _Delivered(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeMismatchError(
+                "create_graph=True: gradients of a step of micro-batches or stages have no derivative, since forward and "
+                "backward of each micro-batch have run already. Compile with micro_batches=1 and without stages for it."
+            )
         return None, None, *(None if g is None else _scaled(g, scale) for g in ctx.gradients)
 
 

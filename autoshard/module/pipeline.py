@@ -52,7 +52,11 @@ class Pipeline:
         self.made: dict[int, list[Sequence[Any]]] = {}
         """stage → per micro-batch what its rank module gave, but for what it sent"""
         self.state: torch.Tensor | None = None
-        """of the generators: where the first stage begins, and then where the last one ended"""
+        """of the generators, where the first stage begins every micro-batch"""
+        self.end: torch.Tensor | None = None
+        """of the generators, where the last stage ended"""
+        self.summed: dict[str, bool] = {}
+        """parameter of several stages → whether any of them has a gradient of it"""
         self.notes = along.notes
         self.failed: Exception | None = None
         """what went wrong on this rank; it sends zeros then, so that no other rank waits for it"""
@@ -88,7 +92,7 @@ class Pipeline:
 
         ``leaves``: the parameters that are trained; ``state``: of the generators, in the first stage.
         """
-        self.made, self.state = {number: [] for number in self.mine}, state
+        self.made, self.state, self.end = {number: [] for number in self.mine}, state, None
         for module in self.modules:
             module.leaves = leaves
         given: dict[str, Any] = {"index": torch.arange(self.count)}
@@ -140,7 +144,7 @@ class Pipeline:
         self.made[number].append([*[None] * count, *kept])
         end = packed(self.device) if self.draws else None
         if number == self.last:
-            self.state = end
+            self.end = end
             return results[self._loss_at] if self.training else ()
         sent = [_sent(x) for x in results[: len(stage.sent)]]
         return (*sent, end) if end is not None else tuple(sent)

@@ -25,7 +25,6 @@ from autoshard.module.microbatches import beforehand, delivered, part_of
 from autoshard.module.pipeline import Pipeline, packed, unpacked
 from autoshard.module.stage_gradients import mark
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.pipeline import Stages
 from autoshard.plans.stages_together import rest
 from autoshard.runtime import generators
 
@@ -67,7 +66,7 @@ class PipelinedModule(DistributedModule):
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         made = super()._parameter(p, layout, initial)
         if made.requires_grad and self._along.ranks > 1:
-            made.register_post_accumulate_grad_hook(mark)
+            made.register_post_accumulate_grad_hook(partial(mark, self._along.group))
         return made
 
     def _holds(self, name: str) -> bool:
@@ -180,7 +179,7 @@ class PipelinedModule(DistributedModule):
         pipeline.made = {}
         if micro is None:
             return made[0], written
-        self._sum_tied(pipeline.stages, pairs)
+        self._sum_tied(pipeline, pairs)
         wanted = [*pairs, *self._of_inputs(inputs, given)]
         if not wanted:  # nothing is trained here; the user's backward is called on every rank
             wanted = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
@@ -207,7 +206,7 @@ class PipelinedModule(DistributedModule):
         for name in stage.given:
             source, dim = (name, None) if micro is None else micro.inputs[name]
             values[name] = part_of(given[source], dim, index, pipeline.count)
-        self._enter(index, pipeline.count)
+        self._comm.enter(index, pipeline.count, number)
         # Of a backward in two parts the second adds to what the first left: each has to be whole.
         self._defer(index < pipeline.count - 1 and self._settings.wishes.schedule != "zero_bubble")
         return self._results(part, [values[name] for name in part.compiled.source.inputs])
@@ -229,7 +228,7 @@ class PipelinedModule(DistributedModule):
         """Rank 0's generators stand where the last stage left them."""
         if not pipeline.draws:
             return
-        state = pipeline.state if pipeline.last in pipeline.mine else None
+        state = pipeline.end if pipeline.last in pipeline.mine else None
         state = packed(self._device) if state is None else state
         self._along.tell(pipeline.last, state, "the random state")
         if self._agreement.rank == 0:
@@ -269,13 +268,20 @@ class PipelinedModule(DistributedModule):
         self._along.tell(number, both, name)
         return both.unbind(0)
 
-    def _sum_tied(self, stages: Stages, pairs: Pairs) -> None:
+    def _sum_tied(self, pipeline: Pipeline, pairs: Pairs) -> None:
         """Add up the gradients of parameters that several stages hold, over the ranks that run these."""
         leaves = {id(p): leaf for p, leaf in pairs}
-        for fqn, homes in sorted(stages.tied.items()):
+        for fqn, homes in sorted(pipeline.stages.tied.items()):
             leaf = leaves.get(id(self._of.tensor(fqn)))
-            if leaf is not None and leaf.grad is not None:
-                grad: Any = leaf.grad
+            if leaf is None:
+                continue
+            if fqn not in pipeline.summed:  # a stage may read it without a gradient; the graph says so, in every step
+                known = torch.tensor(leaf.grad is not None, dtype=torch.int32, device=self._device)
+                self._along.add_up(known, homes, f"whether {fqn} has a gradient")
+                pipeline.summed[fqn] = bool(known)
+            if pipeline.summed[fqn]:
+                grad: Any = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                leaf.grad = grad
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
                 self._along.add_up(local, homes, f"the gradient of {fqn}")
 

@@ -56,6 +56,7 @@ def together(stages: Stages, plans: Sequence[Plan], mesh: Mesh, staged: Staged) 
         differentiable=tuple(dict.fromkeys(n for p in plans for n in p.differentiable)),
         memory=pipeline_memory(staged, mesh.size_of(staged.axis)),
         recomputed=tuple(r for p in plans for r in p.recomputed),
+        zero=_joined(p.zero for p in plans),
         shared_again=tuple(sorted({n for p in plans for n in p.shared_again})),
         staged=staged,
     )

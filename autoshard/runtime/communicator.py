@@ -63,12 +63,16 @@ class Communicator(ABC):
         self._active: dict[Axes, tuple[str, ...]] = {}
         self._chunks: dict[tuple[tuple[str, ...], int], Chunks] = {}
         self._index: dict[tuple[str, ...], int] = {}
+        self._steps: dict[int, Step] = {}
 
-    def enter(self, index: int, count: int) -> None:
-        """Micro-batch number ``index`` of ``count`` runs from now on; 0 of 1: the whole batch."""
+    def enter(self, index: int, count: int, stage: int = 0) -> None:
+        """Micro-batch number ``index`` of ``count`` runs from now on, in this ``stage``; 0 of 1: the whole batch."""
         self.micro_batch = (index, count)
-        if index == 0:
-            self.step = Step(count) if count > 1 else None
+        if count == 1:
+            self._steps.clear()
+        elif index == 0:
+            self._steps[stage] = Step()
+        self.step = self._steps.get(stage)
         if self.step is not None:
             self.step.enter(index)
 

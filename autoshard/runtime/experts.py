@@ -124,7 +124,7 @@ def experts(
     out = _exchanged(out, held, routes.back())
     out = out * weights.reshape(-1).index_select(0, slots).unsqueeze(1)
     placed = out.new_zeros(ids.numel(), out.shape[1]).index_copy(0, slots, out)
-    return placed.view(x.shape[0], top, -1).sum(1).to(x.dtype)
+    return placed.view(x.shape[0], top, out.shape[1]).sum(1).to(x.dtype)
 
 
 def _gated(made: list[torch.Tensor], activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

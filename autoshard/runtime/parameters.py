@@ -123,6 +123,7 @@ class _Move(torch.autograd.Function):
         ctx.owners = [(getattr(x.grad_fn, "pending", None), x.output_nr) for x in xs if x.requires_grad]
         out, shared = _moved(bucket, xs, zero)
         ctx.sums = shared if zero == 1 else None
+        ctx.waits = bucket.home.deferred  # now: in a pipeline other micro-batches begin before this one's backward
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in out]
         ctx.mark_non_differentiable(*(y for x, y in zip(xs, out, strict=True) if not x.requires_grad))
         return out
@@ -132,7 +133,7 @@ class _Move(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         if ctx.sums is not None:
             ctx.sums.add(gradients)
-            if not ctx.bucket.home.step.is_last:
+            if ctx.waits:
                 return None, None, *(None for _ in gradients)
             gradients = tuple(ctx.sums.take())
         if torch.is_grad_enabled():  # create_graph: as nodes that have a derivative, nothing left under way

@@ -29,20 +29,15 @@ class Gathered:
 
 
 class Step:
-    """One rank in a step of ``count`` micro-batches. Every one of them gathers the same buckets in the same order."""
+    """One stage of a rank in a step of micro-batches. Every one of them gathers the same buckets in the same order."""
 
-    def __init__(self, count: int) -> None:
-        self.count, self.index, self.at = count, 0, 0
+    def __init__(self) -> None:
+        self.index, self.at = 0, 0
         self.found: list[Gathered] = []
 
     def enter(self, index: int) -> None:
         """Begin micro-batch number ``index``."""
         self.index, self.at = index, 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the gradients of all micro-batches are complete with this one."""
-        return self.index == self.count - 1
 
     @property
     def is_gathered(self) -> bool:
