@@ -219,10 +219,8 @@ def a_cache_given_as_an_argument(mesh: autoshard.Mesh) -> None:
         with torch.no_grad():
             close(sharded(x * step, caches[0], at), model(x * step, caches[1], at))
         close(*caches)
-        # A whole one is cut for the layers, and put together again; not so what comes in parts.
-        assert sharded.programs[-1].compiled.program.in_place == (
-            {"cache"} if isinstance(caches[0], DTensor) else set()
-        )
+        if isinstance(caches[0], DTensor):  # a whole one may be cut for the layers, and put together again
+            assert sharded.programs[-1].compiled.program.in_place == {"cache"}
 
 
 @case

@@ -55,9 +55,7 @@ def parameters_replaced_by_assignment(mesh: autoshard.Mesh) -> None:
     new = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     both(model, sharded, lambda m: setattr(m.head, "weight", nn.Parameter(new.clone())))
     if isinstance(next(p for n, p in sharded.named_parameters() if n == "emb.weight"), DTensor):
-        with refused(
-            "parameter 'head.weight' was replaced by one in layout of a plain tensor; it is kept as a DTensor in"
-        ):
+        with refused("'head.weight' was replaced by a tensor in layout of a plain tensor; it is kept as a DTensor in"):
             sharded(ids())
         return
     steps(model, sharded, ids())
@@ -87,7 +85,7 @@ def weights_tied_in_other_layouts(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, lambda: Net(tied=False), ids(), hints=cut)
     both(model, sharded, lambda m: setattr(m.head, "weight", m.emb.weight))
     if isinstance(sharded.emb.weight, DTensor):
-        with refused("parameter 'head.weight' was replaced by one in layout"):
+        with refused("'head.weight' was replaced by a tensor in layout"):
             sharded(ids())
         return
     steps(model, sharded, ids())

@@ -80,10 +80,10 @@ class Block(runtime.Block):
         up = runtime.all_to_all(up, 2, 0, ("dp", "tp"))
         # S(0)@tp → S(2)@tp    backward: all-to-all
         up = runtime.all_to_all(up, 0, 2, "tp", size=runtime.size(batch, "dp"))
-        # S(2)@tp → S(0)@tp    backward: all-to-all
-        up = runtime.all_to_all(up, 2, 0, "tp")
-        # [batch/4, seq, 256] S(0)@dp S(0)@tp  gpt.py:78
+        # [batch/2, seq, 128/256] S(0)@dp S(2)@tp  gpt.py:78
         gelu = F.gelu(up, approximate="tanh")
+        # S(2)@tp → S(0)@tp    backward: all-to-all
+        gelu = runtime.all_to_all(gelu, 2, 0, "tp")
         # S(0)@dp S(0)@tp → S(2)@dp S(2)@tp    backward: all-to-all
         gelu = runtime.all_to_all(gelu, 0, 2, ("dp", "tp"), size=batch)
         # I@dp I@tp → P@dp P@tp
