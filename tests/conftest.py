@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from doubles import DOUBLES
 from harness import Captures, captured_once, freeze_imports
 from torch.utils import _pytree as pytree
 
@@ -29,7 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("same")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(fnmatch.fnmatchcase(item.nodeid, f"*{name}") for name in DOUBLES):
+            item.add_marker(pytest.mark.slow)
     if config.getoption("--run-slow") or "slow" in config.getoption("-m"):
         return
     slow = [item for item in items if "slow" in item.keywords]
