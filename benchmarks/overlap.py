@@ -4,7 +4,8 @@
 
 Two gloo processes run the step; rank 0's profile is drawn, and with ``--trace`` written for Perfetto beside the prediction
 (``run.json``, ``plan.trace.json``). Collectives of gloo run in threads of their own: a bar lasts from the call until all
-bytes are there. The prediction is for this machine as :func:`autoshard.calibrate` measures it.
+bytes are there. The prediction is for this machine as :func:`autoshard.calibrate` measures it, with ``--overlap`` as the
+speed of compute beside communication, which it does not measure: gloo's threads take time on the same cores.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +73,18 @@ def predicted(plan: autoshard.Plan) -> list[Bar]:
     ]
 
 
+def together(bars: list[Bar], gap: float) -> list[Bar]:
+    """Bars of one kind with less than ``gap`` between them as one."""
+    found: list[Bar] = []
+    for b in sorted(bars):
+        last = next((i for i in range(len(found) - 1, -1, -1) if found[i].kind == b.kind), None)
+        if last is not None and b.start - found[last].end < gap:
+            found[last] = found[last]._replace(end=max(found[last].end, b.end))
+        else:
+            found.append(b)
+    return found
+
+
 def hidden(bars: list[Bar]) -> float:
     """The share of the time with communication under way in which something is computed."""
     moments = sorted({b.start for b in bars} | {b.end for b in bars})
@@ -97,7 +111,7 @@ def svg(panels: dict[str, list[Bar]]) -> str:
         lines.append(f'<text x="8" y="{top - 8}" font-weight="bold">{title}: {longest * 1e3:.0f} ms; {share}</text>')
         for y, what in ((top, "compute"), (top + row, "communication")):
             lines.append(f'<text x="8" y="{y + 18}">{what}</text>')
-        for b in bars:
+        for b in together(bars, 0.5 / scale):
             y, colour = (top + row, COLOURS.get(b.kind, "#888")) if b.kind else (top, LEGEND["compute"])
             place = f'x="{left + b.start * scale:.1f}" width="{max(0.4, (b.end - b.start) * scale):.1f}"'
             lines.append(f'<rect {place} y="{y + 3}" height="{row - 6}" fill="{colour}" fill-opacity="0.75"/>')
@@ -117,7 +131,7 @@ def rank_main(options: argparse.Namespace) -> None:
     reference = models.get(options.model)
     args, kwargs = reference.inputs(batch=options.batch)
     here = autoshard.calibrate({"dp": RANKS})
-    mesh = autoshard.Mesh({"dp": RANKS}, hardware=here)
+    mesh = autoshard.Mesh({"dp": RANKS}, hardware=replace(here, overlap=options.overlap))
     sharded = autoshard.compile(reference.model(), mesh, args, kwargs, like=options.like)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, fused=True)
 
@@ -152,6 +166,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama:small", help="a name from autoshard.models with a loss")
     parser.add_argument("--like", default="fsdp", help="an expert's plan by name")
     parser.add_argument("--batch", type=int, default=4, help="rows of the global batch")
+    parser.add_argument("--overlap", type=float, default=0.8, help="speed of compute beside communication")
     parser.add_argument("--svg", type=Path, default=Path("overlap.svg"), help="the picture")
     parser.add_argument("--trace", type=Path, help="a folder for both traces")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
