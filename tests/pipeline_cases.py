@@ -197,11 +197,35 @@ def other_outputs(mesh: autoshard.Mesh) -> None:
 
 
 def without_gradients(mesh: autoshard.Mesh) -> None:
-    """Forward only, with the parameters where they are."""
+    """Forward only, with the parameters where they are: in micro-batches too, but for a batch that they do not divide."""
     model, args = made("gpt")
-    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2).eval()
-    with torch.no_grad():
-        assert far(full(sharded(*args).logits), model.eval()(*args).logits) <= TOLERANCE
+    model.eval()
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=4)
+    for rows, count in ((8, 4), (3, 1)):
+        given = tuple(x[:rows] for x in args)
+        with torch.no_grad():
+            found, expected = sharded.eval()(*given), model(*given)
+        assert sharded.plan.staged is not None
+        assert sharded.plan.staged.micro_batches == count
+        assert far(full(found.logits), expected.logits) <= TOLERANCE
+        assert far(found.loss, expected.loss) <= TOLERANCE
+        assert not full(found.logits).requires_grad
+
+
+def interleaved_without_gradients(mesh: autoshard.Mesh) -> None:
+    """Several stages per rank, dropout drawn as on one device, and a model that returns no loss."""
+    model, args = made("gpt")
+    model.train()
+    asked: dict[str, Any] = {"stages": "pp", "micro_batches": 4, "schedule": "interleaved", "training": False}
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args[:1], **asked)
+    found = []
+    for m in (model, sharded):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            found.append(full(m(args[0]).logits))
+    assert sharded.plan.staged is not None
+    assert sharded.plan.staged.micro_batches == 4
+    assert far(found[1], found[0]) <= TOLERANCE
 
 
 def first_without_gradients(mesh: autoshard.Mesh) -> None:
@@ -350,6 +374,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "ranks_hold_their_stages": ranks_hold_their_stages,
     "other_outputs": other_outputs,
     "without_gradients": without_gradients,
+    "interleaved_without_gradients": interleaved_without_gradients,
     "first_without_gradients": first_without_gradients,
     "state": state,
     "deferred": deferred,

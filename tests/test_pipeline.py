@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from harness import ideal
 from pipeline_cases import CASES, compare, made
 
 import autoshard
+from autoshard import runtime
 from autoshard.compiler import captured
 from autoshard.errors import PlanError
 from autoshard.module import stages
@@ -16,7 +19,7 @@ from autoshard.passes.pipeline import cut
 from autoshard.plans.plan import Plan
 
 MESHES = {"pp2": {"pp": 2}, "pp2tp2": {"pp": 2, "tp": 2}, "pp4": {"pp": 4}, "pp2dp2tp2": {"pp": 2, "dp": 2, "tp": 2}}
-FAST = {"gpt_1f1b", "skips", "other_outputs", "gradients_of_inputs", "refused"}
+FAST = {"gpt_1f1b", "skips", "other_outputs", "interleaved_without_gradients", "gradients_of_inputs", "refused"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
@@ -67,6 +70,27 @@ def test_one_file_has_all_stages() -> None:
         f"class Stage{n}(runtime.RankModule):" for n in range(2)
     ]
     assert source.count("(runtime.Block):") <= 3  # equal blocks of several stages are one class
+
+
+def test_verify_looks_into_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages and micro-batches are verified like a whole; what differs is named, of whatever stage it is."""
+    model, args = made("skips")
+    hints = {"down.*.weight": "rowwise", "up.*.weight": "rowwise"}
+    asked: dict[str, Any] = {"stages": "pp", "micro_batches": 2, "hints": hints}
+    report = autoshard.verify(model, ideal({"pp": 2, "tp": 2}), args, **asked)
+    assert report.ok, report
+    assert report.plan.staged is not None
+    why = report.plan.explain("up.1.weight").splitlines()[1]
+    assert "stage 1: asked for by a hint" in why
+    right = runtime.reduce_scatter
+
+    def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return right(x, *args, **kwargs) * (1 + 1e-3 * (x.shape[-1] == 12))  # what the second stage makes of up.1
+
+    monkeypatch.setattr(runtime, "reduce_scatter", wrong)
+    report = autoshard.verify(model, ideal({"pp": 2, "tp": 2}), args, **asked)
+    assert not report.ok
+    assert str(report.first_divergence).startswith("aten.mul.Tensor in (root) at pipeline_cases.py")
 
 
 def test_a_wrong_message_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

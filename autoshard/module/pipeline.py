@@ -46,7 +46,7 @@ class Pipeline:
         assert staged is not None
         self.executable, self.stages, self.device, self.run = executable, pipeline, device, run
         self.count = 1 if micro is None else micro.count
-        self.training = micro is not None
+        self.training = micro is not None and micro.loss is not None
         self.draws = any(is_random(node) for node in pipeline.whole.nodes)
         self.rank, self.last = rank, len(pipeline) - 1
         self.made: dict[int, list[Sequence[Any]]] = {}
@@ -154,6 +154,7 @@ class Pipeline:
         """Where the last stage's rank module gives the loss."""
         micro = self.executable.compiled.micro_batches
         assert micro is not None
+        assert micro.loss is not None
         return self.stages.each[-1].results.index(micro.loss)
 
     def _message(self, number: int) -> tuple[torch.Tensor, ...]:

@@ -155,6 +155,7 @@ class PipelinedModule(DistributedModule):
         inputs = self._whole((), inputs)[1]
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
         pipeline, micro = self._pipeline(executable), executable.compiled.micro_batches
+        training = pipeline.training
         if micro is not None:
             given |= beforehand(micro, given, self.tensor)
         pipeline.run = partial(self._run_stage, pipeline, given)
@@ -163,7 +164,7 @@ class PipelinedModule(DistributedModule):
         before = self._defer(True)
         try:
             with contextlib.ExitStack() as inside:
-                pairs: Pairs = inside.enter_context(self._of.standing_in()) if micro is not None else []
+                pairs: Pairs = inside.enter_context(self._of.standing_in()) if training else []
                 begin = self._beginning(pipeline)
                 with runtime.bind(self._comm):
                     pipeline.step(self._comm.notes, [leaf for _, leaf in pairs], begin)
@@ -177,8 +178,8 @@ class PipelinedModule(DistributedModule):
         with runtime.bind(self._comm):
             made = self._made_everywhere(pipeline)
         pipeline.made = {}
-        if micro is None:
-            return made[0], written
+        if micro is None or not training:
+            return (made[0] if micro is None else delivered(micro, made, ())), written
         self._sum_tied(pipeline, pairs)
         wanted = [*pairs, *self._of_inputs(inputs, given)]
         if not wanted:  # nothing is trained here; the user's backward is called on every rank
