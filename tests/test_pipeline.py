@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import ideal
+from microbatch_cases import loss_of
 from pipeline_cases import CASES, compare, made
+from safetensors.torch import save_file
+from torch import nn
 
 import autoshard
 from autoshard import runtime
@@ -104,3 +112,56 @@ def test_a_wrong_message_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(AssertionError):
         compare("gpt", ideal({"pp": 2}), 2, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "asked"),
+    [("gpt", {"tp": 2, "pp": 2}, {"stages": "pp", "schedule": "interleaved"}), ("skips", {"dp": 2}, {})],
+    ids=["stages", "micro_batches"],
+)
+def test_a_saved_step_is_the_same(
+    name: str,
+    axes: Any,
+    asked: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Micro-batches, stages, tied parameters, buffers and dropout, without the model's code."""
+    model, args = made(name)
+    sharded = autoshard.compile(model, ideal(axes), args, micro_batches=4, **asked)
+    sharded.save(tmp_path)
+    inputs = json.loads((tmp_path / "inputs.json").read_text())
+    save_file({n: x.clone() for n, x in zip(inputs, args, strict=True)}, tmp_path / "inputs.safetensors")
+    optimizer = torch.optim.AdamW(sharded.parameters(), 1e-2)
+    expected = []
+    for step in range(2):
+        torch.manual_seed(step)
+        loss = loss_of(sharded(*args))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(f"step {step}: loss {loss.item():.6f}")
+    options = ["--inputs", str(tmp_path / "inputs.safetensors"), "--steps", "2", "--lr", "1e-2"]
+    monkeypatch.setattr(sys, "argv", ["rank_module.py", *options])
+    capsys.readouterr()
+    runpy.run_path(str(tmp_path / "rank_module.py"), run_name="__main__")
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+class Counted(nn.Module):
+    """Samples weigh by how many are positive so far: that is known before the first micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.layer(x) * (y > 0).cumsum(0), y)
+
+
+def test_what_is_made_beforehand_cannot_be_saved(tmp_path: Path) -> None:
+    sharded = autoshard.compile(Counted(), ideal({"dp": 2}), (torch.randn(8, 12), torch.randn(8, 12)), micro_batches=2)
+    with pytest.raises(PlanError, match=r"what depends on inputs alone \(y\) is made of the whole batch"):
+        sharded.save(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()

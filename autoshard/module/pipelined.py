@@ -17,16 +17,17 @@ from autoshard import runtime
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.module.along import Along
 from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule, default_device_type
 from autoshard.module.executable import Executable
 from autoshard.module.microbatches import beforehand, delivered, part_of
-from autoshard.module.pipeline import Pipeline, packed, unpacked
+from autoshard.module.pipeline import ProgramPipeline
 from autoshard.module.stage_gradients import mark
 from autoshard.passes.ir.graph import Ref
 from autoshard.plans.stages_together import rest
 from autoshard.runtime import generators
+from autoshard.runtime.along import Along
+from autoshard.runtime.pipeline import packed, unpacked
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -35,7 +36,7 @@ class PipelinedModule(DistributedModule):
     """A sharded module in stages; ``named_parameters()`` are those of this rank's stages."""
 
     _along: Along
-    _pipelines: dict[int, Pipeline]
+    _pipelines: dict[int, ProgramPipeline]
     _by_stage: list[list[int]]
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
@@ -186,15 +187,15 @@ class PipelinedModule(DistributedModule):
             wanted = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
         return delivered(micro, made, wanted), written
 
-    def _pipeline(self, executable: Executable) -> Pipeline:
+    def _pipeline(self, executable: Executable) -> ProgramPipeline:
         if id(executable) not in self._pipelines:
             rank, none = self._comm.rank, lambda *_: ()
-            self._pipelines[id(executable)] = Pipeline(executable, rank, self._along, self._device, none)
+            self._pipelines[id(executable)] = ProgramPipeline(executable, rank, self._along, self._device, none)
         return self._pipelines[id(executable)]
 
     def _run_stage(
         self,
-        pipeline: Pipeline,
+        pipeline: ProgramPipeline,
         given: Mapping[str, torch.Tensor],
         number: int,
         index: int,
@@ -214,7 +215,7 @@ class PipelinedModule(DistributedModule):
 
     # --- between stages ---
 
-    def _beginning(self, pipeline: Pipeline) -> torch.Tensor | None:
+    def _beginning(self, pipeline: ProgramPipeline) -> torch.Tensor | None:
         """The state of rank 0's generators, on the ranks of the first stage."""
         if not pipeline.draws or 0 not in pipeline.mine:
             return None
@@ -225,7 +226,7 @@ class PipelinedModule(DistributedModule):
             self._comm.run(group, dist.broadcast, state, self._comm.ranks[0])
         return state
 
-    def _end(self, pipeline: Pipeline) -> None:
+    def _end(self, pipeline: ProgramPipeline) -> None:
         """Rank 0's generators stand where the last stage left them."""
         if not pipeline.draws:
             return
@@ -235,12 +236,12 @@ class PipelinedModule(DistributedModule):
         if self._agreement.rank == 0:
             generators.set_states(unpacked(state, self._device))
 
-    def _written(self, pipeline: Pipeline, number: int) -> dict[str, torch.Tensor]:
+    def _written(self, pipeline: ProgramPipeline, number: int) -> dict[str, torch.Tensor]:
         """What a stage writes back: of the last micro-batch."""
         program = pipeline.executable.parts[number].compiled.program
         return self._new_values(program, pipeline.made[number][-1], tuple)
 
-    def _made_everywhere(self, pipeline: Pipeline) -> list[list[Any]]:
+    def _made_everywhere(self, pipeline: ProgramPipeline) -> list[list[Any]]:
         """Per micro-batch the model's outputs, on every rank: from those of the stages that made them."""
         graph = pipeline.executable.graph
         made = [[None if isinstance(out, Ref) else out for out in graph.outputs] for _ in range(pipeline.count)]
@@ -253,7 +254,7 @@ class PipelinedModule(DistributedModule):
         return made
 
     def _of_stage(
-        self, pipeline: Pipeline, number: int, at: int, own: Sequence[torch.Tensor] | None
+        self, pipeline: ProgramPipeline, number: int, at: int, own: Sequence[torch.Tensor] | None
     ) -> Sequence[torch.Tensor]:
         """Output ``at`` of a stage, per micro-batch: this rank's, or that of the rank that has its place there."""
         program = pipeline.executable.parts[number].compiled.program
@@ -269,7 +270,7 @@ class PipelinedModule(DistributedModule):
         self._along.tell(number, both, name)
         return both.unbind(0)
 
-    def _sum_tied(self, pipeline: Pipeline, pairs: Pairs) -> None:
+    def _sum_tied(self, pipeline: ProgramPipeline, pairs: Pairs) -> None:
         """Add up the gradients of parameters that several stages hold, over the ranks that run these."""
         leaves = {id(p): leaf for p, leaf in pairs}
         for fqn, homes in sorted(pipeline.stages.tied.items()):
