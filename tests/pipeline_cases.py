@@ -39,6 +39,17 @@ class Skips(nn.Module):
         return {"loss": F.mse_loss(found, y), "found": found, "middle": second, "name": "u"}
 
 
+class Uneven(Skips):
+    """The first stage has a parameter of another dtype than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(12))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        return super().forward(x * self.factor.to(x.dtype), y)
+
+
 class Normed(nn.Module):
     """Batch norm needs the whole batch: one micro-batch."""
 
@@ -144,8 +155,10 @@ def no_second_derivatives(mesh: autoshard.Mesh) -> None:
 
 
 def one_verdict(mesh: autoshard.Mesh) -> None:
-    """An infinity in a gradient of one stage: no stage takes its step, and all scale alike afterwards."""
-    model, args = made("skips")
+    """An infinity in a gradient of one stage, which has more dtypes than others: none takes its step, all scale alike."""
+    args = made("skips")[1]
+    model = Uneven().double()
+    model.factor.data = torch.ones(12)
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2)
     optimizer, scaler = torch.optim.SGD(sharded.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(loss_of(sharded(*args))).backward()

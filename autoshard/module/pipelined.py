@@ -56,7 +56,11 @@ class PipelinedModule(DistributedModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """See :meth:`ShardedModule.__deepcopy__`. What runs the rank modules is its own."""
         memo[id(self._pipelines)] = {}
-        return super().__deepcopy__(memo)
+        made = super().__deepcopy__(memo)
+        for p in made._of.tensors():
+            if isinstance(p, nn.Parameter):
+                self._marked(p)
+        return made
 
     def _shared(self) -> list[Any]:
         """See :meth:`Compiling._shared`."""
@@ -66,9 +70,15 @@ class PipelinedModule(DistributedModule):
 
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         made = super()._parameter(p, layout, initial)
-        if made.requires_grad and self._along.ranks > 1:
-            made.register_post_accumulate_grad_hook(partial(mark, self._along.group))
+        self._marked(made)
         return made
+
+    def _marked(self, p: nn.Parameter) -> None:
+        """Let a parameter be known as a stage's, where there are others."""
+        if self._along.ranks > 1:
+            p.stages = self._along.group  # type: ignore[attr-defined]
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(mark)
 
     def _holds(self, name: str) -> bool:
         return self._homes is None or any(map(self._along.is_mine, self._homes.get(name, (0,))))
