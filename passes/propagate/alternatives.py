@@ -10,10 +10,11 @@ import numpy as np
 
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import Node
-from autoshard.passes.propagate.edges import conversion_parts, paid, readings, zero_stages
+from autoshard.passes.propagate.edges import conversion_parts, paid, readings
 from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.step_time import Parts, movable_values
+from autoshard.passes.propagate.zero import stages_of
 
 Alternative = tuple[tuple[str, ...], float]
 """(a label per mesh axis, seconds more per step)"""
@@ -35,7 +36,7 @@ class _Alternatives:
         self.graph, self.mesh = assignment.graph, assignment.mesh
         self.spaces = OpSpaces(self.graph, self.mesh)
         self.total, self.overlap = objective(assignment).parts, self.mesh.hardware.overlap
-        self.movable, self.stages = movable_values(self.graph), zero_stages(self.graph, self.assignment.zero)
+        self.movable, self.stages = movable_values(self.graph), stages_of(self.graph, self.assignment.zero)
         self.found: dict[Any, tuple[Alternative, ...]] = {}
         self.targets = wanted(assignment) | {n: [x.placements] for n, x in assignment.shared.items()}
 
