@@ -119,9 +119,13 @@ class TorchCommunicator(Communicator):
         return self._groups[axes]
 
     def host_group(self) -> _Group:
-        """All ranks, for tensors on the CPU: where the backend has none (NCCL), gloo."""
+        """All ranks, for tensors on the CPU.
+
+        Where the backend is not gloo alone a group of its own: on the CPU part of "cpu:gloo,cuda:nccl" checkpoints are
+        saved in the background, and whose collectives come first would be chance.
+        """
         world = self.process_group(self.active(tuple(self.mesh)))
-        if "cpu:" in dist.get_backend_config(world.handle):
+        if world.gloo:
             return world
         if self._host is None:
             handle = dist.new_group(sorted(self.ranks), backend="gloo", use_local_synchronization=True)
