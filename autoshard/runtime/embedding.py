@@ -10,12 +10,13 @@ from autoshard.runtime.communicator import Axes
 
 
 def vocab_embedding(
-    weight: torch.Tensor, indices: torch.Tensor, size: int, axes: Axes, padding_idx: int = -1
+    weight: torch.Tensor, indices: torch.Tensor, size: int, axes: Axes, padding_idx: int = -1, sparse: bool = False
 ) -> torch.Tensor:
     """Rows of a table of ``size`` rows cut by ``axes``: weight [size/n S, d], indices [...] → [..., d] P.
 
     A rank gives zeros for the rows it does not hold. ``padding_idx``: a global row that gets no gradient;
-    negative for none. Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053).
+    negative for none. Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053). ``sparse``: the gradient has the rows that
+    were looked up here, and no others: an optimizer must not touch them.
     """
     rows = weight.shape[0]
     if rows == 0:
@@ -23,6 +24,9 @@ def vocab_embedding(
     start = offset(size, axes)
     mine = (indices >= start) & (indices < start + rows)
     padding = padding_idx - start if start <= padding_idx < start + rows else None
+    if sparse:
+        own = F.embedding(indices[mine] - start, weight, padding, sparse=True)
+        return own.new_zeros(*indices.shape, own.shape[1]).index_put((mine,), own)
     found = F.embedding(torch.where(mine, indices - start, 0), weight, padding)
     return found.masked_fill(~mine.unsqueeze(-1), 0)
 
@@ -36,13 +40,14 @@ def vocab_embedding_bag(
     per_sample_weights: torch.Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int = -1,
+    sparse: bool = False,
 ) -> tuple[torch.Tensor, None, None, None]:
     """Sums of the rows of each bag, of a table cut by ``axes``: weight [size/n S, d], indices [k] → [bags, d] P.
 
     ``offsets``: where each bag starts in ``indices``. Rows of ``padding_idx`` (global; negative for none) do not count.
     A tuple like that of ``aten.embedding_bag``, of whose results only the first is made.
     """
-    rows = vocab_embedding(weight, indices, size, axes, padding_idx)
+    rows = vocab_embedding(weight, indices, size, axes, padding_idx, sparse)
     if padding_idx >= 0:
         rows = rows.masked_fill((indices == padding_idx).unsqueeze(-1), 0)
     if per_sample_weights is not None:

@@ -33,6 +33,8 @@ class TensorType:
     """of a parameter in mixed precision: the dtype it is kept in, and its gradient; None: ``dtype``"""
     summed: torch.dtype | None = None
     """of a parameter in mixed precision: the dtype its gradient is summed in over the ranks; None: ``dtype``"""
+    looked_up: int = 0
+    """of a table whose gradient is sparse: how many rows of it are looked up, at most; 0: the gradient is dense"""
 
     @property
     def numel(self) -> int:

@@ -31,14 +31,20 @@ def _embedding(node: Node, graph: Graph) -> Factors:
 
 
 def _local_embedding(site: Site) -> Call:
-    """Gradients of the table are dense, also where the module asks for sparse ones: sparse ones cannot be reduced."""
-    axes = site.axes_of("weight", 0)
+    axes, sparse = site.axes_of("weight", 0), gives_sparse(site)
     if not axes:
-        return site.unchanged(sparse=False) if site.node.argument("sparse") else site.unchanged()
+        return site.unchanged() if sparse == site.node.argument("sparse") else site.unchanged(sparse=sparse)
     weight, indices, padding = (site.node.argument(a) for a in ("weight", "indices", "padding_idx"))
     rows = site.in_type(site.node.positions["weight"]).shape[0]
-    extra = {"padding_idx": padding} if padding >= 0 else {}
+    extra: dict[str, object] = {"padding_idx": padding} if padding >= 0 else {}
+    if sparse:
+        extra["sparse"] = True
     return Call("vocab_embedding", (weight, indices, rows, spell(axes)), extra)
+
+
+def gives_sparse(site: Site) -> bool:
+    """Whether the table's gradient is sparse: every use of it asks for that, as in eager the sum with a dense one is dense."""
+    return bool(site.in_type(site.node.positions["weight"]).looked_up)
 
 
 def _bag(node: Node, graph: Graph) -> Factors:
@@ -86,13 +92,14 @@ def _local_bag(site: Site) -> Call:
         offsets = Call(aten.slice.Tensor, (offsets, 0, 0, count), {})  # starts count from this rank's first index
     rows_axes = site.axes_of("weight", 0)
     if not rows_axes:
-        return site.unchanged(offsets=offsets, sparse=False)
+        return site.unchanged(offsets=offsets, sparse=gives_sparse(site))
     rows = site.in_type(node.positions["weight"]).shape[0]
     padding = node.argument("padding_idx") if node.op is aten.embedding_bag.padding_idx else None
     extra = {
         "per_sample_weights": node.argument("per_sample_weights"),
         "include_last_offset": node.argument("include_last_offset") or None,
         "padding_idx": padding if padding is None or padding >= 0 else padding + rows,
+        "sparse": gives_sparse(site) or None,
     }
     given = {k: v for k, v in extra.items() if v is not None}
     return Call("vocab_embedding_bag", (weight, indices, offsets, rows, spell(rows_axes)), given)
