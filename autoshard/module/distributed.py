@@ -33,6 +33,7 @@ from autoshard.module.loaded import Loaded
 from autoshard.module.outputs import Output
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
+from autoshard.module.sparse_gradients import mend as mend_optimizers
 from autoshard.module.turns import Turns
 from autoshard.passes.ir.graph import Ref, TensorType
 from autoshard.passes.ir.program import Local, Program
@@ -73,6 +74,7 @@ class DistributedModule(ShardedModule):
         set_(self, "_turns", Turns(waits=False))
         one_verdict()
         mend()
+        mend_optimizers()
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())

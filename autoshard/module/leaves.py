@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoshard import runtime
 from autoshard.errors import RuntimeMismatchError
+from autoshard.module.sparse_gradients import accumulate
 from autoshard.runtime.again import CHANGED
 from autoshard.runtime.communicator import Communicator
 from autoshard.runtime.move import Move
@@ -46,14 +47,17 @@ class _Locals(torch.autograd.Function):
         if any(p._version != version for p, version in zip(ctx.parameters, ctx.versions, strict=True)):
             raise RuntimeMismatchError(CHANGED.format("a parameter"))
         comm, summands = ctx.gradients.comm, ctx.gradients.summands
-        given, specs = [], []
+        given, specs, numbers = [], [], []
         for i, (p, g, spec) in enumerate(zip(ctx.parameters, gradients, ctx.specs, strict=True)):
-            if g is not None:
+            if g is not None and g.is_sparse and _accumulates(p):
+                accumulate(p, g, spec)
+            elif g is not None:
                 axes = _meet(comm, p, summands.get(i, ()))
-                given.append(ctx.gradients.summand(g, summands.get(i, ()), axes))
+                numbers.append(i)
+                given.append(ctx.gradients.summand(g.to_dense() if g.is_sparse else g, summands.get(i, ()), axes))
                 specs.append(_over(comm, spec, axes))
-        made = iter(_Globals.apply(specs, *given))  # type: ignore[no-untyped-call]
-        return None, *(None if g is None else next(made) for g in gradients)
+        made = dict(zip(numbers, _Globals.apply(specs, *given), strict=True))  # type: ignore[no-untyped-call]
+        return None, *(made.get(i) for i in range(len(gradients)))
 
 
 class _Globals(torch.autograd.Function):
