@@ -68,6 +68,7 @@ __all__ = [
     "main",
     "offset",
     "pad",
+    "pooled",
     "partial",
     "permute",
     "reduce_scatter",
@@ -84,7 +85,7 @@ __all__ = [
 
 from autoshard.runtime.attention import attention, causal_mask, kv_heads
 from autoshard.runtime.draw import draw, draw_like, native_dropout, rrelu
-from autoshard.runtime.embedding import vocab_embedding, vocab_embedding_bag
+from autoshard.runtime.embedding import pooled, vocab_embedding, vocab_embedding_bag
 from autoshard.runtime.experts import experts
 from autoshard.runtime.halo import average, crop, halo, split
 from autoshard.runtime.indexing import (
@@ -120,6 +121,7 @@ from autoshard.runtime.reduce import (
 )
 from autoshard.runtime.ring import causal_rows, ring_attention
 from autoshard.runtime.scan import cummax, cummin, cumprod, cumsum, logcumsumexp
+from autoshard.runtime.tables import table_wise
 from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax
 
 __all__ += [
@@ -183,6 +185,7 @@ __all__ += [
     "var",
     "var_mean",
     "vector_norm",
+    "table_wise",
     "vocab_embedding",
     "vocab_embedding_bag",
     "write_select",

@@ -1,6 +1,8 @@
-"""Look-ups in a table whose rows are cut over ranks: every rank looks up what it holds, and the rows sum up."""
+"""Look-ups, with sums over them, and in a table whose rows are cut: every rank looks up what it holds, and rows sum up."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,3 +57,54 @@ def vocab_embedding_bag(
     starts = offsets[:-1] if include_last_offset else offsets
     bag = torch.searchsorted(starts, torch.arange(len(indices), device=indices.device), right=True) - 1
     return rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows), None, None, None
+
+
+@torch.library.custom_op("autoshard::pooled", mutates_args=())
+def pooled_op(
+    weight: torch.Tensor, indices: torch.Tensor, mode: str, padding_idx: int = -1, sparse: bool = False
+) -> torch.Tensor:
+    """Rows of a table, summed ("sum") or averaged ("mean") over the last dim of the indices: [..., k] → [..., d].
+
+    ``padding_idx``: a row that gets no gradient; negative for none. ``sparse``: whether the table's gradient is.
+    """
+    return pooled(weight, indices, mode, padding_idx, sparse)
+
+
+@pooled_op.register_fake
+def _(
+    weight: torch.Tensor, indices: torch.Tensor, mode: str, padding_idx: int = -1, sparse: bool = False
+) -> torch.Tensor:
+    return weight.new_empty(*indices.shape[:-1], weight.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.form = inputs[2:]
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    weight, indices = ctx.saved_tensors
+    weight = weight.detach().requires_grad_()
+    with torch.enable_grad():
+        out = pooled(weight, indices, *ctx.form)
+    return *torch.autograd.grad(out, weight, grad), None, None, None, None
+
+
+pooled_op.register_autograd(_backward, setup_context=_save)
+
+
+def pooled(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    mode: str,
+    padding_idx: int = -1,
+    sparse: bool = False,
+    size: int = 0,
+    axes: Axes = (),
+) -> torch.Tensor:
+    """As :func:`pooled_op`; with ``axes`` the weight is a part of ``size`` rows, and the results are summands (P)."""
+    if axes:
+        found = vocab_embedding(weight, indices, size, axes, padding_idx, sparse)
+    else:
+        found = F.embedding(indices, weight, padding_idx if padding_idx >= 0 else None, sparse=sparse)
+    return found.sum(-2) if mode == "sum" else found.mean(-2)

@@ -81,5 +81,6 @@ def local(move: Move, x: torch.Tensor, chunks: ChunksOf, number: int) -> torch.T
         case "pad":
             return padded(x, move.dim, chunks(move.size, move.axes)[number][0], move.size)
         case "partial" if number:
-            return from_rows(*(part[:0] for part in rows_of(x)), x.shape[0])
+            numbers, rows = rows_of(x)
+            return from_rows(numbers[:0], rows[:0], x.shape[0])
     return x

@@ -34,7 +34,11 @@ class TensorType:
     summed: torch.dtype | None = None
     """of a parameter in mixed precision: the dtype its gradient is summed in over the ranks; None: ``dtype``"""
     looked_up: int = 0
-    """of a table whose gradient is sparse: how many rows of it are looked up, at most; 0: the gradient is dense"""
+    """of an embedding table that only look-ups read: how many rows of it they read, at most; else 0"""
+    sparse: bool = False
+    """whether its gradient is sparse"""
+    whole: bool = False
+    """whether it may lie whole on one rank: another table may on another"""
 
     @property
     def numel(self) -> int:

@@ -84,7 +84,7 @@ def _fused(statements: Sequence[Statement], uses: Mapping[str, int], program: Pr
 
 def _bucketed(statements: Iterable[Statement], program: Program) -> Iterator[Statement]:
     """One block's statements with the conversions of parameters merged."""
-    for unit in _placed(_units(statements, program)):
+    for unit in placed(_units(statements, program)):
         function = _function(unit[0], program)
         yield merged(function, unit, program.assignment.zero) if function else unit[0]
 
@@ -133,12 +133,12 @@ def bucket_bytes(mesh: Mesh, axes: str | Sequence[str]) -> float:
 def _function(s: Statement, program: Program) -> str | None:
     """The function that does the same to a bucket; None for a statement that stays alone."""
     type_ = program.types.get(s.value)
-    if s.step is None or not s.parameter or type_ is None or not type_.grad or type_.looked_up:
+    if s.step is None or not s.parameter or type_ is None or not type_.grad or type_.sparse:
         return None  # a sparse gradient is no part of a flat buffer
     return _KINDS.get(s.step.kind)
 
 
-def _placed(units: Sequence[list[Statement]]) -> Iterator[list[Statement]]:
+def placed(units: Sequence[list[Statement]]) -> Iterator[list[Statement]]:
     """Every unit where its first member stood, but after all that its members are made from."""
     maker = {name: i for i, unit in enumerate(units) for s in unit for name in s.outputs}
     needs = nx.DiGraph()

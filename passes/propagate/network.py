@@ -30,6 +30,7 @@ from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import ABSENT, AGAIN, NEEDED, Keeps, KeepTables, Side, is_passive
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
+from autoshard.passes.propagate.owners import anyone, owned_states, with_owners
 from autoshard.passes.propagate.states import free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row, Solution
@@ -313,7 +314,7 @@ class Network:
         if kind != "parameter" and name not in self.free:
             placed = self._stated(name).placements
             return self._once(("given", placed), (placed,))
-        states = placeable(type_, self.mesh, replicated=whole)
+        states = placeable(type_, self.mesh, replicated=whole) + owned_states(type_, self.mesh)
         if name in self.constraints:
             states = self.constraints[name].allowed(states, type_, self.mesh, whole)
         return self._once(("parameter", type_, self.constraints.get(name)), states)
@@ -359,6 +360,8 @@ class Network:
             chosen = None if layout is None else layout.placements
         else:
             chosen = variable.choices[0] if kind == "mutation" else assignment.layouts[name].placements
+        if chosen not in variable.choices:
+            chosen = anyone(chosen)
         place, count = variable.choices.index(chosen), len(variable.choices)
         most = NEEDED if kind == "shared" or (kind == "node" and rest in self.views) else 0
         return [t * count + place for t, tag in enumerate(variable.tags) if tag <= most or len(variable.tags) == 1]
@@ -389,7 +392,8 @@ class Network:
         remade = frozenset(v for v in shared if tags[f"shared:{v}"] == AGAIN)
         given = frozenset(self.constraints)
         found = layouts, shared, choices, outputs, solution, given, again, remade, self.zero
-        return Assignment(self.graph, self.mesh, *found)
+        fixed = {name for name, c in self.constraints.items() if isinstance(c, Constraint)}
+        return with_owners(Assignment(self.graph, self.mesh, *found), fixed)
 
 
 def _tail(graph: Graph) -> frozenset[str]:
