@@ -46,6 +46,8 @@ def _norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> torch.T
     mine = []
     for g in gradients:
         place = g.device_mesh.get_coordinate()
+        if place is None:  # others own it
+            continue
         first = all(p.is_shard() or n == 0 for p, n in zip(g.placements, place, strict=True))
         if first and g.to_local().numel():
             mine.append(_values(g.to_local()))

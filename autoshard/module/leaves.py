@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoshard import runtime
 from autoshard.errors import RuntimeMismatchError
+from autoshard.module.owned import local_of
 from autoshard.module.sparse_gradients import accumulate
 from autoshard.runtime.again import CHANGED
 from autoshard.runtime.communicator import Communicator
@@ -39,7 +40,7 @@ class _Locals(torch.autograd.Function):
         ctx.specs = [p._spec for p in parameters]
         ctx.versions = [p._version for p in parameters]
         ctx.set_materialize_grads(False)
-        return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
+        return tuple(local.view_as(local) for local in map(local_of, parameters))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

@@ -88,15 +88,14 @@ _ANSWERS: dict[Any, Any] = {
 }
 
 
-def mend() -> None:
-    """Have :class:`torch.optim.Adagrad` make what it adds to its state as :class:`torch.optim.SparseAdam` does."""
-    plain = adagrad._make_sparse
+_plain: Any = adagrad._make_sparse
 
-    def make(gradient: Any, numbers: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        if isinstance(gradient, SparseGradient):
-            return _new(gradient, numbers, rows, gradient.size())
-        made: torch.Tensor = plain(gradient, numbers, rows)
-        return made
 
-    if plain.__module__ == adagrad.__name__:
-        adagrad._make_sparse = make
+def _make_sparse(gradient: Any, numbers: torch.Tensor, rows: torch.Tensor) -> Any:
+    """What :class:`torch.optim.Adagrad` adds to its state, made as :class:`torch.optim.SparseAdam` makes it."""
+    if isinstance(gradient, SparseGradient):
+        return _new(gradient, numbers, rows, gradient.size())
+    return _plain(gradient, numbers, rows)
+
+
+adagrad._make_sparse = _make_sparse

@@ -68,9 +68,9 @@ __all__ = [
     "main",
     "offset",
     "pad",
-    "pooled",
     "partial",
     "permute",
+    "pooled",
     "reduce_scatter",
     "reduce_scatter_together",
     "regather",
@@ -121,8 +121,8 @@ from autoshard.runtime.reduce import (
 )
 from autoshard.runtime.ring import causal_rows, ring_attention
 from autoshard.runtime.scan import cummax, cummin, cumprod, cumsum, logcumsumexp
-from autoshard.runtime.tables import table_wise
 from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax
+from autoshard.runtime.tables import table_wise
 
 __all__ += [
     "all",
@@ -181,11 +181,11 @@ __all__ += [
     "split",
     "std",
     "std_mean",
+    "table_wise",
     "topk",
     "var",
     "var_mean",
     "vector_norm",
-    "table_wise",
     "vocab_embedding",
     "vocab_embedding_bag",
     "write_select",

@@ -179,12 +179,12 @@ class TorchCommunicator(Communicator):
             return in_order_of(x, self.local(move, x))
         group = self.process_group(move.axes)
         if self.log is not None:
-            of, kind = (sparse.ring_bytes, "all_gather") if x.is_sparse else (move.ring_bytes, verb)
-            self.record(kind, move.axes, phase, of(x, group.size))
+            self.record("all_gather" if x.is_sparse else verb, move.axes, phase, move.ring_bytes(x, group.size))
         self.during(move, phase)
         with recorded(self, move, phase):
             if x.is_sparse:
-                return _sparse(self, move, group, x)
+                parts = sparse.gathered(move, x, group.size, lambda m, part: _all_gather(self, m, group, part))
+                return sparse.joined(move, parts, self.chunks, group.number)
             return in_order_of(x, _COLLECTIVES[verb](self, move, group, x))
 
     def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
@@ -261,25 +261,6 @@ def _all_reduce(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
         return _flipped(keys).view(_wide(x.dtype)).to(x.dtype)
     comm.run(group, dist.all_reduce, out, _REDUCE[move.op])
     return out
-
-
-def _sparse(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
-    """A move of sparse gradients: how many rows each rank has, and then as many as the most of them."""
-    numbers, rows = sparse.rows_of(x)
-    mine = torch.tensor([len(numbers), x.shape[0]], device=numbers.device)
-    counts = mine.new_empty(2 * group.size)
-    comm.run(group, all_gather_single, counts, mine)
-    found = counts.view(group.size, 2).tolist()  # the host waits, once
-    most = max(n for n, _ in found)
-    gathered = []
-    for own in (numbers, rows):
-        out = own.new_empty((group.size * most, *own.shape[1:]))
-        if out.numel():
-            comm.run(group, all_gather_single, raw(out), raw(_padded(own, 0, most)))
-        gathered.append(out.split(most) if most else [out] * group.size)
-    pairs = zip(*gathered, found, strict=True)
-    parts = _by_index([sparse.from_rows(n[:k], r[:k], size) for n, r, (k, size) in pairs], group)
-    return sparse.joined(move, parts, comm.chunks, group.number)
 
 
 def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:

@@ -54,10 +54,18 @@ def padded(x: torch.Tensor, dim: int, start: int, size: int) -> torch.Tensor:
     return from_rows(numbers, out, x.shape[0])
 
 
-def ring_bytes(x: torch.Tensor, ranks: int) -> float:
-    """What this rank sends for any move between ranks: its rows and their numbers, to each of the others."""
+def gathered(move: Move, x: torch.Tensor, ranks: int, gather: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """The sparse gradient of every rank. ``gather``: carries out an all-gather; of sizes first, for which the host waits."""
+
+    def every(part: torch.Tensor) -> Sequence[torch.Tensor]:
+        return gather(Move("S", "R", move.axes, 0, ranks * len(part)), part).tensor_split(ranks)
+
     numbers, rows = rows_of(x)
-    return float((ranks - 1) * (numbers.nbytes + rows.nbytes))
+    sizes = [part.tolist() for part in every(torch.tensor([len(numbers), x.shape[0]], device=numbers.device))]
+    missing = max(n for n, _ in sizes) - len(numbers)
+    wide = [torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) for part in (numbers, rows)]
+    pairs = zip(*map(every, wide), sizes, strict=True)
+    return [from_rows(n[:count], r[:count], size) for n, r, (count, size) in pairs]
 
 
 def joined(move: Move, parts: Sequence[torch.Tensor], chunks: ChunksOf, number: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ Naumov et al. 2019, DLRM; Ivchenko et al. 2022, TorchRec). Sizes are known befor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class Bags(NamedTuple):
     """whether the last offset is the end of the last bag"""
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         if self.offsets is None:
             return self.indices.shape[0]
         return self.offsets.shape[0] - self.last_offset
@@ -38,9 +38,9 @@ class Bags(NamedTuple):
     def starts(self) -> torch.Tensor:
         """Where bags start among the flat indices."""
         if self.offsets is not None:
-            return self.offsets[: self.count]
-        length = self.indices.numel() // max(1, self.count)
-        return torch.arange(self.count, device=self.indices.device) * length
+            return self.offsets[: self.number]
+        length = self.indices.numel() // max(1, self.number)
+        return torch.arange(self.number, device=self.indices.device) * length
 
 
 def table_wise(
@@ -71,7 +71,7 @@ def table_wise(
         for bag in zip(indices, offsets or (None,) * many, weights or (None,) * many, strict=True)
     ]
     pads = tuple(padding) or (None,) * many
-    chunks = [comm.chunks(bag.count, names) for bag in given]
+    chunks = [comm.chunks(bag.number, names) for bag in given]
     found: list[torch.Tensor] = []
     order: list[tuple[int, ...]] = []
     for group in _alike(tables, pads, given):
@@ -80,26 +80,28 @@ def table_wise(
         order.append(tuple(group))
     sent, received = _splits(order, owners, chunks, [t.shape[1] for t in tables], ranks, me)
     parts = [
-        out.view(out.shape[0] // given[group[0]].count, given[group[0]].count, out.shape[1])[:, start : start + length].reshape(-1)
+        out.view(out.shape[0] // given[group[0]].number, given[group[0]].number, out.shape[1])[
+            :, start : start + length
+        ].reshape(-1)
         for k in range(ranks)
         for group, out in zip(order, found, strict=True)
         for start, length in (chunks[group[0]][k],)
     ]
     parts += [x.reshape(-1)[:0] for x in weights if x is not None and x.requires_grad]  # a rank may look up in no table
-    moved = comm.apply(Move("S", "S", names, 0, splits=Splits(sent, received, me)), torch.cat(parts)) if names else (
-        torch.cat(parts)
+    moved = (
+        comm.apply(Move("S", "S", names, 0, splits=Splits(sent, received, me)), torch.cat(parts))
+        if names
+        else (torch.cat(parts))
     )
     return _placed(moved, order, owners, [c[me][1] for c in chunks], [t.shape[1] for t in tables], ranks)
 
 
-def _alike(
-    tables: Sequence[torch.Tensor], padding: Sequence[int | None], bags: Sequence[Bags]
-) -> list[list[int]]:
+def _alike(tables: Sequence[torch.Tensor], padding: Sequence[int | None], bags: Sequence[Bags]) -> list[list[int]]:
     """Tables that one look-up serves, the same on all ranks: of one width, dtype and number of bags, without padding."""
     groups: dict[Any, list[int]] = {}
     for i, (table, pad, bag) in enumerate(zip(tables, padding, bags, strict=True)):
         alone = i if pad is not None and pad >= 0 else -1
-        key = alone, table.shape[1], table.dtype, bag.count, bag.weights is None
+        key = alone, table.shape[1], table.dtype, bag.number, bag.weights is None
         groups.setdefault(key, []).append(i)
     return list(groups.values())
 
@@ -108,7 +110,7 @@ def _looked_up(
     tables: Sequence[torch.Tensor], bags: Sequence[Bags], mode: str, padding: int | None, sparse: bool
 ) -> torch.Tensor:
     """[tables that are here · b, d]: the bags of one table after those of another. ``tables``: also those that are not here."""
-    stacked = _Stacked.apply(sparse, *tables)  # type: ignore[no-untyped-call]
+    stacked: torch.Tensor = _Stacked.apply(sparse, *tables)  # type: ignore[no-untyped-call]
     if not bags:
         return stacked[:0]
     if padding is not None and padding >= 0 and bags[0].offsets is None:
@@ -124,7 +126,11 @@ def _looked_up(
     )
 
 
-_POOL = {"sum": lambda rows: rows.sum(-2), "mean": lambda rows: rows.mean(-2), "max": lambda rows: rows.amax(-2)}
+_POOL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda rows: rows.sum(-2),
+    "mean": lambda rows: rows.mean(-2),
+    "max": lambda rows: rows.amax(-2),
+}
 
 
 class _Stacked(torch.autograd.Function):
@@ -139,7 +145,7 @@ class _Stacked(torch.autograd.Function):
         if len(here) == 1 or are_neighbours(here):
             size = (sum(t.shape[0] for t in here), here[0].shape[1])
             whole = here[0].new_empty(0)
-            return whole.set_(here[0].untyped_storage(), here[0].storage_offset(), size)
+            return whole.set_(here[0].untyped_storage(), here[0].storage_offset(), size, (size[1], 1))
         return torch.cat(here)
 
     @staticmethod

@@ -136,7 +136,9 @@ class Assignment:
         if not any(isinstance(p, Owned) for p in found):
             return found
         held = self.source(node.inputs[operand]).placements  # whichever rank it is that owns it
-        return tuple(h if isinstance(p, Owned) and isinstance(h, Owned) else p for p, h in zip(found, held, strict=True))
+        return tuple(
+            h if isinstance(p, Owned) and isinstance(h, Owned) else p for p, h in zip(found, held, strict=True)
+        )
 
     def made(self, node: Node, result: int) -> Placements:
         """How ``node`` makes result number ``result``."""

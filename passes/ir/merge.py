@@ -10,7 +10,6 @@ from typing import Any
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Local, Statement, reads
 
-
 TABLES = "table_wise"
 """the function of the runtime that looks up in tables that lie whole on one rank each"""
 

@@ -25,7 +25,9 @@ from autoshard.runtime.embedding import pooled_op
 aten = torch.ops.aten
 
 ATTENTION = aten.scaled_dot_product_attention.default
-LOOKS_UP = frozenset({aten.embedding.default, pooled_op._opoverload, aten.index_select.default, aten.gather.default, aten.index.Tensor})
+LOOKS_UP = frozenset(
+    {aten.embedding.default, pooled_op._opoverload, aten.index_select.default, aten.gather.default, aten.index.Tensor}
+)
 """operations that read of their first operand no more than they give"""
 
 

@@ -30,7 +30,7 @@ from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import ABSENT, AGAIN, NEEDED, Keeps, KeepTables, Side, is_passive
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
-from autoshard.passes.propagate.owners import anyone, owned_states, with_owners
+from autoshard.passes.propagate.owners import owned_states, place_of, with_owners
 from autoshard.passes.propagate.states import free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row, Solution
@@ -360,9 +360,7 @@ class Network:
             chosen = None if layout is None else layout.placements
         else:
             chosen = variable.choices[0] if kind == "mutation" else assignment.layouts[name].placements
-        if chosen not in variable.choices:
-            chosen = anyone(chosen)
-        place, count = variable.choices.index(chosen), len(variable.choices)
+        place, count = place_of(chosen, variable.choices), len(variable.choices)
         most = NEEDED if kind == "shared" or (kind == "node" and rest in self.views) else 0
         return [t * count + place for t, tag in enumerate(variable.tags) if tag <= most or len(variable.tags) == 1]
 
@@ -392,8 +390,7 @@ class Network:
         remade = frozenset(v for v in shared if tags[f"shared:{v}"] == AGAIN)
         given = frozenset(self.constraints)
         found = layouts, shared, choices, outputs, solution, given, again, remade, self.zero
-        fixed = {name for name, c in self.constraints.items() if isinstance(c, Constraint)}
-        return with_owners(Assignment(self.graph, self.mesh, *found), fixed)
+        return with_owners(Assignment(self.graph, self.mesh, *found), self.constraints)
 
 
 def _tail(graph: Graph) -> frozenset[str]:

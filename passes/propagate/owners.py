@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from autoshard.layout import I, Layout, Owned, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import TensorType
+from autoshard.passes.propagate.hints import Constraint, Limit
 
 Axes = tuple[str, ...]
 
@@ -21,17 +23,20 @@ def owned_states(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
     return tuple(p for p in itertools.product(*choices) if any(isinstance(x, Owned) for x in p)) if type_.whole else ()
 
 
-def anyone(placements: Placements) -> Placements:
-    """``placements`` as the search knows them: whoever owns the tensor."""
-    return tuple(Owned() if isinstance(p, Owned) else p for p in placements)
+def place_of(chosen: Any, choices: Sequence[Any]) -> int:
+    """Where a choice stands among those that the search knows, which are the same whoever owns a tensor."""
+    if chosen not in choices:
+        chosen = tuple(Owned() if isinstance(p, Owned) else p for p in chosen)
+    return choices.index(chosen)
 
 
-def with_owners(assignment: Assignment, fixed: Collection[str] = ()) -> Assignment:
+def with_owners(assignment: Assignment, constraints: Mapping[str, Constraint | Limit]) -> Assignment:
     """``assignment`` with tables dealt out to ranks: the largest first, each where bytes and look-ups leave most room.
 
     Rank 0 owns most bytes, so that its memory is that of the busiest rank; not where some of the tables are ``fixed``, by
     a hint or an earlier compilation: those keep their owners.
     """
+    fixed = {name for name, c in constraints.items() if isinstance(c, Constraint)}
     layouts, types, mesh = assignment.layouts, assignment.graph.types, assignment.mesh
     tables = [n for n in assignment.graph.parameters if layouts[n].owner]
     found: dict[str, Layout] = {}
@@ -63,7 +68,9 @@ def _dealt(
     return {n: layouts[n].replace(_along(number[rank], axes, mesh)) for n, rank in place.items()}
 
 
-def balanced(loads: Mapping[str, tuple[float, ...]], ranks: int, fixed: Mapping[str, int] | None = None) -> dict[str, int]:
+def balanced(
+    loads: Mapping[str, tuple[float, ...]], ranks: int, fixed: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """Name → rank, so that no kind of load is much larger on one rank than on others: largest first, each where the worst
     of its kinds stays least (Graham's rule, in several dimensions). ``fixed``: those that have a rank."""
     totals = [sum(kind) or 1.0 for kind in zip(*loads.values(), strict=True)]

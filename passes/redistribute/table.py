@@ -66,9 +66,7 @@ def link_matrices(
     return shares[0], seconds - shares[0] - shares[1], shares[1]
 
 
-def _of_owners(
-    sources: Sequence[Layout], targets: Sequence[Layout], *what: Any
-) -> tuple[Floats, Floats, Floats]:
+def _of_owners(sources: Sequence[Layout], targets: Sequence[Layout], *what: Any) -> tuple[Floats, Floats, Floats]:
     """Nothing leads to another set of axes along which one rank owns the whole; of equal ones each rank does its share."""
     axes = [[frozenset(x.owner) for x in side] for side in (sources, targets)]
     found = (np.zeros((len(sources), len(targets))), np.full((len(sources), len(targets)), np.inf))

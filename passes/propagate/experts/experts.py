@@ -13,9 +13,9 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.experts.data import batch_of
 from autoshard.passes.propagate.experts.families import Families, Family, Product, products
+from autoshard.passes.propagate.experts.lookups import by_table
 from autoshard.passes.propagate.experts.mixture import by_expert
 from autoshard.passes.propagate.experts.patterns import styled
-from autoshard.passes.propagate.experts.lookups import by_table
 from autoshard.passes.propagate.experts.sequence import along_sequence, rings_of
 from autoshard.passes.propagate.experts.tensor import paired, with_sequence
 from autoshard.passes.propagate.hints import Constraint, Limit
