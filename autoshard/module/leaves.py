@@ -16,6 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoshard import runtime
 from autoshard.errors import RuntimeMismatchError
+from autoshard.module.owned import local_of
+from autoshard.module.sparse_gradients import accumulate
 from autoshard.runtime.again import CHANGED
 from autoshard.runtime.communicator import Communicator
 from autoshard.runtime.move import Move
@@ -42,7 +44,7 @@ class _Locals(torch.autograd.Function):
         ctx.specs = [p._spec for p in parameters]
         ctx.versions = [p._version for p in parameters]
         ctx.set_materialize_grads(False)
-        return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
+        return tuple(local.view_as(local) for local in map(local_of, parameters))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -50,7 +52,9 @@ class _Locals(torch.autograd.Function):
         if any(p._version != version for p, version in zip(ctx.parameters, ctx.versions, strict=True)):
             raise RuntimeMismatchError(CHANGED.format("a parameter"))
         pending, specs = ctx.pending, ctx.specs
-        found = pending.finish(gradients)
+        found = [
+            _in_rows(p, g, spec) for p, g, spec in zip(ctx.parameters, pending.finish(gradients), specs, strict=True)
+        ]
         if pending.summands or _deferred:
             found, specs = _met(pending, ctx.parameters, found, specs)
         if torch.is_grad_enabled():
@@ -58,6 +62,16 @@ class _Locals(torch.autograd.Function):
             made = iter(_Globals.apply([specs[i] for i in there], *(found[i] for i in there)))  # type: ignore[no-untyped-call]
             return None, *(None if g is None else next(made) for g in found)
         return None, *(None if g is None else _global(g, spec) for g, spec in zip(found, specs, strict=True))
+
+
+def _in_rows(p: Any, gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
+    """A gradient that is no list of rows, or None: such a list becomes ``p.grad``, or goes on whole where none is kept."""
+    if gradient is None or not gradient.is_sparse:
+        return gradient
+    if not _accumulates(p):
+        return gradient.to_dense()
+    accumulate(p, gradient, spec)
+    return None
 
 
 def _global(gradient: torch.Tensor, spec: Any) -> DTensor:
