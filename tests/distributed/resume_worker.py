@@ -19,8 +19,12 @@ import torch.nn.functional as F
 import world
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autoshard
+from autoshard.runtime import gradients, process_group
+from autoshard.runtime.flat_bucket import FlatBucket
 
 FOLDER = Path(sys.argv[2]).parent
 BEFORE, AFTER = 2, 2
@@ -131,6 +135,7 @@ def resumed() -> dict[str, dict[str, float]]:
     """For every setting the largest relative difference of the losses after the checkpoint, by dtype."""
     known = json.loads((FOLDER / "losses.json").read_text())
     found: dict[str, dict[str, float]] = {}
+    fsdp: Any = None
     for name in SETTINGS:
         for dtype in (torch.float64, torch.float32) if name == "as it was" else (torch.float64,):
             training = Training(name, dtype)
@@ -139,9 +144,58 @@ def resumed() -> dict[str, dict[str, float]]:
             if name == "as it was":
                 found["without the checkpoint"] = {"": abs(training.steps(BEFORE, 1)[0] / known[str(dtype)][0] - 1)}
             training.resume(last)
+            fsdp = training if name == "another mesh and plan" else fsdp
             pairs = zip(training.steps(BEFORE, AFTER), known[str(dtype)], strict=True)
             found.setdefault(name, {})[str(dtype)] = max(abs(a - b) / abs(b) for a, b in pairs)
+    found["fused"] = {"parts": fused_on_parts(), "under way": float(most_under_way(fsdp))}
     return found
+
+
+def fused_on_parts() -> float:
+    """The largest difference of a fused step on parts from the one that DTensor makes of it."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    ours, mesh = dict(handlers), init_device_mesh("cpu", (dist.get_world_size(),))
+    found: dict[bool, list[torch.Tensor]] = {}
+    for torchs in (False, True):
+        random = torch.Generator().manual_seed(0)
+        full = [torch.randn(5, 4, generator=random, dtype=torch.float64) for _ in range(4)]
+        layouts = ([Shard(0)], [Replicate()], [Shard(0)], [Replicate()])
+        w, b, *given = (distribute_tensor(x, mesh, at) for x, at in zip(full, layouts, strict=True))
+        parameters = [nn.Parameter(w), nn.Parameter(b)]
+        optimizer = torch.optim.AdamW(parameters, fused=True)
+        for op in [op for op in ours if torchs and "_fused_adam" in str(op)]:
+            del handlers[op]
+        for _ in range(2):
+            for p, g in zip(parameters, given, strict=True):
+                p.grad = g
+            optimizer.step()
+        handlers.update(ours)
+        found[torchs] = [p.full_tensor().detach() for p in parameters]
+    return max(float((a - b).abs().max()) for a, b in zip(found[False], found[True], strict=True))
+
+
+def most_under_way(training: Training) -> int:
+    """How many reduce-scatters of a step are under way at most, every bucket alone."""
+    begun, most = 0, 0
+    reduce_scatter, wait, small = FlatBucket._reduce_scatter, process_group._Added.wait, gradients.SMALL
+
+    def counted(*args: Any) -> Any:
+        nonlocal begun, most
+        begun += 1
+        most = max(most, begun)
+        return reduce_scatter(*args)
+
+    def waited(self: Any) -> None:
+        nonlocal begun
+        begun -= 1
+        wait(self)
+
+    FlatBucket._reduce_scatter, process_group._Added.wait, gradients.SMALL = counted, waited, 0  # type: ignore[method-assign]
+    try:
+        training.steps(0, 1)
+    finally:
+        FlatBucket._reduce_scatter, process_group._Added.wait, gradients.SMALL = reduce_scatter, wait, small  # type: ignore[method-assign]
+    return most
 
 
 def run(rank: int, ranks: int, rendezvous: str, result: str) -> None:
