@@ -25,7 +25,7 @@ MESHES: dict[str, tuple[dict[str, int], Any]] = {
 }
 HUGGING_FACE = [f"hf_{name}" for name in CASES]
 CROSS = list(itertools.product((*OURS, *HUGGING_FACE), MESHES, ("none", "selective", "blocks"), (1, 2, 4)))
-FAST = {("gpt", "fsdp3", "blocks", 4), ("llama", "dp2tp2", "selective", 2)}
+FAST = {("gpt", "fsdp3", "blocks", 4)}
 WHOLE = {"hf_resnet": "norm", "hf_clip": "micro"}
 """what looks at the whole batch, so that micro-batches are refused, and a word of the reason"""
 
