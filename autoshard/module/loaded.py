@@ -29,6 +29,8 @@ class Loaded:
     """this rank's parts"""
     layouts: Mapping[str, Layout]
     """of buffers"""
+    recorded: bool
+    """whether the program has a backward"""
 
     @staticmethod
     def of(executable: Executable, comm: Communicator, device: torch.device) -> Loaded:
@@ -43,6 +45,7 @@ class Loaded:
             [(i.fqn, graph.training and i.fqn in graph.mutations) for i in of["buffer"]],
             {fqn: _part(x, layouts[fqn], comm.rank) for fqn, x in constants.items()},
             {i.fqn: layouts[i.fqn] for i in of["buffer"]},
+            graph.training,
         )
 
     def tensors(self, held: Callable[[str], Any]) -> dict[str, torch.Tensor]:
@@ -51,10 +54,10 @@ class Loaded:
         trained = {}
         for name in self.parameters:
             parameter = held(name)
-            if parameter.requires_grad:
+            if self.recorded and parameter.requires_grad:
                 trained[name] = parameter
             else:
-                found[name] = parameter.to_local()
+                found[name] = parameter._local_tensor
         if trained:
             found.update(zip(trained, locals_of(self.comm, list(trained.values())), strict=True))
         for name, written in self.buffers:
@@ -66,5 +69,5 @@ class Loaded:
 
 def _part(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     if isinstance(full, DTensor):
-        return full.to_local()
+        return full._local_tensor
     return shard_of(full, layout, rank) if layout.axes_with(Shard) else full

@@ -36,6 +36,15 @@ ABOUT = frozenset(
 }
 """what is known without the data"""
 
+
+def form_of(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """The global shape and the dtype of a tensor; of ours without the way through ``__torch_function__``."""
+    if isinstance(x, DTensor):
+        return x._spec.tensor_meta[:3:2]  # type: ignore[index]
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.shape, x.dtype
+
+
 _ON_WHOLE = (
     *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__iter__),  # what leaves torch
     torch.Tensor.__setitem__,  # DTensor's own writes into a copy where the dim is cut

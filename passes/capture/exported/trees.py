@@ -6,12 +6,31 @@ import dataclasses
 import types
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
 _OPAQUE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
+"""what most attributes are, and what holds no tensor"""
+
+
+def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of ``tree`` and its structure; the classes of the objects in it are registered first."""
+    while True:
+        leaves, spec = pytree.tree_flatten(tree)
+        if not any(_is_unknown(x) for x in leaves):
+            return leaves, spec
+        register_types(leaves)
+
+
+def _is_unknown(leaf: Any) -> bool:
+    """Whether a leaf is an object whose class has to be registered."""
+    if isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN:
+        return False
+    return _is_cache(type(leaf)) or _holds_tensor(leaf, set())
 
 
 def register_types(tree: Any) -> None:
@@ -21,25 +40,38 @@ def register_types(tree: Any) -> None:
     So does the class of a transformers cache that is still empty: the forward fills it, and gives it back.
     """
     for leaf in pytree.tree_leaves(tree):
-        if not isinstance(leaf, torch.Tensor) and (_is_cache(leaf) or _holds_tensor(leaf, set())):
+        if _is_unknown(leaf):
             if type(leaf) not in pytree.SUPPORTED_NODES:
                 _register(type(leaf))
             register_types(list(_attributes(leaf).values()))
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    names = _fields(type(value))
     return {**{n: getattr(value, n) for n in names}, **getattr(value, "__dict__", {})}
 
 
-def _is_cache(value: Any) -> bool:
-    """Whether it is a cache of transformers, or one of its layers."""
-    return any(c.__module__ == "transformers.cache_utils" for c in type(value).__mro__)
+def _fields(kind: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+
+
+def _is_cache(kind: type) -> bool:
+    """Whether it is a class of caches of transformers, or of their layers."""
+    found = _CACHES.get(kind)
+    if found is None:
+        found = _CACHES[kind] = any(c.__module__ == "transformers.cache_utils" for c in kind.__mro__)
+    return found
+
+
+_CACHES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+"""what is known of classes: every step of a decoding asks for those of its cache"""
 
 
 def _is_child(value: Any, of_cache: bool) -> bool:
     """Whether an attribute becomes a child. ``of_cache``: whether the forward may fill what is empty."""
-    if of_cache and (isinstance(value, list | dict) or _is_cache(value)):
+    if type(value) in _PLAIN:
+        return False
+    if of_cache and (isinstance(value, list | dict) or _is_cache(type(value))):
         return True
     return _holds_tensor(value, set())
 
@@ -47,7 +79,7 @@ def _is_child(value: Any, of_cache: bool) -> bool:
 def _holds_tensor(value: Any, seen: set[int]) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if id(value) in seen or isinstance(value, _OPAQUE):
+    if type(value) in _PLAIN or id(value) in seen or isinstance(value, _OPAQUE):
         return False
     seen.add(id(value))
     inside: Iterable[Any] = ()
@@ -70,8 +102,8 @@ class _Context:
 
 def _register(cls: type) -> None:
     def split(value: Any) -> tuple[list[Any], _Context]:
-        attributes = _attributes(value)
-        names = tuple(n for n, v in attributes.items() if _is_child(v, _is_cache(value)))
+        attributes, of_cache = _attributes(value), _is_cache(type(value))
+        names = tuple(n for n, v in attributes.items() if _is_child(v, of_cache))
         others = {n: v for n, v in attributes.items() if n not in names}
         return [attributes[n] for n in names], _Context(names, others)
 
