@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 _OPAQUE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
@@ -100,9 +102,39 @@ class _Context:
     others: dict[str, Any] = dataclasses.field(hash=False)
 
 
+_COUNTS = frozenset({"cumulative_length"})
+"""attributes of caches that count tokens in Python: where they grow, a constant would make every step another call"""
+_AT = 4
+"""the dim that is as long as a count: one that no other tensor of a cache has, so that it equals no other length"""
+
+
+def _as_length(count: Any, device: Any) -> Any:
+    """A count as the length of an empty tensor: lengths may be open."""
+    if isinstance(count, torch.Tensor) or not isinstance(count, int | torch.SymInt):
+        return count
+    if not isinstance(count, int) or any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING):
+        return _length.__wrapped__(count, device)
+    with _disable_current_modes():
+        return _length(count, device)
+
+
+_TRACING = torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.PROXY
+
+
+@functools.lru_cache(maxsize=1 << 6)  # one tensor, however often it is asked: export knows its arguments by identity
+def _length(count: Any, device: Any) -> torch.Tensor:
+    return torch.empty((*[0] * _AT, count), dtype=torch.bool, device=device)
+
+
+def _counted(child: Any) -> Any:
+    return child.shape[_AT] if isinstance(child, torch.Tensor) and child.ndim > _AT else child
+
+
 def _register(cls: type) -> None:
     def split(value: Any) -> tuple[list[Any], _Context]:
         attributes, of_cache = _attributes(value), _is_cache(type(value))
+        if of_cache and (counted := attributes.keys() & _COUNTS):
+            attributes |= {n: _as_length(attributes[n], attributes.get("device")) for n in counted}
         names = tuple(n for n, v in attributes.items() if _is_child(v, of_cache))
         others = {n: v for n, v in attributes.items() if n not in names}
         return [attributes[n] for n in names], _Context(names, others)
@@ -114,7 +146,7 @@ def _register(cls: type) -> None:
     def join(children: Iterable[Any], context: _Context) -> Any:
         value: Any = object.__new__(cls)
         for name, child in (*context.others.items(), *zip(context.names, children, strict=True)):
-            object.__setattr__(value, name, child)
+            object.__setattr__(value, name, child if name not in _COUNTS else _counted(child))
         return value
 
     pytree.register_pytree_node(cls, split, join, flatten_with_keys_fn=split_with_keys)
