@@ -192,13 +192,11 @@ class ShardedModule(Compiling):
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write ``rank_module.py``, ``plan.json``, ``inputs.json``, ``lines.json`` and ``rank<r>.safetensors``.
 
+        In micro-batches or stages ``step.json``, too, which says how they make a step.
         ``torchrun --nproc-per-node N directory/rank_module.py`` runs it without the original model's code.
-        Under torch.distributed every rank calls it and writes its own shard. Raises :class:`PlanError` for one in stages.
+        Under torch.distributed every rank calls it and writes its own shard. Raises :class:`PlanError` for micro-batches
+        before which something is computed of the whole batch.
         """
-        if self._decided().parts:
-            raise PlanError(
-                "a module in stages cannot be saved as a rank module: save its full_state_dict(), and plan.to_json()"
-            )
         save(self._decided(), self.local_tensors, Path(directory), alone="device_mesh" not in self.__dict__)
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autoshard.compiler import compiled
-from autoshard.errors import CaptureError, PlanError, RuleError
+from autoshard.errors import CaptureError
 from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout, Shard
@@ -26,7 +26,7 @@ from autoshard.module.parts import Fixed, attributes
 from autoshard.module.state import State, check_call, requires_grad
 from autoshard.module.surface import class_of, leave_to_torch_compile
 from autoshard.module.turns import Turns
-from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
 from autoshard.passes.capture.exported.trees import flattened
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
@@ -190,12 +190,9 @@ class Compiling(Fixed):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is ours to trace the model
     def _build(self, call: Call, structure: Any) -> Executable:
         """Compile with symbolic lengths where asked to; if that is refused, for the shapes of these arguments."""
-        if self._settings.dynamic:
-            try:
-                return self._built(call, structure)
-            except (CaptureError, PlanError, RuleError) as error:
-                log.warning("no program with symbolic lengths, compiling for these shapes alone: %s", error)
-        return self._built(call, None)
+        return fixed_if_refused(
+            self._settings.dynamic, lambda lengths: self._built(call, structure if lengths else None)
+        )
 
     def _built(self, call: Call, structure: Any) -> Executable:
         settings, first = self._settings, self._parameter_layouts is None

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.layout import Layout, Shard
 from autoshard.module.executable import Executable
 from autoshard.module.leaves import locals_of
+from autoshard.module.owned import local_of
 from autoshard.module.simulate import shard_of
 from autoshard.runtime.communicator import Communicator
 
@@ -57,7 +58,7 @@ class Loaded:
             if self.recorded and parameter.requires_grad:
                 trained[name] = parameter
             else:
-                found[name] = parameter._local_tensor
+                found[name] = local_of(parameter)
         if trained:
             found.update(zip(trained, locals_of(self.comm, list(trained.values())), strict=True))
         for name, written in self.buffers:
