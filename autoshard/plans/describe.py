@@ -131,9 +131,14 @@ def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
         moved = part.value in movable
         return (replace(c, movable=moved) for c in _of_step(program, part, again, stage))
 
+    def of_part(part: Statement, again: bool) -> Iterable[Collective]:
+        if part.step is not None or part.node is None:
+            return of_step(part, again)
+        return _of_node(program, part, searched.operations[part.node.name].compute)
+
     for s in program.statements:
         if s.members and not s.parameter:
-            found += _together([c for part in s.members for c in of_step(part, bool(s.again))], program)
+            found += _together([c for part in s.members for c in of_part(part, bool(s.again))], program)
         elif s.step is not None:  # of a bucket of parameters every member is listed, at its share of the time
             stage = s.call.kwargs.get("zero", 0)
             parts = [c for part in s.parts for c in of_step(part, bool(s.again) or part.outputs[0] in again, stage)]

@@ -26,6 +26,7 @@ from autoshard.passes.lower.bucket import bucket
 from autoshard.passes.lower.in_place import in_place
 from autoshard.passes.lower.lowering import lower
 from autoshard.passes.lower.precision import in_precision
+from autoshard.passes.lower.tables import tables_together
 from autoshard.passes.lower.together import together
 from autoshard.passes.memory.simulate import simulate
 from autoshard.passes.propagate.planner import Planner
@@ -44,7 +45,7 @@ CLOSE = 0.02
 
 def lowered(assignment: Assignment) -> Program:
     """The program of an assignment: redistributions as statements, those together that can go together."""
-    return in_place(bucket(hoisted(together(in_precision(lower(assignment.graph, assignment))))))
+    return in_place(bucket(hoisted(together(tables_together(in_precision(lower(assignment.graph, assignment)))))))
 
 
 def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Memory]:

@@ -29,6 +29,7 @@ from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import AGAIN, NEEDED, KeepTables, Side, is_passive, passive_tags, tail_of
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
+from autoshard.passes.propagate.owners import owned_states, place_of, with_owners
 from autoshard.passes.propagate.states import free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row, Solution
@@ -301,7 +302,8 @@ class Network:
             stays = size + state + (size if trained else 0.0)
             held = stays if self.graph.passes > 1 else size + state  # gradients of the passes before the last are there
             self.known[key] = parts, np.tile(held, count), np.tile(stays, count)
-        return Variable(states, (0,) * count, *self.known[key], stages=stages)
+        parts, kept, stays = self.known[key]
+        return Variable(states, (0,) * count, parts, kept, stays, stages)
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
         """An input is given whole on every rank, or as it says; a parameter, and a state, may be kept in shards."""
@@ -310,7 +312,7 @@ class Network:
         if kind != "parameter" and name not in self.free:
             placed = self._stated(name).placements
             return self._once(("given", placed), (placed,))
-        states = placeable(type_, self.mesh, replicated=whole)
+        states = placeable(type_, self.mesh, replicated=whole) + owned_states(type_, self.mesh)
         if name in self.constraints:
             states = self.constraints[name].allowed(states, type_, self.mesh, whole)
         return self._once(("parameter", type_, self.constraints.get(name)), states)
@@ -356,7 +358,7 @@ class Network:
             chosen = None if layout is None else layout.placements
         else:
             chosen = variable.choices[0] if kind == "mutation" else assignment.layouts[name].placements
-        place, count = variable.choices.index(chosen), len(variable.choices)
+        place, count = place_of(chosen, variable.choices), len(variable.choices)
         most = NEEDED if kind == "shared" or (kind == "node" and rest in self.views) else 0
         stages = variable.stages or (None,) * len(variable.tags)
         wanted = assignment.zero.get(rest, 0) if variable.stages else None
@@ -392,4 +394,4 @@ class Network:
         remade = frozenset(v for v in shared if tags[f"shared:{v}"] == AGAIN)
         given = frozenset(self.constraints)
         found = layouts, shared, choices, outputs, solution, given, again, remade, zero
-        return Assignment(self.graph, self.mesh, *found)
+        return with_owners(Assignment(self.graph, self.mesh, *found), self.constraints)
