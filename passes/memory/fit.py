@@ -41,6 +41,8 @@ ROUNDS = 4
 """searches under a limit, at most"""
 CLOSE = 0.02
 """limits that differ by less, as a part of the budget, are one"""
+SPARED = 0.015
+"""of the budget, under the first limit: what is not known differs much from the plan that it is taken from"""
 
 
 def lowered(assignment: Assignment) -> Program:
@@ -94,7 +96,7 @@ class Ended(NamedTuple):
 
 def _searched(planner: Planner, budget: float, program: Program, memory: Memory) -> Found:
     """Plans under limits that come closer and closer to the budget less what the search does not know of."""
-    limit = budget - (memory.peak - planner.held(program.assignment))
+    limit = (1 - SPARED) * budget - (memory.peak - planner.held(program.assignment))
     ended = yield from _closer(planner, budget, limit)
     search = partial(_closer, limit=limit) if ended.fits else _least
     if not ended.fits:
