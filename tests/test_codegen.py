@@ -108,15 +108,15 @@ def test_golden_sees_a_change(golden: Callable[[str, str], None], request: pytes
 
 
 def test_equal_layers_are_one_class() -> None:
-    """32 layers, tiny widths, on the meta device: one decoder-layer class, called in one loop."""
-    config = replace(LlamaConfig.tiny(), layers=32)
+    """8 layers, tiny widths, on the meta device: one decoder-layer class, called in one loop."""
+    config = replace(LlamaConfig.tiny(), layers=8)
     with torch.device("meta"):
         model = Llama(config)
     args, kwargs = models.llama.example_inputs(config)
     graph = capture(model, args, kwargs)
     source = build(graph, IDEAL, title="Llama").source.text
     assert classes(source) == ["Block", "RankModule"]
-    assert '{f"blocks.{i}": Block for i in range(32)}' in source
+    assert '{f"blocks.{i}": Block for i in range(8)}' in source
     assert source.count("for block in self.blocks:\n            x = block(x, cos, sin)\n") == 1
     assert "self.blocks[" not in source
 

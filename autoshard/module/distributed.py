@@ -285,7 +285,7 @@ class DistributedModule(ShardedModule):
 
         def plan() -> str:
             ours.append(build(graph, self.mesh, wishes, title=self._title))
-            return ours[0].plan.to_json()
+            return ours[0].plan.to_json(alternatives=False)
 
         def follow() -> Compiled:
             return ours[0] if ours else build(graph, self.mesh, replace(wishes, plan=received), title=self._title)

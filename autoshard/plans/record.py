@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from autoshard.errors import PlanError
@@ -122,8 +122,8 @@ class Choice:
     outputs: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
     """per operand: the layout it is read in, as text"""
-    alternatives: tuple[tuple[tuple[str, ...], float], ...] = ()
-    """the next best strategies: (labels, seconds more per step if everything else stays)"""
+    alternatives: Sequence[tuple[tuple[str, ...], float]] = ()
+    """the next best strategies: (labels, seconds more per step if everything else stays); found when they are asked for"""
     backward_s: float = 0.0
     """the part of ``seconds`` in the backward"""
     again: int = 0
@@ -160,9 +160,9 @@ class Staged:
     flying: tuple[int, ...] = ()
     """per stage the micro-batches that it keeps something for at once"""
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**vars(self), "plans": [json.loads(plan.to_json()) for plan in self.plans]}
+    def to_dict(self, alternatives: bool = True) -> dict[str, Any]:
+        """For JSON; ``alternatives``: see :meth:`Record.to_json`."""
+        return {**vars(self), "plans": [json.loads(plan.to_json(alternatives)) for plan in self.plans]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], plan: Callable[[str], Record]) -> Staged:
@@ -221,11 +221,15 @@ class Record:
     staged: Staged | None = None
     """where the graph is cut into stages: where, and the plan of each"""
 
-    def to_json(self) -> str:
-        """The plan as JSON text; :meth:`from_json` reads it back."""
+    def to_json(self, alternatives: bool = True) -> str:
+        """The plan as JSON text; :meth:`from_json` reads it back.
+
+        ``alternatives``: with what could have been done instead. To find that takes as long as the search.
+        """
+        choices = self.choices if alternatives else {n: replace(c, alternatives=()) for n, c in self.choices.items()}
         return json.dumps(
             {
-                **({} if self.staged is None else {"staged": self.staged.to_dict()}),
+                **({} if self.staged is None else {"staged": self.staged.to_dict(alternatives)}),
                 "format": 1,
                 "mesh": dict(zip(self.mesh.axes, self.mesh.shape, strict=True)),
                 "hardware": self.mesh.hardware.to_dict(),
@@ -238,7 +242,7 @@ class Record:
                 "given": list(self.given),
                 "shapes": {n: list(s) for n, s in self.shapes.items()},
                 "kinds": dict(self.kinds),
-                "choices": {n: asdict(c) for n, c in self.choices.items()},
+                "choices": {n: asdict(c) for n, c in choices.items()},
                 "collectives": [asdict(c) for c in self.collectives],
                 "notes": list(self.notes),
                 "title": self.title,

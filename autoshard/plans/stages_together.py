@@ -9,6 +9,7 @@ from typing import TypeVar
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.pipeline import Stages
+from autoshard.passes.propagate.alternatives import Later
 from autoshard.plans.pipeline import pipeline_cost, pipeline_memory
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Choice, Staged
@@ -100,5 +101,5 @@ def _labelled(choice: Choice, mesh: Mesh, axis: str) -> Choice:
         at = mesh.index(axis)
         return (*labels[:at], WHOLE, *labels[at:])
 
-    others = tuple((with_axis(labels), seconds) for labels, seconds in choice.alternatives)
+    others = Later(lambda: [(with_axis(labels), seconds) for labels, seconds in choice.alternatives])
     return replace(choice, labels=with_axis(choice.labels), alternatives=others)

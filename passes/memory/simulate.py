@@ -20,7 +20,7 @@ from autoshard.passes.lower.bucket import regathered
 from autoshard.passes.memory.heap import Heap
 from autoshard.passes.memory.under_way import under_way
 from autoshard.passes.rules.facts import is_view, saved
-from autoshard.passes.rules.rehearsal import Form, Made, Outcome, Rehearsal
+from autoshard.passes.rules.rehearsal import Form, Made, Outcome, rehearsal_on
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
 
@@ -45,7 +45,7 @@ class _Ran:
 class _Simulation:
     def __init__(self, program: Program, optimizer: str) -> None:
         self.program, self.graph, self.mesh = program, program.graph, program.mesh
-        self.rehearsal = Rehearsal(program.mesh)
+        self.rehearsal = rehearsal_on(program.mesh)
         self.heap = Heap()
         self.forms: dict[str, Form] = {}
         self.storage: dict[str, int] = {}

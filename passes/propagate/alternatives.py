@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, overload
 
 import numpy as np
 
@@ -19,30 +20,77 @@ Alternative = tuple[tuple[str, ...], float]
 """(a label per mesh axis, seconds more per step)"""
 
 
-def alternatives(assignment: Assignment, limit: int = 3) -> dict[str, tuple[Alternative, ...]]:
+class Later(Sequence[Alternative]):
+    """Alternatives that are found when somebody asks: they take as long as the search, and most plans are never read."""
+
+    def __init__(self, find: Callable[[], Sequence[Alternative]]) -> None:
+        self._find = find
+
+    @cached_property
+    def found(self) -> tuple[Alternative, ...]:
+        return tuple(self._find())
+
+    @overload
+    def __getitem__(self, index: int) -> Alternative: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Alternative, ...]: ...
+    def __getitem__(self, index: int | slice) -> Alternative | tuple[Alternative, ...]:
+        return self.found[index]
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __eq__(self, other: object) -> bool:
+        return self.found == (other.found if isinstance(other, Later) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.found)
+
+    def __repr__(self) -> str:
+        return repr(self.found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self.found,)
+
+
+def alternatives(assignment: Assignment, limit: int = 3) -> dict[str, Later]:
     """Node name → its ``limit`` cheapest other strategies, and the cheapest one that divides each unused mesh axis.
 
     Seconds are the difference in the objective of changing this one operation and the conversions around it, all else
     as it is: an upper bound of what the change costs, because a search might adapt the neighbours too. Never negative
     in a plan that is optimal.
     """
-    return _Alternatives(assignment, limit).run()
+    one = _Alternatives(assignment, limit)
+    return {node.name: Later(partial(one.of, node)) for node in assignment.graph.nodes}
 
 
 class _Alternatives:
     def __init__(self, assignment: Assignment, limit: int) -> None:
         self.assignment, self.limit = assignment, limit
         self.graph, self.mesh = assignment.graph, assignment.mesh
-        self.spaces = OpSpaces(self.graph, self.mesh)
-        self.total, self.overlap = objective(assignment).parts, self.mesh.hardware.overlap
-        self.movable, self.stages = movable_values(self.graph), zero_stages(self.graph, self.assignment.zero)
-        self.found: dict[Any, tuple[Alternative, ...]] = {}
-        self.targets = wanted(assignment) | {n: [x.placements] for n, x in assignment.shared.items()}
+        self.known: dict[Any, tuple[Alternative, ...]] = {}
 
-    def run(self) -> dict[str, tuple[Alternative, ...]]:
-        return {node.name: self._of(node) for node in self.graph.nodes}
+    @cached_property
+    def spaces(self) -> OpSpaces:
+        return OpSpaces(self.graph, self.mesh)
 
-    def _of(self, node: Node) -> tuple[Alternative, ...]:
+    @cached_property
+    def total(self) -> Parts:
+        return objective(self.assignment).parts
+
+    @cached_property
+    def targets(self) -> Mapping[str, Sequence[Placements]]:
+        return wanted(self.assignment) | {n: [x.placements] for n, x in self.assignment.shared.items()}
+
+    @cached_property
+    def movable(self) -> frozenset[str]:
+        return movable_values(self.graph)
+
+    @cached_property
+    def stages(self) -> Mapping[str, int]:
+        return zero_stages(self.graph, self.assignment.zero)
+
+    def of(self, node: Node) -> tuple[Alternative, ...]:
         space, labels = self.spaces[node], _labels(self.assignment.choices[node.name])
         current = next((i for i, choice in enumerate(space.choices) if _labels(choice) == labels), None)
         if current is None or len(space.choices) < 2:
@@ -51,7 +99,7 @@ class _Alternatives:
         targets = tuple(tuple(self.targets[name]) for name in node.outputs)
         owned = tuple((self.stages.get(name), name in self.movable) for name in (*node.inputs, *node.outputs))
         key = (id(space), current, tuple(sources[n] for n in node.inputs), targets, owned)
-        if key not in self.found:
+        if key not in self.known:
             parts = space.parts
             for _, name, placed, mask in readings(node, space):
                 parts += paid(self._parts(name, [sources[name]], placed)[0], mask)
@@ -59,11 +107,11 @@ class _Alternatives:
                 for target in asked:
                     parts += self._parts(name, placed, [target])[:, 0]
             others = self.total + (parts - parts[current])
-            self.found[key] = self._best(space, self._step(others) - self._step(self.total), current)
-        return self.found[key]
+            self.known[key] = self._best(space, self._step(others) - self._step(self.total), current)
+        return self.known[key]
 
     def _step(self, parts: Parts) -> Any:
-        return parts.step(self.overlap, self.graph.passes)
+        return parts.step(self.mesh.hardware.overlap, self.graph.passes)
 
     def _parts(self, name: str, sources: Sequence[Placements], targets: Sequence[Placements]) -> Parts:
         type_, movable = self.graph.types[name], name in self.movable
@@ -82,7 +130,7 @@ def _labels(choice: Sequence[Any]) -> tuple[str, ...]:
     return tuple(s.label for s in choice)
 
 
-def cheapest_use(found: Mapping[str, tuple[Alternative, ...]], axis: int) -> tuple[str, float] | None:
+def cheapest_use(found: Mapping[str, Sequence[Alternative]], axis: int) -> tuple[str, float] | None:
     """The node that could be divided along mesh axis number ``axis`` for the least, and the seconds more it costs."""
     candidates = (
         (seconds, name) for name, others in found.items() for labels, seconds in others if divides(labels[axis])

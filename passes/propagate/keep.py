@@ -29,7 +29,7 @@ from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.op_space import OpSpace, site_of
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view, saved
-from autoshard.passes.rules.rehearsal import Form, Rehearsal
+from autoshard.passes.rules.rehearsal import Form, rehearsal_on
 
 ABSENT, NEEDED, AGAIN = 0, 1, 2
 """tags of views and of shared layouts: the backward does not need the value; it does, and a converted copy is kept; it
@@ -55,7 +55,7 @@ class KeepTables:
 
     def __init__(self, graph: Graph, mesh: Mesh) -> None:
         self.graph, self.mesh = graph, mesh
-        self.rehearsal = Rehearsal(mesh)
+        self.rehearsal = rehearsal_on(mesh)
         self.known: dict[int, Keeps] = {}
 
     def of(self, node: Node, space: OpSpace) -> Keeps:

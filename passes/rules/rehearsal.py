@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,12 +69,23 @@ class Outcome:
     """most bytes of new tensors at once in the backward, those of ``gradients`` included"""
 
 
+def rehearsal_on(mesh: Mesh) -> Rehearsal:
+    """The one of this mesh. What it knows serves all programs: those of a search, of other lengths, of evaluation."""
+    return _rehearsal(mesh.axes, mesh.shape)
+
+
+@lru_cache(maxsize=8)
+def _rehearsal(axes: tuple[str, ...], shape: tuple[int, ...]) -> Rehearsal:
+    return Rehearsal(dict(zip(axes, shape, strict=True)))
+
+
 class Rehearsal:
     """Runs statements of programs for rank 0 of a mesh, which holds the largest parts."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.comm = _Absent(dict(zip(mesh.axes, mesh.shape, strict=True)), 0)
-        self.known: dict[Any, Outcome | None] = {}
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        self.comm = _Absent(dict(axes), 0)
+        self.known: dict[Any, tuple[Call, Outcome | None]] = {}
+        """with the call, whose functions keep their addresses, by which keys may tell them apart, while they are here"""
 
     def run(self, call: Call, operands: Mapping[str, Form], training: bool) -> Outcome | None:
         """The outcome of ``call``, whose :class:`Ref` name ``operands``; None where it needs data."""
@@ -83,14 +94,15 @@ class Rehearsal:
             repr(map_tree(call, lambda x: numbers[x.name] if isinstance(x, Ref) else x)),
             *operands.values(),
             training,
+            torch.get_default_dtype(),
         )
         if key not in self.known:
             try:
                 with bind(self.comm), torch.set_grad_enabled(training):
-                    self.known[key] = self._run(call, operands)
+                    self.known[key] = call, self._run(call, operands)
             except Exception:
-                self.known[key] = None
-        return self.known[key]
+                self.known[key] = call, None
+        return self.known[key][1]
 
     def _run(self, call: Call, operands: Mapping[str, Form]) -> Outcome:
         given = {name: form.empty() for name, form in operands.items()}
