@@ -30,7 +30,7 @@ def tables_together(program: Program) -> Program:
             open_[key] = []
             units.append(open_[key])
         open_[key].append(replace(s, block=""))
-    found = (merged(TABLES, unit) if len(unit) > 1 else unit[0] for unit in placed(units))
+    found = (merged(TABLES, unit) if unit[0].call.fn == TABLES else unit[0] for unit in placed(units))
     return replace(program, statements=tuple(found))
 
 
