@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import double, ideal
-from table_models import DCN, Call, DeepFM, fields, towers
+from table_models import Call
 from torch import nn
 
 import autoshard
@@ -38,7 +38,9 @@ def loss_of(module: nn.Module, args: tuple[Any, ...]) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.loss
 
 
-def trains_alike(case: Call, mesh: dict[str, int], tables: str | None = None, **options: Any) -> autoshard.ShardedModule:
+def trains_alike(
+    case: Call, mesh: dict[str, int], tables: str | None = None, **options: Any
+) -> autoshard.ShardedModule:
     """Losses, gradients and whether they are sparse, and weights after three steps, against the unsharded model."""
     model, args = case
     reference, sharded = copy.deepcopy(model), autoshard.compile(model, ideal(mesh), args, **options)

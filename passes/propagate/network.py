@@ -30,7 +30,7 @@ from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import ABSENT, AGAIN, NEEDED, Keeps, KeepTables, Side, is_passive
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
-from autoshard.passes.propagate.owners import owned_states, place_of, with_owners
+from autoshard.passes.propagate.owners import owned_states, place_of, skewed, with_owners
 from autoshard.passes.propagate.states import free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row, Solution
@@ -303,14 +303,15 @@ class Network:
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
             state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
+            left = costs.row_bytes(type_, states, self.mesh) if type_.sparse else size
+            size, state, seconds, left = skewed(type_, states, self.mesh, size, state, seconds, left)
             parts = Parts(once=seconds) if type_.grad else ZERO
-            self.known[key] = parts, size + state, size + state + (size if trained else 0.0)
+            self.known[key] = parts, size + state, size + state + (left if trained else 0.0)
         return Variable(states, (0,), *self.known[key])
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
         """An input is given whole on every rank, or as it says; a parameter, and a state, may be kept in shards."""
-        type_ = self.graph.types[name]
-        whole = I if type_.grad else R
+        whole = I if (type_ := self.graph.types[name]).grad else R
         if kind != "parameter" and name not in self.free:
             placed = self._stated(name).placements
             return self._once(("given", placed), (placed,))
