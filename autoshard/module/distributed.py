@@ -186,13 +186,12 @@ class DistributedModule(ShardedModule):
 
     # --- inputs ---
 
-    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arrived(self, args: Any, kwargs: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         layouts = super()._input_layouts(args, kwargs)
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         if not layouts and not any(isinstance(x, DTensor) for x in leaves):
-            return tuple(args), dict(kwargs)
+            return None
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
-            arrived(leaves, layouts, self.device_mesh, self._device), spec
+            arrived(leaves, layouts, self.device_mesh, self._device), pytree.tree_structure((args, kwargs))
         )
         return found
 

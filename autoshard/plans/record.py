@@ -130,7 +130,7 @@ class Choice:
     """1: the conversions of its operands are made again in the backward; 2: it is computed again"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Candidate:
     """A mesh that was tried for a number of devices and not taken: what its best plan costs, and why it lost."""
 
@@ -138,6 +138,9 @@ class Candidate:
     cost: Cost
     memory: Memory
     why: str
+
+    def __repr__(self) -> str:
+        return f"Candidate({self.mesh}: {self.cost.total_s:.3g} s, {self.memory.peak / 1e9:.3g} GB; {self.why})"
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ from autoshard.runtime.reduce import (
     var_mean,
     vector_norm,
 )
-from autoshard.runtime.ring import causal_rows, ring_attention
+from autoshard.runtime.ring import banded_rows, ring_attention
 from autoshard.runtime.scan import cummax, cummin, cumprod, cumsum, logcumsumexp
 from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax
 from autoshard.runtime.tables import table_wise
@@ -134,11 +134,11 @@ __all__ += [
     "argmin",
     "attention",
     "average",
+    "banded_rows",
     "batch_norm",
     "batch_norm_no_stats",
     "bincount",
     "causal_mask",
-    "causal_rows",
     "crop",
     "cross_entropy",
     "cummax",

@@ -84,12 +84,29 @@ def _fused(statements: Sequence[Statement], uses: Mapping[str, int], program: Pr
 
 def _bucketed(statements: Iterable[Statement], program: Program) -> Iterator[Statement]:
     """One block's statements with the conversions of parameters merged."""
-    for unit in placed(_units(statements, program)):
+    statements = list(statements)
+    zero = _stages(statements, program)
+    for unit in placed(_units(statements, program, zero)):
         function = _function(unit[0], program)
-        yield merged(function, unit, program.assignment.zero) if function else unit[0]
+        yield merged(function, unit, zero) if function else unit[0]
 
 
-def _units(statements: Iterable[Statement], program: Program) -> list[list[Statement]]:
+def _stages(statements: Sequence[Statement], program: Program) -> dict[str, int]:
+    """The stages of ZeRO, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`, of what is gathered in a block.
+
+    Vectors go with the largest matrix that is gathered along the same axes: a message of their own would only come between
+    those of the matrices.
+    """
+    zero = program.assignment.zero
+    gathered = [s for s in statements if _function(s, program) == "gather_parameters"]
+    vectors = {s.value for s in gathered if len(program.types[s.value].shape) < 2}
+    matrices = [s for s in gathered if s.value not in vectors]
+    leads = {s.call.args[-1]: s.value for s in sorted(matrices, key=lambda s: _bytes(s, program))}
+    leader = {s.value: leads.get(s.call.args[-1], s.value) if s.value in vectors else s.value for s in gathered}
+    return {value: zero[by] for value, by in leader.items() if by in zero}
+
+
+def _units(statements: Iterable[Statement], program: Program, zero: Mapping[str, int]) -> list[list[Statement]]:
     """Buckets, and statements that stay alone, in the order of their first members.
 
     The members of a bucket have the call, its axes, the target letter, the dtype and the stage of ZeRO in common, and came
@@ -108,7 +125,7 @@ def _units(statements: Iterable[Statement], program: Program) -> list[list[State
             continue
         kwargs = s.call.kwargs
         alike = [kwargs.get(name) for name in ("to", "replicas", "dtype", "reduce_dtype")]
-        stage = program.assignment.zero.get(s.value) if function == "gather_parameters" else None
+        stage = zero.get(s.value) if function == "gather_parameters" else None
         axes = s.call.args[-1]
         key = function, axes, *alike, program.types[s.value].dtype, depth, stage
         if key not in open_ or sum(_bytes(member, program) for member in open_[key]) >= bucket_bytes(
