@@ -96,7 +96,7 @@ def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
 
 
 def _check(graph: Graph, count: int) -> None:
-    if graph.symbols.read:
+    if graph.symbols.read and count > 1:
         raise PlanError(f"micro_batches={count} with dynamic lengths is not supported: leave out dynamic")
     if any(i.kind == "input" and i.fqn in graph.mutations for i in graph.inputs):
         raise PlanError(
