@@ -22,6 +22,7 @@ from autoshard.module.inner import compiled_for_generation, inner
 from autoshard.module.microbatches import MicroBatchRun
 from autoshard.module.saving import save
 from autoshard.module.stages import one_after_another
+from autoshard.passes.capture.exported.trees import flattened
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Collective
 from autoshard.runtime.autocast import without_autocast
@@ -108,8 +109,9 @@ class ShardedModule(Compiling):
             return self._called(args, kwargs)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_data(self._of.model, args, kwargs, self._device_type())
-        call = self._call(args, kwargs, self._recorded(pytree.tree_leaves((args, kwargs))))
+        leaves, spec = flattened((args, kwargs))
+        check_data(self._of.model, (args, kwargs), leaves, self._device_type())
+        call = self._call(args, kwargs, leaves, spec, self._recorded(leaves))
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
             executable = self._serving(call, number)

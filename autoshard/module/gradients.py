@@ -49,9 +49,11 @@ def _norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> torch.T
     mine = []
     for g in gradients:
         place = g.device_mesh.get_coordinate()
+        if place is None:  # others own it
+            continue
         first = all(p.is_shard() or n == 0 for p, n in zip(g.placements, place, strict=True))
         if first and g.to_local().numel():
-            mine.append(g.to_local())
+            mine.append(_values(g.to_local()))
     device = mine[0].device if mine else torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
     norms = torch.stack([n.to(device, like.dtype) for n in torch._foreach_norm(mine, order)]) if mine else None
     total = (
@@ -61,6 +63,11 @@ def _norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> torch.T
     all_gather_single(everyone, total.reshape(1))  # no all-reduce: gloo's maximum loses a NaN
     norm: torch.Tensor = torch.linalg.vector_norm(everyone, order)
     return norm
+
+
+def _values(x: torch.Tensor) -> torch.Tensor:
+    """The elements that are there; of a sparse gradient those of its rows."""
+    return x.coalesce().values() if x.is_sparse else x
 
 
 def one_verdict() -> None:
