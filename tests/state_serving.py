@@ -339,7 +339,8 @@ def same_tokens(model: Any, sharded: Any, tokens: torch.Tensor, ways: dict[str, 
     for way, options in ways.items():
         made = []
         for module in (sharded, model):
-            torch.manual_seed(3)
+            rank = getattr(getattr(module, "_comm", None), "rank", 0)
+            torch.manual_seed(3 + rank)  # all sample as rank 0
             mask = options.get("attention_mask", torch.ones_like(tokens))
             given = {"max_new_tokens": new, "pad_token_id": 0, **options, "attention_mask": mask}
             made.append(module.generate(tokens, **given))
