@@ -216,7 +216,7 @@ def plan(
     assert devices is not None
     wishes = _wishes(1 if micro_batches == "auto" else micro_batches, **asked)
     wishes = replace(wishes, like=like_of(model, like))
-    options = {"training": _records(model, example, training), "precision": wishes.mixed_precision}
+    options: dict[str, Any] = {"training": _records(model, example, training), "precision": wishes.mixed_precision}
     graph = fixed_if_refused(dynamic, lambda lengths: captured(model, *example, dynamic=lengths, **options))
     found = graph, devices, resolve_hardware(hardware), wishes, type(model).__name__
     if stages is None and micro_batches != "auto":

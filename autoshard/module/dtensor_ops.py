@@ -14,6 +14,7 @@ from torch.optim import _muon
 from autoshard.module.dtensor_views import VIEWS, indexed, set_through, set_whole
 
 aten = torch.ops.aten
+_DATA: Any = torch.Tensor.data
 
 
 @functools.cache
@@ -34,15 +35,15 @@ def mend() -> None:
         handlers[op] = _view
     for op in (aten.copy_.default, aten.fill_.Tensor):
         handlers[op] = _set
-    DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment]
+    DTensor.data = property(_DATA.__get__, _set_data)
     _muon._zeropower_via_newtonschulz = _whole_matrix(_muon._zeropower_via_newtonschulz)
 
 
 def _set_data(x: DTensor, new: torch.Tensor) -> None:
     """``x.data = new``: DTensor's own is lost, since it sets the data of the outer tensor alone."""
-    if not isinstance(new, DTensor) and new.shape == x.shape:
+    if not isinstance(new, DTensor):
         new = distribute_tensor(new.detach(), x.device_mesh, x.placements, src_data_rank=None)
-    torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+    _DATA.__set__(x, new)
     x._local_tensor, x._spec = new._local_tensor.detach(), new._spec  # type: ignore[attr-defined]
 
 
