@@ -25,6 +25,7 @@ from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
 from autoshard.module.pipelined import PipelinedModule
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
+from autoshard.passes.ir.graph import Graph
 from autoshard.passes.microbatch import count_of
 from autoshard.passes.propagate.experts import like_of
 from autoshard.passes.propagate.recompute import Recompute
@@ -216,8 +217,12 @@ def plan(
     assert devices is not None
     wishes = _wishes(1 if micro_batches == "auto" else micro_batches, **asked)
     wishes = replace(wishes, like=like_of(model, like))
-    options: dict[str, Any] = {"training": _records(model, example, training), "precision": wishes.mixed_precision}
-    graph = fixed_if_refused(dynamic, lambda lengths: captured(model, *example, dynamic=lengths, **options))
+    recorded = _records(model, example, training)
+
+    def capture(lengths: Dynamic) -> Graph:
+        return captured(model, *example, training=recorded, dynamic=lengths, precision=wishes.mixed_precision)
+
+    graph = fixed_if_refused(dynamic, capture)
     found = graph, devices, resolve_hardware(hardware), wishes, type(model).__name__
     if stages is None and micro_batches != "auto":
         return planned_for(*found)

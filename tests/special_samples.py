@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from autoshard.runtime.banded import banded_op
 from autoshard.runtime.ctc import ctc_loss
 from autoshard.runtime.exactly import exactly
 from autoshard.runtime.functions import function
@@ -143,6 +144,12 @@ ATTENTION: dict[Any, list[Sample]] = {
         call(*_HEADS, None, 0.4, True),
         call(*_HEADS, _MASK, 0.4),
         call(*_GROUPS, None, 0.4, True, enable_gqa=True),
+    ],
+    banded_op._opoverload: [
+        call(*_HEADS, _MASK, None, 0),
+        call(*_HEADS, f(1, 3, 1, 6), 2, 1),
+        call(*_GROUPS, None, 1, 0, None, True),
+        call(*_UNEVEN_GROUPS, torch.ones(1, 1, 1, 4) > 0, None, 0, 0.3, True),
     ],
 }
 

@@ -20,8 +20,8 @@ from autoshard import runtime
 from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuntimeMismatchError
 from autoshard.hardware import PRESETS
-from autoshard.runtime import ring, tile
-from autoshard.runtime.ring_order import spans, tiles, work
+from autoshard.runtime import ring_journey, tile
+from autoshard.runtime.ring_order import CAUSAL, spans, tiles, work
 from autoshard.runtime.window import chunks
 
 B, HEADS, WIDTH = 2, 4, 8
@@ -43,7 +43,7 @@ def test_folded_work_is_even() -> None:
 @pytest.mark.parametrize("step", range(8))
 def test_folded_work_is_even_in_every_step(step: int) -> None:
     order = spans(4096, (8,), True)
-    pairs = [sum(t.pairs for t in tiles(order[r], order[(r - step) % 8], True)) for r in range(8)]
+    pairs = [sum(t.pairs for t in tiles(order[r], order[(r - step) % 8], CAUSAL)) for r in range(8)]
     assert max(pairs) * 8 / sum(pairs) <= 1.05
 
 
@@ -57,7 +57,7 @@ def test_hidden_tiles_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(query, key, value, masking, scale)
 
     forward = tile.forward
-    monkeypatch.setattr(ring.tile, "forward", counted)
+    monkeypatch.setattr(ring_journey.tile, "forward", counted)
     run(4, 64, 64, causal=True, folded=True)
     assert computed == {"causal": 8 * 8 * 8, "whole": 28 * 8 * 8}
 
@@ -154,11 +154,11 @@ def test_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hop_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: every rank keeps its own keys."""
 
-    def stays(self: ring._Job, xs: Any, holder: int) -> Any:
-        return onward(self, xs, holder)._replace(to=self.me, source=self.me)
+    def stays(self: ring_journey.Job, *given: Any) -> Any:
+        return onward(self, *given)._replace(to=self.me, source=self.me)
 
-    onward = ring._Job.onward
-    monkeypatch.setattr(ring._Job, "onward", stays)
+    onward = ring_journey.Job.onward
+    monkeypatch.setattr(ring_journey.Job, "onward", stays)
     theirs, ours, _ = run(4, 16, 16)
     assert error(theirs, ours) > 0.1
 

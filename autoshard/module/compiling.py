@@ -28,7 +28,7 @@ from autoshard.module.state import State, check_call, requires_grad
 from autoshard.module.surface import class_of, leave_to_torch_compile
 from autoshard.module.turns import Turns
 from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
-from autoshard.passes.capture.exported.trees import register_types
+from autoshard.passes.capture.exported.trees import flattened
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.compiled import Compiled
@@ -127,16 +127,20 @@ class Compiling(Fixed):
         whether gradients are recorded (default: as the ``training`` of :func:`autoshard.compile` says).
         """
         with self._turns:
-            return self._serving(self._call(args, kwargs, recorded), number)
+            args, kwargs = tuple(args), dict(kwargs)
+            return self._serving(self._call(args, kwargs, *flattened((args, kwargs)), recorded), number)
 
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool | None) -> Call:
-        """A call with these arguments in the present state. ``recorded``: see :meth:`specialise`."""
-        register_types((tuple(args), dict(kwargs)))  # the arguments must look in each call as they do after a capture
-        check_example(self._of.model, (tuple(args), dict(kwargs)))
-        args, kwargs = self._arrived(args, kwargs)
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any, recorded: bool | None
+    ) -> Call:
+        """A call with these arguments, flattened, in the present state. ``recorded``: see :meth:`specialise`."""
+        check_example(self._of.model, (args, kwargs), leaves)
+        arrived = self._arrived(args, kwargs, leaves)
+        if arrived is not None:
+            args, kwargs = arrived
+            leaves, spec = pytree.tree_flatten(arrived)
         if self._of.renewed():
             self._show()
-        leaves, spec = pytree.tree_flatten((args, kwargs))
         return Call(args, kwargs, leaves, spec, self._state(leaves, recorded))
 
     def _recorded(self, leaves: Sequence[Any]) -> bool:
@@ -237,9 +241,12 @@ class Compiling(Fixed):
 
     # --- inputs ---
 
-    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as programs know them: tensors of global shape, those that came in parts as DTensors."""
-        return tuple(args), dict(kwargs)
+    def _arrived(self, args: Any, kwargs: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments as programs know them: tensors of global shape, those that came in parts as DTensors.
+
+        None: as they are.
+        """
+        return None
 
     def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
         """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""

@@ -1,9 +1,9 @@
-"""What torch's DTensor computes wrongly or refuses, and scripts and optimizers ask of parameters and outputs."""
+"""What torch's DTensor computes wrongly, refuses or is slow at, and scripts and optimizers ask of parameters and outputs."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch.optim import _muon
 from autoshard.module.dtensor_views import VIEWS, indexed, set_through, set_whole
 
 aten = torch.ops.aten
-_DATA: Any = torch.Tensor.data
+
+_FUSED = (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
 
 
 @functools.cache
@@ -24,18 +25,15 @@ def mend() -> None:
     handlers[aten._local_scalar_dense.default] = _number
     for op in (aten.pow_.Scalar, aten._foreach_mul_.List):  # Adafactor
         handlers[op] = _on_whole
-    for op in (
-        aten.index_put_.default,
-        aten._foreach_copy_.default,
-        aten._fused_sgd_.default,
-        aten._fused_adagrad_.default,
-    ):
+    for packet in _FUSED:
+        handlers |= {getattr(packet, name): _step_on_parts for name in packet.overloads()}
+    for op in (aten.index_put_.default, aten._foreach_copy_.default):
         handlers[op] = _on_parts
     for op in VIEWS:
         handlers[op] = _view
     for op in (aten.copy_.default, aten.fill_.Tensor):
         handlers[op] = _set
-    DTensor.data = property(_DATA.__get__, _set_data)
+    DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
     _muon._zeropower_via_newtonschulz = _whole_matrix(_muon._zeropower_via_newtonschulz)
 
 
@@ -43,8 +41,8 @@ def _set_data(x: DTensor, new: torch.Tensor) -> None:
     """``x.data = new``: DTensor's own is lost, since it sets the data of the outer tensor alone."""
     if not isinstance(new, DTensor):
         new = distribute_tensor(new.detach(), x.device_mesh, x.placements, src_data_rank=None)
-    _DATA.__set__(x, new)
-    x._local_tensor, x._spec = new._local_tensor.detach(), new._spec  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+    x._local_tensor, x._spec = new._local_tensor.detach(), new._spec
 
 
 def _whole_matrix(orthogonal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -111,6 +109,38 @@ def _on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             whole = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
             x._local_tensor, x._spec = whole._local_tensor, whole._spec
     return _as_it_was(op, args, kwargs, _on_whole)
+
+
+def _step_on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The step of a fused optimizer, element by element: where a parameter, its gradient and its states have one layout every
+    rank steps on its parts. DTensor would make, and compare, a layout of each of them in each step.
+    """
+    lists = [x for x in args if isinstance(x, list | tuple) and x]
+    if not all(map(_alike, zip(*lists, strict=False))):
+        return _as_it_was(op, args, kwargs, _step_on_parts)
+    parts = ([_part(x) for x in a] if isinstance(a, list | tuple) else a for a in args)
+    with torch.no_grad():
+        return op(*parts, **kwargs)
+
+
+def _alike(tensors: Iterable[Any]) -> bool:
+    """Whether a parameter and what belongs to it are cut alike; numbers, such as the count of steps, are whole."""
+    first, *others = tensors
+    if not isinstance(first, DTensor) or any(p.is_partial() for p in first.placements):
+        return False
+    placements, mesh, ndim = first.placements, first.device_mesh, first.ndim
+    for x in others:
+        if isinstance(x, DTensor) and x.ndim == ndim:
+            if x.placements != placements or x.device_mesh is not mesh:
+                return False
+        elif isinstance(x, DTensor) or x.ndim:
+            return False
+    return True
+
+
+def _part(x: Any) -> torch.Tensor:
+    local: torch.Tensor = x._local_tensor if isinstance(x, DTensor) else x
+    return local
 
 
 def _as_it_was(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Callable[..., Any]) -> Any:

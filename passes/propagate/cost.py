@@ -20,11 +20,13 @@ from autoshard.passes.propagate.fusion import Traffic
 from autoshard.passes.rules import ring
 from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.facts import facts_of, is_view
+from autoshard.runtime.embedding import pooled_op
 
 aten = torch.ops.aten
 
-ATTENTION = aten.scaled_dot_product_attention.default
-LOOKS_UP = frozenset({aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor})
+LOOKS_UP = frozenset(
+    {aten.embedding.default, pooled_op._opoverload, aten.index_select.default, aten.gather.default, aten.index.Tensor}
+)
 """operations that read of their first operand no more than they give"""
 
 
@@ -129,7 +131,7 @@ def node_seconds(
     work = flops * divided(choice, mesh)
     forward = work / (1.0 + backward_factor(node, graph))
     dtype = graph.types[names[-1]].dtype
-    if node.op is ATTENTION:
+    if node.op in ring.ATTENTION:
         tiling = ring.tiling(node, graph, mesh, choice)
         ahead = device.attention_seconds(tiling.pairs * forward, tiling.keys, dtype, backward=False)
         back = device.attention_seconds(2.5 * tiling.pairs * forward, tiling.keys, dtype, backward=True)

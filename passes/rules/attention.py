@@ -15,6 +15,8 @@ from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules import ring
 from autoshard.passes.rules.base import Facts, Rule, Site, Types
 from autoshard.passes.rules.factors import Dims, Factors, Space, broadcast_shape, inputs, undivided, wide_bytes
+from autoshard.runtime.banded import banded_op
+from autoshard.runtime.ring_order import CAUSAL
 
 aten = torch.ops.aten
 
@@ -69,7 +71,8 @@ def _strategies(node: Node, graph: Graph) -> Space:
     even = frozenset({"heads"}) if grouped else frozenset[str]()
     factors = Factors(inputs(node, dims), (result,), sizes, even, linear=((node.positions["value"],),))
     alone = (_query_heads(node, shape, dims),) if grouped else ()
-    return (*factors.strategies(node, graph), *alone, *ring.strategies(node, graph, *shape[-2:]))
+    found = (*factors.strategies(node, graph), *alone, *ring.strategies(node, graph, *shape[-2:]))
+    return tuple(s for s in found if s.label != "keys" or node.op is aten.scaled_dot_product_attention.default)
 
 
 def _leading(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims:
@@ -91,10 +94,11 @@ def _local(site: Site) -> Call:
     query, key, value, mask = (node.argument(name) for name in OPERANDS)
     shape = weights_shape(node, graph)
     last = len(shape) - 1
-    causal, probability = bool(node.argument("is_causal")), float(node.argument("dropout_p"))
+    causal, probability = ring.band_of(node) == CAUSAL, float(node.argument("dropout_p", 0.0))
     key_axes, row_axes = _axes(site, "key", 2), _axes(site, "query", 2)
     around, grouped = _ring(site), is_grouped(node, graph)
-    in_tiles = bool(around) or (causal and bool(row_axes) and not key_axes and not probability)
+    rows_alone = causal and bool(row_axes) and not key_axes and not probability
+    in_tiles = bool(around) or rows_alone or node.op is banded_op._opoverload
     if grouped and (site.axes("query heads") or (not in_tiles and (key_axes or probability))):
         heads: list[Any] = [shape[-3], spell(_axes(site, "query", 3)), graph.shape(key)[-3]]
         if group_axes := _axes(site, "key", 3):
@@ -167,18 +171,19 @@ def _gathered(site: Site, name: str, axes: tuple[str, ...]) -> Internal:
 
 
 def _flops(node: Node, graph: Graph) -> float:
-    """Two products per pair of query and key; those that a causal mask hides are not counted."""
+    """Two products per pair of query and key; those that positions hide are not counted."""
     shapes, weights = _shapes(node, graph), weights_shape(node, graph)
     queries, keys = weights[-2:]
-    seen = min(queries, keys)
-    pairs = queries * keys if not node.argument("is_causal") else seen * (seen + 1) / 2 + (queries - seen) * keys
+    pairs = ring.band_of(node).pairs(int(queries), int(keys))
     return 2.0 * math.prod(weights[:-2]) * pairs * (shapes["query"][-1] + shapes["value"][-1])
 
 
 def _is_fused(node: Node, types: Types) -> bool:
-    """Whether one kernel computes it, which keeps no attention matrix."""
+    """Whether nothing keeps an attention matrix: one kernel computes it, or tiles of the runtime."""
+    if node.op is banded_op._opoverload:
+        return True
     query, key, value, *mask = (types[name] for name in node.inputs)
-    if node.argument("dropout_p") or any(m.grad for m in mask):
+    if node.argument("dropout_p", 0.0) or any(m.grad for m in mask):
         return False
     heads = node.argument("enable_gqa") or query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
     return len(query.shape) == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] and bool(heads)
@@ -188,7 +193,7 @@ def _saves(node: Node, types: Types) -> str | None:
     if _is_fused(node, types):
         return "query key value attn_mask result"
     query, key, value = (types[name].shape for name in node.inputs[:3])
-    plain = query[:-2] == key[:-2] == value[:-2] and not node.argument("dropout_p")
+    plain = query[:-2] == key[:-2] == value[:-2] and not node.argument("dropout_p", 0.0)
     return "query: value; key: value; attn_mask: value" if plain else None
 
 
@@ -204,19 +209,14 @@ def _intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
 FACTS = Facts(
     saves=_saves,
     intermediates=_intermediates,
-    draws=lambda given: given["dropout_p"] != 0,
+    draws=lambda given: given.get("dropout_p", 0.0) != 0,
     rounding="product",
     backward=2.0,  # three operands want a gradient: five products in its backward against two in its forward
 )
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        aten.scaled_dot_product_attention.default,
-        _strategies,
-        _local,
-        _flops,
-        "... heads queries _, ... heads keys _, ... heads keys embed, ... queries keys -> ... heads queries embed",
-        _collectives,
-        facts=FACTS,
-    ),
+_SPELLED = "... heads queries _, ... heads keys _, ... heads keys embed, ... queries keys -> ... heads queries embed"
+
+RULES: tuple[Rule, ...] = tuple(
+    Rule(op, _strategies, _local, _flops, _SPELLED, _collectives, facts=FACTS)
+    for op in (aten.scaled_dot_product_attention.default, banded_op._opoverload)
 )

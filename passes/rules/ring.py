@@ -17,7 +17,10 @@ from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import Site
-from autoshard.runtime.ring_order import length_of, spans, work
+from autoshard.runtime.banded import banded_op
+from autoshard.runtime.ring_order import ALL, CAUSAL, ROWS, Band, carried, length_of, spans, stops, work
+
+ATTENTION = frozenset({torch.ops.aten.scaled_dot_product_attention.default, banded_op._opoverload})
 
 RING, FOLDED = "ring", "folded ring"
 LABELS = (RING, FOLDED)
@@ -31,20 +34,25 @@ PASSES = 6
 """times that a matrix of weights is read or written: scores, their scale, the softmax's two passes, the last product"""
 
 
+def band_of(node: Node) -> Band:
+    """The keys that a query of an attention sees by its position."""
+    if node.op is banded_op._opoverload:
+        return Band(node.argument("before"), node.argument("after"))
+    return CAUSAL if node.argument("is_causal") else ALL
+
+
 def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strategy, ...]:
     """The ring, and under a causal mask the folded orders, which leave all ranks the same work.
 
     A ring not where the mask wants a gradient. No other axis may cut queries or keys in another way, nor features of
     values, so that tiles have a fused kernel.
     """
-    mask, causal, found = (
-        node.argument("attn_mask"),
-        bool(node.argument("is_causal")),
-        list[tuple[str, tuple[str, ...]]](),
-    )
+    mask, found = node.argument("attn_mask"), list[tuple[str, tuple[str, ...]]]()
+    rows = mask is not None and _has_rows(graph.shape(mask), queries)  # which would have to be folded as well
+    causal = band_of(node) == CAUSAL and not rows
     if mask is None or not graph.types[mask.name].grad:
         found = [(label, ()) for label in (LABELS if causal and queries == keys else (RING,))]
-    if causal and not node.argument("dropout_p"):
+    if causal and not node.argument("dropout_p", 0.0):
         found.append((FOLDED_ROWS, ("key", "value")))
     result = Shard(len(graph.types[node.outputs[0]].shape) - 2)
     made = []
@@ -62,26 +70,31 @@ def _placed(name: str, shape: Sequence[int], queries: int) -> Placement:
     """Along the sequence; a mask by its rows, where it has any."""
     if name != "attn_mask":
         return Shard(len(shape) - 2)
-    return Shard(len(shape) - 2) if len(shape) > 1 and shape[-2] == queries else R
+    return Shard(len(shape) - 2) if _has_rows(shape, queries) else R
+
+
+def _has_rows(mask: Sequence[int], queries: int) -> bool:
+    return len(mask) > 1 and mask[-2] == queries and queries != 1
 
 
 def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ...], shape: tuple[int, ...]) -> Call:
-    """The runtime's attention tile by tile; ``label``: "" where queries alone are cut, under a causal mask, as they lie.
+    """The runtime's attention tile by tile; ``label``: "" where keys are whole, and queries are not folded.
 
     ``axes``: that cut the queries; ``shape``: the global one of the weights [..., s, t].
     """
-    node = site.node
+    node, band = site.node, band_of(site.node)
     scale = {} if node.argument("scale") is None else {"scale": node.argument("scale")}
+    seen = {name: n for name, n in band._asdict().items() if n is not None}
+    mask = {} if node.argument("attn_mask") is None else {"attn_mask": node.argument("attn_mask")}
     if label not in LABELS:
+        cut = {"axes": spell(axes)} if axes else {}
         order = {"folded": True} if label == FOLDED_ROWS else {}
-        return Call("causal_rows", operands, {**scale, "queries": shape[-2], "axes": spell(axes), **order})
-    extra: dict[str, Any] = {"is_causal": True} if node.argument("is_causal") else {}
-    if node.argument("attn_mask") is not None:
-        extra["attn_mask"] = node.argument("attn_mask")
-    extra |= {**scale, "queries": shape[-2], "keys": shape[-1], "axes": spell(axes)}
+        return Call("banded_rows", operands, {**mask, **scale, "queries": shape[-2], **cut, **seen, **order})
+    extra: dict[str, Any] = {"is_causal": True} if band == CAUSAL else seen
+    extra |= {**mask, **scale, "queries": shape[-2], "keys": shape[-1], "axes": spell(axes)}
     if label == FOLDED:
         extra["folded"] = True
-    if node.argument("dropout_p"):
+    if node.argument("dropout_p", 0.0):
         cuts = {d: spell(a) for d in range(len(shape) - 2) if (a := site.outputs[0].axes_of(d))}
         extra |= {"dropout_p": node.argument("dropout_p"), "shape": shape, "cuts": cuts}
         extra |= {} if node.batch is None else {"batch": node.batch}
@@ -102,12 +115,13 @@ class Tiling(NamedTuple):
 
 
 def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> Tiling:
-    """With a causal mask half of all pairs count. What it hides is left out, but where keys alone are cut: there the mask
-    is a tensor, and all are computed. Where queries are cut, the rank with the last ones computes most, but in folded order.
+    """Only pairs that positions show count. What they hide is left out, but where keys alone are cut: there the mask is a
+    tensor, and all are computed. Where queries are cut, under a causal mask the rank with the last ones computes most, but
+    in folded order.
     Where the value's features are cut, every rank computes all weights.
     """
     queries, keys = (int(graph.types[name].shape[-2]) for name in node.inputs[:2])
-    causal, ranks = bool(node.argument("is_causal")), dict[str, tuple[int, ...]]()
+    band, ranks = band_of(node), dict[str, tuple[int, ...]]()
     for strategy, n in zip(choice, mesh.shape, strict=True):
         ranks[strategy.label] = (*ranks.get(strategy.label, ()), n)
     pairs = 1.0
@@ -115,16 +129,23 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
         made, summed = (graph.types[node.inputs[i]].shape[-1] for i in (2, 0))
         pairs = (math.prod(ranks["embed"]) * summed + made) / (summed + made)
     label = next((x for x in SEQUENCE if x in ranks), "")
+    counting = band.pairs(queries, keys) or 1.0
     if label == "keys":
-        return Tiling(pairs * (2.0 if causal else 1.0), keys, fused=False)
-    if label and causal:
-        found = work(queries, keys, ranks[label], label in (FOLDED, FOLDED_ROWS), label in LABELS)
-        pairs *= max(found) * len(found) / sum(found)
+        return Tiling(pairs * queries * keys / counting, keys, fused=False)
+    if (label and band != ALL) or band.before is not None:
+        found = work(queries, keys, ranks.get(label, ()), label in (FOLDED, FOLDED_ROWS), label in LABELS, band)
+        pairs *= max(found) * len(found) / counting
     if label not in LABELS:
-        tiles = 4 if label == FOLDED_ROWS else 2 if label and causal else 1
-        return Tiling(pairs, keys, tiles, "embed" not in ranks)
-    n = math.prod(ranks[label])
-    return Tiling(pairs, max(1, keys // n), 2 * n + 1 if label == FOLDED else n, "embed" not in ranks)
+        tiles = 4 if label == FOLDED_ROWS else 2 if label and band == CAUSAL else 1
+        return Tiling(pairs, _at_a_time(band, keys), tiles, "embed" not in ranks)
+    n = len(stops(spans(queries, ranks[label], False), spans(keys, ranks[label], False), band))
+    each = max(1, keys // math.prod(ranks[label]))
+    return Tiling(pairs, _at_a_time(band, each), 2 * n + 1 if label == FOLDED else n, "embed" not in ranks)
+
+
+def _at_a_time(band: Band, keys: int) -> int:
+    """How many of ``keys`` a kernel sees at a time."""
+    return keys if band.before is None else min(keys, ROWS + band.before + (band.after or 0))
 
 
 def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Internal, ...]:
@@ -137,14 +158,18 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
     wide = torch.promote_types(site.in_type(0).dtype, torch.float32).itemsize
     query, key, value = (math.prod(_features(site, name)) for name in ("query", "key", "value"))
     result = query // _features(site, "query")[-1] * _features(site, "value")[-1]
-    longest = max(map(length_of, columns)) * (key + value)
+    band = band_of(site.node)
+    there = stops(rows, columns, band)
+    lengths = [max(length_of(carried(rows, columns, band, stop, r)) for r in range(n)) for stop in there]
 
     def hops(phase: str, what: str, size: int, beside: float, last: float) -> list[Internal]:
-        each = [beside] * (n - 2) + [last]
+        each = [beside] * (len(there) - 2) + [last]
         return [
-            Internal("permute", axes, float(longest * size), phase, f"{what}, hop {i}", share / n)
+            Internal(
+                "permute", axes, float(lengths[i] * (key + value) * size), phase, f"{what}, hop {i}", share / len(there)
+            )
             for i, share in enumerate(each, 1)
-            if around
+            if around and len(there) > 1
         ]
 
     def swap(phase: str, what: str, of_rows: int, of_columns: int = 0) -> list[Internal]:

@@ -37,12 +37,10 @@ from autoshard.passes.capture.translate.canonical import (
     live_nodes,
     memory_order,
     operand_order,
-    remove_dead,
     same_as,
 )
 from autoshard.passes.capture.translate.decompose import origin
-from autoshard.passes.capture.translate.fan_out import fan_out
-from autoshard.passes.capture.translate.tiles import tiled
+from autoshard.passes.capture.translate.forms import in_forms
 from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType, map_refs, refs
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.exact import SINGLE
@@ -121,7 +119,7 @@ class _Translation:
             flat_inputs=flat_inputs,
             training=self.training,
         )
-        return fan_out(tiled(remove_dead(graph)))
+        return in_forms(graph)
 
     def read_inputs(self) -> tuple[str | None, ...]:
         leaves, order = pytree.tree_leaves(self.example), iter(export_order(self.program, self.example))

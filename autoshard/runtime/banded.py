@@ -1,0 +1,66 @@
+"""Attention in which positions say which keys a query sees: the op that models' masks become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+@torch.library.custom_op("autoshard::banded_attention", mutates_args=())
+def banded_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    before: int | None = None,
+    after: int | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention`` in which a query sees the keys from ``before`` positions before it to ``after`` behind.
+
+    query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d]; None: all keys on that side. ``attn_mask`` [..., s, t]
+    hides more: bool, or added to the scores; it gets no gradient.
+    """
+    return _attention(query, key, value, attn_mask, before, after, scale, enable_gqa)
+
+
+@banded_op.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *form: Any
+) -> torch.Tensor:
+    before, after, scale, grouped = form
+    row = torch.arange(query.shape[-2], device=query.device).unsqueeze(-1)
+    column = torch.arange(key.shape[-2], device=query.device)
+    shown = torch.ones_like(column - row, dtype=torch.bool)
+    if before is not None:
+        shown &= column >= row - before
+    if after is not None:
+        shown &= column <= row + after
+    if mask is not None:
+        shown = shown & mask if mask.dtype == torch.bool else mask.masked_fill(~shown, -torch.inf)
+    return F.scaled_dot_product_attention(query, key, value, shown, scale=scale, enable_gqa=grouped)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.form = inputs[4:]
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Runs the forward again: ranks run :func:`~autoshard.runtime.banded_rows`; this is for whole tensors."""
+    *given, mask = ctx.saved_tensors
+    given = [x.detach().requires_grad_(n) for x, n in zip(given, ctx.needs_input_grad, strict=False)]
+    with torch.enable_grad():
+        out = _attention(*given, mask, *ctx.form)
+    found = iter(torch.autograd.grad(out, [x for x in given if x.requires_grad], grad))
+    return *(next(found) if x.requires_grad else None for x in given), None, None, None, None, None
+
+
+banded_op.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,15 @@
+"""Graphs in which what models write in several operations is the one that rules know."""
+
+from __future__ import annotations
+
+from autoshard.passes.capture.translate.canonical import remove_dead
+from autoshard.passes.capture.translate.fan_out import fan_out
+from autoshard.passes.capture.translate.masks import by_position
+from autoshard.passes.capture.translate.products import unflattened
+from autoshard.passes.capture.translate.tiles import tiled
+from autoshard.passes.ir.graph import Graph
+
+
+def in_forms(graph: Graph) -> Graph:
+    """``graph`` with masks by position, products of what was not flattened, and splits for slices; nothing dead."""
+    return fan_out(tiled(remove_dead(unflattened(by_position(remove_dead(graph))))))

@@ -1,0 +1,155 @@
+"""What attention need not be given as a tensor: masks that are functions of positions, and repeated key heads.
+
+Models build masks as tensors [queries, keys], often out of ``arange``, and combine them with what depends on the data,
+such as which tokens are padding. The former become what they say, causal or a window, the latter stay. Key and value
+heads that several query heads share are repeated where a library does not trust a kernel; attention is told to share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoshard.passes.capture.translate.canonical import remove_dead
+from autoshard.passes.capture.translate.positions import Linear, Positions, Stripes
+from autoshard.passes.ir.graph import Graph, Node, Ref
+from autoshard.passes.ir.sizes import Size
+from autoshard.runtime.banded import banded_op
+from autoshard.runtime.ring_order import ALL, CAUSAL, Band
+
+aten = torch.ops.aten
+
+ATTENTION = aten.scaled_dot_product_attention.default
+_BOTH = {aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.logical_and.default}
+HIDDEN = -1e9
+"""what is added to scores that are not to count, at most: the least value of a dtype also is where that is greater"""
+
+
+def by_position(graph: Graph) -> Graph:
+    """``graph`` in which attention knows which keys a query sees by their positions, and masks say the rest."""
+    positions, nodes = Positions(graph), dict[str, Node]()
+    for node in graph.nodes:
+        if node.op is ATTENTION:
+            nodes[node.name] = _sharing(node, graph)
+            if node.argument("attn_mask") is not None and not node.argument("is_causal"):
+                nodes[node.name] = _changed(nodes[node.name], graph, positions)
+    return remove_dead(replace(graph, nodes=tuple(nodes.get(n.name, n) for n in graph.nodes))) if nodes else graph
+
+
+def _sharing(node: Node, graph: Graph) -> Node:
+    """The attention with its key and value heads before they were repeated, each for as many query heads."""
+    key, value = (_repeated(node.argument(name), graph) for name in ("key", "value"))
+    if key is None or value is None or node.argument("enable_gqa") or graph.shape(key)[:-1] != graph.shape(value)[:-1]:
+        return node
+    args, kwargs = node.with_arguments(key=key, value=value, enable_gqa=True)
+    return replace(node, args=args, kwargs=kwargs)
+
+
+def _repeated(heads: Ref, graph: Graph) -> Ref | None:
+    """[b, g, t, d] of which ``heads`` [b, g · n, t, d] are n copies each: unsqueezed, expanded, reshaped."""
+    chain = [heads]
+    for op in (aten.reshape.default, aten.expand.default, aten.unsqueeze.default):
+        producer = graph.producers.get(chain[-1].name)
+        if producer is None or producer.op is not op:
+            return None
+        chain.append(producer.args[0])
+    after, wide, narrow, source = (graph.shape(x) for x in chain)
+    if len(source) != 4 or narrow != (*source[:2], 1, *source[2:]) or isinstance(after[1], Size):
+        return None
+    n = wide[2]
+    plain = wide == (*source[:2], n, *source[2:]) and after == (source[0], source[1] * n, *source[2:])
+    return chain[-1] if plain else None
+
+
+def _changed(node: Node, graph: Graph, positions: Positions) -> Node:
+    """The attention without what its mask says of positions."""
+    mask = node.argument("attn_mask")
+    lengths = graph.shape(node.inputs[0])[-2], graph.shape(node.inputs[1])[-2]
+    bands, rest = list[Band](), list[Ref]()
+    for part in _parts(mask, graph):
+        band = _band(part, lengths, graph, positions)
+        bands.append(ALL if band is None else band)
+        if band is None:
+            rest.append(part)
+    band = _within(bands)
+    if (rest and band == ALL) or (rest and graph.types[mask.name].grad):
+        return node
+    left = None if not rest else rest[0] if len(rest) == 1 else mask
+    if left is None and band in (ALL, CAUSAL):
+        args, kwargs = node.with_arguments(attn_mask=None, is_causal=band == CAUSAL)
+        return replace(node, args=args, kwargs=_without_defaults(node, kwargs))
+    (query, *_), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
+    if node.argument("dropout_p") or query[:-2] != result[:-2]:
+        return node
+    given = {
+        "before": band.before,
+        "after": band.after,
+        "scale": node.argument("scale"),
+        "enable_gqa": node.argument("enable_gqa") or None,
+    }
+    kwargs = {name: value for name, value in given.items() if value is not None}
+    return replace(node, op=banded_op._opoverload, args=(*node.args[:3], left), kwargs=kwargs)
+
+
+def _without_defaults(node: Node, kwargs: dict[str, Any]) -> dict[str, Any]:
+    defaults = {a.name: a.default_value for a in node.op._schema.arguments}
+    return {name: value for name, value in kwargs.items() if value != defaults[name]}
+
+
+def _parts(mask: Ref, graph: Graph) -> Iterator[Ref]:
+    """The tensors of truth values of which all have to hold."""
+    producer = graph.producers.get(mask.name)
+    if producer is None or producer.op not in _BOTH or graph.types[mask.name].dtype != torch.bool:
+        yield mask
+        return
+    for operand in producer.args:
+        yield from _parts(operand, graph)
+
+
+def _band(part: Ref, lengths: tuple[int, int], graph: Graph, positions: Positions) -> Band | None:
+    """The band of keys around a query that a mask shows; None where it says something else."""
+    known, type_ = positions(part), graph.types[part.name]
+    if isinstance(known, Linear) and known.is_constant:
+        return ALL if _shows(known.start, type_.dtype) else None
+    rank = len(type_.shape)
+    if not isinstance(known, Stripes) or (known.row, known.column) != (rank - 2, rank - 1):
+        return None
+    shown = [_shows(value, type_.dtype) for value in known.values]
+    if None in shown or shown.count(True) == 0:
+        return None
+    first, last = shown.index(True), len(shown) - 1 - shown[::-1].index(True)
+    if not all(shown[first : last + 1]):
+        return None
+    band = Band(
+        None if first == 0 else -known.ends[first - 1], None if last == len(known.ends) else known.ends[last] - 1
+    )
+    return band if _is_certain(known, band, lengths, type_.dtype) else None
+
+
+def _shows(value: Any, dtype: torch.dtype) -> bool | None:
+    """Whether what a mask says shows a key; None where it adds something else to its score."""
+    if dtype == torch.bool:
+        return bool(value)
+    if value == 0:
+        return True
+    return False if value <= max(HIDDEN, torch.finfo(dtype).min) else None
+
+
+def _is_certain(known: Stripes, band: Band, lengths: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether what is hidden has no weight at all: of a finite number added that is so where every query sees some key."""
+    if dtype == torch.bool or all(v == 0 or v == -torch.inf for v in known.values):
+        return True
+    queries, keys = lengths
+    if isinstance(queries, Size) or isinstance(keys, Size):
+        return band == CAUSAL and str(queries) == str(keys)
+    return (band.after is None or band.after >= 0) and (band.before is None or queries - 1 - band.before < keys)
+
+
+def _within(bands: list[Band]) -> Band:
+    """What lies in all of them."""
+    before = [b.before for b in bands if b.before is not None]
+    after = [b.after for b in bands if b.after is not None]
+    return Band(min(before, default=None), min(after, default=None))

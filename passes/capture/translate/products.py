@@ -1,0 +1,70 @@
+"""Products of flattened operands as products of what they were flattened from: every dim in front can be cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
+
+aten = torch.ops.aten
+
+
+def unflattened(graph: Graph) -> Graph:
+    """``graph`` in which [b, s, k] → [b · s, k] @ [k, n] → [b, s, n], as of GPT-2's layers, is one product.
+
+    A dim b · s can be cut along s only where b is 1.
+    """
+    nodes, types, renamed = list[Node](), dict(graph.types), dict[str, str]()
+    for node in graph.nodes:
+        if node.op is aten.reshape.default and node.inputs[0] in renamed:
+            renamed[node.outputs[0]] = node.inputs[0]
+            continue
+        if (whole := _whole(node, graph)) is not None:
+            weight, product, shape = whole
+            (of,) = (types[name] for name in weight.inputs)
+            types[weight.outputs[0]] = TensorType(of.shape[::-1], of.dtype, of.grad)
+            types[node.outputs[0]] = replace(types[node.outputs[0]], shape=shape)
+            renamed[node.outputs[0]] = node.outputs[0]
+            nodes += [weight, product]
+            continue
+        nodes.append(node)
+    if not renamed:
+        return graph
+
+    def new(ref: Ref) -> Ref:
+        return Ref(renamed.get(ref.name, ref.name))
+
+    changed = (replace(n, args=map_refs(n.args, new), kwargs=map_refs(n.kwargs, new)) for n in nodes)
+    mutations = {fqn: renamed.get(name, name) for fqn, name in graph.mutations.items()}
+    outputs = map_refs(graph.outputs, new)
+    return replace(graph, nodes=tuple(changed), types=types, outputs=outputs, mutations=mutations)
+
+
+def _whole(node: Node, graph: Graph) -> tuple[Node, Node, tuple[int, ...]] | None:
+    """The weight's transpose, the product of the operand that ``node`` has flattened, and its shape."""
+    if node.op is not aten.addmm.default or node.kwargs or not isinstance(node.args[1], Ref):
+        return None
+    bias, flat, weight = node.args
+    producer, (out,) = graph.producers.get(flat.name), node.outputs
+    if producer is None or producer.op is not aten.reshape.default or len(graph.shape(bias)) != 1:
+        return None
+    operand = producer.args[0]
+    before, (rows, features) = graph.shape(operand), graph.shape(flat)
+    shape = (*before[:-1], graph.shape(out)[-1])
+    uses = graph.uses[out]
+    ends = out in graph.mutations.values() or any(isinstance(o, Ref) and o.name == out for o in graph.outputs)
+    if (
+        before[-1] != features
+        or len(before) < 3
+        or rows != TensorType(before[:-1], torch.int8).numel
+        or ends
+        or not uses
+    ):
+        return None
+    if any(u.op is not aten.reshape.default or graph.shape(u.outputs[0]) != shape for u in uses):
+        return None
+    turned = f"{node.name}_weight"
+    made = replace(node, name=turned, op=aten.t.default, args=(weight,), outputs=(turned,), output_slots=(0,))
+    return made, replace(node, op=aten.linear.default, args=(operand, Ref(turned), bias)), shape

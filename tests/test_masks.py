@@ -1,0 +1,202 @@
+"""Masks of attention that are functions of positions: recognised in the graph, whatever a model builds them of."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_equal_training, captured_once, collectives
+from torch import nn
+
+import autoshard
+from autoshard.passes.capture.export import capture
+from autoshard.passes.capture.translate.positions import Linear, Positions
+from autoshard.passes.ir.graph import Ref
+from autoshard.passes.rules.ring import ATTENTION, band_of
+from autoshard.runtime import ring_order
+from autoshard.runtime.banded import banded_op
+from autoshard.runtime.ring_order import ALL, CAUSAL, Band
+
+S = 12
+Mask = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _rows() -> torch.Tensor:
+    return torch.arange(S)[:, None]
+
+
+def _columns() -> torch.Tensor:
+    return torch.arange(S)[None, :]
+
+
+def _minus(seen: torch.Tensor, by: float = -torch.inf) -> torch.Tensor:
+    return torch.zeros(S, S, dtype=torch.float64).masked_fill(~seen, by)
+
+
+MASKS: dict[str, tuple[Mask, Band | None]] = {
+    "tril": (lambda x: torch.tril(torch.ones(S, S, dtype=torch.bool)), CAUSAL),
+    "triu of -inf": (lambda x: torch.full((S, S), -torch.inf, dtype=x.dtype).triu(1), CAUSAL),
+    "least value added": (lambda x: _minus(_columns() <= _rows(), torch.finfo(x.dtype).min), CAUSAL),
+    "where": (lambda x: torch.where(_columns() > _rows(), -torch.inf, 0.0).to(x.dtype)[None, None], CAUSAL),
+    "turned round": (lambda x: ~(_columns().t() < _rows().t()).transpose(0, 1).logical_not(), Band(None, -1)),
+    "difference": (lambda x: (_rows() - _columns()) >= 0, CAUSAL),
+    "of a float": (lambda x: torch.ones(S, S).tril().eq(1), CAUSAL),
+    "not above": (lambda x: ~torch.ones(S, S, dtype=torch.bool).triu(1), CAUSAL),
+    "window": (lambda x: (_columns() <= _rows()) & (_columns() > _rows() - 4), Band(3, 0)),
+    "window of both sides": (lambda x: ((_columns() - _rows()) <= 2) & ((_rows() - _columns()) < 4), Band(3, 2)),
+    "window of two triangles": (
+        lambda x: torch.ones(S, S, dtype=torch.bool).tril() & ~torch.ones(S, S, dtype=torch.bool).tril(-5), Band(4, 0)
+    ),
+    "window that sees all": (lambda x: (_rows() - _columns()) < S, ALL),
+    "window by distance": (lambda x: (_rows() - _columns()).abs() <= 2, Band(2, 2)),
+    "cut from a longer one": (lambda x: torch.ones(20, 20, dtype=torch.bool).tril()[4 : 4 + S, 4 : 4 + S], CAUSAL),
+    "later rows": (lambda x: torch.ones(20, S, dtype=torch.bool).tril()[2 : 2 + S], Band(None, 2)),
+    "documents": (lambda x: (_columns() <= _rows()) & (x[:, 0, :, 0] > 0)[:, None, None, :], CAUSAL),
+    "ALiBi": (lambda x: (_columns() - _rows()).to(x.dtype) * 0.1, None),
+    "little added": (lambda x: _minus(_columns() <= _rows(), -3.0), None),
+    "rows that see none": (lambda x: _minus(_columns() < _rows(), torch.finfo(x.dtype).min), None),
+    "stripes": (lambda x: (_columns() - _rows()).remainder(2) == 0, None),
+    "of the data": (lambda x: x[0, 0, :, 0] > x[0, 0, :, 1, None], None),
+}  # fmt: skip
+
+
+class Masked(nn.Module):
+    def __init__(self, mask: Mask, kv_heads: int = 2) -> None:
+        super().__init__()
+        self.mask, self.kv_heads = mask, kv_heads
+        self.qkv = nn.Linear(8, 8 + 8 * kv_heads)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            y.unflatten(-1, (-1, 4)).transpose(1, 2)
+            for y in self.qkv(x).split([8, 4 * self.kv_heads, 4 * self.kv_heads], -1)
+        )
+        return F.scaled_dot_product_attention(q, k, v, self.mask(x.unsqueeze(1)), enable_gqa=True).square().mean()
+
+
+def attention(name: str) -> Any:
+    graph = capture(Masked(MASKS[name][0]).double(), (torch.randn(2, S, 8, dtype=torch.float64),))
+    (node,) = (n for n in graph.nodes if n.op in ATTENTION)
+    return node
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_is_recognised(name: str) -> None:
+    """Only what is one; a part of the mask that depends on the data stays."""
+    node, band = attention(name), MASKS[name][1]
+    assert band_of(node) == (ALL if band is None else band)
+    assert (node.argument("attn_mask") is None) == (band is not None and name != "documents")
+    assert (node.op is banded_op._opoverload) == (band not in (None, ALL, CAUSAL) or name == "documents")
+
+
+def test_positions_are_what_runs() -> None:
+    """Every value that is known has the values that it has when it is run."""
+    seen = 0
+    for name, (mask, _) in MASKS.items():
+
+        class Bare(nn.Module):
+            def forward(self, x: torch.Tensor, mask: Mask = mask) -> torch.Tensor:
+                return mask(x) + torch.zeros((), dtype=torch.float64)
+
+        graph = capture(Bare(), (torch.randn(2, 1, S, 8, dtype=torch.float64),), training=False)
+        positions, values = Positions(graph), dict[str, torch.Tensor]()
+        for node in graph.nodes:
+            if any(n not in values for n in node.inputs):
+                continue
+            args, kwargs = torch.utils._pytree.tree_map_only(
+                Ref, lambda r, values=values: values[r.name], (node.args, dict(node.kwargs))
+            )
+            values[node.outputs[0]] = actual = node.op(*args, **kwargs)
+            if (known := positions(Ref(node.outputs[0]))) is None:
+                continue
+            seen += 1
+            for at in itertools.product(*map(range, actual.shape)):
+                if isinstance(known, Linear):
+                    found = known.start + sum(s * i for s, i in zip(known.steps, at, strict=True) if s)
+                else:
+                    found = known.at(at[known.column] - at[known.row])
+                assert actual[at].item() == found, (name, node, at)
+    assert seen > 60
+
+
+@pytest.mark.parametrize("name", ["window", "window of both sides", "documents", "later rows", "triu of -inf"])
+def test_in_a_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of rows, on uneven chunks, with fewer key heads than query heads."""
+    monkeypatch.setattr(ring_order, "ROWS", 2)
+    module, x = Masked(MASKS[name][0], 1), torch.randn(2, S, 8)
+    for like, axes in (("ring", {"cp": 5}), ({"cp": "ring", "tp": "megatron"}, {"cp": 2, "tp": 2})):
+        with captured_once():
+            report = assert_equal_training(module, axes, (x,), like=like, steps=1)
+        (labels,) = (c.labels for c in report.plan.choices.values() if "attention" in c.op)
+        assert {"ring", "folded ring"} & set(labels)
+
+
+@pytest.mark.parametrize(("window", "rows"), [(2, 1), (4, 3), (6, 3 + 2), (9, 3 + 3 + 2)])
+def test_a_window_sends_what_it_shows(window: int, rows: int) -> None:
+    """Chunks are of 3 positions: of keys and values those that a later rank sees, there and their gradients back."""
+    module = Masked(lambda x: (_columns() <= _rows()) & (_columns() > _rows() - window))
+    found, sent = collectives(module, {"cp": 4}, None, (torch.randn(2, S, 8),), like="ring"), Counter[str]()
+    for (kind, _, phase, size), count in found.items():
+        sent[phase] += size * count * (kind == "permute")
+    of_a_row = 2 * 2 * 8 * 8  # samples, keys and values, features, bytes
+    assert sent == {"forward": rows * of_a_row, "backward": 2 * rows * of_a_row}
+
+
+def test_no_mask_of_a_long_sequence() -> None:
+    """What transformers builds for 131072 positions would have 17 G elements; work is counted where keys are seen."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4}
+    config = transformers.MistralConfig(
+        **sizes, num_key_value_heads=2, num_hidden_layers=1, sliding_window=4096, use_cache=False
+    )
+    with torch.device("meta"):
+        model, tokens = transformers.MistralForCausalLM(config), torch.zeros(1, 131072, dtype=torch.int64)
+    kwargs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    plan = autoshard.plan(model, autoshard.Mesh({"cp": 8}, "ideal_network"), (), kwargs, like="ring")
+    assert plan.cost.flops < 1e12
+    (choice,) = (c for c in plan.choices.values() if "attention" in c.op)
+    assert choice.labels == ("ring",)
+    hops = [c for c in plan.collectives if c.kind == "permute" and c.phase == "forward"]
+    assert [c.bytes for c in hops] == [4095 * 2 * 2 * 4 * 4]
+
+
+HF = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": False}
+GROUPED = {**HF, "num_key_value_heads": 2, "intermediate_size": 24}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", GROUPED),
+    "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 5}),
+    "gemma3": ("Gemma3ForCausalLM", {**GROUPED, "sliding_window": 3, "head_dim": 4,
+                                     "layer_types": ["sliding_attention", "full_attention"]}),
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "use_cache": False}),
+}  # fmt: skip
+CASES = [("mistral", {"cp": 2, "tp": 2}), ("gemma3", {"cp": 4}), ("gpt2", {"cp": 2, "tp": 2})]
+MORE = [
+    (name, axes) for name in MODELS for axes in ({"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}) if (name, axes) not in CASES
+]
+
+
+@pytest.mark.parametrize(("name", "axes"), [*CASES, *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE)], ids=str)
+def test_models_of_transformers(name: str, axes: dict[str, int]) -> None:
+    """Padded samples, with whatever mask the library builds; the sequence is cut from end to end."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    kind = getattr(transformers, MODELS[name][0])
+    model = kind(kind.config_class(**MODELS[name][1])).train()
+    tokens = torch.randint(0, 32, (2, S))
+    kwargs = {"input_ids": tokens, "labels": tokens}
+    if name != "gpt2":
+        kwargs["attention_mask"] = (torch.arange(S) >= torch.tensor([[0], [3]])).long()
+    like = {"cp": "ring", "tp": "megatron"} if "tp" in axes else "ring"
+    with captured_once():
+        report = assert_equal_training(model, axes, (), kwargs, like=like)
+    plan = report.plan
+    attentions = [c for c in plan.choices.values() if "attention" in c.op]
+    assert len(attentions) == 2
+    assert all({"ring", "folded ring"} & {c.labels[0]} for c in attentions)
+    products = [c for c in plan.choices.values() if c.op in ("aten.linear", "aten.matmul", "aten.addmm", "aten.mm")]
+    print([(c.op, c.labels) for c in products])
