@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import routing_models
 import torch
 from harness import assert_equal_training, collectives, ideal
 from state_experts import EVEN, Routed, batch
@@ -164,3 +165,32 @@ def test_what_goes_to_no_expert_adds_nothing() -> None:
     assert not torch.equal(model(given)[0], model(zeroed)[0])
     report = autoshard.verify(model, ideal({"ep": 2}), (dropped,), like="expert")
     assert report.ok, report
+
+
+@pytest.mark.parametrize("form", ["dense", pytest.param("loop", marks=pytest.mark.slow), "mask_loop"])
+def test_routing_as_users_write_it(form: str) -> None:
+    """Rows travel, weights do not; as many bytes as the operation sends where it is called."""
+    x, sent = torch.randn(2, 6, routing_models.WIDTH), Counter[str]()
+    report = assert_equal_training(routing_models.Routed(form), {"ep": 2}, (x,), like="expert", steps=1)
+    for c in report.plan.collectives:
+        sent[c.kind] += c.bytes * (c.phase == "forward")
+    there = 12 * routing_models.TOP / 2 * routing_models.WIDTH * 8 / 2  # half of a rank's chosen rows, float64
+    assert sent["all_to_all"] == 2 * there + 8.0 * 2 * 2 / 2  # and the numbers of rows
+    assert sent["all_gather"] < routing_models.COUNT * routing_models.WIDTH * routing_models.HIDDEN * 8
+
+
+def test_routing_by_sorted_rows() -> None:
+    """torch's grouped product knows no float64."""
+    model, x = routing_models.Routed("in_order"), torch.randn(2, 6, routing_models.WIDTH)
+    sharded = autoshard.compile(model, ideal({"ep": 2}), (x,), like="expert")
+    assert ("exchange",) in {c.labels for c in sharded.plan.choices.values() if "experts" in c.op}
+    sharded(x).backward()
+    model(x).backward()
+    for name, gradient in sharded.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_no_mixture_stays() -> None:
+    model, x = routing_models.Routed("with_a_rest"), torch.randn(2, 6, routing_models.WIDTH)
+    graph = captured(model, (x,), {})
+    assert not any(n.op is experts_op._opoverload for n in graph.nodes)
