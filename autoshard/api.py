@@ -24,10 +24,12 @@ from autoshard.module.in_process import InProcessModule
 from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
 from autoshard.module.pipelined import PipelinedModule
 from autoshard.module.state import requires_grad
-from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
+from autoshard.passes.ir.graph import Graph
 from autoshard.passes.microbatch import count_of
 from autoshard.passes.propagate.experts import like_of
 from autoshard.passes.propagate.recompute import Recompute
+from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Cost
 from autoshard.plans.stages import check_stages
@@ -120,7 +122,9 @@ def compile(  # noqa: A001  the public name
     """
     resolved = Mesh.of(mesh)
     check_inputs(inputs, example_args, example_kwargs)
-    wishes = Wishes(
+    wishes = _wishes(
+        micro_batches,
+        mixed_precision,
         hints=hints,
         memory_budget=memory_budget,
         optimizer=optimizer,
@@ -128,8 +132,6 @@ def compile(  # noqa: A001  the public name
         strict=strict,
         plan=plan,
         like=like,
-        micro_batches=count_of(micro_batches),
-        mixed_precision=precision_of(mixed_precision),
         stages=stages,
         schedule=schedule,
     )
@@ -139,6 +141,10 @@ def compile(  # noqa: A001  the public name
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
     return sharded
+
+
+def _wishes(micro_batches: int | str, mixed_precision: Any, **asked: Any) -> Wishes:
+    return Wishes(micro_batches=count_of(micro_batches), mixed_precision=precision_of(mixed_precision), **asked)
 
 
 def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings) -> ShardedModule:
@@ -176,6 +182,7 @@ def plan(
     schedule: str = "1f1b",
     inputs: Inputs = "global",
     mixed_precision: Any = None,
+    strict: bool = False,
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
@@ -192,37 +199,69 @@ def plan(
     if (mesh is None) == (devices is None):
         raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
     example = tuple(example_args), dict(example_kwargs or {})
-    resolved = None if mesh is None else Mesh.of(mesh)
-    wishes = Wishes(
-        hints=hints,
-        memory_budget=memory_budget,
-        optimizer=optimizer,
-        recompute=recompute,
-        like=like,
-        micro_batches=1 if micro_batches == "auto" and devices is not None else count_of(micro_batches),
-        mixed_precision=precision_of(mixed_precision),
-        stages=stages if devices is None else None,
-        schedule=schedule,
-    )
-    if resolved is not None:
-        check_stages(resolved, wishes)
-        layouts = local_layouts(model, resolved if stages is None else rest(resolved, stages), *example, inputs, hints)
-        example = wholes(*example, layouts)
-        wishes = replace(wishes, inputs=() if dynamic or micro_batches != 1 or stages is not None else layouts)
-    elif inputs != "global":
+    asked = {
+        "hints": hints,
+        "memory_budget": memory_budget,
+        "optimizer": optimizer,
+        "recompute": recompute,
+        "like": like,
+        "mixed_precision": mixed_precision,
+        "schedule": schedule,
+        "strict": strict,
+    }
+    if mesh is not None:
+        asked |= {"micro_batches": micro_batches, "stages": stages, "inputs": inputs}
+        return compiled_for(model, mesh, *example, training=training, dynamic=dynamic, **asked).plan
+    if inputs != "global":
         raise MeshError("inputs that a rank brings need a mesh: give mesh= instead of devices=")
-    wanted = model.training if training is None else training
-    recorded = wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
-    if resolved is not None:
-        return compiled(model, resolved, *example, wishes, training=recorded, dynamic=dynamic).plan
     assert devices is not None
-    graph = captured(model, *example, training=recorded, dynamic=dynamic, precision=wishes.mixed_precision)
+    wishes = _wishes(1 if micro_batches == "auto" else micro_batches, **asked)
     wishes = replace(wishes, like=like_of(model, like))
+    recorded = _records(model, example, training)
+
+    def capture(lengths: Dynamic) -> Graph:
+        return captured(model, *example, training=recorded, dynamic=lengths, precision=wishes.mixed_precision)
+
+    graph = fixed_if_refused(dynamic, capture)
     found = graph, devices, resolve_hardware(hardware), wishes, type(model).__name__
     if stages is None and micro_batches != "auto":
         return planned_for(*found)
     batches = None if micro_batches == "auto" or micro_batches == 1 else micro_batches
     return pipelined_for(*found, batches, least=1 if stages is None else 2)
+
+
+def compiled_for(
+    model: nn.Module,
+    mesh: MeshLike,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    training: bool | None = None,
+    dynamic: Dynamic = False,
+    inputs: Inputs = "global",
+    micro_batches: int | Literal["auto"] = 1,
+    mixed_precision: Any = None,
+    stages: str | None = None,
+    **asked: Any,
+) -> Compiled:
+    """All stages of a compilation, without weights or processes. Arguments as of :func:`plan`."""
+    resolved = Mesh.of(mesh)
+    wishes = _wishes(micro_batches, mixed_precision, stages=stages, **asked)
+    check_stages(resolved, wishes)
+    running = resolved if stages is None else rest(resolved, stages)
+    layouts = local_layouts(model, running, args, kwargs, inputs, wishes.hints)
+    example = wholes(args, kwargs, layouts)
+    wishes = replace(wishes, inputs=() if dynamic or micro_batches != 1 or stages is not None else layouts)
+    recorded = _records(model, example, training)
+    return fixed_if_refused(
+        dynamic, lambda lengths: compiled(model, resolved, *example, wishes, training=recorded, dynamic=lengths)
+    )
+
+
+def _records(model: nn.Module, example: tuple[Any, ...], training: bool | None) -> bool:
+    """Whether a call with these arguments has a backward."""
+    wanted = model.training if training is None else training
+    return wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
 
 
 def score(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.errors import AutoshardError, CaptureError, HintError, MeshError, PlanError
 from autoshard.hardware import PRESETS, free_memory
@@ -25,9 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
     except AutoshardError as error:
         print(f"autoshard: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # what reads the output has enough: autoshard show … | head
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else Python complains when it flushes at the end
+        return 141
     return status
 
 
@@ -44,7 +52,10 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
         command.add_argument("model", metavar="MODEL", help="gpt, llama:8b, …, hf:llama, or package.module:function")
-        command.add_argument("--mesh", required=True, help="axes and sizes, for example dp=2,tp=4")
+        mesh = command.add_mutually_exclusive_group(required=True) if name == "plan" else command
+        mesh.add_argument("--mesh", required=name != "plan", help="axes and sizes, for example dp=2,tp=4")
+        if name == "plan":
+            mesh.add_argument("--devices", type=int, help="how many: the mesh is searched, too")
         command.add_argument("--hardware", default="h100", help=f"one of {', '.join(PRESETS)} (default h100)")
         command.add_argument("--batch", type=int, default=4, help="global batch size (default 4)")
         command.add_argument("--seq", type=int, default=32, help="sequence length (default 32)")
@@ -57,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--inference", action="store_true", help="no gradients")
         if name != "verify":
             command.add_argument("--dynamic", action="store_true", help="one program for all batch sizes and lengths")
+            _add_planning(command, stages=name != "compile")
         if name == "explain":
             command.add_argument("name", metavar="NAME", help="a parameter, an operation, or a pattern of modules")
         if name == "plan":
@@ -74,6 +86,39 @@ def _parser() -> argparse.ArgumentParser:
     shown.set_defaults(run=_demo)
     shown.add_argument("--out", type=Path, default=Path("autoshard-demo"), help="where to write (./autoshard-demo)")
     return parser
+
+
+def _add_planning(command: argparse.ArgumentParser, stages: bool) -> None:
+    """What :func:`autoshard.plan` is asked."""
+    command.add_argument("--memory-budget", type=float, metavar="BYTES", help="per rank, at the peak, such as 40e9")
+    command.add_argument("--optimizer", default="adamw", help="whose state is counted (default adamw)")
+    command.add_argument(
+        "--recompute", default="auto", choices=("auto", "none", "blocks", "selective"), help="default: as memory needs"
+    )
+    command.add_argument("--micro-batches", type=_count, default=1, metavar="N", help="a number, or auto")
+    command.add_argument(
+        "--mixed-precision", metavar="DTYPE", help="of gathers and compute, such as bfloat16; sums are in float32"
+    )
+    command.add_argument("--strict", action="store_true", help="refuse operations without a rule")
+    if stages:
+        command.add_argument("--stages", metavar="AXIS", help="the mesh axis along which the graph is cut into stages")
+        command.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b (default), interleaved or zero_bubble")
+
+
+def _count(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _planning(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of :func:`autoshard.plan` that were given."""
+    names = "memory_budget optimizer recompute micro_batches strict stages schedule dynamic".split()
+    asked = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    if options.mixed_precision is not None:
+        dtype = getattr(torch, options.mixed_precision, None)
+        if not isinstance(dtype, torch.dtype):
+            raise PlanError(f"--mixed-precision {options.mixed_precision!r} is no dtype of torch, such as bfloat16")
+        asked["mixed_precision"] = MixedPrecisionPolicy(dtype, torch.float32)
+    return {**asked, "hints": _hints(options), "like": _like(options), "training": not options.inference}
 
 
 def _mesh(options: argparse.Namespace) -> Mesh:
@@ -194,20 +239,22 @@ def _weigh(make: Callable[[], nn.Module], copies: float, itemsize: int = 0) -> N
         )
 
 
-def _compiled(options: argparse.Namespace) -> Any:
-    """The :class:`~autoshard.compiler.Compiled` stages of a model without weights."""
-    from autoshard.compiler import compiled
-    from autoshard.plans.wishes import Wishes
+def _planned(options: argparse.Namespace) -> Any:
+    """The plan of a model without weights."""
+    import autoshard
 
     make, args, kwargs = load(options.model, options.batch, options.seq)
-    training, wishes = not options.inference, Wishes(hints=_hints(options), like=_like(options))
     with torch.device("meta"):
-        model = make().train(training)
-    return compiled(model, _mesh(options), args, kwargs, wishes, training=training, dynamic=options.dynamic)
+        model = make().train(not options.inference)
+    if getattr(options, "devices", None) is not None:
+        where: dict[str, Any] = {"devices": options.devices, "hardware": options.hardware}
+    else:
+        where = {"mesh": _mesh(options)}
+    return autoshard.plan(model, example_args=args, example_kwargs=kwargs, **where, **_planning(options))
 
 
 def _plan(options: argparse.Namespace) -> int:
-    plan = _compiled(options).plan
+    plan = _planned(options)
     print(plan)
     if options.json:
         options.json.write_text(plan.to_json(), encoding="utf-8")
@@ -222,8 +269,7 @@ def _compile(options: argparse.Namespace) -> int:
     _weigh(make, _COMPILED)
     torch.manual_seed(0)
     training, mesh = not options.inference, _mesh(options)
-    asked = {"hints": _hints(options), "like": _like(options), "training": training, "dynamic": options.dynamic}
-    sharded = autoshard.compile(make().train(training), mesh, args, kwargs, **asked)
+    sharded = autoshard.compile(make().train(training), mesh, args, kwargs, **_planning(options))
     sharded.save(options.out)
     ranks = sharded.mesh.size
     print(f"{options.out}: rank_module.py, plan.json, inputs.json, lines.json and {ranks} shards. Run it with:")
@@ -252,17 +298,26 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    found = _compiled(options)
     if options.out is None:
-        print(found.source.text)
+        print(_source(options))
     else:
-        found.plan.visualize(options.out)
+        _planned(options).visualize(options.out)
         print(f"written to {options.out}")
     return 0
 
 
+def _source(options: argparse.Namespace) -> str:
+    """The generated code for a model without weights."""
+    from autoshard.api import compiled_for
+
+    make, args, kwargs = load(options.model, options.batch, options.seq)
+    with torch.device("meta"):
+        model = make().train(not options.inference)
+    return str(compiled_for(model, _mesh(options), args, kwargs, **_planning(options)).source.text)
+
+
 def _explain(options: argparse.Namespace) -> int:
-    print(_compiled(options).plan.explain(options.name))
+    print(_planned(options).explain(options.name))
     return 0
 
 

@@ -31,6 +31,20 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Owned(Shard):
+    """Rank ``owner`` holds the whole tensor and the others none of its rows: a Shard(0) in chunks 0, …, n, …, 0.
+
+    For tables that lie whole on one rank each (table-wise). No conversion along the axis leads to it or from it.
+    """
+
+    dim: int = 0
+    owner: int = 0
+
+    def __str__(self) -> str:
+        return f"O({self.owner})"
+
+
+@dataclass(frozen=True, slots=True)
 class Replicate:
     """Every rank holds the whole value; gradients are summands."""
 
@@ -121,6 +135,12 @@ class Layout:
         """Axes that cut tensor dim ``dim``, outer to inner."""
         return tuple(a for a in self.order if self[a] == Shard(dim))
 
+    @property
+    def owner(self) -> dict[str, int]:
+        """Mesh axis → the coordinate of the rank that holds the whole tensor, where one does."""
+        pairs = zip(self.mesh.axes, self.placements, strict=True)
+        return {a: p.owner for a, p in pairs if isinstance(p, Owned)}
+
     def axes_with(self, kind: type) -> tuple[str, ...]:
         """Axes whose placement is of ``kind`` (Shard, Replicate, …), in mesh order."""
         return tuple(a for a, p in zip(self.mesh.axes, self.placements, strict=True) if isinstance(p, kind))
@@ -136,6 +156,8 @@ class Layout:
         for axis in self.axes_of(dim):
             s, length = chunk(length, self.mesh.size_of(axis), self.mesh.index_along(rank, axis))
             start += s
+        if dim == 0 and any(self.mesh.index_along(rank, a) != o for a, o in self.owner.items()):
+            length = 0
         return start, length
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
@@ -172,6 +194,8 @@ class Layout:
 
         if self.order != Layout(self.mesh, self.placements).order:
             raise LayoutError(f"{self}: torch placements nest in mesh order only; redistribute to mesh order first")
+        if self.owner:
+            raise LayoutError(f"{self}: torch has no placement for a tensor that one rank holds whole")
         out: list[Any] = []
         for p in self.placements:
             if isinstance(p, Shard):

@@ -49,6 +49,10 @@ from autoshard import models
 WARM_UP = 9
 """more calls than are compared with their inputs by default"""
 
+HANDLERS: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+TORCHS = dict(HANDLERS)
+"""how DTensor carries out operations before a module of ours has it step on parts: the peers keep it so"""
+
 Step = Callable[[], float]
 """one training step of this rank; returns the loss"""
 
@@ -129,6 +133,21 @@ def ours(like: str | None, axis: str) -> Callable[[Task], Step]:
     return make
 
 
+def as_torch_does(step: Step) -> Step:
+    """``step`` with DTensor's own handling of every operation."""
+
+    def alone() -> float:
+        ours = dict(HANDLERS)
+        HANDLERS.clear()
+        HANDLERS.update(TORCHS)
+        try:
+            return step()
+        finally:
+            HANDLERS.update(ours)
+
+    return alone
+
+
 def mean(step: Step) -> Step:
     """The loss of all ranks, as ours gives it."""
 
@@ -153,7 +172,7 @@ def fsdp2(task: Task) -> Step:
             for block in module:
                 fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return mean(training_step(model, *task.mine()))
+    return as_torch_does(mean(training_step(model, *task.mine())))
 
 
 def tensor_parallel(task: Task) -> Step:
@@ -183,7 +202,7 @@ def tensor_parallel(task: Task) -> Step:
             optimizer.zero_grad()
         return float(loss.detach().full_tensor())
 
-    return step
+    return as_torch_does(step)
 
 
 def one_process(task: Task) -> Step:

@@ -39,6 +39,17 @@ class Skips(nn.Module):
         return {"loss": F.mse_loss(found, y), "found": found, "middle": second, "name": "u"}
 
 
+class Uneven(Skips):
+    """The first stage has a parameter of another dtype than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(12))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        return super().forward(x * self.factor.to(x.dtype), y)
+
+
 class Normed(nn.Module):
     """Batch norm needs the whole batch: one micro-batch."""
 
@@ -144,8 +155,10 @@ def no_second_derivatives(mesh: autoshard.Mesh) -> None:
 
 
 def one_verdict(mesh: autoshard.Mesh) -> None:
-    """An infinity in a gradient of one stage: no stage takes its step, and all scale alike afterwards."""
-    model, args = made("skips")
+    """An infinity in a gradient of one stage, which has more dtypes than others: none takes its step, all scale alike."""
+    args = made("skips")[1]
+    model = Uneven().double()
+    model.factor.data = torch.ones(12)
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2)
     optimizer, scaler = torch.optim.SGD(sharded.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(loss_of(sharded(*args))).backward()
@@ -197,11 +210,35 @@ def other_outputs(mesh: autoshard.Mesh) -> None:
 
 
 def without_gradients(mesh: autoshard.Mesh) -> None:
-    """Forward only, with the parameters where they are."""
+    """Forward only, with the parameters where they are: in micro-batches too, but for a batch that they do not divide."""
     model, args = made("gpt")
-    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2).eval()
-    with torch.no_grad():
-        assert far(full(sharded(*args).logits), model.eval()(*args).logits) <= TOLERANCE
+    model.eval()
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=4)
+    for rows, count in ((8, 4), (3, 1)):
+        given = tuple(x[:rows] for x in args)
+        with torch.no_grad():
+            found, expected = sharded.eval()(*given), model(*given)
+        assert sharded.plan.staged is not None
+        assert sharded.plan.staged.micro_batches == count
+        assert far(full(found.logits), expected.logits) <= TOLERANCE
+        assert far(found.loss, expected.loss) <= TOLERANCE
+        assert not full(found.logits).requires_grad
+
+
+def interleaved_without_gradients(mesh: autoshard.Mesh) -> None:
+    """Several stages per rank, dropout drawn as on one device, and a model that returns no loss."""
+    model, args = made("gpt")
+    model.train()
+    asked: dict[str, Any] = {"stages": "pp", "micro_batches": 4, "schedule": "interleaved", "training": False}
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args[:1], **asked)
+    found = []
+    for m in (model, sharded):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            found.append(full(m(args[0]).logits))
+    assert sharded.plan.staged is not None
+    assert sharded.plan.staged.micro_batches == 4
+    assert far(found[1], found[0]) <= TOLERANCE
 
 
 def first_without_gradients(mesh: autoshard.Mesh) -> None:
@@ -350,6 +387,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "ranks_hold_their_stages": ranks_hold_their_stages,
     "other_outputs": other_outputs,
     "without_gradients": without_gradients,
+    "interleaved_without_gradients": interleaved_without_gradients,
     "first_without_gradients": first_without_gradients,
     "state": state,
     "deferred": deferred,

@@ -148,6 +148,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "NAdam, foreach": lambda p: torch.optim.NAdam(p, lr=0.01, eps=1e-6, foreach=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, eps=1e-6),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6),
+    "Adagrad, fused": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6, fused=True),
+    "SGD, fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01, foreach=False),
+    "Rprop, foreach": lambda p: torch.optim.Rprop(p, lr=0.01, foreach=True),
+    "Muon": lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.01),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,30 @@ def test_plan_prints_the_table_and_writes_json(capsys: pytest.CaptureFixture[str
 def test_plan_of_a_large_mesh_needs_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mlp:base", "--mesh", "dp=64,tp=8", "--batch", "512", "--inference"]) == 0
     assert "512 ranks, inference" in capsys.readouterr().out
+
+
+def test_plan_takes_what_the_function_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = ["--optimizer", "sgd", "--mixed-precision", "bfloat16", "--strict", "--batch", "8", "--json", str(path)]
+    staged = ["--mesh", "pp=2,tp=2", "--stages", "pp", "--schedule", "gpipe", "--micro-batches", "2"]
+    assert main(["plan", "gpt", *staged, *asked]) == 0
+    plan = autoshard.Plan.from_json(path.read_text(encoding="utf-8"))
+    assert plan.staged is not None
+    assert (plan.staged.schedule, plan.staged.micro_batches) == ("gpipe", 2)
+    assert "bfloat16" in plan.mixed_precision
+    capsys.readouterr()
+    assert main(["plan", "mlp", "--devices", "2", "--recompute", "none", "--memory-budget", "10"]) == 2
+    assert "does not fit" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``autoshard show … | head``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["show", *MLP]) == 141
+        print("what is flushed at the end")
 
 
 def test_plan_takes_hints(capsys: pytest.CaptureFixture[str]) -> None:

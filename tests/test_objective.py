@@ -335,9 +335,10 @@ def test_the_searchs_tables_hold_the_prices_that_alternatives_ask_for(mesh: dict
     graph, on = small(mesh, 1 << 12)
     layouts = list(itertools.product((R, I, P, Shard(0), Shard(1)), repeat=on.ndim))
     for value in (i.name for i in graph.inputs):
-        link = Link("definition", Side(layouts), "reader", Side(layouts), value)
+        stages = (0,) if value in graph.parameters else ()
+        link = Link("definition", Side(layouts, stages=stages), "reader", Side(layouts), value)
         searched, _ = EdgeTables(graph, on, [link], held=False).of(link)
-        case = graph.types[value], 0 if value in graph.parameters else None, value in movable_values(graph)
+        case = graph.types[value], stages[0] if stages else None, value in movable_values(graph)
         for (i, a), (j, b) in itertools.product(enumerate(layouts), repeat=2):
             asked = conversion_parts(case[0], on, [a], [b], *case[1:])
             assert list(searched[i, j]) == list(asked[0, 0])

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import ideal
+from microbatch_cases import loss_of
 from pipeline_cases import CASES, compare, made
+from safetensors.torch import save_file
+from torch import nn
 
 import autoshard
+from autoshard import runtime
 from autoshard.compiler import captured
 from autoshard.errors import PlanError
 from autoshard.module import stages
@@ -16,7 +27,7 @@ from autoshard.passes.pipeline import cut
 from autoshard.plans.plan import Plan
 
 MESHES = {"pp2": {"pp": 2}, "pp2tp2": {"pp": 2, "tp": 2}, "pp4": {"pp": 4}, "pp2dp2tp2": {"pp": 2, "dp": 2, "tp": 2}}
-FAST = {"gpt_1f1b", "skips", "other_outputs", "gradients_of_inputs", "refused"}
+FAST = {"gpt_1f1b", "skips", "other_outputs", "interleaved_without_gradients", "gradients_of_inputs", "refused"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
@@ -69,6 +80,27 @@ def test_one_file_has_all_stages() -> None:
     assert source.count("(runtime.Block):") <= 3  # equal blocks of several stages are one class
 
 
+def test_verify_looks_into_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages and micro-batches are verified like a whole; what differs is named, of whatever stage it is."""
+    model, args = made("skips")
+    hints = {"down.*.weight": "rowwise", "up.*.weight": "rowwise"}
+    asked: dict[str, Any] = {"stages": "pp", "micro_batches": 2, "hints": hints}
+    report = autoshard.verify(model, ideal({"pp": 2, "tp": 2}), args, **asked)
+    assert report.ok, report
+    assert report.plan.staged is not None
+    why = report.plan.explain("up.1.weight").splitlines()[1]
+    assert "stage 1: asked for by a hint" in why
+    right = runtime.reduce_scatter
+
+    def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return right(x, *args, **kwargs) * (1 + 1e-3 * (x.shape[-1] == 12))  # what the second stage makes of up.1
+
+    monkeypatch.setattr(runtime, "reduce_scatter", wrong)
+    report = autoshard.verify(model, ideal({"pp": 2, "tp": 2}), args, **asked)
+    assert not report.ok
+    assert str(report.first_divergence).startswith("aten.mul.Tensor in (root) at pipeline_cases.py")
+
+
 def test_a_wrong_message_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a value that crosses without its gradient."""
     through = stages.one_after_another
@@ -80,3 +112,56 @@ def test_a_wrong_message_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(AssertionError):
         compare("gpt", ideal({"pp": 2}), 2, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "asked"),
+    [("gpt", {"tp": 2, "pp": 2}, {"stages": "pp", "schedule": "interleaved"}), ("skips", {"dp": 2}, {})],
+    ids=["stages", "micro_batches"],
+)
+def test_a_saved_step_is_the_same(
+    name: str,
+    axes: Any,
+    asked: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Micro-batches, stages, tied parameters, buffers and dropout, without the model's code."""
+    model, args = made(name)
+    sharded = autoshard.compile(model, ideal(axes), args, micro_batches=4, **asked)
+    sharded.save(tmp_path)
+    inputs = json.loads((tmp_path / "inputs.json").read_text())
+    save_file({n: x.clone() for n, x in zip(inputs, args, strict=True)}, tmp_path / "inputs.safetensors")
+    optimizer = torch.optim.AdamW(sharded.parameters(), 1e-2)
+    expected = []
+    for step in range(2):
+        torch.manual_seed(step)
+        loss = loss_of(sharded(*args))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(f"step {step}: loss {loss.item():.6f}")
+    options = ["--inputs", str(tmp_path / "inputs.safetensors"), "--steps", "2", "--lr", "1e-2"]
+    monkeypatch.setattr(sys, "argv", ["rank_module.py", *options])
+    capsys.readouterr()
+    runpy.run_path(str(tmp_path / "rank_module.py"), run_name="__main__")
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+class Counted(nn.Module):
+    """Samples weigh by how many are positive so far: that is known before the first micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.layer(x) * (y > 0).cumsum(0), y)
+
+
+def test_what_is_made_beforehand_cannot_be_saved(tmp_path: Path) -> None:
+    sharded = autoshard.compile(Counted(), ideal({"dp": 2}), (torch.randn(8, 12), torch.randn(8, 12)), micro_batches=2)
+    with pytest.raises(PlanError, match=r"what depends on inputs alone \(y\) is made of the whole batch"):
+        sharded.save(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()

@@ -156,7 +156,7 @@ def test_layouts_and_states_are_the_best_of_all(parts: str, axes: dict[str, int]
     found: dict[str, tuple[float, float]] = {}
     for choice in every_choice(planner):
         assignment = network.assignment(Solution(choice, 0.0, 0.0, exact=False))
-        key = f"{assignment} {assignment.again} {assignment.shared_again}"
+        key = f"{assignment} {assignment.again} {assignment.shared_again} {assignment.zero}"
         if key not in found:
             memory = simulate(lowered(assignment))
             held = memory.parameters + memory.optimizer + memory.activations

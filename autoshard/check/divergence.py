@@ -14,9 +14,12 @@ from autoshard.check.closeness import scale
 from autoshard.check.interpret import interpret
 from autoshard.check.local_forms import evaluate, flat
 from autoshard.module.base import ShardedModule
+from autoshard.module.microbatches import beforehand, part_of
 from autoshard.module.simulate import join, shard_of
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
+from autoshard.passes.microbatch import MicroBatches
+from autoshard.plans.compiled import Compiled
 
 
 def first_divergence(
@@ -24,17 +27,39 @@ def first_divergence(
 ) -> str | None:
     """The first operation whose result differs by more than ``rtol`` of its largest value, with module and line.
 
-    Both run forward from ``reference``'s weights. None where every operation agrees: then a backward differs.
+    Both run forward from ``reference``'s weights; of several micro-batches the first one. None where every operation
+    agrees: then a backward differs.
     """
     executable = sharded.specialise(args, kwargs)
-    graph, program = executable.graph, executable.compiled.program
+    compiled = executable.compiled
+    graph = compiled.graph if compiled.pipeline is None else compiled.pipeline.whole
     inputs = graph_inputs(graph, reference, args, kwargs)
+    if compiled.micro_batches is not None:
+        inputs |= _of_first(compiled.micro_batches, executable.named(pytree.tree_leaves((args, kwargs))), reference)
     with torch.no_grad():
         torch.manual_seed(0)
         expected = interpret(graph, inputs)
         torch.manual_seed(0)
-        given = run(program, inputs)
-    for node in graph.nodes:
+        for part in compiled.parts or (compiled,):
+            given = run(part.program, {i.name: inputs[i.name] for i in part.graph.inputs})
+            if found := _first(part, given, expected, rtol):
+                return found
+            inputs |= {name: torch.as_tensor(x) for name, x in expected.items()}  # what the next stage receives
+    return None
+
+
+def _of_first(micro: MicroBatches, given: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the first micro-batch takes of the inputs."""
+    given = {**given, **beforehand(micro, given, model.get_buffer)}
+    return {name: part_of(given[source], dim, 0, micro.count) for name, (source, dim) in micro.inputs.items()}
+
+
+def _first(
+    part: Compiled, given: list[dict[str, torch.Tensor]], expected: Mapping[str, Any], rtol: float
+) -> str | None:
+    """The first operation of a program whose result differs."""
+    program = part.program
+    for node in part.graph.nodes:
         for name in node.outputs:
             want = torch.as_tensor(expected[name])  # a number that depends on the data is compared as a scalar
             try:

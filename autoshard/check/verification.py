@@ -95,6 +95,9 @@ def verify(
     plan: Plan | None = None,
     hints: Mapping[str, Any] | None = None,
     like: api.Like = None,
+    stages: str | None = None,
+    micro_batches: int = 1,
+    schedule: str = "1f1b",
 ) -> VerifyReport:
     """Train copies of ``model`` sharded and unsharded for ``steps`` AdamW steps and compare everything.
 
@@ -103,13 +106,16 @@ def verify(
     :func:`default_rtol` for the tensor's dtype), plus ``atol`` (default: ``rtol`` of the largest value of that kind)
     in absolute terms, so that gradients that are zero but for rounding do not count. Weights are allowed 100 times
     that, since Adam divides by the root of squared gradients. Runs on the in-process mesh, and under torch.distributed
-    on every rank (a collective call). The loss is the model's first scalar output, or the mean square of its outputs.
+    on every rank (a collective call).
+    ``stages``, ``micro_batches``, ``schedule``: as of :func:`autoshard.compile`.
+    The loss is the model's first scalar output, or the mean square of its outputs.
     """
     kwargs = dict(example_kwargs or {})
     reference = copy.deepcopy(model, {id(t): t.detach().clone() for t in computed(model)})
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
     asked, rtol = rtol, default_rtol(dtype) if rtol is None else rtol
-    sharded = api.compile(model, mesh, example_args, kwargs, plan=plan, hints=hints, like=like)
+    parts: dict[str, Any] = {"stages": stages, "micro_batches": micro_batches, "schedule": schedule}
+    sharded = api.compile(model, mesh, example_args, kwargs, plan=plan, hints=hints, like=like, **parts)
     runner = _Runner(
         reference, sharded, tuple(example_args), kwargs, rtol, rtol if atol is None else atol, asked is not None
     )

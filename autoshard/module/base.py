@@ -22,6 +22,7 @@ from autoshard.module.inner import compiled_for_generation, inner
 from autoshard.module.microbatches import MicroBatchRun
 from autoshard.module.saving import save
 from autoshard.module.stages import one_after_another
+from autoshard.passes.capture.exported.trees import flattened
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Collective
 from autoshard.runtime.autocast import without_autocast
@@ -108,8 +109,9 @@ class ShardedModule(Compiling):
             return self._called(args, kwargs)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_data(self._of.model, args, kwargs, self._device_type())
-        call = self._call(args, kwargs, self._recorded(pytree.tree_leaves((args, kwargs))))
+        leaves, spec = flattened((args, kwargs))
+        check_data(self._of.model, (args, kwargs), leaves, self._device_type())
+        call = self._call(args, kwargs, leaves, spec, self._recorded(leaves))
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
             executable = self._serving(call, number)
@@ -190,13 +192,11 @@ class ShardedModule(Compiling):
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write ``rank_module.py``, ``plan.json``, ``inputs.json``, ``lines.json`` and ``rank<r>.safetensors``.
 
+        In micro-batches or stages ``step.json``, too, which says how they make a step.
         ``torchrun --nproc-per-node N directory/rank_module.py`` runs it without the original model's code.
-        Under torch.distributed every rank calls it and writes its own shard. Raises :class:`PlanError` for one in stages.
+        Under torch.distributed every rank calls it and writes its own shard. Raises :class:`PlanError` for micro-batches
+        before which something is computed of the whole batch.
         """
-        if self._decided().parts:
-            raise PlanError(
-                "a module in stages cannot be saved as a rank module: save its full_state_dict(), and plan.to_json()"
-            )
         save(self._decided(), self.local_tensors, Path(directory), alone="device_mesh" not in self.__dict__)
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard.compiler import compiled
-from autoshard.errors import CaptureError, PlanError, RuleError
+from autoshard.errors import CaptureError
 from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout, Shard
@@ -27,8 +27,8 @@ from autoshard.module.parts import Fixed, attributes
 from autoshard.module.state import State, check_call, requires_grad
 from autoshard.module.surface import class_of, leave_to_torch_compile
 from autoshard.module.turns import Turns
-from autoshard.passes.capture.exported.lengths import Dynamic
-from autoshard.passes.capture.exported.trees import register_types
+from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
+from autoshard.passes.capture.exported.trees import flattened
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.compiled import Compiled
@@ -127,16 +127,20 @@ class Compiling(Fixed):
         whether gradients are recorded (default: as the ``training`` of :func:`autoshard.compile` says).
         """
         with self._turns:
-            return self._serving(self._call(args, kwargs, recorded), number)
+            args, kwargs = tuple(args), dict(kwargs)
+            return self._serving(self._call(args, kwargs, *flattened((args, kwargs)), recorded), number)
 
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], recorded: bool | None) -> Call:
-        """A call with these arguments in the present state. ``recorded``: see :meth:`specialise`."""
-        register_types((tuple(args), dict(kwargs)))  # the arguments must look in each call as they do after a capture
-        check_example(self._of.model, (tuple(args), dict(kwargs)))
-        args, kwargs = self._arrived(args, kwargs)
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any, recorded: bool | None
+    ) -> Call:
+        """A call with these arguments, flattened, in the present state. ``recorded``: see :meth:`specialise`."""
+        check_example(self._of.model, (args, kwargs), leaves)
+        arrived = self._arrived(args, kwargs, leaves)
+        if arrived is not None:
+            args, kwargs = arrived
+            leaves, spec = pytree.tree_flatten(arrived)
         if self._of.renewed():
             self._show()
-        leaves, spec = pytree.tree_flatten((args, kwargs))
         return Call(args, kwargs, leaves, spec, self._state(leaves, recorded))
 
     def _recorded(self, leaves: Sequence[Any]) -> bool:
@@ -195,12 +199,9 @@ class Compiling(Fixed):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is ours to trace the model
     def _build(self, call: Call, structure: Any) -> Executable:
         """Compile with symbolic lengths where asked to; if that is refused, for the shapes of these arguments."""
-        if self._settings.dynamic:
-            try:
-                return self._built(call, structure)
-            except (CaptureError, PlanError, RuleError) as error:
-                log.warning("no program with symbolic lengths, compiling for these shapes alone: %s", error)
-        return self._built(call, None)
+        return fixed_if_refused(
+            self._settings.dynamic, lambda lengths: self._built(call, structure if lengths else None)
+        )
 
     def _built(self, call: Call, structure: Any) -> Executable:
         settings, first = self._settings, self._parameter_layouts is None
@@ -240,9 +241,12 @@ class Compiling(Fixed):
 
     # --- inputs ---
 
-    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as programs know them: tensors of global shape, those that came in parts as DTensors."""
-        return tuple(args), dict(kwargs)
+    def _arrived(self, args: Any, kwargs: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments as programs know them: tensors of global shape, those that came in parts as DTensors.
+
+        None: as they are.
+        """
+        return None
 
     def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
         """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""

@@ -22,7 +22,7 @@ from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.module import claims
 from autoshard.module.agreement import AFTERWARDS, Agreement, asked_checks
-from autoshard.module.arrivals import arrived, dtensor, layout_of, part_for
+from autoshard.module.arrivals import arrived, layout_of, part_for
 from autoshard.module.base import ShardedModule
 from autoshard.module.compiling import Settings
 from autoshard.module.dtensor_ops import mend
@@ -31,6 +31,7 @@ from autoshard.module.gradients import one_verdict
 from autoshard.module.inputs import without_data
 from autoshard.module.loaded import Loaded
 from autoshard.module.outputs import Output
+from autoshard.module.owned import as_dtensor, layout_on, lies_in, local_of, whole
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.module.turns import Turns
@@ -135,7 +136,7 @@ class DistributedModule(ShardedModule):
         return shard_of(full.detach(), layout, self._comm.rank).to(self._device, copy=True).contiguous()
 
     def _dtensor(self, local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
-        return dtensor(local, self.device_mesh, layout, shape)
+        return as_dtensor(local, self.device_mesh, layout, shape)
 
     def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
         if layout is not None:
@@ -147,7 +148,9 @@ class DistributedModule(ShardedModule):
         if not isinstance(tensor, DTensor):
             return tensor.clone()
         # DTensor.full_tensor gathers axis by axis, with a warning; ours gathers the flattened axes at once.
-        layout, local = Layout.from_torch(self._running, tensor.placements), tensor.to_local()
+        layout, local = layout_on(self._running, self.device_mesh, tensor), tensor.to_local()
+        if layout.owner:
+            return whole(tensor, layout, self._comm)
         plan = redistribution(layout, Layout(self._running), tuple(tensor.shape), self._running, tensor.dtype, False)
         with torch.no_grad(), runtime.bind(self._comm):
             full = execute(plan, local)
@@ -155,9 +158,9 @@ class DistributedModule(ShardedModule):
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         if isinstance(tensor, DTensor):
-            layout = Layout.from_torch(self._running, tensor.placements)
-            part = full.to_local() if isinstance(full, DTensor) else shard_of(full, layout, self._comm.rank)
-            tensor, full = tensor.to_local(), part
+            layout = layout_on(self._running, self.device_mesh, tensor)
+            part = local_of(full) if isinstance(full, DTensor) else shard_of(full, layout, self._comm.rank)
+            tensor, full = local_of(tensor), part
         if not full.is_set_to(tensor):  # else it was written in place
             tensor.copy_(full)
 
@@ -175,7 +178,7 @@ class DistributedModule(ShardedModule):
                 f"buffer {name!r} was replaced by a DTensor. Every rank holds it whole: use full_tensor()."
             )
         placements = tensor.placements if isinstance(tensor, DTensor) else None
-        if layout is not None and placements != tuple(layout.to_torch()):
+        if layout is not None and not lies_in(layout, self.device_mesh, tensor):
             raise CaptureError(
                 f"{name!r} was replaced by a tensor in layout {placements or 'of a plain tensor'}; it is kept as a "
                 f"DTensor in {layout}. Copy values into it, or load them with load_full_state_dict."
@@ -183,13 +186,12 @@ class DistributedModule(ShardedModule):
 
     # --- inputs ---
 
-    def _arrived(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arrived(self, args: Any, kwargs: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         layouts = super()._input_layouts(args, kwargs)
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         if not layouts and not any(isinstance(x, DTensor) for x in leaves):
-            return tuple(args), dict(kwargs)
+            return None
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
-            arrived(leaves, layouts, self.device_mesh, self._device), spec
+            arrived(leaves, layouts, self.device_mesh, self._device), pytree.tree_structure((args, kwargs))
         )
         return found
 

@@ -1,21 +1,99 @@
-"""What torch's DTensor computes wrongly or refuses, and scripts and optimizers ask of parameters and outputs."""
+"""What torch's DTensor computes wrongly, refuses or is slow at, and scripts and optimizers ask of parameters and outputs."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import _muon
+
+from autoshard.module.dtensor_views import VIEWS, indexed, set_through, set_whole
 
 aten = torch.ops.aten
 
+_FUSED = (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
 
+
+@functools.cache
 def mend() -> None:
-    """Have numbers of DTensors whole, and let the in-place ops of :class:`torch.optim.Adafactor` begin with whole values."""
+    """Mend them, once in a process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[aten._local_scalar_dense.default] = _number
-    for op in (aten.pow_.Scalar, aten._foreach_mul_.List):
+    for op in (aten.pow_.Scalar, aten._foreach_mul_.List):  # Adafactor
         handlers[op] = _on_whole
+    for packet in _FUSED:
+        handlers |= {getattr(packet, name): _step_on_parts for name in packet.overloads()}
+    for op in (aten.index_put_.default, aten._foreach_copy_.default):
+        handlers[op] = _on_parts
+    for op in VIEWS:
+        handlers[op] = _view
+    for op in (aten.copy_.default, aten.fill_.Tensor):
+        handlers[op] = _set
+    DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
+    _muon._zeropower_via_newtonschulz = _whole_matrix(_muon._zeropower_via_newtonschulz)
+
+
+def _set_data(x: DTensor, new: torch.Tensor) -> None:
+    """``x.data = new``: DTensor's own is lost, since it sets the data of the outer tensor alone."""
+    if not isinstance(new, DTensor) and new.shape == x.shape:
+        new = distribute_tensor(new.detach(), x.device_mesh, x.placements, src_data_rank=None)
+    torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+    x._local_tensor, x._spec = new._local_tensor.detach(), new._spec  # type: ignore[attr-defined]
+
+
+def _whole_matrix(orthogonal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Muon's iteration on whole matrices. On parts it would round in bfloat16 in another order, and more than once."""
+
+    def wrapped(gradient: torch.Tensor, *args: Any) -> torch.Tensor:
+        if not isinstance(gradient, DTensor):
+            return orthogonal(gradient, *args)
+        made = orthogonal(gradient.full_tensor(), *args)
+        return distribute_tensor(made, gradient.device_mesh, gradient.placements, src_data_rank=None)
+
+    return wrapped
+
+
+def _on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op that writes element by element, on this rank's parts where those that go together come in one layout."""
+    first, *others = ([x] if isinstance(x, torch.Tensor) else x for x in args[:3] if not isinstance(x, bool))
+    layouts = [(x.placements, x.shape) if isinstance(x, DTensor) else None for x in first]
+    together = not any(p.is_partial() for x in layouts if x is not None for p in x[0])
+    for group in others:
+        for x, layout in zip(group, layouts, strict=False):
+            mask = op is not aten.index_put_.default or not x.ndim or x.dtype == torch.bool
+            given = (x.placements, x.shape) if isinstance(x, DTensor) else None
+            together &= mask and (given == layout or (given is None and not x.ndim))
+    if not together and op is aten.index_put_.default:
+        if not set_through(op, args, kwargs):
+            set_whole(op, args, kwargs, args[0])
+        return args[0]
+    if not together:
+        return _as_it_was(op, args, kwargs, _on_parts)
+    own, named = pytree.tree_map_only(DTensor, lambda x: x.to_local(), (args, kwargs))
+    op(*own, **named)
+    return args[0] if isinstance(args[0], torch.Tensor) else None
+
+
+def _view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return indexed(args[0], _as_it_was(op, args, kwargs, _view), op, args[1:])
+
+
+def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[…] = y``: after the view of ``x`` was taken."""
+    x = args[0]
+    if set_through(op, args, kwargs):
+        return x
+    if not isinstance(args[1], DTensor) and args[1].ndim:  # a plain tensor: the whole
+        set_whole(op, args, kwargs, x)
+        return x
+    if op is aten.fill_.Tensor and isinstance(x, DTensor) and not any(p.is_partial() for p in x.placements):
+        op(x.to_local(), *pytree.tree_map_only(DTensor, lambda y: y.full_tensor(), args[1:]))
+        return x
+    return _as_it_was(op, args, kwargs, _set)
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -30,9 +108,46 @@ def _on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(p.is_partial() for p in x.placements):
             whole = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
             x._local_tensor, x._spec = whole._local_tensor, whole._spec
+    return _as_it_was(op, args, kwargs, _on_whole)
+
+
+def _step_on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The step of a fused optimizer, element by element: where a parameter, its gradient and its states have one layout every
+    rank steps on its parts. DTensor would make, and compare, a layout of each of them in each step.
+    """
+    lists = [x for x in args if isinstance(x, list | tuple) and x]
+    if not all(map(_alike, zip(*lists, strict=False))):
+        return _as_it_was(op, args, kwargs, _step_on_parts)
+    parts = ([_part(x) for x in a] if isinstance(a, list | tuple) else a for a in args)
+    with torch.no_grad():
+        return op(*parts, **kwargs)
+
+
+def _alike(tensors: Iterable[Any]) -> bool:
+    """Whether a parameter and what belongs to it are cut alike; numbers, such as the count of steps, are whole."""
+    first, *others = tensors
+    if not isinstance(first, DTensor) or any(p.is_partial() for p in first.placements):
+        return False
+    placements, mesh, ndim = first.placements, first.device_mesh, first.ndim
+    for x in others:
+        if isinstance(x, DTensor) and x.ndim == ndim:
+            if x.placements != placements or x.device_mesh is not mesh:
+                return False
+        elif isinstance(x, DTensor) or x.ndim:
+            return False
+    return True
+
+
+def _part(x: Any) -> torch.Tensor:
+    local: torch.Tensor = x._local_tensor if isinstance(x, DTensor) else x
+    return local
+
+
+def _as_it_was(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Callable[..., Any]) -> Any:
+    """As DTensor has it without ``handler``."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     del handlers[op]
     try:
         return op(*args, **kwargs)
     finally:
-        handlers[op] = _on_whole
+        handlers[op] = handler

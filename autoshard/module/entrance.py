@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard.errors import CaptureError
@@ -14,17 +13,17 @@ from autoshard.module.executable import Executable
 from autoshard.passes.capture.exported.arguments import argument_paths
 
 
-def check_data(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: str | None) -> None:
+def check_data(model: nn.Module, example: Any, leaves: Sequence[Any], device: str | None) -> None:
     """Raise :class:`CaptureError` for a call without data, or with data on another device type than ``device``.
 
-    ``device``: that of the parameters and buffers; None where inputs are moved there.
+    ``example``: its arguments; ``leaves``: all that is in them. ``device``: that of the parameters and buffers; None
+    where inputs are moved there.
     """
     if torch.get_default_device().type == "meta":
         raise CaptureError(
             "the default device is meta, which has no data: call the module outside of torch.device('meta')"
         )
-    example = tuple(args), dict(kwargs)
-    for i, leaf in enumerate(pytree.tree_leaves(example)):
+    for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             continue
         kind = leaf.device.type

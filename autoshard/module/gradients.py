@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.module.base import ShardedModule
-from autoshard.module.stage_gradients import StageGradient
 from autoshard.runtime.process_group import all_gather_single
+
+Found = dict[torch.device, torch.Tensor]
+"""device → 1 where a gradient there is not finite"""
 
 
 def clip_grad_norm_(
@@ -46,9 +49,11 @@ def _norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> torch.T
     mine = []
     for g in gradients:
         place = g.device_mesh.get_coordinate()
+        if place is None:  # others own it
+            continue
         first = all(p.is_shard() or n == 0 for p, n in zip(g.placements, place, strict=True))
         if first and g.to_local().numel():
-            mine.append(g.to_local())
+            mine.append(_values(g.to_local()))
     device = mine[0].device if mine else torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
     norms = torch.stack([n.to(device, like.dtype) for n in torch._foreach_norm(mine, order)]) if mine else None
     total = (
@@ -60,14 +65,40 @@ def _norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> torch.T
     return norm
 
 
+def _values(x: torch.Tensor) -> torch.Tensor:
+    """The elements that are there; of a sparse gradient those of its rows."""
+    return x.coalesce().values() if x.is_sparse else x
+
+
 def one_verdict() -> None:
     """Let :class:`torch.amp.GradScaler` come to the same verdict on every rank, whatever the order of the parameters.
 
     DTensor's own handler asks the ranks among which the *first* gradient is cut. Where that one is whole and another
-    is not, ranks decide each for themselves, and take other scales and steps.
+    is not, ranks decide each for themselves, and take other scales and steps. Ranks of other stages have other
+    gradients, in other dtypes, or none: what all of them found is put together once for each optimizer.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = _check_and_unscale
+    if not hasattr(torch.amp.GradScaler._unscale_grads_, "__wrapped__"):
+        torch.amp.GradScaler._unscale_grads_ = _over_stages(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
+
+
+def _over_stages(unscale: Callable[..., Found]) -> Callable[..., Found]:
+    @functools.wraps(unscale)
+    def over_stages(
+        scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, fp16: bool
+    ) -> Found:
+        by_device = unscale(scaler, optimizer, inverse, found, fp16)
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        group = next((p.stages for p in parameters if hasattr(p, "stages")), None)
+        if group is None:
+            return by_device
+        by_device = by_device or {found.device: found}
+        for x in by_device.values():
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+        return by_device
+
+    return over_stages
 
 
 def _check_and_unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,6 +108,3 @@ def _check_and_unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for i in range(mesh.ndim):
         if any(not g.placements[i].is_replicate() for g in gradients):
             dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(i))
-    group = next((g.stages for g in gradients if isinstance(g, StageGradient)), None)
-    if group is not None:  # other stages' gradients are on other ranks
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)

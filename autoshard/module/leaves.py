@@ -16,6 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoshard import runtime
 from autoshard.errors import RuntimeMismatchError
+from autoshard.module.owned import local_of
+from autoshard.module.sparse_gradients import accumulate
 from autoshard.runtime.again import CHANGED
 from autoshard.runtime.communicator import Communicator
 from autoshard.runtime.move import Move
@@ -26,34 +28,67 @@ Axes = tuple[str, ...]
 def locals_of(comm: Communicator, parameters: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     """The local tensors of DTensor parameters, for one forward."""
     gradients = runtime.Gradients(comm, lambda number, axes: _taken(comm, parameters[number], axes))
-    return runtime.wait_gradients(*_Locals.apply(gradients, *parameters), gradients=gradients)  # type: ignore[no-untyped-call]
+    found: tuple[torch.Tensor, ...] = _Locals.apply(gradients, *parameters)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Locals(torch.autograd.Function):
-    """DTensor parameters → their local tensors; the backward makes DTensor gradients of the same placements."""
+    """DTensor parameters → their local tensors; the backward makes DTensor gradients of the same placements.
+
+    It also does what :func:`runtime.wait_gradients` does, in one node: the gradients under way are ``pending``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gradients: runtime.Gradients, *parameters: Any) -> tuple[torch.Tensor, ...]:
-        ctx.gradients, ctx.parameters = gradients, parameters
+    def forward(ctx: Any, pending: runtime.Gradients, *parameters: Any) -> tuple[torch.Tensor, ...]:
+        ctx.pending, ctx.parameters = pending, parameters
         ctx.specs = [p._spec for p in parameters]
         ctx.versions = [p._version for p in parameters]
         ctx.set_materialize_grads(False)
-        return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
+        return tuple(local.view_as(local) for local in map(local_of, parameters))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         # DTensor's operations change its local tensor where autograd does not see it.
         if any(p._version != version for p, version in zip(ctx.parameters, ctx.versions, strict=True)):
             raise RuntimeMismatchError(CHANGED.format("a parameter"))
-        comm, summands = ctx.gradients.comm, ctx.gradients.summands
-        given, specs = [], []
-        for i, (p, g, spec) in enumerate(zip(ctx.parameters, gradients, ctx.specs, strict=True)):
-            if g is not None:
-                axes = _meet(comm, p, summands.get(i, ()))
-                given.append(ctx.gradients.summand(g, summands.get(i, ()), axes))
-                specs.append(_over(comm, spec, axes))
-        made = iter(_Globals.apply(specs, *given))  # type: ignore[no-untyped-call]
-        return None, *(None if g is None else next(made) for g in gradients)
+        pending, specs = ctx.pending, ctx.specs
+        found = [
+            _in_rows(p, g, spec) for p, g, spec in zip(ctx.parameters, pending.finish(gradients), specs, strict=True)
+        ]
+        if pending.summands or _deferred:
+            found, specs = _met(pending, ctx.parameters, found, specs)
+        if torch.is_grad_enabled():
+            there = [i for i, g in enumerate(found) if g is not None]
+            made = iter(_Globals.apply([specs[i] for i in there], *(found[i] for i in there)))  # type: ignore[no-untyped-call]
+            return None, *(None if g is None else next(made) for g in found)
+        return None, *(None if g is None else _global(g, spec) for g, spec in zip(found, specs, strict=True))
+
+
+def _in_rows(p: Any, gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
+    """A gradient that is no list of rows, or None: such a list becomes ``p.grad``, or goes on whole where none is kept."""
+    if gradient is None or not gradient.is_sparse:
+        return gradient
+    if not _accumulates(p):
+        return gradient.to_dense()
+    accumulate(p, gradient, spec)
+    return None
+
+
+def _global(gradient: torch.Tensor, spec: Any) -> DTensor:
+    return DTensor(gradient.detach(), spec, requires_grad=False)
+
+
+def _met(
+    pending: runtime.Gradients, parameters: Sequence[Any], gradients: Sequence[Any], specs: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The gradients as summands over what they and ``.grad`` are to be summed over, and their specs."""
+    comm, given, over = pending.comm, list(gradients), list(specs)
+    for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
+        if g is not None:
+            own = pending.summands.get(i, ())
+            axes = _meet(comm, p, own)
+            given[i], over[i] = pending.summand(g, own, axes), _over(comm, specs[i], axes)
+    return given, over
 
 
 class _Globals(torch.autograd.Function):
@@ -63,7 +98,7 @@ class _Globals(torch.autograd.Function):
     def forward(ctx: Any, specs: list[Any], *gradients: torch.Tensor) -> tuple[Any, ...]:
         ctx.specs = specs
         ctx.set_materialize_grads(False)
-        return tuple(DTensor(g.detach(), s, requires_grad=False) for g, s in zip(gradients, specs, strict=True))
+        return tuple(map(_global, gradients, specs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.layout import Layout, Shard
 from autoshard.module.executable import Executable
 from autoshard.module.leaves import locals_of
+from autoshard.module.owned import local_of
 from autoshard.module.simulate import shard_of
 from autoshard.runtime.communicator import Communicator
 
@@ -54,7 +55,7 @@ class Loaded:
             if parameter.requires_grad:
                 trained[name] = parameter
             else:
-                found[name] = parameter.to_local()
+                found[name] = local_of(parameter)
         if trained:
             found.update(zip(trained, locals_of(self.comm, list(trained.values())), strict=True))
         for name, written in self.buffers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class MicroBatchRun:
         """The outputs of the step, and what it writes back. ``inputs``: of the whole batch; ``names``: the program's.
 
         The loss carries gradients: its backward scales them and hands them over. Other outputs are detached, since the
-        activations that they came from are gone.
+        activations that they came from are gone. Where there is no loss there is no backward.
         """
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
         given |= beforehand(micro, given, self.tensor)
@@ -48,7 +48,7 @@ class MicroBatchRun:
         made: list[Leaves] = []
         written: dict[str, torch.Tensor] = {}
         states, before = _random_states(), self.defer(True)
-        with self.leaves() as pairs:
+        with self.leaves() if micro.loss is not None else nullcontext([]) as pairs:
             wanted = [*pairs, *((x, given[n]) for n, x in inputs.items() if x.requires_grad)]
             try:
                 for index in range(micro.count):
@@ -57,7 +57,8 @@ class MicroBatchRun:
                     _restore(states)  # every micro-batch takes its part of what the whole batch draws
                     parts = [_part(given[source], dim, index, micro.count) for source, dim in sources]
                     leaves, written = self.run(parts)
-                    leaves[micro.loss].backward(inputs=[leaf for _, leaf in wanted])
+                    if micro.loss is not None:
+                        leaves[micro.loss].backward(inputs=[leaf for _, leaf in wanted])
                     made.append([x.detach() if isinstance(x, torch.Tensor) else x for x in leaves])
             finally:
                 self.enter(0, 1)
@@ -100,6 +101,8 @@ def delivered(
     ``wanted``: tensors that get a gradient, each with what had it in the micro-batches.
     """
     outputs = [_combined(parts, how) for parts, how in zip(zip(*made, strict=True), micro.outputs, strict=True)]
+    if micro.loss is None:
+        return outputs
     gradients = [leaf.grad for _, leaf in wanted]
     outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *(x for x, _ in wanted))  # type: ignore[no-untyped-call]
     return outputs

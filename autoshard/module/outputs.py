@@ -97,7 +97,7 @@ class Output(DTensor):
                     log.info("%s of an output in its layout: %s. It is gathered", func, error)
             own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
             result = func(*own, **named)
-            if _writes(func) and isinstance(x := given[0][0], DTensor):
+            if writes(func) and isinstance(x := given[0][0], DTensor):
                 _take(x, own[0])
                 return x if result is own[0] else result
             return result
@@ -136,7 +136,12 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and (x.ndim > 0 or x.requires_grad)
 
 
-def _writes(func: Any) -> bool:
+def is_view(func: Any) -> bool:
+    """Whether what ``func`` gives is a view of its first argument in eager."""
+    return getattr(func, "__name__", "") in _VIEWS
+
+
+def writes(func: Any) -> bool:
     """Whether ``func`` writes into its first argument."""
     return bool(_WRITING.fullmatch(getattr(func, "__name__", "")))
 
@@ -146,7 +151,7 @@ def _follow(func: Any, args: Sequence[Any], made: Any) -> None:
     source = args[0] if args else None
     if not isinstance(source, DTensor) or "_copied" not in source.__dict__ or made is source:
         return
-    if getattr(func, "__name__", "") not in _VIEWS or any(isinstance(i, list) for i in pytree.tree_leaves(args[1:])):
+    if not is_view(func) or any(isinstance(i, list) for i in pytree.tree_leaves(args[1:])):
         return
     for x in pytree.tree_leaves(made):
         if isinstance(x, DTensor):

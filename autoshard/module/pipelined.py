@@ -17,16 +17,17 @@ from autoshard import runtime
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.module.along import Along
 from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule, default_device_type
 from autoshard.module.executable import Executable
 from autoshard.module.microbatches import beforehand, delivered, part_of
-from autoshard.module.pipeline import Pipeline, packed, unpacked
+from autoshard.module.pipeline import ProgramPipeline
 from autoshard.module.stage_gradients import mark
 from autoshard.passes.ir.graph import Ref
 from autoshard.plans.stages_together import rest
 from autoshard.runtime import generators
+from autoshard.runtime.along import Along
+from autoshard.runtime.pipeline import packed, unpacked
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -35,7 +36,7 @@ class PipelinedModule(DistributedModule):
     """A sharded module in stages; ``named_parameters()`` are those of this rank's stages."""
 
     _along: Along
-    _pipelines: dict[int, Pipeline]
+    _pipelines: dict[int, ProgramPipeline]
     _by_stage: list[list[int]]
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
@@ -55,7 +56,11 @@ class PipelinedModule(DistributedModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """See :meth:`ShardedModule.__deepcopy__`. What runs the rank modules is its own."""
         memo[id(self._pipelines)] = {}
-        return super().__deepcopy__(memo)
+        made = super().__deepcopy__(memo)
+        for p in made._of.tensors():
+            if isinstance(p, nn.Parameter):
+                self._marked(p)
+        return made
 
     def _shared(self) -> list[Any]:
         """See :meth:`Compiling._shared`."""
@@ -65,9 +70,15 @@ class PipelinedModule(DistributedModule):
 
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         made = super()._parameter(p, layout, initial)
-        if made.requires_grad and self._along.ranks > 1:
-            made.register_post_accumulate_grad_hook(partial(mark, self._along.group))
+        self._marked(made)
         return made
+
+    def _marked(self, p: nn.Parameter) -> None:
+        """Let a parameter be known as a stage's, where there are others."""
+        if self._along.ranks > 1:
+            p.stages = self._along.group  # type: ignore[attr-defined]
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(mark)
 
     def _holds(self, name: str) -> bool:
         return self._homes is None or any(map(self._along.is_mine, self._homes.get(name, (0,))))
@@ -155,6 +166,7 @@ class PipelinedModule(DistributedModule):
         inputs = self._whole((), inputs)[1]
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
         pipeline, micro = self._pipeline(executable), executable.compiled.micro_batches
+        training = pipeline.training
         if micro is not None:
             given |= beforehand(micro, given, self.tensor)
         pipeline.run = partial(self._run_stage, pipeline, given)
@@ -163,7 +175,7 @@ class PipelinedModule(DistributedModule):
         before = self._defer(True)
         try:
             with contextlib.ExitStack() as inside:
-                pairs: Pairs = inside.enter_context(self._of.standing_in()) if micro is not None else []
+                pairs: Pairs = inside.enter_context(self._of.standing_in()) if training else []
                 begin = self._beginning(pipeline)
                 with runtime.bind(self._comm):
                     pipeline.step(self._comm.notes, [leaf for _, leaf in pairs], begin)
@@ -177,23 +189,23 @@ class PipelinedModule(DistributedModule):
         with runtime.bind(self._comm):
             made = self._made_everywhere(pipeline)
         pipeline.made = {}
-        if micro is None:
-            return made[0], written
+        if micro is None or not training:
+            return (made[0] if micro is None else delivered(micro, made, ())), written
         self._sum_tied(pipeline, pairs)
         wanted = [*pairs, *self._of_inputs(inputs, given)]
         if not wanted:  # nothing is trained here; the user's backward is called on every rank
             wanted = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
         return delivered(micro, made, wanted), written
 
-    def _pipeline(self, executable: Executable) -> Pipeline:
+    def _pipeline(self, executable: Executable) -> ProgramPipeline:
         if id(executable) not in self._pipelines:
             rank, none = self._comm.rank, lambda *_: ()
-            self._pipelines[id(executable)] = Pipeline(executable, rank, self._along, self._device, none)
+            self._pipelines[id(executable)] = ProgramPipeline(executable, rank, self._along, self._device, none)
         return self._pipelines[id(executable)]
 
     def _run_stage(
         self,
-        pipeline: Pipeline,
+        pipeline: ProgramPipeline,
         given: Mapping[str, torch.Tensor],
         number: int,
         index: int,
@@ -213,7 +225,7 @@ class PipelinedModule(DistributedModule):
 
     # --- between stages ---
 
-    def _beginning(self, pipeline: Pipeline) -> torch.Tensor | None:
+    def _beginning(self, pipeline: ProgramPipeline) -> torch.Tensor | None:
         """The state of rank 0's generators, on the ranks of the first stage."""
         if not pipeline.draws or 0 not in pipeline.mine:
             return None
@@ -224,7 +236,7 @@ class PipelinedModule(DistributedModule):
             self._comm.run(group, dist.broadcast, state, self._comm.ranks[0])
         return state
 
-    def _end(self, pipeline: Pipeline) -> None:
+    def _end(self, pipeline: ProgramPipeline) -> None:
         """Rank 0's generators stand where the last stage left them."""
         if not pipeline.draws:
             return
@@ -234,12 +246,12 @@ class PipelinedModule(DistributedModule):
         if self._agreement.rank == 0:
             generators.set_states(unpacked(state, self._device))
 
-    def _written(self, pipeline: Pipeline, number: int) -> dict[str, torch.Tensor]:
+    def _written(self, pipeline: ProgramPipeline, number: int) -> dict[str, torch.Tensor]:
         """What a stage writes back: of the last micro-batch."""
         program = pipeline.executable.parts[number].compiled.program
         return self._new_values(program, pipeline.made[number][-1], tuple)
 
-    def _made_everywhere(self, pipeline: Pipeline) -> list[list[Any]]:
+    def _made_everywhere(self, pipeline: ProgramPipeline) -> list[list[Any]]:
         """Per micro-batch the model's outputs, on every rank: from those of the stages that made them."""
         graph = pipeline.executable.graph
         made = [[None if isinstance(out, Ref) else out for out in graph.outputs] for _ in range(pipeline.count)]
@@ -252,7 +264,7 @@ class PipelinedModule(DistributedModule):
         return made
 
     def _of_stage(
-        self, pipeline: Pipeline, number: int, at: int, own: Sequence[torch.Tensor] | None
+        self, pipeline: ProgramPipeline, number: int, at: int, own: Sequence[torch.Tensor] | None
     ) -> Sequence[torch.Tensor]:
         """Output ``at`` of a stage, per micro-batch: this rank's, or that of the rank that has its place there."""
         program = pipeline.executable.parts[number].compiled.program
@@ -268,7 +280,7 @@ class PipelinedModule(DistributedModule):
         self._along.tell(number, both, name)
         return both.unbind(0)
 
-    def _sum_tied(self, pipeline: Pipeline, pairs: Pairs) -> None:
+    def _sum_tied(self, pipeline: ProgramPipeline, pairs: Pairs) -> None:
         """Add up the gradients of parameters that several stages hold, over the ranks that run these."""
         leaves = {id(p): leaf for p, leaf in pairs}
         for fqn, homes in sorted(pipeline.stages.tied.items()):

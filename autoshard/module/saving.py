@@ -12,43 +12,131 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.module.executable import Executable
+from autoshard.module.pipeline import form_of, places
+from autoshard.passes.ir.graph import Ref
+from autoshard.passes.microbatch import MicroBatches
 
 Held = Callable[[Executable, int], Mapping[str, torch.Tensor]]
-"""what gives every tensor that the rank module of a rank reads, by original name"""
+"""what gives every tensor that a rank module of a rank reads, by original name"""
 
 
 def save(executable: Executable, held: Held, directory: Path, alone: bool) -> None:
     """``rank_module.py``, the JSON files beside it, and one safetensors file per rank (this process's ranks).
 
-    ``alone``: all ranks run in this process.
+    ``alone``: all ranks run in this process. Raises :class:`PlanError` for a step that needs more than its rank modules.
     """
+    micro = executable.compiled.micro_batches
+    if micro is not None and micro.before is not None:
+        made = ", ".join(i.name for i in micro.before.inputs)
+        raise PlanError(
+            f"this step cannot be saved: what depends on inputs alone ({made}) is made of the whole batch before the first "
+            "micro-batch. Compile with micro_batches=1 to save it, or save full_state_dict() and plan.to_json()."
+        )
     directory.mkdir(parents=True, exist_ok=True)
-    mine = range(executable.compiled.plan.mesh.size) if alone else [dist.get_rank()]
-    trained = [i.fqn for i in executable.graph.inputs if i.kind == "parameter" and executable.graph.types[i.name].grad]
-    metadata = {"trained": json.dumps(trained), "mutated": json.dumps(list(executable.compiled.source.mutated))}
-    for rank in mine:
-        tensors = held(executable, rank)
-        needed = {name: tensors[name].cpu().contiguous().clone() for name in executable.rank_module().tensor_names}
-        save_file(needed, str(directory / f"rank{rank}.safetensors"), metadata=metadata)
+    _shards(executable, held, directory, alone)
     if alone or dist.get_rank() == 0:
         source = executable.compiled.source
         (directory / "rank_module.py").write_text(source.text, encoding="utf-8")
         lines = {"sha256": sha256(source.text.encode()).hexdigest(), "modules": source.modules}
         (directory / "lines.json").write_text(json.dumps(lines), encoding="utf-8")
         (directory / "plan.json").write_text(executable.compiled.plan.to_json(), encoding="utf-8")
-        arguments = dict(zip(executable.compiled.source.inputs, executable.compiled.source.arguments, strict=True))
-        cuts = {
-            name: _cut(executable.compiled.program.layouts[name], entry) for name, entry in executable.inputs.items()
-        }
-        described = {arguments[n]: {**entry, **cuts[n]} for n, entry in executable.inputs.items() if n in arguments}
-        (directory / "inputs.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
+        (directory / "inputs.json").write_text(json.dumps(_inputs(executable), indent=1), encoding="utf-8")
+        step = directory / "step.json"
+        step.unlink(missing_ok=True)
+        if micro is not None or executable.parts:
+            step.write_text(json.dumps(_step(executable), indent=1), encoding="utf-8")
     if not alone:
         dist.barrier()
+
+
+def _shards(executable: Executable, held: Held, directory: Path, alone: bool) -> None:
+    """What every rank reads: the tensors of its stages."""
+    trained = [i.fqn for i in executable.graph.inputs if i.kind == "parameter" and executable.graph.types[i.name].grad]
+    metadata = {"trained": json.dumps(trained), "mutated": json.dumps(list(executable.compiled.source.mutated))}
+    parts, stages = executable.parts or (executable,), places(executable)
+    for mine, row in enumerate(stages):
+        for place, rank in enumerate(row):
+            if not alone and rank != dist.get_rank():
+                continue
+            needed: dict[str, torch.Tensor] = {}
+            for part in parts[mine :: len(stages)]:
+                tensors = held(part, place)
+                needed |= {name: tensors[name].cpu().contiguous().clone() for name in part.rank_module().tensor_names}
+            save_file(needed, str(directory / f"rank{rank}.safetensors"), metadata=metadata)
+
+
+def _inputs(executable: Executable) -> dict[str, Any]:
+    """The global inputs, by what a forward calls them; where there are several, or micro-batches, by what the graph does."""
+    source, layouts = executable.compiled.source, executable.compiled.program.layouts
+    if executable.parts or executable.compiled.micro_batches is not None:
+        return {name: dict(entry) for name, entry in executable.inputs.items()}
+    arguments = dict(zip(source.inputs, source.arguments, strict=True))
+    described = ((n, {**entry, **_cut(layouts[n], entry)}) for n, entry in executable.inputs.items())
+    return {arguments[n]: entry for n, entry in described if n in arguments}
 
 
 def _cut(layout: Layout, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Of an input that comes in parts: dim → axes that cut it, outer to inner."""
     cut = {dim: layout.axes_of(dim) for dim in range(len(entry["shape"])) if layout.axes_of(dim)}
     return {"cut": cut} if cut else {}
+
+
+def _step(executable: Executable) -> dict[str, Any]:
+    """How micro-batches and stages make a step, see :class:`~autoshard.runtime.saved.SavedStep`."""
+    compiled, stages = executable.compiled, places(executable)
+    pipeline, micro = compiled.pipeline, compiled.micro_batches
+    received = [()] if pipeline is None else [stage.received for stage in pipeline.each]
+    forms = [] if pipeline is None else [form_of(executable, place) for place in range(len(stages[0]))]
+    count = 1 if micro is None else micro.count
+    return {
+        "count": count,
+        "schedule": "gpipe" if compiled.plan.staged is None else compiled.plan.staged.schedule,
+        "loss": _loss(executable),
+        "training": micro is not None and micro.loss is not None,
+        "draws": bool(forms) and forms[0].draws,
+        "ranks": stages,
+        "tied": {} if pipeline is None else dict(pipeline.tied),
+        "stages": [
+            {
+                "arguments": [_argument(name, got, micro) for name in part.compiled.source.inputs],
+                "sent": 0 if pipeline is None else len(pipeline.each[number].sent),
+                "mutated": list(part.compiled.source.mutated),
+            }
+            for number, (part, got) in enumerate(zip(executable.parts or (executable,), received, strict=True))
+        ],
+        "messages": [
+            [
+                {"dtype": str(m[0].dtype).removeprefix("torch."), "grad": m[0].grad, "shapes": [x.shape for x in m]}
+                for m in zip(*sent, strict=True)
+            ]
+            for sent in zip(*(form.messages for form in forms), strict=True)
+        ]
+        or [[]],
+    }
+
+
+def _argument(name: str, received: tuple[str, ...], micro: MicroBatches | None) -> int | tuple[str, int | None]:
+    if name in received:
+        return received.index(name)
+    return (name, None) if micro is None else micro.inputs[name]
+
+
+def _loss(executable: Executable) -> int | None:
+    """Which output of the last stage is the loss; without a backward the first scalar that micro-batches add up to."""
+    compiled = executable.compiled
+    micro, graph = compiled.micro_batches, compiled.graph
+    if micro is None:
+        return None
+    position = micro.loss
+    if position is None:
+        summed = (i for i, how in enumerate(micro.outputs) if how == "sum")
+        position = next(
+            (i for i in summed if isinstance(o := graph.outputs[i], Ref) and not graph.types[o.name].shape), None
+        )
+    if compiled.pipeline is None or position is None:
+        return position
+    results = compiled.pipeline.each[-1].results
+    return results.index(position) if position in results else None

@@ -9,6 +9,7 @@ import torch
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.layout import Layout, Partial, Shard
+from autoshard.runtime import sparse
 
 
 def shard_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
@@ -63,7 +64,9 @@ def join(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int] | 
 
 
 def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout: Layout) -> None:
-    if a.dtype.is_floating_point or a.dtype.is_complex:
+    if a.shape != b.shape:
+        same = False
+    elif a.dtype.is_floating_point or a.dtype.is_complex:
         tolerance, finite = torch.finfo(a.dtype).eps ** 0.5, b.abs()[b.isfinite()]
         scale = float(finite.max()) if finite.numel() else 0.0
         same = torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
@@ -97,12 +100,38 @@ class _Cut(torch.autograd.Function):
         given = [g for g in gradients if g is not None]
         if not given:
             return None, None, None
+        if any(g.is_sparse for g in given):
+            return _joined_sparse(gradients, ctx.layout, ctx.shape, ctx.name), None, None
         if len(given) < len(gradients):  # a rank whose part is empty may be left out of the graph
             shapes = [ctx.layout.local_shape(ctx.shape, r) for r in range(len(gradients))]
             given = [given[0].new_zeros(s) if g is None else g for g, s in zip(gradients, shapes, strict=True)]
         # As a node of the graph again: it has the derivative of its own that a gradient penalty asks for.
         joined = _Join.apply(ctx.layout.gradient(), ctx.shape, f"the gradient of {ctx.name}", *given)  # type: ignore[no-untyped-call]
         return joined, None, None
+
+
+def _joined_sparse(
+    parts: Sequence[torch.Tensor | None], layout: Layout, shape: Sequence[int], name: str
+) -> torch.Tensor:
+    """:func:`join` of sparse gradients. A rank that holds no rows has none."""
+    whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard)]
+    found = []
+    for rank, part in enumerate(parts):
+        if part is None or not part.is_sparse:
+            continue
+        coordinates = list(layout.mesh.coordinates(rank))
+        if any(coordinates[i] for i in whole):
+            for i in whole:
+                coordinates[i] = 0
+            other = parts[layout.mesh.rank(coordinates)]
+            for mine, theirs in zip(sparse.rows_of(part), sparse.rows_of(other), strict=True):  # type: ignore[arg-type]
+                _check_equal(mine, theirs, f"the gradient of {name}", rank, layout)
+            continue
+        for dim, size in enumerate(shape):
+            if part.shape[dim] != size:
+                part = sparse.padded(part, dim, layout.chunk_of(dim, size, rank)[0], size)
+        found.append(part)
+    return sparse.summed(found)
 
 
 class _Join(torch.autograd.Function):

@@ -13,18 +13,14 @@ from autoshard.errors import RuntimeMismatchError
 _NORMS = (torch.linalg.vector_norm, torch._foreach_norm)
 
 
-def mark(group: Any, p: torch.Tensor) -> None:
-    """Let ``p.grad`` be known as a stage's, one of those of ``group``. To be called when it has been accumulated."""
+def mark(p: torch.Tensor) -> None:
+    """Let ``p.grad`` be known as a stage's. To be called when it has been accumulated."""
     if type(p.grad) is DTensor:
         p.grad.__class__ = StageGradient
-        p.grad.stages = group  # type: ignore[attr-defined]
 
 
 class StageGradient(DTensor):
     """A gradient whose norm may be taken, but not put together with others', as ``torch.nn.utils.clip_grad_norm_`` does."""
-
-    stages: Any = None
-    """the process group of the ranks along the axis of stages"""
 
     @classmethod
     def __torch_function__(

@@ -127,15 +127,21 @@ def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
     found: list[Collective] = []
     again, movable = regathered(program), movable_values(program.graph)
 
-    def of_step(part: Statement, again: bool) -> Iterator[Collective]:
+    def of_step(part: Statement, again: bool, stage: int = 0) -> Iterator[Collective]:
         moved = part.value in movable
-        return (replace(c, movable=moved) for c in _of_step(program, part, again))
+        return (replace(c, movable=moved) for c in _of_step(program, part, again, stage))
+
+    def of_part(part: Statement, again: bool) -> Iterable[Collective]:
+        if part.step is not None or part.node is None:
+            return of_step(part, again)
+        return _of_node(program, part, searched.operations[part.node.name].compute)
 
     for s in program.statements:
         if s.members and not s.parameter:
-            found += _together([c for part in s.members for c in of_step(part, bool(s.again))], program)
+            found += _together([c for part in s.members for c in of_part(part, bool(s.again))], program)
         elif s.step is not None:  # of a bucket of parameters every member is listed, at its share of the time
-            parts = [c for part in s.parts for c in of_step(part, bool(s.again) or part.outputs[0] in again)]
+            stage = s.call.kwargs.get("zero", 0)
+            parts = [c for part in s.parts for c in of_step(part, bool(s.again) or part.outputs[0] in again, stage)]
             found += _shared(parts, program.mesh) if s.members else parts
         elif s.node is not None:
             found += _of_node(program, s, searched.operations[s.node.name].compute)
@@ -199,7 +205,8 @@ def _step_seconds(step: Step) -> tuple[float, float, float]:
     return forward, step.seconds - forward, 0.0
 
 
-def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective]:
+def _of_step(program: Program, s: Statement, again: bool, stage: int) -> Iterator[Collective]:
+    """Collectives of a redistribution step; ``stage``: of ZeRO, of a parameter that is kept."""
     step = s.step
     if step is None:
         return
@@ -210,7 +217,6 @@ def _of_step(program: Program, s: Statement, again: bool) -> Iterator[Collective
     first = Collective(
         step.kind, step.group, "forward", step.forward_bytes, module_of(s, program.graph), reason, public, forward, op
     )
-    stage = program.assignment.zero.get(s.value, 0) if s.parameter and program.types[s.value].grad else 0
     if step.is_collective:
         yield replace(first, times=ONCE if stage else 1)
     if step.backward and program.types[s.value].grad:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.errors import PlanError
 from autoshard.plans.record import Choice, Collective, Record
@@ -44,6 +44,8 @@ def _making(plan: Record, name: str) -> str | None:
 
 
 def _why(plan: Record, name: str) -> str:
+    if plan.staged is not None:
+        return _why_in_stages(plan.staged.plans, name)
     if name in plan.given:
         return (
             f"asked for by like={plan.like}"
@@ -54,6 +56,14 @@ def _why(plan: Record, name: str) -> str:
         return "as the plan that was given says"
     exact = plan.cost.total_s <= plan.lower_bound * (1 + 1e-9)
     return "part of the cheapest plan" if exact else "part of the best plan found"
+
+
+def _why_in_stages(stages: Sequence[Record], name: str) -> str:
+    """Of the first stage that has it: the others take it as it lies there."""
+    number, stage = next((i, p) for i, p in enumerate(stages) if name in p.kinds)
+    searched = any(p.lower_bound > 0 for p in stages)
+    follows = searched and stage.lower_bound <= 0 and name not in stage.given
+    return f"stage {number}: " + ("as in a stage before that is equal" if follows else _why(stage, name))
 
 
 def _of_input(plan: Record, name: str) -> Iterator[str]:

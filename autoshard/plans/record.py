@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from autoshard.errors import PlanError
 from autoshard.hardware import Hardware
-from autoshard.layout import Invariant, Layout, Partial, Placement, Replicate, Shard
+from autoshard.layout import Invariant, Layout, Owned, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory, Recomputed
 
@@ -130,7 +130,7 @@ class Choice:
     """1: the conversions of its operands are made again in the backward; 2: it is computed again"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Candidate:
     """A mesh that was tried for a number of devices and not taken: what its best plan costs, and why it lost."""
 
@@ -138,6 +138,9 @@ class Candidate:
     cost: Cost
     memory: Memory
     why: str
+
+    def __repr__(self) -> str:
+        return f"Candidate({self.mesh}: {self.cost.total_s:.3g} s, {self.memory.peak / 1e9:.3g} GB; {self.why})"
 
 
 @dataclass(frozen=True)
@@ -340,8 +343,10 @@ def _candidate_from(data: Mapping[str, Any], hardware: Hardware) -> Candidate:
 
 
 def placement_from(text: str) -> Placement:
-    """``S(1)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
+    """``S(1)``, ``O(2)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
     if text in _LETTERS:
         return _LETTERS[text]
     inner = text[2:-1]
+    if text.startswith("O("):
+        return Owned(owner=int(inner))
     return Shard(int(inner)) if text.startswith("S(") else Partial(inner)

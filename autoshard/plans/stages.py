@@ -81,7 +81,7 @@ def in_stages(
     plan: Callable[[Graph, Mesh, Wishes, str], Planned],
 ) -> Compiled:
     """What follows capture for a graph that is cut along an axis of the mesh. ``plan``: plans one graph."""
-    count = micro.count if micro is not None else max(1, wishes.micro_batches)
+    count = micro.count if micro is not None else 1
     graph, wishes = (
         replace(graph, passes=1),
         replace(wishes, micro_batches=count),

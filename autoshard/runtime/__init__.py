@@ -70,6 +70,7 @@ __all__ = [
     "pad",
     "partial",
     "permute",
+    "pooled",
     "reduce_scatter",
     "reduce_scatter_together",
     "regather",
@@ -84,7 +85,7 @@ __all__ = [
 
 from autoshard.runtime.attention import attention, causal_mask, kv_heads
 from autoshard.runtime.draw import draw, draw_like, native_dropout, rrelu
-from autoshard.runtime.embedding import vocab_embedding, vocab_embedding_bag
+from autoshard.runtime.embedding import pooled, vocab_embedding, vocab_embedding_bag
 from autoshard.runtime.experts import experts
 from autoshard.runtime.halo import average, crop, halo, split
 from autoshard.runtime.indexing import (
@@ -121,6 +122,7 @@ from autoshard.runtime.reduce import (
 from autoshard.runtime.ring import banded_rows, ring_attention
 from autoshard.runtime.scan import cummax, cummin, cumprod, cumsum, logcumsumexp
 from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax
+from autoshard.runtime.tables import table_wise
 
 __all__ += [
     "all",
@@ -179,6 +181,7 @@ __all__ += [
     "split",
     "std",
     "std_mean",
+    "table_wise",
     "topk",
     "var",
     "var_mean",

@@ -109,3 +109,9 @@ def by_dtype(xs: Sequence[torch.Tensor | None]) -> list[list[int]]:
         if x is not None:
             groups.setdefault(x.dtype, []).append(i)
     return list(groups.values())
+
+
+def each(moves: Sequence[Move], change: Callable[[Move], Move]) -> list[Move]:
+    """Every move changed; several tensors often share one."""
+    known: dict[int, Move] = {}
+    return [known.get(id(m)) or known.setdefault(id(m), change(m)) for m in moves]

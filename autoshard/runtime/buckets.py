@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import RuntimeMismatchError
-from autoshard.runtime.bucket import PLAIN, Begin, Bucket, Dtypes, Gradients, Tensors, by_dtype, record
+from autoshard.runtime.bucket import PLAIN, Begin, Bucket, Dtypes, Gradients, Tensors, by_dtype, each, record
 from autoshard.runtime.communicator import Communicator, current
 from autoshard.runtime.flat_bucket import FlatBucket
 from autoshard.runtime.in_process import InProcessCommunicator, World
@@ -94,7 +94,7 @@ def carried(
     """
     comm = current()
     module = named(moves[0], always=isinstance(comm, TorchCommunicator)).module
-    moves = [move._replace(module=module) for move in moves]
+    moves = each(moves, lambda move: move._replace(module=module))
     if isinstance(comm, TorchCommunicator):
         return through(FlatBucket(comm, moves, replicas, listed, dtypes), xs)
     if not isinstance(comm, InProcessCommunicator):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autoshard.errors import MeshError, RuntimeMismatchError
+from autoshard.runtime import sparse
 from autoshard.runtime.move import Move
 from autoshard.runtime.relay import Arrival, Hop
 from autoshard.runtime.step import Step
@@ -169,6 +170,8 @@ class Communicator(ABC):
 
     def local(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """The moves that need no communication."""
+        if x.is_sparse:
+            return sparse.local(move, x, self.chunks, self.index(move.axes))
         match move.verb:
             case "enter" | "leave":
                 return x
@@ -205,7 +208,7 @@ def in_order_of(x: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
 
     Kernels follow that order, so another one would round otherwise than on one device.
     """
-    if moved is x or x.is_contiguous():
+    if moved is x or x.is_sparse or x.is_contiguous():
         return moved
     strides = x.stride()
     order = sorted(range(x.ndim), key=lambda d: -strides[d])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.runtime.bucket import PLAIN, Begin, Bucket, Dtypes, Gradients, by_dtype, record
+from autoshard.runtime.bucket import PLAIN, Begin, Bucket, Dtypes, Gradients, by_dtype, each, record
 from autoshard.runtime.communicator import Communicator
 from autoshard.runtime.move import LOCAL, Move
 from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, numel
@@ -42,7 +42,10 @@ class FlatBucket(Bucket):
 
     def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
         out: list[Any] = list(xs)
-        if self.moves[0].verb in LOCAL:
+        verb = self.moves[0].verb
+        if verb == "enter" and self.dtypes.forward is None:
+            return [x.view_as(x) for x in xs]
+        if verb in LOCAL:
             xs = [x.view_as(x) for x in xs] if self.dtypes.forward is None else [x.to(self.dtypes.forward) for x in xs]
             return [self.comm.local(m, x) for m, x in zip(self.moves, xs, strict=True)]
         for members in by_dtype(xs):
@@ -107,7 +110,7 @@ class FlatBucket(Bucket):
         works: list[Any] = []
         later: list[Begin] = []
         for members in by_dtype(gradients):
-            moves = [self.moves[i].backward() for i in members]
+            moves = each([self.moves[i] for i in members], Move.backward)
             present = [g for i in members if (g := gradients[i]) is not None]
             buffer, work, parts = self._begin(moves, present, "backward", dtype)
             if self.replicas and not keeps:

@@ -90,6 +90,8 @@ class Gradients:
         return [self._sum(number, found) if found else None for number, found in enumerate(parts)]
 
     def _sum(self, number: int, parts: Sequence[tuple[torch.Tensor, tuple[str, ...]]]) -> torch.Tensor:
+        if len(parts) == 1 and not parts[0][1]:
+            return parts[0][0]
         axes = self.together(*(axes for _, axes in parts))
         if axes:
             self.summands[number] = axes

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime import sparse
 from autoshard.runtime.communicator import Communicator, Executed, bind, current, in_order_of
 from autoshard.runtime.move import LOCAL, Move, piece, together
 from autoshard.runtime.profiling import named, recorded
@@ -96,7 +97,7 @@ class World:
         verb, axes = moves[0].verb, moves[0].axes
         if self.log is not None and verb not in LOCAL:
             ring = moves[0].ring_bytes(xs[0], self.ranks[0].size_of(axes))
-            self.ranks[0].record(verb, axes, phase, ring)
+            self.ranks[0].record("all_gather" if xs[0].is_sparse else verb, axes, phase, ring)
         return self.carry_out(moves, xs)
 
     def carry_out(self, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -112,7 +113,9 @@ class World:
             if out[first] is not None:
                 continue
             group = comm.group(moves[first].axes)
-            if moves[first].splits is not None:
+            if xs[first].is_sparse:
+                parts = _sparse(comm, moves[first], [xs[r] for r in group])
+            elif moves[first].splits is not None:
                 parts = _exchanged([moves[r] for r in group], [xs[r] for r in group])
             else:
                 parts = _GROUP_OPS[verb](comm, moves[first], [xs[r] for r in group])
@@ -237,6 +240,10 @@ def _exchanged(moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Rows by the numbers in the moves' splits."""
     sent = [x.split(move.splits.sent) for move, x in zip(moves, xs, strict=True) if move.splits is not None]
     return [torch.cat(parts) for parts in zip(*sent, strict=True)]
+
+
+def _sparse(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [sparse.joined(move, xs, comm.chunks, number) for number in range(len(xs))]
 
 
 def _permute(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:

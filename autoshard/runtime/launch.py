@@ -3,88 +3,125 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from autoshard.errors import MeshError, PlanError
-from autoshard.runtime.communicator import bind, current
+from autoshard.runtime.along import Along
+from autoshard.runtime.communicator import bind
 from autoshard.runtime.in_process import World
 from autoshard.runtime.module import RankModule
-from autoshard.runtime.parameters import wait_gradients
+from autoshard.runtime.pipeline import Pipeline, packed
 from autoshard.runtime.process_group import TorchCommunicator
 from autoshard.runtime.profiling import name_lines
 from autoshard.runtime.random import synchronised_rng
+from autoshard.runtime.saved import Held, SavedStep
+
+Outputs = Sequence[Any]
 
 
-def main(rank_module: type[RankModule], file: str) -> None:
+def main(rank_module: type[RankModule] | Sequence[type[RankModule]], file: str) -> None:
     """Load this rank's shards from beside ``file``, take training steps, print the loss.
 
-    ``--inputs``: a safetensors file with the global inputs by name; without it inputs are random, of the shapes and
-    value ranges in ``inputs.json``. Raises :class:`MeshError` for a wrong number of processes.
+    ``rank_module``: the class that a rank runs, or those of all stages. ``--inputs``: a safetensors file with the global
+    inputs by name; without it inputs are random, of the shapes and value ranges in ``inputs.json``. Raises
+    :class:`MeshError` for a wrong number of processes.
     """
-    parser = argparse.ArgumentParser(description=rank_module.__doc__)
+    classes = [rank_module] if isinstance(rank_module, type) else [*rank_module]
+    parser = argparse.ArgumentParser(description=classes[0].__doc__)
     parser.add_argument("--inputs", type=Path, help="safetensors file with the global inputs by name")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps to take (default 1)")
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate")
     options = parser.parse_args()
     folder = Path(file).resolve().parent
-    _name_lines(rank_module, Path(file))
+    _name_lines(classes, Path(file))
     if "WORLD_SIZE" in os.environ:
-        _distributed(rank_module, folder, options)
+        with _processes() as device:
+            _distributed(classes, folder, options, device)
     else:
-        world = World(rank_module.MESH)
-        inputs = _inputs(rank_module, folder, options.inputs)
-        runs = [_Run(rank_module, folder, r, torch.device("cpu")) for r in range(world.size)]
-        for step in range(options.steps):
-            torch.manual_seed(step)
-            outputs = world.run(lambda run: run.forward(inputs), [(run,) for run in runs])
-            loss = _loss(outputs[0])
-            if loss is not None and loss.requires_grad:
-                # One graph spans all ranks, and every rank's loss is the whole loss.
-                torch.autograd.backward([x for x in map(_loss, outputs) if x is not None])
-            for run in runs:
-                run.update(options.lr)
-            _print(step, outputs[0], loss)
+        _in_process(classes, folder, options)
 
 
-def _distributed(rank_module: type[RankModule], folder: Path, options: argparse.Namespace) -> None:
+# --- all ranks in this process ---
+
+
+def _in_process(classes: Sequence[type[RankModule]], folder: Path, options: argparse.Namespace) -> None:
+    world = World(classes[0].MESH)
+    first = Held(classes, None, folder, 0, torch.device("cpu"))
+    step = first.step
+    held = [
+        [first if r == 0 else Held(classes, step, folder, r, torch.device("cpu")) for r in row] for row in step.ranks
+    ]
+    inputs = _inputs(step, folder, options.inputs)
+    for number in range(options.steps):
+        torch.manual_seed(number)
+        states, made = torch.get_rng_state(), []
+        for index in range(step.count):
+            torch.set_rng_state(states)  # every micro-batch takes its part of what the whole batch draws
+            for comm in world.ranks:
+                comm.enter(index, step.count)
+            outputs = _through(world, step, held, index, inputs)
+            losses = [x for x in (_loss(step, of_rank) for of_rank in outputs) if x is not None and x.requires_grad]
+            if losses:  # one graph spans all ranks, and every rank's loss is the whole loss
+                torch.autograd.backward(losses)
+            made.append(outputs[0])
+        for comm in world.ranks:
+            comm.enter(0, 1)
+        for fqn in step.tied:
+            for place in range(world.size):
+                _add_up([held[k][place].tensors[fqn] for k in step.homes(fqn)])
+        for run in (run for row in held for run in row):
+            run.update(options.lr)
+        _print(number, step, made)
+
+
+def _through(
+    world: World, step: SavedStep, held: Sequence[Sequence[Held]], index: int, inputs: Mapping[str, torch.Tensor]
+) -> list[Outputs]:
+    """What the last stage gives for a micro-batch, on every rank."""
+    received: list[Outputs] = [()] * world.size
+    outputs: list[Outputs] = []
+    for number, stage in enumerate(step.stages):
+        runs = held[number % len(held)]
+        outputs = world.run(
+            lambda run, got, number=number: run.call(number, index, got, inputs), [*zip(runs, received, strict=True)]
+        )
+        received = [of_rank[: stage.sent] for of_rank in outputs]
+    return outputs
+
+
+def _add_up(parameters: Sequence[torch.Tensor]) -> None:
+    """The gradient of a parameter that several stages hold."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        total = torch.stack(gradients).sum(0)
+        for p in parameters:
+            p.grad = total.clone()
+
+
+# --- this process's rank ---
+
+
+@contextmanager
+def _processes() -> Iterator[torch.device]:
+    """torch.distributed, and where this rank computes."""
     import torch.distributed as dist
 
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
-        needed = World(rank_module.MESH).size
-        if dist.get_world_size() != needed:
-            raise MeshError(
-                f"the mesh {dict(rank_module.MESH)} has {needed} ranks, but {dist.get_world_size()} processes run: "
-                f"torchrun --nproc-per-node {needed} {folder / 'rank_module.py'}"
-            )
-        comm = TorchCommunicator(rank_module.MESH)
-        comm.device = device
-        run = _Run(rank_module, folder, comm.rank, device)
-        inputs = {n: t.to(device) for n, t in _inputs(rank_module, folder, options.inputs).items()}
-        for step in range(options.steps):
-            torch.manual_seed(step)
-            with bind(comm), synchronised_rng(comm):
-                outputs = run.forward(inputs)
-                loss = _loss(outputs)
-                if loss is not None and loss.requires_grad:
-                    loss.backward()
-            run.update(options.lr)
-            if comm.rank == 0:
-                _print(step, outputs, loss)
+        yield torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -93,66 +130,98 @@ def _distributed(rank_module: type[RankModule], folder: Path, options: argparse.
         os._exit(0)
 
 
-def _name_lines(rank_module: type[RankModule], file: Path) -> None:
+def _distributed(
+    classes: Sequence[type[RankModule]], folder: Path, options: argparse.Namespace, device: torch.device
+) -> None:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    needed = sum(map(len, SavedStep.beside(folder, classes, ()).ranks))
+    if dist.get_world_size() != needed:
+        raise MeshError(
+            f"the mesh {dict(classes[0].MESH)} has {needed} ranks, but {dist.get_world_size()} processes run: "
+            f"torchrun --nproc-per-node {needed} {folder / 'rank_module.py'}"
+        )
+    held = Held(classes, None, folder, rank, device)
+    step = held.step
+    mine, place = step.of_rank(rank)
+    comm = TorchCommunicator(classes[0].MESH, step.ranks[mine])
+    comm.device = device
+    groups = [dist.new_group(list(column)) for column in zip(*step.ranks, strict=True)] if len(step.ranks) > 1 else []
+    inputs = {n: t.to(device) for n, t in _inputs(step, folder, options.inputs).items()}
+    pipeline: Pipeline | None = None
+    if groups:
+        along = Along(groups[place], comm.notes)
+        pipeline = Pipeline(step.form(place), along, device, partial(_of_stage, held, comm, inputs))
+    for number in range(options.steps):
+        torch.manual_seed(number)
+        if pipeline is not None:
+            made = _on_schedule(pipeline, along, held, comm)
+        else:
+            with bind(comm), synchronised_rng(comm):
+                made = _one_after_another(held, comm, inputs)
+        held.update(options.lr)
+        if place == 0 and len(step.stages) - 1 in held.modules:
+            _print(number, step, made)
+
+
+def _one_after_another(held: Held, comm: TorchCommunicator, inputs: Mapping[str, torch.Tensor]) -> list[Outputs]:
+    """The outputs of all micro-batches of a step without stages."""
+    states, made = comm.random_states(), list[Outputs]()
+    for index in range(held.step.count):
+        comm.set_random_states(states)
+        made.append(_of_stage(held, comm, inputs, 0, index, ()))
+        loss = _loss(held.step, made[-1])
+        if loss is not None and loss.requires_grad:
+            loss.backward()
+    comm.enter(0, 1)
+    return made
+
+
+def _of_stage(
+    held: Held,
+    comm: TorchCommunicator,
+    inputs: Mapping[str, torch.Tensor],
+    number: int,
+    index: int,
+    received: Sequence[torch.Tensor],
+) -> Outputs:
+    comm.enter(index, held.step.count, number)
+    return held.call(number, index, received, inputs)
+
+
+def _on_schedule(pipeline: Pipeline, along: Along, held: Held, comm: TorchCommunicator) -> list[Outputs]:
+    """The outputs of all micro-batches, on the ranks of the last stage."""
+    state = packed(pipeline.device) if pipeline.draws and 0 in pipeline.mine else None
+    with bind(comm):
+        pipeline.step(comm.notes, list(held.trained.values()), state)
+    comm.enter(0, 1)
+    if pipeline.failed is not None:
+        raise pipeline.failed
+    for fqn in held.step.tied:
+        if along.rank in held.step.homes(fqn):
+            leaf = held.tensors[fqn]
+            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            along.add_up(leaf.grad, held.step.tied[fqn], f"the gradient of {fqn}")
+    return list(pipeline.made.get(pipeline.last, ()))
+
+
+# --- files, and what is printed ---
+
+
+def _name_lines(classes: Sequence[type[RankModule]], file: Path) -> None:
     """Modules in profiles from ``lines.json`` beside ``file``, unless that is gone or ``file`` was edited since."""
     table = file.with_name("lines.json")
     if table.exists():
         found = json.loads(table.read_text(encoding="utf-8"))
         if found["sha256"] == sha256(file.read_bytes()).hexdigest():
-            name_lines(rank_module, {int(n): module for n, module in found["modules"].items()})
+            for kind in classes:
+                name_lines(kind, {int(n): module for n, module in found["modules"].items()})
 
 
-class _Run:
-    """One rank's module with its own shards as leaves."""
-
-    def __init__(self, rank_module: type[RankModule], folder: Path, rank: int, device: torch.device) -> None:
-        from safetensors import safe_open
-
-        path = folder / f"rank{rank}.safetensors"
-        if not path.exists():
-            raise PlanError(f"{path} is missing: save the module again with sharded.save({str(folder)!r})")
-        self.module = rank_module()
-        self.tensors: dict[str, torch.Tensor] = {}
-        with safe_open(str(path), framework="pt", device=str(device)) as shards:
-            trained = set(json.loads((shards.metadata() or {}).get("trained", "[]")))
-            aliases = json.loads((shards.metadata() or {}).get("mutated", "[]"))
-            for name in shards.keys():  # noqa: SIM118  not a mapping
-                tensor = shards.get_tensor(name)
-                self.tensors[name] = nn.Parameter(tensor) if name in trained else tensor
-        self.mutated: list[str] = aliases
-        self.trained = [t for n, t in self.tensors.items() if n in trained]
-        described = folder / "inputs.json"
-        self.inputs = json.loads(described.read_text()) if described.exists() else {}
-        self.optimizer: torch.optim.Optimizer | None = None
-
-    def forward(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        waited = dict(zip(self.tensors, wait_gradients(*self.tensors.values()), strict=True))
-        self.module.bind_tensors(waited)
-        outputs: tuple[Any, ...] = self.module(*(self._part(n, x) for n, x in inputs.items()))
-        first = len(outputs) - len(self.mutated)
-        for name, new in zip(self.mutated, outputs[first:], strict=True):
-            if name in self.tensors:  # of an input it is the caller's business
-                self.tensors[name] = new.detach()
-        return outputs[:first]
-
-    def _part(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """What this rank brings of an input."""
-        for dim, axes in self.inputs.get(name, {}).get("cut", {}).items():
-            x = x.narrow(int(dim), *current().chunk(x.shape[int(dim)], current().active(axes)))
-        return x
-
-    def update(self, lr: float) -> None:
-        if not self.trained:
-            return
-        if self.optimizer is None:
-            self.optimizer = torch.optim.AdamW(self.trained, lr=lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def _inputs(rank_module: type[RankModule], folder: Path, given: Path | None) -> dict[str, torch.Tensor]:
-    """The global inputs, in the order forward takes them."""
-    names = list(inspect.signature(rank_module.forward).parameters)[1:]
+def _inputs(step: SavedStep, folder: Path, given: Path | None) -> dict[str, torch.Tensor]:
+    """The global inputs."""
+    names = list(dict.fromkeys(a[0] for stage in step.stages for a in stage.arguments if not isinstance(a, int)))
     if given is not None:
         from safetensors.torch import load_file
 
@@ -172,14 +241,21 @@ def _synthetic(described: Mapping[str, Any], generator: torch.Generator) -> torc
     return torch.randint(described["low"], described["high"] + 1, shape, generator=generator).to(dtype)
 
 
-def _loss(outputs: tuple[Any, ...]) -> torch.Tensor | None:
-    """The first scalar."""
+def _loss(step: SavedStep, outputs: Outputs) -> torch.Tensor | None:
+    """The output that is said to be the loss; else the first scalar."""
+    if step.loss is not None:
+        loss: torch.Tensor = outputs[step.loss]
+        return loss
+    if step.count > 1:
+        return None
     return next((x for x in outputs if isinstance(x, torch.Tensor) and x.ndim == 0 and x.is_floating_point()), None)
 
 
-def _print(step: int, outputs: tuple[Any, ...], loss: torch.Tensor | None) -> None:
-    if loss is not None:
-        print(f"step {step}: loss {loss.item():.6f}", flush=True)
+def _print(number: int, step: SavedStep, made: Sequence[Outputs]) -> None:
+    """``made``: the outputs of every micro-batch; their losses add up."""
+    losses = [x.detach() for x in (_loss(step, outputs) for outputs in made) if x is not None]
+    if losses:
+        print(f"step {number}: loss {torch.stack(losses).sum().item():.6f}", flush=True)
         return
-    shapes = ", ".join(str(list(x.shape)) for x in outputs if isinstance(x, torch.Tensor))
-    print(f"step {step}: outputs (local) {shapes}", flush=True)
+    shapes = ", ".join(str(list(x.shape)) for x in made[0] if isinstance(x, torch.Tensor))
+    print(f"step {number}: outputs (local) {shapes}", flush=True)

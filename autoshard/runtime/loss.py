@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from autoshard.runtime.collectives import all_reduce, offset
 from autoshard.runtime.communicator import Axes
 from autoshard.runtime.softmax import maximum, wide
+from autoshard.runtime.summed import begin_sum
 
 
 def cross_entropy(
@@ -31,17 +34,16 @@ def cross_entropy(
     number, or by ``samples`` for probabilities. Along ``class_axes`` the forward all-reduces the
     maxima, then sum-exp and the target's logit packed (Megatron-LM).
     """
+    mean = reduction == "mean"
+    known = not mean or target.is_floating_point()
+    count = None if known else _count(logits, target, weight, ignore_index, batch_axes)
     if class_axes:
         loss = _over_cut_classes(logits, target, weight, ignore_index, label_smoothing, classes, class_axes)
         loss = loss if reduction == "none" else loss.sum()
     else:
         summed = "none" if reduction == "none" else "sum"
         loss = F.cross_entropy(logits, target, weight, None, ignore_index, None, summed, label_smoothing)
-    if reduction == "mean":
-        loss = loss / (
-            samples if target.is_floating_point() else _count(loss, target, weight, ignore_index, batch_axes)
-        )
-    return loss.to(logits.dtype)
+    return (loss / (samples if count is None else count()) if mean else loss).to(logits.dtype)
 
 
 def nll_loss(
@@ -56,6 +58,8 @@ def nll_loss(
     batch_axes: Axes = (),
 ) -> torch.Tensor:
     """``F.nll_loss`` of [n, c, ...] or [c] cut as in :func:`cross_entropy`; the result is P along ``class_axes``."""
+    mean = reduction == "mean"
+    count = _count(log_probabilities, target, weight, ignore_index, batch_axes) if mean else None
     if class_axes:
         dim = min(log_probabilities.dim() - 1, 1)
         valid = target != ignore_index
@@ -67,9 +71,7 @@ def nll_loss(
     else:
         summed = "none" if reduction == "none" else "sum"
         loss = F.nll_loss(log_probabilities, target, weight, None, ignore_index, None, summed)
-    if reduction == "mean":
-        loss = loss / _count(loss, target, weight, ignore_index, batch_axes)
-    return loss.to(log_probabilities.dtype)
+    return (loss if count is None else loss / count()).to(log_probabilities.dtype)
 
 
 def _over_cut_classes(
@@ -117,12 +119,15 @@ def _pick(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
 
 
 def _count(
-    loss: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, axes: Axes
-) -> torch.Tensor:
-    """What "mean" divides by: samples of all ranks that are not ignored, weighted by their class."""
+    values: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, axes: Axes
+) -> Callable[[], torch.Tensor]:
+    """What "mean" divides by: samples of all ranks that are not ignored, weighted by their class.
+
+    Its sum is under way while the loss is computed.
+    """
     valid = target != ignore_index
-    counted = valid.to(wide(loss).dtype) if weight is None else wide(weight)[target.where(valid, 0)] * valid
-    return all_reduce(counted.sum().detach(), axes, to="R")
+    counted = valid.to(wide(values).dtype) if weight is None else wide(weight)[target.where(valid, 0)] * valid
+    return begin_sum(counted.sum(), axes)
 
 
 def _along(vector: torch.Tensor, dim: int, rank: int) -> torch.Tensor:

@@ -122,8 +122,11 @@ class Move(NamedTuple):
 
         Chunks that differ in length all count as the longest, as in the plan. That is what is sent by an all-gather and
         a reduce-scatter, which pad; an all-to-all and a permute send no more than that. A halo counts what the rank
-        gets that gets most; rows that are sent by ``splits`` count as they are.
+        gets that gets most; rows that are sent by ``splits`` count as they are. Of a sparse gradient every other rank gets
+        this rank's rows and their numbers, whatever the move.
         """
+        if x.is_sparse:
+            return float((ranks - 1) * (x.coalesce().indices().nbytes + x.coalesce().values().nbytes))
         if self.splits is not None:
             elements = math.prod(x.shape[1:]) * (sum(self.splits.sent) - self.splits.sent[self.splits.me])
             return float(elements * x.element_size())

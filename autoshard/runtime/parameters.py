@@ -88,16 +88,15 @@ def gather_parameters(
     return carried("gather_parameters", moves, tensors, through, comm.active(replicas), listed=True, dtypes=dtypes)
 
 
-def wait_gradients(*parameters: torch.Tensor, gradients: Gradients | None = None) -> Tensors:
+def wait_gradients(*parameters: torch.Tensor) -> Tensors:
     """The parameters as they are, to be used for everything that follows; call it once, where the forward begins.
 
     In the backward it comes last: it waits for the gradients under way and hands every parameter its own.
-    ``gradients``: where those under way are kept; give one to have sums of gradients wait for a later backward.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained or not torch.is_grad_enabled() or isinstance(current(), InProcessCommunicator):
         return parameters
-    waiting = iter(_Wait.apply(gradients or Gradients(current()), *trained))  # type: ignore[no-untyped-call]
+    waiting = iter(_Wait.apply(Gradients(current()), *trained))  # type: ignore[no-untyped-call]
     return tuple(next(waiting) if p.requires_grad else p for p in parameters)
 
 

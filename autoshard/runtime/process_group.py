@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from autoshard.errors import MeshError
+from autoshard.runtime import sparse
 from autoshard.runtime.communicator import Communicator, in_order_of
+from autoshard.runtime.float_order import floats, ordered
 from autoshard.runtime.generators import Generators
 from autoshard.runtime.move import LOCAL, Move, Splits, piece, together
 from autoshard.runtime.peers import Notes, lost, wait
@@ -119,9 +121,13 @@ class TorchCommunicator(Communicator):
         return self._groups[axes]
 
     def host_group(self) -> _Group:
-        """All ranks, for tensors on the CPU: where the backend has none (NCCL), gloo."""
+        """All ranks, for tensors on the CPU.
+
+        Where the backend is not gloo alone a group of its own: on the CPU part of "cpu:gloo,cuda:nccl" checkpoints are
+        saved in the background, and whose collectives come first would be chance.
+        """
         world = self.process_group(self.active(tuple(self.mesh)))
-        if "cpu:" in dist.get_backend_config(world.handle):
+        if world.gloo:
             return world
         if self._host is None:
             handle = dist.new_group(sorted(self.ranks), backend="gloo", use_local_synchronization=True)
@@ -178,9 +184,12 @@ class TorchCommunicator(Communicator):
             return in_order_of(x, self.local(move, x))
         group = self.process_group(move.axes)
         if self.log is not None:
-            self.record(verb, move.axes, phase, move.ring_bytes(x, group.size))
+            self.record("all_gather" if x.is_sparse else verb, move.axes, phase, move.ring_bytes(x, group.size))
         self.during(move, phase)
         with recorded(self, move, phase):
+            if x.is_sparse:
+                parts = sparse.gathered(move, x, group.size, lambda m, part: _all_gather(self, m, group, part))
+                return sparse.joined(move, parts, self.chunks, group.number)
             return in_order_of(x, _COLLECTIVES[verb](self, move, group, x))
 
     def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
@@ -252,29 +261,11 @@ def _all_reduce(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     if not out.numel():
         return out
     if move.op != "sum" and x.is_floating_point():
-        keys = _ordered(out, move.op)
+        keys = ordered(out, move.op)
         comm.run(group, dist.all_reduce, keys, _REDUCE[move.op])
-        return _flipped(keys).view(_wide(x.dtype)).to(x.dtype)
+        return floats(keys, x.dtype)
     comm.run(group, dist.all_reduce, out, _REDUCE[move.op])
     return out
-
-
-def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:
-    """Floats as integers in the same order, NaN beyond all: backends lose a NaN that is not on the first rank."""
-    x = x.to(_wide(x.dtype))
-    integer = torch.int64 if x.dtype == torch.float64 else torch.int32
-    limits = torch.iinfo(integer)
-    return _flipped(x.view(integer)).masked_fill(x.isnan(), limits.max if op == "max" else limits.min)
-
-
-def _flipped(bits: torch.Tensor) -> torch.Tensor:
-    """A negative float's bits below the sign grow with its size: between them and their order. Its own inverse."""
-    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What has integers of its size on every backend."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:

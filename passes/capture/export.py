@@ -38,6 +38,7 @@ from autoshard.passes.capture.substitutes.precision import reading_in, with_prec
 from autoshard.passes.capture.translate.decompose import decompose
 from autoshard.passes.capture.translate.nodes import translate
 from autoshard.passes.capture.translate.regions import detach_no_grad
+from autoshard.passes.capture.translate.tables import with_tables
 from autoshard.passes.capture.watch import Watch, concerns
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.rules.facts import has_effect
@@ -81,7 +82,7 @@ def capture(
             as_buffers(model, error.names)
             program, eager_grads, inputs = _export(model, example, training, dynamic)
         graph = with_kept_casts(translate(program, model, example, training, inputs))
-    graph = with_precision(graph, kept, precision)
+    graph = with_tables(with_precision(graph, kept, precision))
     check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)

@@ -52,7 +52,7 @@ def codegen(program: Program, title: str = "model", recomputed: Sequence[Recompu
     file = _File()
     root = _Emitter(program, title, recomputed, file).root()
     header = f"{title} on mesh {program.mesh}: what every rank runs, on its own shards."
-    text = file.text(header, [root.text], program.mesh, ENDING)
+    text = file.text(header, [root.text], program.mesh, root_class())
     return root.source(*file.unmarked(text))
 
 
@@ -65,7 +65,8 @@ def codegen_stages(
         what = f"stage {number} of {title}"
         roots.append(_Emitter(program, what, again, file, root_class(number)).root())
     header = f"{title} on mesh {mesh}, in {len(programs)} stages along {axis}: what every rank runs, on its own shards."
-    text = file.text(header, [root.text for root in roots], programs[0].mesh)
+    names = ", ".join(root_class(number) for number in range(len(roots)))
+    text = file.text(header, [root.text for root in roots], programs[0].mesh, f"({names},)")
     text, modules = file.unmarked(text)
     return tuple(root.source(text, modules) for root in roots)
 
@@ -75,7 +76,7 @@ def root_class(number: int | None = None) -> str:
     return "RankModule" if number is None else f"Stage{number}"
 
 
-ENDING = '\n\n\nif __name__ == "__main__":\n    runtime.main(RankModule, __file__)\n'
+ENDING = '\n\n\nif __name__ == "__main__":\n    runtime.main({}, __file__)\n'
 
 
 @dataclass
@@ -114,7 +115,8 @@ class _File:
     classes: list[_BlockClass] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)
 
-    def text(self, title: str, roots: Sequence[str], mesh: Mesh, ending: str = "\n") -> str:
+    def text(self, title: str, roots: Sequence[str], mesh: Mesh, run: str) -> str:
+        """``run``: what is run, as Python."""
         header = [
             f'"""{title}',
             "",
@@ -130,7 +132,7 @@ class _File:
             "aten = torch.ops.aten",
             f"MESH = {literal_mesh(dict(zip(mesh.axes, mesh.shape, strict=True)))}",
         ]
-        body = "\n".join([*header, *(c.text for c in self.classes), *roots]) + ending
+        body = "\n".join([*header, *(c.text for c in self.classes), *roots]) + ENDING.format(run)
         if "F." not in body.split("aten = ", 1)[1]:
             body = body.replace("import torch.nn.functional as F\n", "", 1)
         if "aten." not in body.split("aten = torch.ops.aten\n", 1)[1]:

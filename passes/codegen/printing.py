@@ -233,11 +233,10 @@ def _slice(p: _Printer, call: Call) -> Expression | None:
 
 
 def _embedding(p: _Printer, call: Call) -> Expression | None:
-    if len(call.args) > 3 or call.kwargs:
-        return None
-    weight, indices, *padding = call.args
-    extra = {"padding_idx": padding[0]} if padding and padding[0] != -1 else {}
-    return p.function("F.embedding", (indices, weight), extra)
+    names = ("padding_idx", "scale_grad_by_freq", "sparse")
+    given = dict(zip(names, call.args[2:], strict=False)) | dict(call.kwargs)
+    extra = {k: v for k, v in given.items() if v != (-1 if k == "padding_idx" else False)}
+    return p.function("F.embedding", (call.args[1], call.args[0]), extra)
 
 
 def _attention(p: _Printer, call: Call) -> Expression | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from autoshard.layout import I, Invariant, Layout, Placement, R, Shard, chunk
+from autoshard.layout import I, Invariant, Layout, Owned, Placement, R, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.sizes import Size
@@ -56,6 +56,9 @@ class Strategy:
     """which of the dims that it cuts are one: those of operands and results; of results, where operands give no data; none,
     where operands travel between ranks"""
 
+    innermost: bool = False
+    """whether no axis inside of its own may cut results as it does, by another strategy"""
+
     def allows(self, ranks: Sequence[int]) -> bool:
         """Whether axes of these sizes, outer to inner, may all be on the factor."""
         if self.size is None:
@@ -71,7 +74,8 @@ class Strategy:
 def together(choice: Sequence[Strategy]) -> bool:
     """Whether no axis excludes the strategy of another."""
     labels = {s.label for s in choice}
-    return all(labels.isdisjoint(s.apart) for s in choice)
+    inside = (t for i, s in enumerate(choice) if s.innermost for t in choice[i + 1 :] if t.label != s.label)
+    return all(labels.isdisjoint(s.apart) for s in choice) and not any(t.outputs == (Shard(0),) for t in inside)
 
 
 def _least(size: int, ranks: tuple[int, ...]) -> int:
@@ -128,7 +132,13 @@ class Assignment:
 
     def use(self, node: Node, operand: int) -> Placements:
         """How ``node`` reads operand number ``operand``."""
-        return used(self.choices[node.name], operand, self.graph.types[node.inputs[operand]].grad)
+        found = used(self.choices[node.name], operand, self.graph.types[node.inputs[operand]].grad)
+        if not any(isinstance(p, Owned) for p in found):
+            return found
+        held = self.source(node.inputs[operand]).placements  # whichever rank it is that owns it
+        return tuple(
+            h if isinstance(p, Owned) and isinstance(h, Owned) else p for p, h in zip(found, held, strict=True)
+        )
 
     def made(self, node: Node, result: int) -> Placements:
         """How ``node`` makes result number ``result``."""

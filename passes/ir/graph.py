@@ -33,6 +33,12 @@ class TensorType:
     """of a parameter in mixed precision: the dtype it is kept in, and its gradient; None: ``dtype``"""
     summed: torch.dtype | None = None
     """of a parameter in mixed precision: the dtype its gradient is summed in over the ranks; None: ``dtype``"""
+    looked_up: int = 0
+    """of an embedding table that only look-ups read: how many rows of it they read, at most; else 0"""
+    sparse: bool = False
+    """whether its gradient is sparse"""
+    whole: bool = False
+    """whether it may lie whole on one rank: another table may on another"""
 
     @property
     def numel(self) -> int:

@@ -10,6 +10,9 @@ from typing import Any
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Local, Statement, reads
 
+TABLES = "table_wise"
+"""the function of the runtime that looks up in tables that lie whole on one rank each"""
+
 
 def merged(function: str, members: Sequence[Statement], zero: Mapping[str, int] = MappingProxyType({})) -> Statement:
     """Steps of one kind over the same axes as one call of ``function``.
@@ -18,6 +21,8 @@ def merged(function: str, members: Sequence[Statement], zero: Mapping[str, int] 
     ``gather_parameters((w, b), (0, 0), "dp", to="R")``; ``sizes`` has a length for each where one of them has a ``size``.
     ``zero``: parameters that stay gathered, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; all of a bucket do.
     """
+    if function == TABLES:
+        return _tables(members)
     first = members[0]
     *dims, axes = zip(*(s.call.args[1:] for s in members), strict=True)
     kwargs = {k: v for k, v in first.call.kwargs.items() if k != "size"}
@@ -30,6 +35,26 @@ def merged(function: str, members: Sequence[Statement], zero: Mapping[str, int] 
         outputs=tuple(s.outputs[0] for s in members),
         call=Call(function, (tuple(Ref(reads(s)[0]) for s in members), *dims, axes[0]), kwargs),
         layouts=tuple(s.layouts[0] for s in members),
+        members=tuple(members),
+    )
+
+
+def _tables(members: Sequence[Statement]) -> Statement:
+    """Look-ups in one table each as one in all of them: every tuple among the arguments has an entry for each."""
+    first, calls = members[0], [s.call for s in members]
+
+    def joint(values: Sequence[Any]) -> Any:
+        return tuple(x for value in values for x in value) if isinstance(values[0], tuple) else values[0]
+
+    names = dict.fromkeys(name for call in calls for name in call.kwargs)
+    lists = {"offsets", "weights", "padding"}
+    kwargs = {n: joint([c.kwargs.get(n, (None,) if n in lists else None) for c in calls]) for n in names}
+    args = (*(joint([c.args[i] for c in calls]) for i in range(3)), *first.call.args[3:])
+    return replace(
+        first,
+        outputs=tuple(o for s in members for o in s.outputs),
+        call=Call(TABLES, args, kwargs),
+        layouts=tuple(x for s in members for x in s.layouts),
         members=tuple(members),
     )
 

@@ -35,7 +35,7 @@ def bucket(program: Program) -> Program:
     """``program`` with its parameters' conversions in buckets, within a block, each where its first member stood."""
     uses = Counter(name for s in program.statements for name in reads(s))
     uses.update([*(r.name for r in refs(program.outputs)), *program.mutations.values()])
-    statements = (s for _, run in runs(program) for s in _bucketed(_fused(run, uses), program))
+    statements = (s for _, run in runs(program) for s in _bucketed(_fused(run, uses, program), program))
     return replace(program, statements=tuple(statements))
 
 
@@ -67,14 +67,14 @@ def _kept(name: str, readers: Mapping[str, list[Statement]], program: Program) -
     return False
 
 
-def _fused(statements: Sequence[Statement], uses: Mapping[str, int]) -> list[Statement]:
+def _fused(statements: Sequence[Statement], uses: Mapping[str, int], program: Program) -> list[Statement]:
     """Hybrid sharding: I → R over the replicas and the gather of a shard as one."""
     enters = {s.outputs[0]: s for s in statements if s.parameter and s.step and s.step.kind == "enter"}
     gone: set[str] = set()
     result: list[Statement] = []
     for s in statements:
         enter = enters.get(reads(s)[0]) if s.parameter and s.step and s.step.kind == "all_gather" else None
-        if enter is None or uses[enter.outputs[0]] != 1:
+        if enter is None or uses[enter.outputs[0]] != 1 or _function(s, program) is None:
             result.append(s)
         else:
             gone.update(enter.outputs)
@@ -84,12 +84,29 @@ def _fused(statements: Sequence[Statement], uses: Mapping[str, int]) -> list[Sta
 
 def _bucketed(statements: Iterable[Statement], program: Program) -> Iterator[Statement]:
     """One block's statements with the conversions of parameters merged."""
-    for unit in _placed(_units(statements, program)):
+    statements = list(statements)
+    zero = _stages(statements, program)
+    for unit in placed(_units(statements, program, zero)):
         function = _function(unit[0], program)
-        yield merged(function, unit, program.assignment.zero) if function else unit[0]
+        yield merged(function, unit, zero) if function else unit[0]
 
 
-def _units(statements: Iterable[Statement], program: Program) -> list[list[Statement]]:
+def _stages(statements: Sequence[Statement], program: Program) -> dict[str, int]:
+    """The stages of ZeRO, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`, of what is gathered in a block.
+
+    Vectors go with the largest matrix that is gathered along the same axes: a message of their own would only come between
+    those of the matrices.
+    """
+    zero = program.assignment.zero
+    gathered = [s for s in statements if _function(s, program) == "gather_parameters"]
+    vectors = {s.value for s in gathered if len(program.types[s.value].shape) < 2}
+    matrices = [s for s in gathered if s.value not in vectors]
+    leads = {s.call.args[-1]: s.value for s in sorted(matrices, key=lambda s: _bytes(s, program))}
+    leader = {s.value: leads.get(s.call.args[-1], s.value) if s.value in vectors else s.value for s in gathered}
+    return {value: zero[by] for value, by in leader.items() if by in zero}
+
+
+def _units(statements: Iterable[Statement], program: Program, zero: Mapping[str, int]) -> list[list[Statement]]:
     """Buckets, and statements that stay alone, in the order of their first members.
 
     The members of a bucket have the call, its axes, the target letter, the dtype and the stage of ZeRO in common, and came
@@ -108,7 +125,7 @@ def _units(statements: Iterable[Statement], program: Program) -> list[list[State
             continue
         kwargs = s.call.kwargs
         alike = [kwargs.get(name) for name in ("to", "replicas", "dtype", "reduce_dtype")]
-        stage = program.assignment.zero.get(s.value) if function == "gather_parameters" else None
+        stage = zero.get(s.value) if function == "gather_parameters" else None
         axes = s.call.args[-1]
         key = function, axes, *alike, program.types[s.value].dtype, depth, stage
         if key not in open_ or sum(_bytes(member, program) for member in open_[key]) >= bucket_bytes(
@@ -132,10 +149,13 @@ def bucket_bytes(mesh: Mesh, axes: str | Sequence[str]) -> float:
 
 def _function(s: Statement, program: Program) -> str | None:
     """The function that does the same to a bucket; None for a statement that stays alone."""
-    return _KINDS.get(s.step.kind) if s.parameter and s.step is not None and program.types[s.value].grad else None
+    type_ = program.types.get(s.value)
+    if s.step is None or not s.parameter or type_ is None or not type_.grad or type_.sparse:
+        return None  # a sparse gradient is no part of a flat buffer
+    return _KINDS.get(s.step.kind)
 
 
-def _placed(units: Sequence[list[Statement]]) -> Iterator[list[Statement]]:
+def placed(units: Sequence[list[Statement]]) -> Iterator[list[Statement]]:
     """Every unit where its first member stood, but after all that its members are made from."""
     maker = {name: i for i, unit in enumerate(units) for s in unit for name in s.outputs}
     needs = nx.DiGraph()

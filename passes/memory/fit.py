@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
@@ -23,6 +22,7 @@ from autoshard.passes.lower.bucket import bucket
 from autoshard.passes.lower.in_place import in_place
 from autoshard.passes.lower.lowering import lower
 from autoshard.passes.lower.precision import in_precision
+from autoshard.passes.lower.tables import tables_together
 from autoshard.passes.lower.together import together
 from autoshard.passes.memory.simulate import simulate
 from autoshard.passes.propagate.planner import Planner
@@ -41,7 +41,7 @@ CLOSE = 0.02
 
 def lowered(assignment: Assignment) -> Program:
     """The program of an assignment: redistributions as statements, those together that can go together."""
-    return in_place(bucket(hoisted(together(in_precision(lower(assignment.graph, assignment))))))
+    return in_place(bucket(hoisted(together(tables_together(in_precision(lower(assignment.graph, assignment)))))))
 
 
 def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Memory]:
@@ -52,10 +52,6 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     """
     mesh, optimizer, flying = planner.mesh, planner.optimizer, planner.flying
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
-    for assignment in _kept_gathered(planner):
-        closest = tried(assignment, optimizer, flying)
-        if closest[1].peak <= budget:
-            return closest
     closest = tried(planner.cheapest(), optimizer, flying)
     if closest[1].peak <= budget:
         return closest
@@ -67,16 +63,6 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     if best is None:
         raise PlanError(_does_not_fit(closest[1], budget, mesh))
     return best
-
-
-def _kept_gathered(planner: Planner) -> Iterator[Assignment]:
-    """What takes least time, with all that is gathered kept; of several micro-batches at stage 1 of ZeRO before stage 2."""
-    if planner.keeping is None:
-        return
-    found = planner.keeping.cheapest()
-    if planner.graph.passes > 1:
-        yield replace(found, zero=dict.fromkeys(found.zero, 1))
-    yield found
 
 
 def _searched(planner: Planner, budget: float, program: Program, memory: Memory) -> Iterator[tuple[Program, Memory]]:

@@ -17,8 +17,13 @@ from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.walk import map_tree, walk
 from autoshard.passes.microbatch.losses import separable_means
 from autoshard.passes.microbatch.separate import Separation, local_call, separation
+from autoshard.passes.propagate.cost import node_flops
 from autoshard.passes.propagate.floating import floating
+from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_random
+
+SHARE = 0.1
+"""of the work, without a backward: what every micro-batch may do of the whole batch"""
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,8 @@ class MicroBatches:
     """input of one micro-batch → the input of the step, and the dim that they share; None: it is whole"""
     outputs: tuple[int | str | None, ...]
     """per flat output: the dim along which they are put together, "sum", or None where it is the same in all"""
-    loss: int
-    """position of the loss among the flat outputs: the one scalar that carries a gradient"""
+    loss: int | None
+    """position of the loss among the flat outputs: the one scalar that carries a gradient; None without a backward"""
     before: Graph | None = None
     """what is computed of the whole inputs before the first micro-batch; its outputs are inputs of the step, too"""
 
@@ -39,10 +44,12 @@ class MicroBatches:
 def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
     """The graph of one of ``count`` micro-batches of ``graph``, exact: their losses add up to the whole batch's.
 
-    Raises :class:`PlanError` for a model without exactly one differentiable scalar output, and for one in which an
-    operation needs the whole batch in the middle, such as batch norm.
+    Raises :class:`PlanError` for an operation that needs the whole batch in the middle, such as batch norm; with a
+    backward for a model without exactly one differentiable scalar output; without one for work that would be done in
+    every micro-batch again.
     """
-    loss = _loss(graph, count)
+    _check(graph, count)
+    loss = _loss(graph, count) if graph.training else None
     if count == 1:
         inputs = {i.name: (i.name, None) for i in graph.inputs if i.kind == "input"}
         return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss)
@@ -55,6 +62,8 @@ def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
             found = separation(graph, count)
         except PlanError:
             raise error from None
+    if not graph.training:
+        _check_divides(graph, found)
     body = _Body(graph, found)
     outputs = tuple(map(_combined, found.outputs))
     return body.run(), MicroBatches(count, body.inputs, outputs, loss, before)
@@ -88,13 +97,26 @@ def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
     return replace(graph, inputs=inputs, nodes=nodes, types={**types, **{n: graph.types[n] for n in made}}), before
 
 
-def _loss(graph: Graph, count: int) -> int:
+def _check(graph: Graph, count: int) -> None:
     if graph.symbols.read:
         raise PlanError(f"micro_batches={count} with dynamic lengths is not supported: leave out dynamic")
     if any(i.kind == "input" and i.fqn in graph.mutations for i in graph.inputs):
         raise PlanError(
             f"micro_batches={count}: the forward writes into an input in place; return the new value instead"
         )
+    if not graph.training and graph.mutations:  # they may be written in place, once
+        raise PlanError(f"micro_batches={count}: the forward writes {', '.join(graph.mutations)} of the whole batch")
+
+
+def _check_divides(graph: Graph, found: Separation) -> None:
+    """With a backward the loss is a sum over micro-batches, which sees to it that these share the work."""
+    work = {n.name: node_flops(n, graph, rule_for(n.op)) for n in graph.nodes}
+    again = [n for n in graph.nodes if work[n.name] and not found.choices[n.name].divides]
+    if sum(work[n.name] for n in again) > SHARE * sum(work.values()):
+        raise PlanError(f"micro_batches={found.count}: every one would run {again[0]} of the whole batch")
+
+
+def _loss(graph: Graph, count: int) -> int:
     types = graph.types
     found = [
         i for i, o in enumerate(graph.outputs) if isinstance(o, Ref) and types[o.name].grad and not types[o.name].shape

@@ -40,14 +40,15 @@ def in_parts(
 
     AUTO: the number whose step takes the fewest ``seconds``. Tried are the divisors of the batch, from 1 upwards, until
     something is found and one more part makes the step no cheaper: more parts take less memory, and more time otherwise.
-    ``always``: one alone is a micro-batch, too. Raises :class:`PlanError` as ``make`` and :func:`micro_batched` do;
+    ``always``: one alone is a micro-batch, too, and a call without a backward runs in several where it can.
+    Raises :class:`PlanError` as ``make`` and :func:`micro_batched` do;
     where no number has a plan, with what was said of the most parts.
     """
     if asked != AUTO:
         return make(*_part(graph, asked, always))
     best: Found | None = None
     why: PlanError | None = None
-    for count in _counts(graph):
+    for count in _counts(graph, always):
         part = _part(graph, count, always)
         try:
             found = make(*part)
@@ -66,13 +67,21 @@ def in_parts(
 
 
 def _part(graph: Graph, count: int, always: bool) -> tuple[Graph, MicroBatches | None]:
-    whole = (count == 1 and not always) or not graph.training
-    return (graph, None) if whole else micro_batched(graph, count)
+    several = count > 1 or always if graph.training else count > 1 and always
+    if not several:
+        return graph, None
+    try:
+        return micro_batched(graph, count)
+    except PlanError as error:
+        if graph.training:
+            raise
+        log.info("without a backward, the whole batch at once: %s", error)
+        return graph, None
 
 
-def _counts(graph: Graph) -> list[int]:
+def _counts(graph: Graph, always: bool) -> list[int]:
     """Divisors of the batch; 1 alone where the model does not fall into micro-batches."""
-    if not graph.training or graph.symbols.read:
+    if not (graph.training or always) or graph.symbols.read:
         return [1]
     lengths = [n for i in graph.inputs if i.kind == "input" for n in graph.types[i.name].shape]
     for prime in (p for p in PRIMES if any(n % p == 0 and n for n in lengths)):

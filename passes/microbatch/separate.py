@@ -118,13 +118,12 @@ class _Separating:
 
     def _strategies(self, node: Node) -> list[Strategy]:
         """The node's strategies that need nothing of other micro-batches."""
-        for exactly in (True, False):  # a float32 island in a float64 model may be rounded otherwise than in one batch
-            every = axis_strategies(node, self.graph, exactly)
-            if found := [s for s in every if s.label != "I" and self._stands_alone(s, node)]:
-                break
-        else:
+        every = axis_strategies(node, self.graph, False)
+        if not (alone := [s for s in every if s.label != "I" and self._stands_alone(s, node)]):
             raise PlanError(f"{_where(node)} cannot run in micro-batches")
-        return found
+        # A float32 island in a float64 model may be rounded otherwise than in one batch; a parameter's cast has to be.
+        exact = axis_strategies(node, self.graph)
+        return [s for s in alone if s in exact or s.label == "R"] or alone
 
     def _stands_alone(self, strategy: Strategy, node: Node) -> bool:
         graph, count = self.graph, self.mesh.size

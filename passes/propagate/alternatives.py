@@ -11,10 +11,11 @@ import numpy as np
 
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import Node
-from autoshard.passes.propagate.edges import conversion_parts, paid, readings, zero_stages
+from autoshard.passes.propagate.edges import conversion_parts, paid, readings
 from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.step_time import Parts, movable_values
+from autoshard.passes.propagate.zero import stages_of
 
 Alternative = tuple[tuple[str, ...], float]
 """(a label per mesh axis, seconds more per step)"""
@@ -88,7 +89,7 @@ class _Alternatives:
 
     @cached_property
     def stages(self) -> Mapping[str, int]:
-        return zero_stages(self.graph, self.assignment.zero)
+        return stages_of(self.graph, self.assignment.zero)
 
     def of(self, node: Node) -> tuple[Alternative, ...]:
         space, labels = self.spaces[node], _labels(self.assignment.choices[node.name])

@@ -20,10 +20,13 @@ from autoshard.passes.propagate.fusion import Traffic
 from autoshard.passes.rules import ring
 from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.facts import facts_of, is_view
+from autoshard.runtime.embedding import pooled_op
 
 aten = torch.ops.aten
 
-LOOKS_UP = frozenset({aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor})
+LOOKS_UP = frozenset(
+    {aten.embedding.default, pooled_op._opoverload, aten.index_select.default, aten.gather.default, aten.index.Tensor}
+)
 """operations that read of their first operand no more than they give"""
 
 

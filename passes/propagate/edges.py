@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.keep import Copies, Side, kept
+from autoshard.passes.propagate.keep import Copies, Side, kept, stages
 from autoshard.passes.propagate.op_space import OpSpace
 from autoshard.passes.propagate.step_time import Parts, movable_values
 from autoshard.passes.redistribute import cost_matrix, link_matrices
@@ -50,11 +50,6 @@ def conversion_parts(
     each = as_parts([x - y for x, y in zip(found, apart, strict=True)], movable)
     once = as_parts(apart, movable)
     return replace(each, once=once.blocking, node_once=once.node, network_once=once.network)
-
-
-def zero_stages(graph: Graph, zero: Mapping[str, int]) -> dict[str, int]:
-    """The stage of every parameter, see :func:`conversion_parts`; ``zero``: of those that are kept."""
-    return {name: zero.get(name, 0) for name in graph.parameters}
 
 
 def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> list[np.ndarray]:
@@ -144,14 +139,11 @@ class Link(NamedTuple):
 class EdgeTables:
     """The tables of many links: one matrix per tensor type, cut per link; equal links share tables.
 
-    ``held``: whether bytes are asked for beside seconds; ``kept``: parameters whose gathered copies are kept.
+    ``held``: whether bytes are asked for beside seconds.
     """
 
-    def __init__(
-        self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool, zero: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool) -> None:
         self.graph, self.mesh, self.held = graph, mesh, held
-        self.stages = zero_stages(graph, zero or {})
         self.movable = movable_values(graph)
         self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
         self.known: dict[TensorType, dict[Placements, int]] = {}
@@ -173,27 +165,50 @@ class EdgeTables:
 
     def of(self, link: Link) -> tuple[Parts, np.ndarray | None]:
         """What a link takes, and its bytes [states of the source, states of the reader]; None where all are 0."""
-        case = (self.graph.types[link.value], self.stages.get(link.value), link.value in self.movable)
-        key = (*case, link.given.key, link.asked.key, None if link.mask is None else link.mask.tobytes())
+        type_ = self.graph.types[link.value]
+        mask = None if link.mask is None else link.mask.tobytes()
+        key = (type_, link.value in self.movable, link.given.key, link.asked.key, mask)
         if key not in self.tables:
-            if case not in self.matrices:
-                known = tuple(self.known[case[0]])
-                self.matrices[case] = conversion_parts(case[0], self.mesh, known, known, *case[1:], self.graph.passes)
-            rows, columns = (self.codes[case[0], id(side.placed)] for side in (link.given, link.asked))
-            parts = self.matrices[case][np.ix_(rows, columns)]
-            self.tables[key] = self._held(link, parts, rows, columns) if self.held else (paid(parts, link.mask), None)
+            cut = np.ix_(*(self.codes[type_, id(side.placed)] for side in (link.given, link.asked)))
+            parts = self._seconds(link, cut)
+            self.tables[key] = self._held(link, parts, cut) if self.held else (paid(parts, link.mask), None)
         return self.tables[key]
 
-    def _held(self, link: Link, parts: Parts, rows: np.ndarray, columns: np.ndarray) -> tuple[Parts, np.ndarray | None]:
-        copies, cut = self._copies(link.value), np.ix_(rows, columns)
-        found = kept(link.given, link.asked, Copies(copies.made[cut], copies.shares[cut], copies.own[rows]))
+    def _seconds(self, link: Link, cut: tuple[np.ndarray, ...]) -> Parts:
+        """What the conversions take, for all tags of the two sides."""
+        at = stages(link.given, link.asked)
+        found = {stage: self._conversions(link.value, stage)[cut] for stage in {s for row in at for s in row}}
+        if len(found) == 1:
+            tags = len(at), len(at[0])
+            return Parts(*(np.tile(x, tags) if x.ndim else x for x in next(iter(found.values()))))
+        shape = cut[0].size, cut[1].size
+        columns = {stage: [np.broadcast_to(x, shape) for x in parts] for stage, parts in found.items()}
+        needed = [any(x.ndim for x in each) for each in zip(*found.values(), strict=True)]
+        blocks = (
+            np.block([[columns[stage][i] for stage in row] for row in at]) if n else np.zeros(())
+            for i, n in enumerate(needed)
+        )
+        return Parts(*blocks)
+
+    def _conversions(self, value: str, stage: int | None) -> Parts:
+        """What bringing a value from every known layout to every other takes."""
+        type_, movable = self.graph.types[value], value in self.movable
+        if (type_, stage, movable) not in self.matrices:
+            known = tuple(self.known[type_])
+            self.matrices[type_, stage, movable] = conversion_parts(
+                type_, self.mesh, known, known, stage, movable, self.graph.passes
+            )
+        return self.matrices[type_, stage, movable]
+
+    def _held(self, link: Link, parts: Parts, cut: tuple[np.ndarray, ...]) -> tuple[Parts, np.ndarray | None]:
+        of_stage = {stage: self._copies(link.value, stage) for row in stages(link.given, link.asked) for stage in row}
+        found = kept(link.given, link.asked, {stage: copies[cut] for stage, copies in of_stage.items()})
         tags = (len(link.given.tags), len(link.asked.tags))
         mask = None if link.mask is None else np.tile(link.mask, tags[1])
-        parts = Parts(*(np.tile(x, tags) if x.ndim else x for x in parts))
-        if found.again.any() and link.value not in self.graph.parameters:  # a gather that the backward makes anyway
+        if found.again.any():
             waits = [not link.asked.passive and tag == 2 for tag in link.asked.tags]
             for waiting in set(waits):
-                where = found.again & np.repeat(np.array(waits) == waiting, len(columns))
+                where = found.again & np.repeat(np.array(waits) == waiting, cut[1].size)
                 again = self._again(link.value, waiting)[cut]
                 parts += Parts(*(np.where(where, np.tile(x, tags), 0.0) if x.ndim else x for x in again))
         if found.forbidden.any():
@@ -210,16 +225,22 @@ class EdgeTables:
             self.matrices["again", type_, movable] = as_parts(forward_matrices(type_, layouts, layouts), movable)
         return self.matrices["again", type_, movable]
 
-    def _copies(self, value: str) -> Copies:
-        type_, again = self.graph.types[value], self.stages.get(value) == 0
-        if (type_, again) not in self.copies:
+    def _copies(self, value: str, stage: int | None) -> Copies:
+        type_ = self.graph.types[value]
+        if (type_, stage) not in self.copies:
             known = tuple(self.known[type_])
             layouts = [Layout(self.mesh, p) for p in known]
             own = np.array([costs.local_numel(type_, p, self.mesh) for p in known], dtype=float) * type_.dtype.itemsize
             codes: dict[Placements, int] = {}
             plain = np.array([codes.setdefault(x.without_gradient().placements, len(codes)) for x in layouts])
             shares = plain[:, None] == plain[None, :]
-            # What is gathered again is not kept: conversion_parts counts a second gather.
-            free = shares | _gathers(layouts, layouts) if again else shares
-            self.copies[type_, again] = Copies(np.where(free, 0.0, own[None, :]), shares, own)
-        return self.copies[type_, again]
+            gathered = _gathers(layouts, layouts)
+            copies = Copies(np.where(shares, 0.0, own[None, :]), shares, own)
+            if stage == 0:  # not kept: conversion_parts counts a second gather
+                copies = replace(copies, made=np.where(gathered, 0.0, copies.made))
+            elif stage and self.graph.passes > 1:  # there for all passes, and at stage 1 so is the sum of its gradients
+                whole = own[None, :] + (np.maximum(own[None, :] - own[:, None], 0.0) if stage == 1 else 0.0)
+                anyway = np.where(gathered, whole, 0.0)
+                copies = replace(copies, made=np.where(gathered, 0.0, copies.made), anyway=anyway)
+            self.copies[type_, stage] = copies
+        return self.copies[type_, stage]

@@ -15,7 +15,7 @@ the reader is computed again):
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import numpy as np
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.paths import block_path
 from autoshard.passes.ir.program import Call
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.op_space import OpSpace, site_of
@@ -48,6 +49,15 @@ class Keeps:
     """bytes of what is neither [choices]"""
     work: np.ndarray
     """most bytes beside these while its backward runs: gradients of results and of operands [choices]"""
+
+    def saves(self, node: Node, position: int, space: OpSpace) -> np.ndarray:
+        """Per choice whether autograd keeps the operand, as it is read here or at a later place in the same layout."""
+        result: np.ndarray = self.operands[position].copy()
+        for other in range(position + 1, len(node.inputs)):
+            if node.inputs[other] == node.inputs[position] and self.operands[other].any():
+                pairs = zip(space.inputs[position], space.inputs[other], strict=True)
+                result |= self.operands[other] & np.array([a == b for a, b in pairs])
+        return result
 
 
 class KeepTables:
@@ -148,12 +158,14 @@ class Side:
     """of a definition: whether it holds the value anyway [choices]; None: never"""
     fixed: bool = False
     """whether the definition is there all the time: an input of the graph"""
+    stages: tuple[int, ...] = ()
+    """of a parameter, at the side that its readers read: the stage of ZeRO that each tag stands for"""
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for sides whose tables are equal, as long as both live."""
         arrays = (None if a is None else a.tobytes() for a in (self.saves, self.holds))
-        return (id(self.placed), self.tags, self.passive, *arrays, self.fixed)
+        return (id(self.placed), self.tags, self.passive, *arrays, self.fixed, self.stages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +178,13 @@ class Copies:
     """whether both are one memory"""
     own: np.ndarray
     """bytes of the value in each layout of the definition [rows]"""
+    anyway: np.ndarray | float = 0.0
+    """bytes that are there whoever needs the copy: of a parameter that is gathered once for several micro-batches"""
+
+    def __getitem__(self, cut: tuple[np.ndarray, ...]) -> Copies:
+        """Of some layouts of the definition (rows) and of the reader (columns)."""
+        anyway = self.anyway[cut] if isinstance(self.anyway, np.ndarray) else self.anyway
+        return Copies(self.made[cut], self.shares[cut], self.own[cut[0][:, 0]], anyway)
 
 
 class Kept(NamedTuple):
@@ -179,25 +198,33 @@ class Kept(NamedTuple):
     """bytes"""
 
 
-def kept(source: Side, reader: Side, copies: Copies) -> Kept:
-    """What an edge holds, for all tags of its two sides."""
+def stages(source: Side, reader: Side) -> list[list[int | None]]:
+    """The stage of ZeRO that each tag of the source (row) and of the reader (column) stand for; None: no parameter's."""
+    rows, columns = source.stages or (None,) * len(source.tags), reader.stages or (None,) * len(reader.tags)
+    return [[b if a is None else a for b in columns] for a in rows]
+
+
+def kept(source: Side, reader: Side, copies: Mapping[int | None, Copies]) -> Kept:
+    """What an edge holds, for all tags of its two sides. ``copies``: by stage of ZeRO."""
     rows = []
-    for tag in source.tags:
-        blocks = [_block(source, tag, reader, other, copies) for other in reader.tags]
+    for tag, at in zip(source.tags, stages(source, reader), strict=True):
+        pairs = zip(reader.tags, at, strict=True)
+        blocks = [_block(source, tag, reader, other, copies[stage], stage is None) for other, stage in pairs]
         rows.append([np.hstack(column) for column in zip(*blocks, strict=True)])
     return Kept(*(np.vstack(column) for column in zip(*rows, strict=True)))
 
 
-def _block(source: Side, source_tag: int, reader: Side, tag: int, copies: Copies) -> Kept:
+def _block(source: Side, source_tag: int, reader: Side, tag: int, copies: Copies, converts: bool) -> Kept:
+    """Of two tags. ``converts``: whether the conversion can be made again; of a parameter its stage of ZeRO says that."""
     count = len(reader.placed)
     if reader.passive:
-        needs, again = np.full(count, tag != ABSENT), tag == AGAIN
+        needs, again = np.full(count, tag != ABSENT), converts and tag == AGAIN
     else:
         saves = reader.saves if reader.saves is not None else np.zeros(count, dtype=bool)
-        needs, again = saves | (tag == 2), tag >= 1
+        needs, again = saves | (tag == 2), converts and tag >= 1
     never = np.zeros(copies.made.shape, dtype=bool)
     remade = needs & ~copies.shares if again else never
-    held = np.zeros(never.shape) if again else np.where(needs, copies.made, 0.0)
+    held = copies.anyway + (np.zeros(never.shape) if again else np.where(needs, copies.made, 0.0))
     if source.fixed or (not source.passive and source_tag == 2):
         return Kept(remade, never, held)
     present = needs & (copies.shares | again)
@@ -210,3 +237,14 @@ def _block(source: Side, source_tag: int, reader: Side, tag: int, copies: Copies
 def is_passive(node: Node) -> bool:
     """Whether ``node`` only shows memory of its operand."""
     return is_view(node.op)
+
+
+def passive_tags(needed: bool, again: bool, keeps: bool = True) -> tuple[int, ...]:
+    """Tags of a view or a shared layout. ``again``, ``keeps``: whether a converted copy may be made again, and be kept."""
+    return (ABSENT, *([NEEDED] if keeps else []), *([AGAIN] if again else [])) if needed else (ABSENT,)
+
+
+def tail_of(graph: Graph) -> frozenset[str]:
+    """Operations after the last repeated module. They work when most is kept, so that their work counts with it."""
+    last = max((i for i, node in enumerate(graph.nodes) if block_path(node.fqn)), default=len(graph.nodes))
+    return frozenset(node.name for node in graph.nodes[last + 1 :])

@@ -22,14 +22,14 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment, Placements, Strategy, stated
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.memory import optimizer_bytes
-from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alike import alike
 from autoshard.passes.propagate.edges import EdgeTables, Link, readings
 from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
-from autoshard.passes.propagate.keep import ABSENT, AGAIN, NEEDED, Keeps, KeepTables, Side, is_passive
+from autoshard.passes.propagate.keep import AGAIN, NEEDED, KeepTables, Side, is_passive, passive_tags, tail_of
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
+from autoshard.passes.propagate.owners import owned_states, place_of, with_owners
 from autoshard.passes.propagate.states import free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row, Solution
@@ -54,6 +54,8 @@ class Variable:
     """bytes that it holds at the end of the forward, per state"""
     stays: np.ndarray | None = None
     """bytes that it holds at the end of the backward, per state"""
+    stages: tuple[int, ...] = ()
+    """of a parameter, or of its shared layout where it has one: the stage of ZeRO of each tag"""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ class Network:
     optimizer: str = "adamw"
     given: Mapping[str, Layout] = field(default_factory=dict)
     """layouts of the inputs that come in parts"""
-    zero: Mapping[str, int] = field(default_factory=dict)
-    """parameters that stay gathered, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`"""
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """of parameters: the stages of ZeRO that each may have; (0,) where it is absent"""
     flying: int = 1
     """micro-batches that keep something for the backward at once"""
     variables: dict[str, Variable] = field(default_factory=dict)
@@ -93,14 +95,14 @@ class Network:
 
     def __post_init__(self) -> None:
         self.views = frozenset(n.name for n in self.graph.nodes if is_passive(n))
-        self.tail = _tail(self.graph) if self.offer is not None else frozenset()
+        self.tail = tail_of(self.graph) if self.offer is not None else frozenset()
         self.free = free_states(self.graph, self.given, self.constraints)
         """buffers whose layout is to be chosen, as a parameter's is"""
 
     def build(self) -> Built:
         """Variables and links, then their tables."""
         self._variables()
-        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None, self.zero)
+        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None)
         found = [tables.of(link) for link in self.links]
         numbers = {name: i for i, name in enumerate(self.variables)}
         sizes = [len(v.choices) * len(v.tags) for v in self.variables.values()]
@@ -150,8 +152,10 @@ class Network:
             readers[name].append((f"mutation:{fqn}", Side(states), None))
         for value in graph.inputs:
             states = self._input_states(value.name, value.kind)
-            self.variables[value.name] = self._input(value.name, states)
-            self._connect(value.name, Side(states, fixed=True), value.name, readers[value.name], needed)
+            stages = self._stages(value.name) if len(readers[value.name]) == 1 else ()
+            self.variables[value.name] = self._input(value.name, states, stages)
+            side = Side(states, (0,) * max(1, len(stages)), fixed=True, stages=stages)
+            self._connect(value.name, side, value.name, readers[value.name], needed)
         for node in graph.nodes:
             for slot, name in enumerate(node.outputs):
                 side = self._definition(node, slot, self.variables[f"node:{node.name}"].tags)
@@ -191,12 +195,7 @@ class Network:
         if not is_passive(node):
             return self.offer(node)
         offered = self.offer(node)
-        return self._passive(not needed.isdisjoint(node.outputs), any(offered), 0 in offered)
-
-    @staticmethod
-    def _passive(needed: bool, again: bool, keeps: bool = True) -> tuple[int, ...]:
-        """``again``, ``keeps``: whether a converted copy may be made again, and whether it may be kept."""
-        return (ABSENT, *([NEEDED] if keeps else []), *([AGAIN] if again else [])) if needed else (ABSENT,)
+        return passive_tags(not needed.isdisjoint(node.outputs), any(offered), 0 in offered)
 
     def _operation(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Variable:
         if self.offer is None:
@@ -220,18 +219,9 @@ class Network:
         for position, name, placed, mask in readings(node, space):
             saves = None
             if self.offer is not None:
-                saves = self._saves(node, position, self.keeps.of(node, space), space)
+                saves = self.keeps.of(node, space).saves(node, position, space)
             found.append((name, Side(placed, tags, is_passive(node), saves), mask))
         return found
-
-    def _saves(self, node: Node, position: int, keeps: Keeps, space: OpSpace) -> np.ndarray:
-        """Per choice whether autograd keeps the operand, as it is read here or at a later place in the same layout."""
-        result: np.ndarray = keeps.operands[position].copy()
-        for other in range(position + 1, len(node.inputs)):
-            if node.inputs[other] == node.inputs[position] and keeps.operands[other].any():
-                pairs = zip(space.inputs[position], space.inputs[other], strict=True)
-                result |= keeps.operands[other] & np.array([a == b for a, b in pairs])
-        return result
 
     def _definition(self, node: Node, slot: int, tags: tuple[int, ...]) -> Side:
         space = self.spaces[node]
@@ -260,12 +250,14 @@ class Network:
             tags: tuple[int, ...] = (0,)
             if self.offer is not None:
                 again = any(AGAIN in side.tags for _, side, _ in readers)
-                tags = self._passive(value in needed, again and value not in self.graph.parameters)
-            shared = f"shared:{value}"
-            self.variables[shared] = Variable(states, tags)
-            passive = self.offer is not None
-            self.links.append(Link(variable, defined, shared, Side(states, tags, passive), value))
-            variable, defined = shared, Side(states, tags, passive, fixed=value in self.graph.parameters)
+                tags = passive_tags(value in needed, again and value not in self.graph.parameters)
+            stages, fixed = self._stages(value), value in self.graph.parameters
+            if stages:
+                tags, stages = tags * len(stages), tuple(s for s in stages for _ in tags)
+            shared, passive = f"shared:{value}", self.offer is not None
+            self.variables[shared] = Variable(states, tags, stages=stages)
+            self.links.append(Link(variable, defined, shared, Side(states, tags, passive, stages=stages), value))
+            variable, defined = shared, Side(states, tags, passive, fixed=fixed, stages=stages)
         for reader, side, mask in readers:
             self.links.append(Link(variable, defined, reader, side, value, mask))
 
@@ -288,23 +280,30 @@ class Network:
     def _stated(self, name: str) -> Layout:
         return stated(name, self.graph, self.mesh, self.given)
 
-    def _input(self, name: str, states: tuple[Placements, ...]) -> Variable:
-        type_ = self.graph.types[name]
+    def _stages(self, value: str) -> tuple[int, ...]:
+        """The stages of ZeRO that a parameter may have; none of what is no parameter."""
+        return self.stages.get(value, (0,)) if value in self.graph.parameters else ()
+
+    def _input(self, name: str, states: tuple[Placements, ...], stages: tuple[int, ...]) -> Variable:
+        type_, count = self.graph.types[name], max(1, len(stages))
         if name in self.free:
             size = self._bytes(name, states)
             return Variable(states, kept=size, stays=size)
         if name not in self.graph.parameters:
             return Variable(states)
-        key = ("parameter", type_, id(states))
+        key = ("parameter", type_, id(states), count)
         if key not in self.known:
             trained = type_.grad and self.graph.training
             size = self._bytes(name, states) * type_.kept.dtype.itemsize / type_.dtype.itemsize
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
             state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
-            parts = Parts(once=seconds) if type_.grad else ZERO
-            self.known[key] = parts, size + state, size + state + (size if trained else 0.0)
-        return Variable(states, (0,), *self.known[key])
+            parts = Parts(once=np.tile(seconds, count)) if type_.grad else ZERO
+            stays = size + state + (size if trained else 0.0)
+            held = stays if self.graph.passes > 1 else size + state  # gradients of the passes before the last are there
+            self.known[key] = parts, np.tile(held, count), np.tile(stays, count)
+        parts, kept, stays = self.known[key]
+        return Variable(states, (0,) * count, parts, kept, stays, stages)
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
         """An input is given whole on every rank, or as it says; a parameter, and a state, may be kept in shards."""
@@ -313,7 +312,7 @@ class Network:
         if kind != "parameter" and name not in self.free:
             placed = self._stated(name).placements
             return self._once(("given", placed), (placed,))
-        states = placeable(type_, self.mesh, replicated=whole)
+        states = placeable(type_, self.mesh, replicated=whole) + owned_states(type_, self.mesh)
         if name in self.constraints:
             states = self.constraints[name].allowed(states, type_, self.mesh, whole)
         return self._once(("parameter", type_, self.constraints.get(name)), states)
@@ -359,18 +358,24 @@ class Network:
             chosen = None if layout is None else layout.placements
         else:
             chosen = variable.choices[0] if kind == "mutation" else assignment.layouts[name].placements
-        place, count = variable.choices.index(chosen), len(variable.choices)
+        place, count = place_of(chosen, variable.choices), len(variable.choices)
         most = NEEDED if kind == "shared" or (kind == "node" and rest in self.views) else 0
-        return [t * count + place for t, tag in enumerate(variable.tags) if tag <= most or len(variable.tags) == 1]
+        stages = variable.stages or (None,) * len(variable.tags)
+        wanted = assignment.zero.get(rest, 0) if variable.stages else None
+        allowed = (t for t, tag in enumerate(variable.tags) if tag <= most or len(variable.tags) == 1)
+        return [t * count + place for t in allowed if stages[t] == wanted]
 
     def assignment(self, solution: Solution) -> Assignment:
         """The layouts, strategies and states that ``solution`` chose."""
         chosen: dict[str, Any] = {}
         tags: dict[str, int] = {}
         places: dict[str, int] = {}
+        zero: dict[str, int] = {}
         for (name, variable), state in zip(self.variables.items(), solution.choice, strict=True):
             tag, places[name] = divmod(state, len(variable.choices))
             chosen[name], tags[name] = variable.choices[places[name]], variable.tags[tag]
+            if variable.stages and variable.stages[tag]:
+                zero[name.removeprefix("shared:")] = variable.stages[tag]
         layouts = {i.name: Layout(self.mesh, chosen[i.name]) for i in self.graph.inputs}
         choices: dict[str, tuple[Strategy, ...]] = {}
         again: dict[str, int] = {}
@@ -388,11 +393,5 @@ class Network:
         )
         remade = frozenset(v for v in shared if tags[f"shared:{v}"] == AGAIN)
         given = frozenset(self.constraints)
-        found = layouts, shared, choices, outputs, solution, given, again, remade, self.zero
-        return Assignment(self.graph, self.mesh, *found)
-
-
-def _tail(graph: Graph) -> frozenset[str]:
-    """Operations after the last repeated module. They work when most is kept, so that their work counts with it."""
-    last = max((i for i, node in enumerate(graph.nodes) if block_path(node.fqn)), default=len(graph.nodes))
-    return frozenset(node.name for node in graph.nodes[last + 1 :])
+        found = layouts, shared, choices, outputs, solution, given, again, remade, zero
+        return with_owners(Assignment(self.graph, self.mesh, *found), self.constraints)

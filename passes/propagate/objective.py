@@ -12,10 +12,11 @@ import numpy as np
 from autoshard.layout import Layout
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices, zero_stages
+from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices
 from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.op_space import internal_collectives, signature, traffic_on
 from autoshard.passes.propagate.step_time import Parts, movable_values, summed
+from autoshard.passes.propagate.zero import stages_of
 from autoshard.passes.rules import rule_for
 
 
@@ -103,7 +104,7 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
         operations[node.name] = known[key]
     prices: dict[object, Parts] = {}
     conversions: list[Parts] = []
-    movable, stages = movable_values(graph), zero_stages(graph, assignment.zero)
+    movable, stages = movable_values(graph), stages_of(graph, assignment.zero)
     for value, src, dst in _conversions(assignment):
         if src == dst:
             continue

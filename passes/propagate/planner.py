@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 
 import numpy as np
 
@@ -19,6 +17,7 @@ from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.network import Built, Network
 from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
 from autoshard.passes.propagate.recompute import Recompute, hinted, offer
+from autoshard.passes.propagate.zero import offered
 from autoshard.passes.search import CostNetwork, Solution, solve
 
 log = logging.getLogger("autoshard.plan")
@@ -67,20 +66,6 @@ class Planner:
         self.prices: tuple[float, ...] = ()
         """of the rows, in the last search: where the next one begins"""
         self.built: dict[bool, tuple[Network, Built]] = {}
-
-    @cached_property
-    def keeping(self) -> Planner | None:
-        """The same searches where gathered parameters are kept (ZeRO-2) instead of gathered again, which takes less time.
-
-        Only those that nobody asked anything of; None where there are none, and on an ideal network, where bytes only break
-        ties and parameters are cut for what they compute alone.
-        """
-        free = self.graph.parameters - self.constraints.keys()
-        if self.zero or self.flying or not (self.graph.training and free and self.mesh.hardware.node.latency):
-            return None
-        other = copy.copy(self)
-        other.zero, other.built = dict.fromkeys(sorted(free), 2), {}
-        return other
 
     def cheapest(self) -> Assignment:
         """The fewest seconds, whatever memory it takes."""
@@ -149,7 +134,9 @@ class Planner:
         """The network; ``limited``: with bytes, and with what may be made again."""
         if limited not in self.built:
             what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
-            more = self.optimizer, self.given, self.zero, max(1, self.flying)
+            asked = self.graph.parameters if self.flying else self.constraints.keys()
+            stages = offered(self.graph, self.mesh, self.zero, asked, limited)
+            more = self.optimizer, self.given, stages, max(1, self.flying)
             network = Network(*what, self.offer if limited else None, *more)
             built = network.build()
             self.built[limited] = network, built

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from autoshard.layout import Layout
 from autoshard.passes.redistribute.planner import distances, kinds_of
 from autoshard.passes.redistribute.pricing import FORBIDDEN, Moves, Prices, price, width
-from autoshard.passes.redistribute.query import redistribution
+from autoshard.passes.redistribute.query import in_chunks, redistribution
 from autoshard.passes.redistribute.space import EXACT_AXES, Floats, everything, state_of
 
 SMALL = 500
@@ -49,6 +50,8 @@ def link_matrices(
     if not sources or not targets:
         none = np.zeros((len(sources), len(targets)))
         return none, none, none
+    if any(x.owner for x in (*sources, *targets)):
+        return _of_owners(sources, targets, shape, dtype, grad, closed)
     mesh, shape, kinds = sources[0].mesh, tuple(shape), kinds_of((*sources, *targets), bool(grad))
     if mesh.ndim > EXACT_AXES:
         return _one_by_one(sources, targets, shape, dtype, grad, closed)
@@ -61,6 +64,19 @@ def link_matrices(
         found = [_to_one(prices, goal) for goal in columns]
         seconds, shares = (np.stack([pair[i][..., rows] for pair in found], axis=-1) for i in (0, 1))
     return shares[0], seconds - shares[0] - shares[1], shares[1]
+
+
+def _of_owners(sources: Sequence[Layout], targets: Sequence[Layout], *what: Any) -> tuple[Floats, Floats, Floats]:
+    """Nothing leads to another set of axes along which one rank owns the whole; of equal ones each rank does its share."""
+    axes = [[frozenset(x.owner) for x in side] for side in (sources, targets)]
+    found = (np.zeros((len(sources), len(targets))), np.full((len(sources), len(targets)), np.inf))
+    out = found[0], found[1], found[0].copy()
+    for key in set(axes[0]) & set(axes[1]):
+        rows, columns = ([i for i, k in enumerate(side) if k == key] for side in axes)
+        given = [in_chunks(sources[i]) for i in rows], [in_chunks(targets[i]) for i in columns]
+        for table, part in zip(out, link_matrices(*given, *what), strict=True):
+            table[np.ix_(rows, columns)] = part
+    return out
 
 
 def _one_by_one(

@@ -5,43 +5,122 @@ from __future__ import annotations
 import torch
 
 from autoshard.errors import PlanError
+from autoshard.layout import Owned, R, Shard
+from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.program import Call, Local, spell
+from autoshard.passes.ir.program import Call, Internal, Local, spell
 from autoshard.passes.rules.base import Facts, Rule, Site, rules
-from autoshard.passes.rules.factors import Dims, Factors, inputs, numbered, sizes_of
+from autoshard.passes.rules.factors import Dims, Factors, Space, inputs, numbered, sizes_of
+from autoshard.runtime.embedding import pooled_op
 
 aten = torch.ops.aten
 
 BAG_MODES = ("sum", "mean", "max")
+LOOK_UPS = frozenset(
+    {aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx, pooled_op._opoverload}
+)
+TABLE = "table"
+"""the label of the strategy in which an axis gives tables, each whole, to ranks, and what they look up to all"""
 
 
-def _embedding(node: Node, graph: Graph) -> Factors:
+def _table_wise(node: Node, graph: Graph, factors: Factors) -> Space:
+    """The strategies of ``factors``, and that of a table that lies whole on one rank where it may."""
+    if not graph.types[node.inputs[node.positions["weight"]]].whole:
+        return factors
+    placed = tuple(Owned() if name == "weight" else R for name in node.positions)
+    batch = graph.shape(node.outputs[0])[0]
+    apart = frozenset({"vocab", "embed"})
+    whole = Strategy(TABLE, placed, (Shard(0),), batch, divides=True, apart=apart, joins="none", innermost=True)
+    return (*factors.strategies(node, graph), whole)
+
+
+def _local_table(site: Site, mode: str, **bags: object) -> Call:
+    """``bags``: keyword arguments of ``runtime.table_wise``, without those that are None."""
+    axes, node = site.axes(TABLE), site.node
+    owners, owner = site.inputs[node.positions["weight"]].owner, 0
+    for axis in axes:
+        owner = owner * site.mesh.size_of(axis) + owners[axis]
+    given = {k: v for k, v in bags.items() if v not in (None, (None,), False)}
+    if gives_sparse(site):
+        given["sparse"] = True
+    tables, indices = (node.argument("weight"),), (node.argument("indices"),)
+    return Call("table_wise", (tables, indices, (owner,), spell(axes), mode), given)
+
+
+def _exchanged(site: Site) -> tuple[Internal, ...]:
+    """What ranks look up for others, and its gradient: of tables in balance, each rank's share."""
+    axes = site.axes(TABLE)
+    if site.mesh.size_of(axes) == 1:
+        return ()
+    size = float(site.out_type().dtype.itemsize)
+    for n in site.outputs[0].max_local_shape(site.out_type().shape):
+        size *= n
+    found = [("forward", "rows of tables")] + [("backward", "gradients of rows of tables")] * site.grad
+    return tuple(Internal("all_to_all", axes, size, phase, what) for phase, what in found)
+
+
+def _pooled(node: Node, graph: Graph) -> Space:
+    """As look-ups, with the last dim of the indices inside."""
+    indices, weight = graph.shape(node.argument("indices")), graph.shape(node.argument("weight"))
+    named = numbered(indices[:-1])
+    factors = Factors(
+        inputs(node, {"weight": ("vocab", "embed"), "indices": (*named, None)}),
+        ((*named, "embed"),),
+        {**sizes_of(indices[:-1]), "vocab": weight[0], "embed": weight[1]},
+        linear=((node.positions["weight"],),),
+    )
+    return _table_wise(node, graph, factors)
+
+
+def _local_pooled(site: Site) -> Call:
+    node, axes = site.node, site.axes_of("weight", 0)
+    mode, padding = node.argument("mode"), node.argument("padding_idx")
+    if site.axes(TABLE):
+        return _local_table(site, mode, padding=(padding if padding >= 0 else None,))
+    extra: dict[str, object] = {"padding_idx": padding} if padding >= 0 else {}
+    if gives_sparse(site):
+        extra["sparse"] = True
+    if axes:
+        extra |= {"size": site.in_type(node.positions["weight"]).shape[0], "axes": spell(axes)}
+    return Call("pooled", (node.argument("weight"), node.argument("indices"), mode), extra)
+
+
+def _embedding(node: Node, graph: Graph) -> Space:
     """Index dims, columns, and rows: each rank looks up the rows it holds, and they sum up (P)."""
     indices, weight = graph.shape(node.argument("indices")), graph.shape(node.argument("weight"))
     named = numbered(indices)
     sizes = {**sizes_of(indices), "vocab": weight[0], "embed": weight[1]}
     if node.argument("scale_grad_by_freq"):  # frequencies are those of the whole batch
         sizes = {"embed": weight[1]}
-    return Factors(
+    factors = Factors(
         inputs(node, {"weight": ("vocab", "embed"), "indices": named}),
         ((*named, "embed"),),
         sizes,
         linear=((node.positions["weight"],),),
     )
+    return _table_wise(node, graph, factors)
 
 
 def _local_embedding(site: Site) -> Call:
-    """Gradients of the table are dense, also where the module asks for sparse ones: sparse ones cannot be reduced."""
-    axes = site.axes_of("weight", 0)
+    axes, sparse, padding = site.axes_of("weight", 0), gives_sparse(site), site.node.argument("padding_idx")
+    if site.axes(TABLE):
+        return _local_table(site, "sum", padding=(padding if padding >= 0 else None,))
     if not axes:
-        return site.unchanged(sparse=False) if site.node.argument("sparse") else site.unchanged()
-    weight, indices, padding = (site.node.argument(a) for a in ("weight", "indices", "padding_idx"))
+        return site.unchanged() if sparse == site.node.argument("sparse") else site.unchanged(sparse=sparse)
+    weight, indices = (site.node.argument(a) for a in ("weight", "indices"))
     rows = site.in_type(site.node.positions["weight"]).shape[0]
-    extra = {"padding_idx": padding} if padding >= 0 else {}
+    extra: dict[str, object] = {"padding_idx": padding} if padding >= 0 else {}
+    if sparse:
+        extra["sparse"] = True
     return Call("vocab_embedding", (weight, indices, rows, spell(axes)), extra)
 
 
-def _bag(node: Node, graph: Graph) -> Factors:
+def gives_sparse(site: Site) -> bool:
+    """Whether the table's gradient is sparse: every use of it asks for that, as in eager the sum with a dense one is dense."""
+    return site.in_type(site.node.positions["weight"]).sparse
+
+
+def _bag(node: Node, graph: Graph) -> Space:
     """Columns always; rows where bags are sums; bags where all are equally long, so that their indices can be cut."""
     weight, bags = graph.shape(node.argument("weight")), graph.shape(node.argument("offsets"))[0]
     sizes: dict[str, int] = {"embed": weight[1]}
@@ -54,7 +133,7 @@ def _bag(node: Node, graph: Graph) -> Factors:
     flat: Dims = ("bags",)
     dims: dict[str, Dims] = {"weight": ("vocab", "embed"), "indices": flat, "offsets": (None,)}
     ranks = [len(graph.types[name].shape) for name in node.outputs]
-    return Factors(
+    factors = Factors(
         inputs(node, {**dims, "per_sample_weights": flat}),
         tuple(
             (None,) * rank if slot else ("bags", "embed") for slot, rank in zip(node.output_slots, ranks, strict=True)
@@ -63,6 +142,7 @@ def _bag(node: Node, graph: Graph) -> Factors:
         even=frozenset({"bags"}),
         linear=((node.positions["weight"],),) if "vocab" in sizes else (),
     )
+    return _table_wise(node, graph, factors)
 
 
 def bag_length(node: Node, graph: Graph) -> int:
@@ -78,6 +158,8 @@ def bag_length(node: Node, graph: Graph) -> int:
 def _local_bag(site: Site) -> Call:
     node = site.node
     weight, indices, offsets = (node.argument(a) for a in ("weight", "indices", "offsets"))
+    if site.axes(TABLE):
+        return _local_table_of_bags(site)
     if bags := site.axes("bags"):
         captured = next(n for n in site.graph.nodes if n.name == node.name)
         if not bag_length(captured, site.graph):
@@ -86,25 +168,59 @@ def _local_bag(site: Site) -> Call:
         offsets = Call(aten.slice.Tensor, (offsets, 0, 0, count), {})  # starts count from this rank's first index
     rows_axes = site.axes_of("weight", 0)
     if not rows_axes:
-        return site.unchanged(offsets=offsets, sparse=False)
+        return site.unchanged(offsets=offsets, sparse=gives_sparse(site))
     rows = site.in_type(node.positions["weight"]).shape[0]
     padding = node.argument("padding_idx") if node.op is aten.embedding_bag.padding_idx else None
     extra = {
         "per_sample_weights": node.argument("per_sample_weights"),
         "include_last_offset": node.argument("include_last_offset") or None,
         "padding_idx": padding if padding is None or padding >= 0 else padding + rows,
+        "sparse": gives_sparse(site) or None,
     }
     given = {k: v for k, v in extra.items() if v is not None}
     return Call("vocab_embedding_bag", (weight, indices, offsets, rows, spell(rows_axes)), given)
 
 
+def _local_table_of_bags(site: Site) -> Call:
+    node = site.node
+    padding = node.argument("padding_idx") if node.op is aten.embedding_bag.padding_idx else None
+    if padding is not None and padding < 0:
+        padding += site.in_type(node.positions["weight"]).shape[0]
+    return _local_table(
+        site,
+        BAG_MODES[node.argument("mode")],
+        offsets=(node.argument("offsets"),),
+        weights=(node.argument("per_sample_weights"),),
+        last_offset=node.argument("include_last_offset"),
+        padding=(padding,),
+    )
+
+
 RULES: tuple[Rule, ...] = (
-    *rules("embedding.default", _embedding, _local_embedding, "vocab embed, ... -> ... embed", facts=Facts("indices")),
+    *rules(
+        "embedding.default",
+        _embedding,
+        _local_embedding,
+        "vocab embed, ... -> ... embed",
+        _exchanged,
+        facts=Facts("indices"),
+    ),
+    Rule(
+        pooled_op._opoverload,
+        _pooled,
+        _local_pooled,
+        None,
+        "vocab embed, ... _ -> ... embed",
+        _exchanged,
+        facts=Facts("indices"),
+        named="pooled",
+    ),
     *rules(
         "embedding_bag.default embedding_bag.padding_idx",
         _bag,
         _local_bag,
         "vocab embed, (bags _), _, (bags _) -> bags embed",
+        _exchanged,
         facts=Facts("indices offsets per_sample_weights result1 result2 result3; per_sample_weights: weight"),
     ),
 )

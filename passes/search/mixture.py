@@ -18,8 +18,8 @@ from autoshard.passes.search.stacked import Choice
 
 # So many of all nodes are free on each side of a border: some layers.
 FREE = 1 / 20
-# The first step by which a border is moved, as a part of all nodes.
-STEP = 1 / 24
+# The first step by which a border is moved, as a part of all nodes: what was free before is so no more.
+STEP = 2 * FREE
 # A hard row's excess counts this many times its price while the borders are moved.
 HARD = 3.0
 

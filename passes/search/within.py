@@ -28,8 +28,10 @@ ITERATIONS = 48
 ENOUGH = 2e-3
 # Turns between equal layers as one and each for itself.
 TURNS = 5
-# Mixtures tried.
+# Mixtures tried for effort 1, nodes of a problem for which that is little in any case, and the fewest.
 MIXTURES = 16
+FEW_NODES = 400
+FEWEST = 4
 # Sweeps of message passing.
 SWEEPS = 8
 # A problem of up to so many entries goes to the MILP as it is, and up to so many when what is too dear is gone.
@@ -95,7 +97,8 @@ def searched(problem: Stacked, relaxed: Relaxed, limit: float, effort: float, pr
         thin(search)
         maximise_bound(search, search.part, math.ceil(ITERATIONS * effort), ENOUGH)
         search.bound = max(search.bound, search.part.bound)
-        stats["mixtures"] = mix(search, search.part, ENOUGH, math.ceil(MIXTURES * effort))
+        trials = max(MIXTURES * min(1.0, max(effort, FEW_NODES / len(problem.sizes))), FEWEST)
+        stats["mixtures"] = mix(search, search.part, ENOUGH, math.ceil(trials))
         stats["branches"] = branch(search, ENOUGH, effort)
     if search.gap(search.bound) > ENOUGH and "looks" not in stats:
         stats["looks"] = close_gap(search, effort)

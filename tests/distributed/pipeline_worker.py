@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from harness import double, ideal
 from microbatch_cases import TOLERANCE, far, loss_of
 from pipeline_cases import CASES, made
+from safetensors.torch import load_file
 from test_real_models import build
 from torch import nn
 from training_worker import FOLDER, main
@@ -58,6 +59,18 @@ def resumed_elsewhere() -> None:
         assert state["param_groups"] == expected["param_groups"]
         for n, entry in expected["state"].items():
             assert all(far(state["state"][n][k], x) <= TOLERANCE for k, x in entry.items()), (number, n)
+
+
+def saved() -> None:
+    """Every rank writes what it holds of its stages."""
+    model, args = made("gpt")
+    sharded = autoshard.compile(model, ideal(MESHES[dist.get_world_size()]), args, stages="pp", micro_batches=4)
+    sharded.save(FOLDER / "saved")
+    found = load_file(FOLDER / "saved" / f"rank{dist.get_rank()}.safetensors")
+    mine: dict[str, Any] = dict(sharded.named_parameters())
+    assert mine.keys() <= found.keys()
+    assert all(torch.equal(found[n], p.to_local()) for n, p in mine.items())
+    assert not any(n in found for n in sharded.whole_names() if n not in mine)
 
 
 def library(name: str, **asked: Any) -> None:
@@ -142,6 +155,11 @@ class Broken(torch.autograd.Function):
 
 if __name__ == "__main__":
     cases = {name: lambda case=case: case(ideal(MESHES[dist.get_world_size()])) for name, case in CASES.items()}
-    cases |= {"resumed_elsewhere": resumed_elsewhere, "one_fails": one_fails, "local_inputs": local_inputs}
+    cases |= {
+        "resumed_elsewhere": resumed_elsewhere,
+        "one_fails": one_fails,
+        "local_inputs": local_inputs,
+        "saved": saved,
+    }
     cases |= {"t5": lambda: library("t5", schedule="interleaved"), "whisper": lambda: library("whisper")}
     main(cases)

@@ -10,8 +10,8 @@ import pytest
 import world
 from pipeline_cases import CASES
 
-FAST = {"gpt_1f1b", "other_outputs"}
-OWN = ("resumed_elsewhere", "one_fails", "local_inputs", "t5", "whisper")
+FAST = {"gpt_1f1b", "other_outputs", "interleaved_without_gradients", "one_verdict"}
+OWN = ("resumed_elsewhere", "one_fails", "local_inputs", "saved", "t5", "whisper")
 """cases of pipeline_worker.py alone"""
 WORLDS = [pytest.param(2, id="world2"), pytest.param(4, id="world4", marks=pytest.mark.slow)]
 
@@ -25,7 +25,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     def results(ranks: int) -> dict[str, str]:
         folder = tmp_path_factory.mktemp(f"pipeline{ranks}")
         names = ",".join(c["name"] for c in chosen if c["ranks"] == ranks)
-        found: dict[str, str] = json.loads(world.start("pipeline_worker.py", ranks, folder, names, timeout=280))
+        found: dict[str, str] = json.loads(world.start("pipeline_worker.py", ranks, folder, names, timeout=900))
         return found
 
     return lambda ranks, name: results(ranks)[name]

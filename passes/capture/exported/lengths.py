@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import keyword
+import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy  # type: ignore[import-untyped,unused-ignore]
 import torch
 from torch.export import Dim, ShapesCollection
 
-from autoshard.errors import CaptureError, HintError
+from autoshard.errors import CaptureError, HintError, PlanError, RuleError
 from autoshard.passes.ir.graph import Symbol, Symbols
 from autoshard.passes.ir.sizes import Size, is_sure, size, symbol
 from autoshard.passes.ir.symbols import conditions, is_plain
@@ -20,6 +21,7 @@ from autoshard.passes.ir.symbols import conditions, is_plain
 Dynamic = bool | Mapping[str, Mapping[int, str]]
 """True: every length of every input; or input → dim → a name, or a multiple of one such as ``"4*batch"``"""
 
+T = TypeVar("T")
 
 _DECLARED = re.compile(r"\s*(?:(\d+)\s*\*\s*)?([A-Za-z_]\w*)\s*")
 
@@ -37,6 +39,18 @@ class Open:
     tensor: torch.Tensor
     dims: Mapping[int, tuple[int, str]]
     """dim → (multiple, name); the name is "" where the user gave none"""
+
+
+def fixed_if_refused(dynamic: Dynamic, do: Callable[[Dynamic], T]) -> T:
+    """``do(dynamic)``; what is refused with open lengths is done for those of the example alone, with a warning."""
+    if dynamic:
+        try:
+            return do(dynamic)
+        except (CaptureError, PlanError, RuleError) as error:
+            logging.getLogger("autoshard").warning(
+                "no program with symbolic lengths, compiling for these shapes alone: %s", error
+            )
+    return do(False)
 
 
 def opened(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> dict[str, Open]:

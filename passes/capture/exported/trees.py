@@ -27,6 +27,18 @@ def register_types(tree: Any) -> None:
             register_types(list(_attributes(leaf).values()))
 
 
+def flattened(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of ``tree`` and its structure: in every call as they are after a capture, with all types registered."""
+    leaves, spec = pytree.tree_flatten(tree)
+    if all(isinstance(x, torch.Tensor) or type(x) in _PLAIN for x in leaves):
+        return leaves, spec
+    register_types(tree)
+    return pytree.tree_flatten(tree)
+
+
+_PLAIN = (int, float, bool, str, type(None))
+
+
 def _attributes(value: Any) -> dict[str, Any]:
     names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     return {**{n: getattr(value, n) for n in names}, **getattr(value, "__dict__", {})}

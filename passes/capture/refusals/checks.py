@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,9 +47,9 @@ def check_model(model: nn.Module, training: bool) -> None:
             _check_tensor(kind, name, tensor, training)
 
 
-def check_example(model: nn.Module, example: Example) -> None:
-    """Refuse inputs that are no plain dense tensors."""
-    for i, leaf in enumerate(pytree.tree_leaves(example)):
+def check_example(model: nn.Module, example: Example, leaves: Sequence[Any] | None = None) -> None:
+    """Refuse inputs that are no plain dense tensors. ``leaves``: all that is in ``example``, where that is known."""
+    for i, leaf in enumerate(pytree.tree_leaves(example) if leaves is None else leaves):
         if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized):
             kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else f"of layout {leaf.layout}"
             raise CaptureError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from autoshard.errors import PlanError
@@ -13,12 +13,14 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.experts.data import batch_of
 from autoshard.passes.propagate.experts.families import Families, Family, Product, products
+from autoshard.passes.propagate.experts.lookups import by_table
 from autoshard.passes.propagate.experts.mixture import by_expert
 from autoshard.passes.propagate.experts.patterns import styled
 from autoshard.passes.propagate.experts.sequence import along_sequence, rings_of
 from autoshard.passes.propagate.experts.tensor import paired, with_sequence
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.op_space import Asked, AskedOf
+from autoshard.passes.rules.embedding import TABLE
 
 WHOLE: frozenset[int] = frozenset()
 
@@ -151,6 +153,16 @@ def _expert(context: Context, ranks: int) -> OnAxis:
     return OnAxis(asked, dims, note="; ".join(filter(None, (few, _without_batch(context, ranks)))))
 
 
+def _tables(label: str, dims: frozenset[int], context: Context, ranks: int) -> OnAxis:
+    """Tables that only look-ups read lie so; the batch is cut, all else as in data parallelism."""
+    asked, found = by_table(context.graph, label, dims)
+    if not found:
+        return replace(_ddp(context, ranks), note="no operation looks up in tables, so that it is planned as ddp")
+    few = "" if ranks <= len(found) or label != TABLE else f"{len(found)} tables on {ranks} ranks: some own none"
+    notes = "; ".join(filter(None, (few, _without_batch(context, ranks))))
+    return OnAxis({**context.along(context.batch), **asked}, {**context.everywhere(WHOLE), **found}, note=notes)
+
+
 def _cut_along(chosen: frozenset[Family], context: Context) -> dict[str, frozenset[int]]:
     types, families = context.graph.types, context.families
     return {
@@ -170,6 +182,9 @@ EXPERTS: dict[str, Callable[[Context, int], OnAxis]] = {
     "ulysses": _ulysses,
     "ring": _ring,
     "expert": _expert,
+    "table-wise": partial(_tables, TABLE, frozenset({0})),
+    "row-wise": partial(_tables, "vocab", frozenset({0})),
+    "column-wise": partial(_tables, "embed", frozenset({1})),
 }
 ZERO = {"zero1": 1, "zero2": 2, "fsdp": 3}
 """stages of ZeRO: what is cut beside the optimizer's state (1) are gradients (2), and parameters while they are not used (3)"""

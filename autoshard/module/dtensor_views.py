@@ -1,0 +1,84 @@
+"""Parts of parameters and gradients that scripts write to: ``p.grad[pad] = 0``, ``weight.data[pad].zero_()``.
+
+DTensor gives a copy where the dim that is indexed is cut, and what is written there is lost without a word. Here it
+reaches the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from autoshard.module.outputs import is_view, writes
+
+aten = torch.ops.aten
+
+VIEWS = (aten.select.int, aten.slice.Tensor)
+"""what indexing takes, each with a dim"""
+
+
+class Copied(DTensor):
+    """What eager has as a view of a parameter or gradient, and is a copy here: what is written goes to the source, too."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if writes(func) and set_through(func, args, kwargs or {}):
+                return args[0]
+            made = func(*args, **(kwargs or {}))
+        return _seen_from(args[0], made, func, args[1:]) if is_view(func) else made
+
+
+def _seen_from(x: DTensor, made: Any, view: Any, rest: Sequence[Any]) -> Any:
+    """``made``, by ``view`` of ``x``, as copies of what ``x`` is a copy of."""
+    source, steps = x.__dict__.get("_of", (x, ()))
+    for i, each in enumerate(made if isinstance(made, list | tuple) else (made,)):
+        if type(each) is DTensor:
+            each.__class__ = Copied
+        each.__dict__["_of"] = source, (*steps, (view, rest, i))
+    return made
+
+
+def indexed(x: Any, made: Any, op: Any, rest: tuple[Any, ...]) -> Any:
+    """``made``, by one of :data:`VIEWS`, of ``x``: noted where it is a copy of a parameter or gradient."""
+    dim = rest[0] if rest and (op is not aten.slice.Tensor or len(rest) > 1) else 0
+    cut = any(p.is_shard(dim % max(x.ndim, 1)) for p in x.placements)
+    copied = type(x) is Copied or (type(x) is DTensor and cut and x.grad_fn is None)
+    return _seen_from(x, made, op, rest) if copied else made
+
+
+def set_through(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``write`` is into a :class:`Copied`; then it was done to what that is a copy of, and to the copy."""
+    copied = args[0]
+    if not isinstance(copied, Copied):
+        return False
+    view = set_whole(write, args, kwargs, *copied.__dict__["_of"])
+    copied.to_local().copy_(_part(view, copied).to_local())
+    return True
+
+
+def set_whole(
+    write: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: DTensor, steps: Sequence[Any] = ()
+) -> torch.Tensor:
+    """Do ``write`` to a view, by ``steps``, of the whole of ``source``, of which every rank takes its part; the view."""
+    with torch.no_grad():
+        own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), (tuple(args[1:]), dict(kwargs)))
+        view = whole = source.full_tensor().clone()
+        for step, rest, i in steps:
+            made = step(view, *rest)
+            view = made[i] if isinstance(made, list | tuple) else made
+        write(view, *own, **named)
+        source.copy_(_part(whole, source))
+    return view
+
+
+def _part(whole: torch.Tensor, like: DTensor) -> DTensor:
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,95 @@
+"""Embedding tables: sums over what is looked up become one operation, and types say what only look-ups read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from autoshard.passes.ir.graph import Graph, Node, Ref
+from autoshard.passes.rules.embedding import LOOK_UPS
+from autoshard.runtime.embedding import pooled_op
+
+aten = torch.ops.aten
+
+POOLED = pooled_op._opoverload
+_POOLS = {aten.sum.dim_IntList: "sum", aten.mean.dim: "mean"}
+
+
+def with_tables(graph: Graph) -> Graph:
+    """``graph`` with what is known of its tables in their types. Where there are several, of look-ups that give a row per
+    element of the batch, each may lie whole on one rank; look-ups that are summed at once are one operation then."""
+    found = [i.name for i in graph.inputs if i.kind == "parameter" and _is_table(i.name, graph)]
+    pooled = _pooled(graph, found)
+    whole = [name for name in found if _may_be_whole(name, pooled)]
+    graph = pooled if len(whole) > 1 else graph
+    types = dict(graph.types)
+    for name in found:
+        uses = graph.uses[name]
+        sparse = graph.training and types[name].grad and all(bool(node.argument("sparse")) for node in uses)
+        if sparse or (len(whole) > 1 and name in whole):
+            looked_up = sum(graph.types[node.inputs[node.positions["indices"]]].numel for node in uses)
+            types[name] = replace(
+                types[name], looked_up=max(1, looked_up), sparse=sparse, whole=len(whole) > 1 and name in whole
+            )
+    return replace(graph, types=types) if types != graph.types else graph
+
+
+def _is_table(name: str, graph: Graph) -> bool:
+    uses = graph.uses[name]
+    outputs = {out.name for out in graph.outputs if isinstance(out, Ref)}
+    return bool(uses) and name not in outputs and all(n.op in LOOK_UPS and n.inputs[0] == name for n in uses)
+
+
+def _may_be_whole(name: str, graph: Graph) -> bool:
+    """Whether every look-up gives one row per element of the batch, by indices that come from the inputs."""
+    given = _from_inputs(graph)
+    return all(
+        len(graph.types[node.outputs[0]].shape) == 2
+        and node.inputs[node.positions["indices"]] in given
+        and node.output_slots == (0,)
+        and not node.argument("scale_grad_by_freq", False)
+        for node in graph.uses[name]
+    )
+
+
+def _from_inputs(graph: Graph) -> frozenset[str]:
+    found = {i.name for i in graph.inputs if i.kind == "input"}
+    for node in graph.nodes:
+        if not found.isdisjoint(node.inputs):
+            found.update(node.outputs)
+    return frozenset(found)
+
+
+def _pooled(graph: Graph, tables: Sequence[str]) -> Graph:
+    """``graph`` with ``embedding(…).sum(-2)`` of these tables as one operation."""
+    read = {out.name for out in graph.outputs if isinstance(out, Ref)} | set(graph.mutations.values())
+    gone: set[str] = set()
+    merged: dict[str, Node] = {}
+    for table in tables:
+        for node in graph.uses[table]:
+            users = graph.uses[node.outputs[0]]
+            if node.op is not aten.embedding.default or len(users) != 1 or node.outputs[0] in read:
+                continue
+            if (mode := _pool(users[0], len(graph.types[node.outputs[0]].shape))) and not node.argument(
+                "scale_grad_by_freq"
+            ):
+                args = (*node.args[:2], mode, node.argument("padding_idx"), node.argument("sparse"))
+                gone.add(node.name)
+                name, outputs = users[0].name, users[0].outputs
+                merged[name] = replace(node, name=name, op=POOLED, args=args, kwargs={}, outputs=outputs)
+    if not merged:
+        return graph
+    nodes = tuple(merged.get(n.name, n) for n in graph.nodes if n.name not in gone)
+    unread = {o for n in graph.nodes if n.name in gone for o in n.outputs}
+    return replace(graph, nodes=nodes, types={n: t for n, t in graph.types.items() if n not in unread})
+
+
+def _pool(node: Node, ndim: int) -> str:
+    """How ``node`` pools the last dim but one of its operand of ``ndim`` dims; "" where it does something else."""
+    mode = _POOLS.get(node.op, "")
+    if not mode or ndim < 3 or node.argument("keepdim") or node.argument("dtype") is not None:
+        return ""
+    dims = node.argument("dim")
+    return mode if dims is not None and len(dims) == 1 and dims[0] % ndim == ndim - 2 else ""

@@ -1,0 +1,103 @@
+"""Which rank owns which table, of those that lie whole on one rank: the search knows that they do, and not where."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autoshard.layout import I, Layout, Owned, R, Shard
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Assignment, Placements
+from autoshard.passes.ir.graph import TensorType
+from autoshard.passes.propagate.hints import Constraint, Limit
+
+Axes = tuple[str, ...]
+
+
+def owned_states(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
+    """The layouts in which a table lies whole on one rank along some axes, and on all along the others."""
+    whole = I if type_.grad else R
+    choices = ((whole, Owned()) if ranks > 1 else (whole,) for ranks in mesh.shape)
+    return tuple(p for p in itertools.product(*choices) if any(isinstance(x, Owned) for x in p)) if type_.whole else ()
+
+
+def place_of(chosen: Any, choices: Sequence[Any]) -> int:
+    """Where a choice stands among those that the search knows, which are the same whoever owns a tensor."""
+    if chosen not in choices:
+        chosen = tuple(Owned() if isinstance(p, Owned) else p for p in chosen)
+    return choices.index(chosen)
+
+
+def with_owners(assignment: Assignment, constraints: Mapping[str, Constraint | Limit]) -> Assignment:
+    """``assignment`` with tables dealt out to ranks: the largest first, each where bytes and look-ups leave most room.
+
+    Rank 0 owns most bytes, so that its memory is that of the busiest rank; not where some of the tables are ``fixed``, by
+    a hint or an earlier compilation: those keep their owners.
+    """
+    fixed = {name for name, c in constraints.items() if isinstance(c, Constraint)}
+    layouts, types, mesh = assignment.layouts, assignment.graph.types, assignment.mesh
+    tables = [n for n in assignment.graph.parameters if layouts[n].owner]
+    found: dict[str, Layout] = {}
+    for axes in dict.fromkeys(tuple(layouts[n].owner) for n in sorted(tables)):
+        names = sorted(n for n in tables if tuple(layouts[n].owner) == axes)
+        found |= _dealt({n: types[n] for n in names}, axes, layouts, mesh, fixed)
+    if not found:
+        return assignment
+    return replace(assignment, layouts={**layouts, **found}, shared={**assignment.shared, **_shared(assignment, found)})
+
+
+def _shared(assignment: Assignment, found: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Shared layouts by the same owners."""
+    pairs = ((n, assignment.shared[n], x) for n, x in found.items() if n in assignment.shared)
+    return {n: shared.replace({a: x[a] for a in shared.owner}) for n, shared, x in pairs}
+
+
+def _dealt(
+    tables: Mapping[str, TensorType], axes: Axes, layouts: Mapping[str, Layout], mesh: Mesh, fixed: Collection[str]
+) -> dict[str, Layout]:
+    """Table → its layout, with an owner along ``axes``."""
+    loads = {n: (float(t.nbytes), float(t.looked_up * t.shape[1])) for n, t in tables.items()}
+    ranks = mesh.size_of(axes)
+    held = {n: _number(layouts[n], axes, mesh) for n in tables if n in fixed}
+    place = balanced(loads, ranks, held)
+    sizes = [sum(loads[n][0] for n, r in place.items() if r == rank) for rank in range(ranks)]
+    order = range(ranks) if held else sorted(range(ranks), key=lambda r: -sizes[r])
+    number = {rank: i for i, rank in enumerate(order)}
+    return {n: layouts[n].replace(_along(number[rank], axes, mesh)) for n, rank in place.items()}
+
+
+def balanced(
+    loads: Mapping[str, tuple[float, ...]], ranks: int, fixed: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Name → rank, so that no kind of load is much larger on one rank than on others: largest first, each where the worst
+    of its kinds stays least (Graham's rule, in several dimensions). ``fixed``: those that have a rank."""
+    totals = [sum(kind) or 1.0 for kind in zip(*loads.values(), strict=True)]
+    shares = {name: [x / total for x, total in zip(load, totals, strict=True)] for name, load in loads.items()}
+    held = [[0.0] * len(totals) for _ in range(ranks)]
+    place = dict(fixed or {})
+    for name, rank in place.items():
+        held[rank] = [a + b for a, b in zip(held[rank], shares[name], strict=True)]
+    for name in sorted(shares.keys() - place.keys(), key=lambda n: (-max(shares[n]), n)):
+        after = [[a + b for a, b in zip(h, shares[name], strict=True)] for h in held]
+        rank = min(range(ranks), key=lambda r: (max(after[r]), sum(after[r])))
+        place[name], held[rank] = rank, after[rank]
+    return place
+
+
+def _number(layout: Layout, axes: Axes, mesh: Mesh) -> int:
+    """The owner's number in the group of the flattened ``axes``."""
+    number = 0
+    for axis in axes:
+        number = number * mesh.size_of(axis) + layout.owner[axis]
+    return number
+
+
+def _along(rank: int, axes: Axes, mesh: Mesh) -> dict[str, Shard]:
+    """The coordinates of rank number ``rank`` of the flattened ``axes``."""
+    found: dict[str, Shard] = {}
+    for axis in reversed(axes):
+        rank, coordinate = divmod(rank, mesh.size_of(axis))
+        found[axis] = Owned(owner=coordinate)
+    return found
