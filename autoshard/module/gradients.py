@@ -109,6 +109,7 @@ def _check_and_unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     mesh = next((g.device_mesh for g in gradients if not is_owned(g)), None)
     if mesh is None:
         dist.all_reduce(found, dist.ReduceOp.MAX)
-    for i in range(mesh.ndim if mesh is not None else 0):
+        return
+    for i in range(mesh.ndim):
         if any(is_owned(g) or not g.placements[i].is_replicate() for g in gradients):
             dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(i))
