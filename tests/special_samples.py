@@ -216,7 +216,7 @@ RANDOM: dict[Any, list[Sample]] = {
     aten.randperm.default: [call(7)],
     aten.normal.float_float: [call(1.0, 2.0, [4, 5])],
     aten.bernoulli.default: [call(unit(4, 5))],
-    aten.multinomial.default: [call(unit(4, 5), 3, True)],
+    aten.multinomial.default: [call(unit(4, 5), 3, True), call(unit(4, 5), 1), call(unit(4, 5), 3), call(unit(5), 2)],
     aten.normal.Tensor_float: [call(f(4, 5), 2.0)],
     aten.normal.Tensor_Tensor: [call(f(4, 5), unit(4, 5))],
     aten.normal.float_Tensor: [call(0.5, unit(4, 5))],

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
@@ -98,7 +98,7 @@ def verify(
     hints: Mapping[str, Any] | None = None,
     like: api.Like = None,
     stages: str | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | Literal["auto"] = 1,
     schedule: str = "1f1b",
 ) -> VerifyReport:
     """Train copies of ``model`` sharded and unsharded for ``steps`` AdamW steps and compare everything.
