@@ -93,7 +93,7 @@ def like_of(mesh: dict[str, int], name: str) -> dict[str, str]:
     [
         ("dlrm", "x2", None),
         ("towers", "dp2x2", "SparseAdam"),
-        ("dcn", "x4", "Adagrad"),
+        pytest.param("dcn", "x4", "Adagrad", marks=pytest.mark.slow),
         *(
             pytest.param(name, mesh, optimizer, marks=pytest.mark.slow)
             for name in CASES
@@ -117,7 +117,7 @@ TABLES = {"tables", "linear", "seen", "liked", "tags", "items"}
 
 
 @pytest.mark.parametrize(
-    "name", ["row-wise", "ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("column-wise", "fsdp"))]
+    "name", ["row-wise", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "column-wise", "fsdp"))]
 )
 def test_sparse_gradients_stay_sparse_in_every_layout(name: str) -> None:
     sharded = trains_alike(dlrm(sparse=True), AXES["x2"], "SparseAdam", like=name)
@@ -217,6 +217,7 @@ def test_verify_knows_sparse_gradients() -> None:
     assert any("(sparse)" in c.what for c in report.comparisons)
 
 
+@pytest.mark.slow
 def test_micro_batches_and_later_shapes_keep_owners() -> None:
     model, args = dlrm(sparse=True)
     sharded = trains_alike((model, args), AXES["x2"], "SGD", like="table-wise", micro_batches=2)
