@@ -31,7 +31,7 @@ from autoshard.module.gradients import one_verdict
 from autoshard.module.inputs import without_data
 from autoshard.module.loaded import Loaded
 from autoshard.module.outputs import Output
-from autoshard.module.owned import as_dtensor, layout_on, lies_in, local_of, whole
+from autoshard.module.owned import as_dtensor, layout_on, lies_in, local_of, side_by_side, whole
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.module.turns import Turns
@@ -348,6 +348,7 @@ class DistributedModule(ShardedModule):
     def _load_program(self, executable: Executable) -> Loaded:
         """The program on this rank, made once."""
         if id(executable) not in self._loaded:
+            side_by_side(map(self.tensor, self._layout_of))
             self._loaded[id(executable)] = Loaded.of(executable, self._comm, self._device)
         return self._loaded[id(executable)]
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.module.sparse_gradients import SparseGradient, accumulate
 from autoshard.passes.ir.graph import Ref, map_refs
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.rules.facts import makes_tensor
@@ -150,7 +151,7 @@ class _Delivered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, gradients: list[Any], *tensors: Any) -> torch.Tensor:
-        ctx.gradients = gradients
+        ctx.gradients, ctx.tensors = gradients, tensors
         return loss.clone()
 
     @staticmethod
@@ -160,7 +161,15 @@ class _Delivered(torch.autograd.Function):
                 "create_graph=True: gradients of a step of micro-batches or stages have no derivative, since forward and "
                 "backward of each micro-batch have run already. Compile with micro_batches=1 and without stages for it."
             )
-        return None, None, *(None if g is None else _scaled(g, scale) for g in ctx.gradients)
+        return None, None, *(_handed_over(x, g, scale) for x, g in zip(ctx.tensors, ctx.gradients, strict=True))
+
+
+def _handed_over(x: Any, gradient: Any, scale: torch.Tensor) -> Any:
+    """What autograd is to add to ``x.grad``."""
+    if isinstance(gradient, SparseGradient):
+        accumulate(x, gradient.to_local() * scale, gradient._spec)
+        return None
+    return None if gradient is None else _scaled(gradient, scale)
 
 
 def _scaled(gradient: Any, scale: torch.Tensor) -> Any:

@@ -6,7 +6,8 @@ process groups; nothing communicates over them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,7 @@ from autoshard.module.arrivals import dtensor
 from autoshard.runtime import sparse
 from autoshard.runtime.communicator import Communicator, bind
 from autoshard.runtime.move import Move
+from autoshard.runtime.tables import are_neighbours
 
 _NAMES = ("replicas",)
 """of the mesh of the ranks that own something"""
@@ -35,6 +37,19 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Seq
     held = DeviceMesh(mesh.device_type, ranks.reshape(-1), mesh_dim_names=_NAMES, _init_backend=False)
     meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(held, (Replicate(),), tensor_meta=meta), requires_grad=local.requires_grad)
+
+
+def side_by_side(tensors: Iterable[torch.Tensor]) -> None:
+    """Have tables of one width that this rank owns lie one after another in memory, so that one look-up serves them all."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for x in tensors:
+        if is_owned(x) and (local := local_of(x)).ndim == 2 and len(local):  # type: ignore[arg-type]
+            groups.setdefault((local.dtype, local.shape[1]), []).append(local)
+    for locals_ in groups.values():
+        if len(locals_) > 1 and not are_neighbours(locals_):
+            parts = torch.cat([x.detach() for x in locals_]).split([len(x) for x in locals_])
+            for x, part in zip(locals_, parts, strict=True):
+                x.data = part
 
 
 def is_owned(x: torch.Tensor) -> bool:

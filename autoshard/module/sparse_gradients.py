@@ -13,6 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import adagrad
 
+from autoshard.module.owned import local_of
+
 
 class SparseGradient(DTensor):
     """The gradient of a DTensor parameter, its local part a COO tensor. Optimizers see the rows of this rank."""
@@ -64,7 +66,7 @@ def _new(x: SparseGradient, numbers: torch.Tensor, rows: torch.Tensor, size: Any
 
 
 def _masked(x: DTensor, mask: SparseGradient) -> SparseGradient:
-    return _like(mask, x.to_local().sparse_mask(mask._local_tensor.coalesce()))
+    return _like(mask, local_of(x).sparse_mask(mask._local_tensor.coalesce()))
 
 
 def _sum(x: Any, y: Any, **kwargs: Any) -> Any:

@@ -110,6 +110,11 @@ def _looked_up(
     tables: Sequence[torch.Tensor], bags: Sequence[Bags], mode: str, padding: int | None, sparse: bool
 ) -> torch.Tensor:
     """[tables that are here · b, d]: the bags of one table after those of another. ``tables``: also those that are not here."""
+    here = [t for t in tables if t.shape[0]]
+    if len(here) > 1 and not are_neighbours(here):  # a copy would take the memory of all of them
+        others = [t for t in tables if not t.shape[0]]
+        each = zip(([here[0], *others], *([t] for t in here[1:])), bags, strict=True)
+        return torch.cat([_looked_up(own, [bag], mode, padding, sparse) for own, bag in each])
     stacked: torch.Tensor = _Stacked.apply(sparse, *tables)  # type: ignore[no-untyped-call]
     if not bags:
         return stacked[:0]
@@ -134,7 +139,7 @@ _POOL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class _Stacked(torch.autograd.Function):
-    """Tables one after another, as one: without a copy where they lie so in memory (:func:`neighbours`)."""
+    """Tables that lie one after another in memory as one, without a copy."""
 
     @staticmethod
     def forward(ctx: Any, sparse: bool, *tables: torch.Tensor) -> torch.Tensor:
@@ -142,11 +147,9 @@ class _Stacked(torch.autograd.Function):
         here = [t for t in tables if t.shape[0]]
         if not here:
             return tables[0].new_empty(0, tables[0].shape[1])
-        if len(here) == 1 or are_neighbours(here):
-            size = (sum(t.shape[0] for t in here), here[0].shape[1])
-            whole = here[0].new_empty(0)
-            return whole.set_(here[0].untyped_storage(), here[0].storage_offset(), size, (size[1], 1))
-        return torch.cat(here)
+        size = (sum(t.shape[0] for t in here), here[0].shape[1])
+        whole = here[0].new_empty(0)
+        return whole.set_(here[0].untyped_storage(), here[0].storage_offset(), size, (size[1], 1))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

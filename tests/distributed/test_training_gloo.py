@@ -34,6 +34,9 @@ CONTRACT = (
     "device_mesh",
     "profiled",
     "one_program_for_all_lengths",
+    "tables_of_one_owner",
+    "jagged_bags_of_one_owner",
+    "sparse_rows_and_replicas",
 )
 IN_BOTH = {
     "train_gpt",

@@ -32,6 +32,7 @@ from checks import (
 from harness import Captures
 from profiles import assert_as_predicted, names_of
 from state_cases import CASES
+from table_checks import TABLES
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -302,4 +303,4 @@ def one_program_for_all_lengths() -> None:
 if __name__ == "__main__":
     if not CASES.keys() & set(sys.argv[4].split(",")):  # every class of model in this file has one configuration
         compiler.capture = Captures(of=type)  # type: ignore[assignment]
-    main({**globals(), **{name: lambda case=case: case(mesh()) for name, case in CASES.items()}})
+    main({**globals(), **TABLES, **{name: lambda case=case: case(mesh()) for name, case in CASES.items()}})

@@ -1,0 +1,113 @@
+"""Checks of tables on gloo ranks: one owner each, sparse gradients, states, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from table_models import DCN, fields, towers
+from torch import nn
+
+import autoshard
+from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
+from autoshard.runtime.tables import are_neighbours
+
+torch.sparse.check_sparse_tensor_invariants.disable()  # else the reference's Adagrad warns that nobody has said so
+
+Case = tuple[nn.Module, tuple[Any, ...]]
+
+
+def mesh() -> autoshard.Mesh:
+    ranks = dist.get_world_size()
+    return autoshard.Mesh({"x": 2} if ranks == 2 else {"dp": 2, "x": 2}, hardware="ideal_network")
+
+
+def compiled(model: nn.Module, args: tuple[Any, ...], name: str, **options: Any) -> autoshard.ShardedModule:
+    like = {a: name if a == "x" else "ddp" for a in mesh().axes}
+    return autoshard.compile(copy.deepcopy(model), mesh(), args, like=like, **options)
+
+
+def optimizers(module: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    sparse = [p for p in module.parameters() if p.grad.is_sparse]
+    dense = [p for p in module.parameters() if not p.grad.is_sparse]
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(dense, lr=1e-2, eps=1e-6)]
+    return [*found, getattr(torch.optim, kind)(sparse, lr=0.1)] if sparse else found
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, x in expected.items():
+        assert found[name].is_sparse == x.is_sparse, name
+        torch.testing.assert_close(found[name].to_dense(), x.to_dense(), rtol=1e-9, atol=1e-12, msg=name)
+
+
+def step(case: Case, sharded: nn.Module, steps: dict[nn.Module, list[torch.optim.Optimizer]], kind: str) -> None:
+    """One of both, compared: gradients, their norm, weights."""
+    reference, args = case
+    for module in (reference, sharded):
+        module.zero_grad()
+        module(*args).backward()
+        steps.setdefault(module, optimizers(module, kind))
+    gradients = {n: p.grad for n, p in reference.named_parameters()}
+    same(sharded.full_gradients(), gradients)
+    norm = torch.linalg.vector_norm(torch.cat([g.to_dense().flatten() for g in gradients.values()]))
+    torch.testing.assert_close(autoshard.clip_grad_norm_(sharded, 1e9), norm, rtol=1e-9, atol=1e-12)
+    for optimizer in (o for module in (reference, sharded) for o in steps[module]):
+        optimizer.step()
+    same(sharded.full_state_dict(), reference.state_dict())
+
+
+def trained(case: Case, sharded: nn.Module, kind: str) -> dict[nn.Module, list[torch.optim.Optimizer]]:
+    steps: dict[nn.Module, list[torch.optim.Optimizer]] = {}
+    for _ in range(3):
+        step(case, sharded, steps, kind)
+    return steps
+
+
+def tables_of_one_owner() -> None:
+    """Sparse gradients, SparseAdam; then on into another module, by a state dict and by torch.distributed.checkpoint."""
+    reference, args = case = fields(DCN, True, 7)
+    sharded = compiled(reference, args, "table-wise")
+    steps = trained(case, sharded, "SparseAdam")
+    held = {n: p for n, p in sharded.named_parameters() if n.startswith("tables")}
+    mine = [n for n, p in held.items() if p.to_local().numel()]
+    assert 0 < len(mine) < len(held), "a rank holds its own tables, and nothing of others"
+    assert all(p.shape == reference.get_parameter(n).shape for n, p in held.items())
+    if dist.get_rank() == dist.get_world_size() - 1:
+        of_width = [p.to_local() for p in held.values() if p.to_local().numel() and p.shape[1] == 8]
+        assert len(of_width) == 2
+        assert are_neighbours(of_width), "one look-up reads them all"
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    checkpoint.save(sharded.state_dict(), checkpoint_id=folder[0])
+    states = [full_optimizer_state_dict(sharded, o) for o in steps[sharded]]
+    other = compiled(reference, args, "table-wise")
+    nn.init.zeros_(next(other.parameters()))
+    loaded = other.state_dict()
+    checkpoint.load(loaded, checkpoint_id=folder[0])
+    other.load_state_dict(reference.state_dict())
+    same(other.full_state_dict(), reference.state_dict())
+    other(*args).backward()
+    resumed = optimizers(other, "SparseAdam")
+    for optimizer, state in zip(resumed, states, strict=True):
+        load_full_optimizer_state_dict(other, optimizer, state)
+    step(case, other, {reference: steps[reference], other: resumed}, "SparseAdam")
+
+
+def jagged_bags_of_one_owner() -> None:
+    """Adagrad; a gradient of the weights of samples; two micro-batches have no jagged bags, so not in parts."""
+    reference, args = case = towers(True)
+    trained(case, compiled(reference, args, "table-wise"), "Adagrad")
+
+
+def sparse_rows_and_replicas() -> None:
+    """Row-wise over x; on four ranks the rows of two replicas are gathered. In micro-batches as well."""
+    reference, args = case = fields(DCN, True, 8)
+    trained(case, compiled(reference, args, "row-wise"), "SGD")
+    trained(case, compiled(reference, args, "ddp", micro_batches=2), "SGD")
+
+
+TABLES = {f.__name__: f for f in (tables_of_one_owner, jagged_bags_of_one_owner, sparse_rows_and_replicas)}
