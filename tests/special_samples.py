@@ -8,6 +8,7 @@ import torch
 
 from autoshard.runtime.banded import banded_op
 from autoshard.runtime.ctc import ctc_loss
+from autoshard.runtime.embedding import pooled_op
 from autoshard.runtime.exactly import exactly
 from autoshard.runtime.functions import function
 
@@ -51,6 +52,10 @@ EMBEDDINGS: dict[Any, list[Sample]] = {
         call(f(7, 4), torch.tensor([6, 0, 2, 6, 6]), 6),
         call(f(5, 4), i(5, 3, 2), -1, True),
         call(f(4, 3), torch.tensor(2)),
+    ],
+    pooled_op._opoverload: [
+        call(f(7, 5), i(7, 4, 3), "sum"),
+        call(f(7, 4), i(7, 3, 2, 5), "mean", 6),
     ],
     aten.embedding_bag.default: [
         call(f(7, 5), i(7, 6), torch.tensor([0, 2, 2, 5]), False, mode, False, weights, False)

@@ -21,7 +21,7 @@ from autoshard.module.outputs import form_of
 from autoshard.module.state import State
 from autoshard.passes.codegen import root_class
 from autoshard.passes.ir.graph import Graph, Ref
-from autoshard.passes.ir.symbols import Shapes, check, mismatch, shapes_of
+from autoshard.passes.ir.symbols import Shapes, bind, check, evaluate, mismatch, shapes_of
 from autoshard.plans.compiled import Compiled
 from autoshard.runtime import generators
 from autoshard.runtime.exactly import is_of_other_values
@@ -148,6 +148,12 @@ class Executable:
         """
         found: Sequence[tuple[int, ...] | None] = self._shapes([form_of(x)[0] for x in inputs])
         return found
+
+    def lengths(self, inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+        """What turns shapes of the program's values, and of its stages', into those of a call with these ``inputs``."""
+        shapes = {name: x.shape for name, x in zip(self.compiled.source.inputs, inputs, strict=True)}
+        values = bind(self.compiled.symbols, shapes)
+        return lambda shape: tuple(evaluate(n, values) for n in shape)
 
     @cached_property
     def global_shapes(self) -> Sequence[tuple[int, ...] | None]:
