@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from state_serving import WAYS, llama, same_tokens
+from torch import nn
 
 import autoshard
 from autoshard.errors import PlanError
@@ -52,13 +54,44 @@ def test_encoder_and_decoder() -> None:
     same_tokens(model, sharded, TOKENS, {"changed": {"do_sample": False}})
 
 
+def mamba() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).double().eval()
+
+
+def gemma2() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **heads)).double().eval()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gpt2], ids=["gpt2"])
-def test_models(make: Any) -> None:
+@pytest.mark.parametrize(("make", "programs"), [(gpt2, 2), (mamba, 2), (gemma2, 5)], ids=["gpt2", "mamba", "gemma2"])
+def test_models(make: Any, programs: int) -> None:
+    """A cache that grows, states of one size, and windows."""
     model = make()
     sharded = serving(model, {"tp": 2})
-    same_tokens(model, sharded, TOKENS, {w: WAYS[w] for w in ("greedy", "beams")})
-    assert len(sharded.programs) == 2
+    ways = ("greedy", "beams") if make is gpt2 else ("greedy", "sampled")
+    same_tokens(model, sharded, TOKENS, {w: WAYS[w] for w in ways})
+    assert len(sharded.programs) <= programs
+
+
+@pytest.mark.slow
+def test_speech() -> None:
+    """Whisper, whose ``generate`` names its input otherwise."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8}
+    heads = {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
+    widths = {f"{part}_ffn_dim": 64 for part in ("encoder", "decoder")}
+    lengths = {"max_source_positions": 20, "max_target_positions": 64}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    no = {"suppress_tokens": None, "begin_suppress_tokens": None}
+    config = transformers.WhisperConfig(**sizes, **heads, **widths, **lengths, **tokens, **no)
+    model = transformers.WhisperForConditionalGeneration(config).double().eval()
+    sharded, x = serving(model, {"tp": 2}), torch.randn(2, 8, 40).double()
+    assert torch.equal(*(m.generate(input_features=x, max_new_tokens=8) for m in (sharded, model)))
 
 
 @pytest.mark.slow
@@ -106,3 +139,38 @@ def test_what_a_tp_plan_cannot_say() -> None:
     assert any("'dp'" in text for text in found.unsaid)
     with pytest.raises(PlanError, match="no axis 'pp'"):
         plan.to_tp_plan("pp")
+
+
+class Windowed(nn.Module):
+    """Attention to the last tokens, with the cache that transformers has for it: it counts them in a Python number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        q, k, v = (m(x).unflatten(-1, (4, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        length, start = cache.get_mask_sizes(x.shape[1])
+        at = (torch.arange(x.shape[1]) + cache.get_seq_length())[:, None]
+        seen = torch.arange(length) + start
+        k, v = cache.update(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=(seen <= at) & (seen > at - cache.sliding_window))
+        return self.o(y.transpose(1, 2).flatten(2)), cache
+
+
+def test_a_sliding_window_compiles_no_program_for_each_length() -> None:
+    """Its count is an open length: one program below the window, one where it is full, and its borders."""
+    caches = pytest.importorskip("transformers.cache_utils")
+    torch.manual_seed(0)
+    model, x = Windowed().double().eval(), torch.randn(2, 24, 16).double()
+    sharded = autoshard.compile(copy.deepcopy(model), {"tp": 2}, like="megatron", training=False, dynamic=True)
+    made: list[Any] = [caches.DynamicSlidingWindowLayer(8) for _ in range(2)]
+    for start, end in ((0, 3), *((n, n + 1) for n in range(3, 24))):
+        with torch.no_grad():
+            (found, made[0]), (wanted, made[1]) = (
+                m(x[:, start:end], c) for m, c in zip((sharded, model), made, strict=True)
+            )
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        assert made[0].cumulative_length == made[1].cumulative_length == end
+        assert made[0].keys.shape == made[1].keys.shape
+    assert len(sharded.programs) <= 5

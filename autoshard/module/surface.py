@@ -45,14 +45,14 @@ def _of_generation(kind: Any) -> dict[str, Any]:
         return self.called_alone(found) if self._of.adopted and found is not self else found
 
     @functools.wraps(kind.generate)
-    def generate(self: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        self.compile_for_generation(inputs, kwargs)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.compile_for_generation(args[0] if args else kwargs.get("inputs"), kwargs)
         comm = self.__dict__.get("_comm")
         if not isinstance(comm, runtime.TorchCommunicator):
-            return kind.generate(self, inputs, *args, **kwargs)
+            return kind.generate(self, *args, **kwargs)
         with runtime.synchronised_rng(comm):
             comm.random_states()  # the ranks agree: with other seeds they would sample other tokens
-            return kind.generate(self, inputs, *args, **kwargs)
+            return kind.generate(self, *args, **kwargs)
 
     return {"get_encoder": get_encoder, "generate": generate}
 
