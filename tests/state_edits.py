@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -69,3 +70,46 @@ def the_data_of_a_parameter_set(mesh: autoshard.Mesh) -> None:
     for m in (model, sharded):
         full(m(rows(4, 6))[0]).backward()
     same_gradients(sharded, model)
+
+
+class Tables(nn.Module):
+    """Look-ups in two tables, whose gradients may be sparse."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(n, 8, sparse=sparse) for n in (12, 7))
+        self.up = nn.Linear(16, 4)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor]:
+        found = [table(i) for table, i in zip(self.tables, ids.unbind(1), strict=True)]
+        return (self.up(torch.cat(found, 1)).pow(3).mean(),)
+
+
+@case
+def tables_under_a_scaler(mesh: autoshard.Mesh) -> None:
+    """Sparse rows with an inf in one step, also in ``no_sync``; whole tables of one rank, clipped and set by an index."""
+    number = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 7, (6, 2), generator=number) for _ in range(3)]
+    for sparse, like in ((True, "row-wise"), (False, "table-wise")):
+        model, sharded = pair(mesh, lambda sparse=sparse: Tables(sparse), batches[0], like=like)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, sharded)]
+        for step, batch in enumerate(batches):
+            for m, optimizer, scaler in zip((model, sharded), optimizers, scalers, strict=True):
+                optimizer.zero_grad()
+                with getattr(m, "no_sync", contextlib.nullcontext)():
+                    scaler.scale(full(m(batches[0])[0])).backward()
+                scaler.scale(full(m(batch)[0]) * (1e308 * 1e10 if step == 1 else 1)).backward()
+                scaler.unscale_(optimizer)
+                if not sparse:
+                    clip = torch.nn.utils.clip_grad_norm_
+                    norm = autoshard.clip_grad_norm_(m, 0.01) if m is sharded else clip(m.parameters(), 0.01)
+                    m.__dict__["norm"] = norm
+                scaler.step(optimizer)
+                scaler.update()
+            assert scalers[0].get_scale() == scalers[1].get_scale() == (8 if step < 1 else 4)
+            if not sparse and step != 1:
+                close(sharded.__dict__["norm"], model.__dict__["norm"])
+            with torch.no_grad():
+                both(model, sharded, lambda m: m.tables[1].weight.__setitem__(1, 0.5))
+            same_state(sharded, model)

@@ -90,9 +90,12 @@ def _over_stages(unscale: Callable[..., Found]) -> Callable[..., Found]:
         scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, fp16: bool
     ) -> Found:
         by_device = unscale(scaler, optimizer, inverse, found, fp16)
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         group = next((p.stages for p in parameters if hasattr(p, "stages")), None)
-        if group is None:
+        rows = any(
+            isinstance(p.grad, DTensor) and p.grad.is_sparse for p in parameters
+        )  # each rank has looked at its own
+        if group is None and not rows:
             return by_device
         by_device = by_device or {found.device: found}
         for x in by_device.values():
@@ -103,8 +106,9 @@ def _over_stages(unscale: Callable[..., Found]) -> Callable[..., Found]:
 
 
 def _check_and_unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    gradients, found, inverse = args
-    parts = [g.to_local() for g in gradients]
+    given, found, inverse = args
+    gradients = [g for g in given if isinstance(g, DTensor)]
+    parts = [g.to_local() if isinstance(g, DTensor) else g for g in given]  # of sparse ones the scaler gives the values
     op([x._values() if x.is_sparse else x for x in parts], found, inverse, **kwargs)
     mesh = next((g.device_mesh for g in gradients if not is_owned(g)), None)
     if mesh is None:
