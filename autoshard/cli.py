@@ -66,9 +66,12 @@ def _parser() -> argparse.ArgumentParser:
             "--like", metavar="PLAN", help="an expert's plan: fsdp, megatron-sp, …, or dp=fsdp,tp=megatron-sp"
         )
         command.add_argument("--inference", action="store_true", help="no gradients")
+        command.add_argument("--micro-batches", type=_count, default=1, metavar="N", help="a number, or auto")
+        command.add_argument("--stages", metavar="AXIS", help="the mesh axis along which the graph is cut into stages")
+        command.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b (default), interleaved or zero_bubble")
         if name != "verify":
             command.add_argument("--dynamic", action="store_true", help="one program for all batch sizes and lengths")
-            _add_planning(command, stages=name != "compile")
+            _add_planning(command)
         if name == "explain":
             command.add_argument("name", metavar="NAME", help="a parameter, an operation, or a pattern of modules")
         if name == "plan":
@@ -88,21 +91,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_planning(command: argparse.ArgumentParser, stages: bool) -> None:
-    """What :func:`autoshard.plan` is asked."""
+def _add_planning(command: argparse.ArgumentParser) -> None:
+    """What :func:`autoshard.plan` is asked, beside what all commands are."""
     command.add_argument("--memory-budget", type=float, metavar="BYTES", help="per rank, at the peak, such as 40e9")
     command.add_argument("--optimizer", default="adamw", help="whose state is counted (default adamw)")
     command.add_argument(
         "--recompute", default="auto", choices=("auto", "none", "blocks", "selective"), help="default: as memory needs"
     )
-    command.add_argument("--micro-batches", type=_count, default=1, metavar="N", help="a number, or auto")
     command.add_argument(
         "--mixed-precision", metavar="DTYPE", help="of gathers and compute, such as bfloat16; sums are in float32"
     )
     command.add_argument("--strict", action="store_true", help="refuse operations without a rule")
-    if stages:
-        command.add_argument("--stages", metavar="AXIS", help="the mesh axis along which the graph is cut into stages")
-        command.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b (default), interleaved or zero_bubble")
 
 
 def _count(text: str) -> int | str:
@@ -290,9 +289,8 @@ def _verify(options: argparse.Namespace) -> int:
     args, kwargs = torch.utils._pytree.tree_map(
         lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
     )
-    report = autoshard.verify(
-        model, _mesh(options), args, kwargs, steps=options.steps, hints=_hints(options), like=_like(options)
-    )
+    asked = {name: getattr(options, name) for name in ("steps", "micro_batches", "stages", "schedule")}
+    report = autoshard.verify(model, _mesh(options), args, kwargs, hints=_hints(options), like=_like(options), **asked)
     print(report)
     return 0 if report.ok else 1
 

@@ -258,6 +258,45 @@ def first_without_gradients(mesh: autoshard.Mesh) -> None:
     assert max(far(x, gradients[n]) for n, x in sharded.full_gradients().items()) <= TOLERANCE
 
 
+def any_lengths(mesh: autoshard.Mesh) -> None:
+    """With open lengths one program of stages serves all, with and without a backward."""
+    model, args = made("gpt")
+    model.eval()
+    asked: dict[str, Any] = {"stages": "pp", "training": True, "dynamic": True}
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, **asked)
+    for rows, length in ((4, 7), (6, 5)):
+        given = tuple(x[:rows, :length] for x in args)
+        losses = []
+        for m in (model, sharded):
+            m.zero_grad()
+            losses.append(loss_of(m(*given)))
+            losses[-1].backward()
+        assert far(losses[1].detach(), losses[0].detach()) <= TOLERANCE
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert max(far(x, gradients[n]) for n, x in sharded.full_gradients().items()) <= TOLERANCE
+    assert len(sharded.programs) == 1
+    with torch.no_grad():
+        for rows, length in ((8, 12), (4, 7)):
+            given = tuple(x[:rows, :length] for x in args)
+            assert far(full(sharded(*given).logits), model(*given).logits) <= TOLERANCE
+    assert len(sharded.programs) == 2
+    assert autoshard.plan(model, mesh, args, **asked).staged is not None
+    with pytest.raises(PlanError, match=r"stages with open lengths \(dynamic\) cannot be saved"):
+        sharded.save("nowhere")
+
+
+class Positive(nn.Module):
+    """How many values there are after the first layer depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.first(x))
+        return self.last(x[x.sum(-1) > 0]).sum()
+
+
 def state(mesh: autoshard.Mesh) -> None:
     """A whole state dict goes in and comes out; one that does not fit is refused, before anything is loaded."""
     model, args = made("gpt")
@@ -356,6 +395,14 @@ def refused(mesh: autoshard.Mesh) -> None:
     fails(PlanError, "its batch of 8 does not divide into 3", micro_batches=3)
     fails(PlanError, "needs .* of the whole batch", *made("normed"))
     fails(PlanError, "no output of the model is a scalar", nn.Linear(4, 4), (torch.randn(4, 4),))
+    if mesh.size_of("pp") == 2:
+        fails(
+            PlanError,
+            "would cross from one stage to the next, and its length",
+            Positive(),
+            (torch.randn(4, 4),),
+            micro_batches=1,
+        )
     fails(PlanError, "stages: the model has 1 operations to cut between", Short(), args[:1], micro_batches=1)
 
 
@@ -389,6 +436,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "without_gradients": without_gradients,
     "interleaved_without_gradients": interleaved_without_gradients,
     "first_without_gradients": first_without_gradients,
+    "any_lengths": any_lengths,
     "state": state,
     "deferred": deferred,
     "frozen": frozen,

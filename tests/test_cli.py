@@ -72,11 +72,15 @@ def test_compile_writes_a_directory_that_runs(capsys: pytest.CaptureFixture[str]
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["step 0", "step 1"]
 
 
-@pytest.mark.parametrize("model", ["mlp", "hf:llama"])
-def test_verify(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["verify", model, "--mesh", "tp=2", "--hardware", "ideal_network", "--seq", "8", "--batch", "2"]
-    assert main(arguments) == 0
-    assert capsys.readouterr().out.startswith("verify on mesh tp=2: ok  (rtol 1e-09, atol 1e-09)")
+@pytest.mark.parametrize(
+    ("model", "mesh", "asked"),
+    [("mlp", "tp=2", []), ("hf:llama", "tp=2", []), ("gpt", "pp=2", ["--stages", "pp", "--micro-batches", "2"])],
+    ids=["mlp", "hf:llama", "stages"],
+)
+def test_verify(model: str, mesh: str, asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify", model, "--mesh", mesh, "--hardware", "ideal_network", "--seq", "8", "--batch", "2"]
+    assert main([*arguments, *asked]) == 0
+    assert capsys.readouterr().out.startswith(f"verify on mesh {mesh}: ok  (rtol 1e-09, atol 1e-09)")
 
 
 def test_verify_that_fails_has_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from autoshard.module.executable import Executable
@@ -9,18 +11,26 @@ from autoshard.passes.rules.facts import is_random
 from autoshard.runtime.along import Along
 from autoshard.runtime.pipeline import Form, Message, Pipeline, Run
 
+Lengths = Callable[[Sequence[int]], tuple[int, ...]]
+"""what turns shapes of a program's values into those of a call, see :meth:`Executable.lengths`"""
+
 
 class ProgramPipeline(Pipeline):
     """The stages of ``executable`` that this rank runs."""
 
-    def __init__(self, executable: Executable, rank: int, along: Along, device: torch.device, run: Run) -> None:
-        """``rank``: on the mesh that programs run on."""
+    def __init__(self, executable: Executable, form: Form, along: Along, device: torch.device, run: Run) -> None:
         pipeline = executable.compiled.pipeline
         assert pipeline is not None
         self.executable, self.stages = executable, pipeline
+        self.lengths: Lengths = tuple
+        """of the present call"""
         self.summed: dict[str, bool] = {}
         """parameter of several stages → whether any of them has a gradient of it"""
-        super().__init__(form_of(executable, rank), along, device, run)
+        super().__init__(form, along, device, run)
+
+    def shapes(self, part: Executable) -> list[tuple[int, ...] | None]:
+        """The global shapes of what a stage gives in the present call, see :meth:`Executable.shapes`."""
+        return [None if shape is None else self.lengths(shape) for shape in part.global_shapes]
 
 
 def places(executable: Executable) -> list[list[int]]:
@@ -32,7 +42,7 @@ def places(executable: Executable) -> list[list[int]]:
     return found
 
 
-def form_of(executable: Executable, rank: int) -> Form:
+def form_of(executable: Executable, rank: int, lengths: Lengths = tuple) -> Form:
     """What the ranks along the axis of stages know of each other; ``rank``: this one's on the mesh that programs run on."""
     pipeline, staged = executable.compiled.pipeline, executable.compiled.plan.staged
     assert pipeline is not None
@@ -43,7 +53,7 @@ def form_of(executable: Executable, rank: int) -> Form:
     def message(part: Executable, name: str) -> Message:
         program = part.compiled.program
         type_ = program.types[name]
-        return Message(program.layouts[name].local_shape(type_.shape, rank), type_.dtype, type_.grad)
+        return Message(program.layouts[name].local_shape(lengths(type_.shape), rank), type_.dtype, type_.grad)
 
     sent = [
         tuple(message(executable.parts[stage.number + 1], name) for name in stage.sent) for stage in pipeline.each[:-1]

@@ -21,7 +21,7 @@ from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule, default_device_type
 from autoshard.module.executable import Executable
 from autoshard.module.microbatches import beforehand, delivered, part_of
-from autoshard.module.pipeline import ProgramPipeline
+from autoshard.module.pipeline import Lengths, ProgramPipeline, form_of
 from autoshard.module.stage_gradients import mark
 from autoshard.passes.ir.graph import Ref
 from autoshard.plans.stages_together import rest
@@ -165,7 +165,7 @@ class PipelinedModule(DistributedModule):
         """See :meth:`ShardedModule._step`. Forward, and in training backward, of all micro-batches, on this rank's stages."""
         inputs = self._whole((), inputs)[1]
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
-        pipeline, micro = self._pipeline(executable), executable.compiled.micro_batches
+        pipeline, micro = self._pipeline(executable, inputs), executable.compiled.micro_batches
         training = pipeline.training
         if micro is not None:
             given |= beforehand(micro, given, self.tensor)
@@ -197,11 +197,19 @@ class PipelinedModule(DistributedModule):
             wanted = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
         return delivered(micro, made, wanted), written
 
-    def _pipeline(self, executable: Executable) -> ProgramPipeline:
-        if id(executable) not in self._pipelines:
-            rank, none = self._comm.rank, lambda *_: ()
-            self._pipelines[id(executable)] = ProgramPipeline(executable, rank, self._along, self._device, none)
-        return self._pipelines[id(executable)]
+    def _pipeline(self, executable: Executable, inputs: Mapping[str, torch.Tensor]) -> ProgramPipeline:
+        """That of the present lengths, where some are open: messages have shapes."""
+        found = self._pipelines.get(id(executable))
+        lengths: Lengths = tuple
+        if found is None or executable.compiled.symbols.read:
+            if executable.compiled.symbols.read:
+                lengths = executable.lengths([inputs[name] for name in executable.compiled.source.inputs])
+            form, none = form_of(executable, self._comm.rank, lengths), lambda *_: ()
+            if found is None or found.form != form:
+                found = ProgramPipeline(executable, form, self._along, self._device, none)
+                self._pipelines[id(executable)] = found
+            found.lengths = lengths
+        return found
 
     def _run_stage(
         self,
@@ -248,8 +256,8 @@ class PipelinedModule(DistributedModule):
 
     def _written(self, pipeline: ProgramPipeline, number: int) -> dict[str, torch.Tensor]:
         """What a stage writes back: of the last micro-batch."""
-        program = pipeline.executable.parts[number].compiled.program
-        return self._new_values(program, pipeline.made[number][-1], tuple)
+        part = pipeline.executable.parts[number]
+        return self._new_values(part.compiled.program, pipeline.made[number][-1], pipeline.shapes(part))
 
     def _made_everywhere(self, pipeline: ProgramPipeline) -> list[list[Any]]:
         """Per micro-batch the model's outputs, on every rank: from those of the stages that made them."""
@@ -260,7 +268,7 @@ class PipelinedModule(DistributedModule):
             for at, position in enumerate(stage.results, len(stage.sent)):
                 own = [results[at] for results in pipeline.made[number]] if number in pipeline.mine else None
                 for outputs, local in zip(made, self._of_stage(pipeline, number, at, own), strict=True):
-                    outputs[position] = self._leaf(part, at, local, lambda shape: tuple(shape))
+                    outputs[position] = self._leaf(part, at, local, pipeline.shapes(part)[at])
         return made
 
     def _of_stage(
@@ -272,7 +280,7 @@ class PipelinedModule(DistributedModule):
         type_, layout = program.types[name], program.layouts[name]
         if type_.unknown or type_.number is not None:
             raise PlanError(f"stages: an output, {type_}, whose length depends on the data is not supported")
-        shape = layout.local_shape(type_.shape, self._comm.rank)
+        shape = layout.local_shape(pipeline.lengths(type_.shape), self._comm.rank)
         if own is None:
             both = torch.empty((pipeline.count, *shape), dtype=type_.dtype, device=self._device)
         else:

@@ -26,7 +26,8 @@ Held = Callable[[Executable, int], Mapping[str, torch.Tensor]]
 def save(executable: Executable, held: Held, directory: Path, alone: bool) -> None:
     """``rank_module.py``, the JSON files beside it, and one safetensors file per rank (this process's ranks).
 
-    ``alone``: all ranks run in this process. Raises :class:`PlanError` for a step that needs more than its rank modules.
+    ``alone``: all ranks run in this process. Raises :class:`PlanError` for a step that needs more than its rank modules,
+    and for stages with open lengths.
     """
     micro = executable.compiled.micro_batches
     if micro is not None and micro.before is not None:
@@ -34,6 +35,11 @@ def save(executable: Executable, held: Held, directory: Path, alone: bool) -> No
         raise PlanError(
             f"this step cannot be saved: what depends on inputs alone ({made}) is made of the whole batch before the first "
             "micro-batch. Compile with micro_batches=1 to save it, or save full_state_dict() and plan.to_json()."
+        )
+    if executable.parts and executable.compiled.symbols.read:
+        raise PlanError(
+            "stages with open lengths (dynamic) cannot be saved: messages between them have shapes. Compile without dynamic "
+            "to save it, or save full_state_dict() and plan.to_json()."
         )
     directory.mkdir(parents=True, exist_ok=True)
     _shards(executable, held, directory, alone)

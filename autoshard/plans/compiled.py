@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.layout import Layout
 from autoshard.passes.codegen import Source
@@ -31,7 +31,10 @@ class Compiled:
     @property
     def symbols(self) -> Symbols:
         """The lengths it was not fixed to, and what must hold of them."""
-        return self.program.graph.symbols
+        if not self.parts:
+            return self.program.graph.symbols
+        conditions = (c for part in self.parts for c in part.symbols.conditions)
+        return replace(self.graph.symbols, conditions=tuple(dict.fromkeys(conditions)))
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:

@@ -55,15 +55,13 @@ def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
         return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss)
     graph, before = separable_means(graph), None
     try:
-        found = separation(graph, count)
+        found = _separated(graph, count)
     except PlanError as error:
         graph, before = beforehand(graph)
         try:
-            found = separation(graph, count)
+            found = _separated(graph, count)
         except PlanError:
             raise error from None
-    if not graph.training:
-        _check_divides(graph, found)
     body = _Body(graph, found)
     outputs = tuple(map(_combined, found.outputs))
     return body.run(), MicroBatches(count, body.inputs, outputs, loss, before)
@@ -98,7 +96,7 @@ def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
 
 
 def _check(graph: Graph, count: int) -> None:
-    if graph.symbols.read:
+    if graph.symbols.read and count > 1:
         raise PlanError(f"micro_batches={count} with dynamic lengths is not supported: leave out dynamic")
     if any(i.kind == "input" and i.fqn in graph.mutations for i in graph.inputs):
         raise PlanError(
@@ -108,12 +106,16 @@ def _check(graph: Graph, count: int) -> None:
         raise PlanError(f"micro_batches={count}: the forward writes {', '.join(graph.mutations)} of the whole batch")
 
 
-def _check_divides(graph: Graph, found: Separation) -> None:
-    """With a backward the loss is a sum over micro-batches, which sees to it that these share the work."""
+def _separated(graph: Graph, count: int) -> Separation:
+    """With a backward the loss is a sum over micro-batches, which sees to it that these share the work; else it is checked."""
+    found = separation(graph, count)
+    if graph.training:
+        return found
     work = {n.name: node_flops(n, graph, rule_for(n.op)) for n in graph.nodes}
     again = [n for n in graph.nodes if work[n.name] and not found.choices[n.name].divides]
     if sum(work[n.name] for n in again) > SHARE * sum(work.values()):
         raise PlanError(f"micro_batches={found.count}: every one would run {again[0]} of the whole batch")
+    return found
 
 
 def _loss(graph: Graph, count: int) -> int:

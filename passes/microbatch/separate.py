@@ -123,7 +123,8 @@ class _Separating:
             raise PlanError(f"{_where(node)} cannot run in micro-batches")
         # A float32 island in a float64 model may be rounded otherwise than in one batch; a parameter's cast has to be.
         exact = axis_strategies(node, self.graph)
-        return [s for s in alone if s in exact or s.label == "R"] or alone
+        found = [s for s in alone if s in exact]
+        return [*found, *(s for s in alone if s.label == "R" and s not in found)] if found else alone
 
     def _stands_alone(self, strategy: Strategy, node: Node) -> bool:
         graph, count = self.graph, self.mesh.size

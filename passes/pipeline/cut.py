@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from autoshard.errors import PlanError
-from autoshard.passes.ir.graph import STATIC, Graph, Input, Node, Ref, TensorType
+from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
 from autoshard.passes.pipeline.stage import Stage, Stages
 from autoshard.passes.propagate.floating import floating
 
@@ -28,8 +28,6 @@ def cut(graph: Graph, boundaries: Sequence[int], loss: int | None = None) -> Sta
 class _Cut:
     def __init__(self, graph: Graph, boundaries: Sequence[int], loss: int | None) -> None:
         self.graph, self.boundaries = graph, tuple(boundaries)
-        if graph.symbols.read:
-            raise PlanError("stages with dynamic lengths are not supported: leave out dynamic")
         ends = (0, *self.boundaries, len(graph.nodes))
         if list(ends) != sorted(set(ends)):
             raise PlanError(f"{len(ends) - 1} stages of {len(graph.nodes)} operations cannot be cut at {boundaries}")
@@ -119,6 +117,7 @@ class _Cut:
         received = crossing[k - 1] if k else ()
         sent = crossing[k] if k < self.last else ()
         read = {name for n in nodes for name in n.inputs} | set(self._returned(k))
+        read |= {s.value for s in graph.symbols.read}  # every stage knows the open lengths from the user's inputs
         kept = [i for i in graph.inputs if i.name in read or i.fqn in self.mutations[k]]
         inputs = (*kept, *(Input(name, "input", _fqn(name, kept)) for name in received))
         names = [*(i.name for i in inputs), *(o for n in nodes for o in n.outputs)]
@@ -134,7 +133,6 @@ class _Cut:
                 in_spec=None,
                 mutations=self.mutations[k],
                 constants={n: x for n, x in graph.constants.items() if n in read},
-                symbols=STATIC,
                 flat_inputs=tuple(i.name for i in inputs if i.kind == "input"),
             ),
             received,

@@ -10,10 +10,13 @@ import pytest
 import world
 from pipeline_cases import CASES
 
-FAST = {"gpt_1f1b", "other_outputs", "interleaved_without_gradients", "one_verdict"}
+FAST = {"gpt_1f1b", "other_outputs", "any_lengths", "interleaved_without_gradients", "one_verdict"}
 OWN = ("resumed_elsewhere", "one_fails", "local_inputs", "saved", "t5", "whisper")
 """cases of pipeline_worker.py alone"""
-WORLDS = [pytest.param(2, id="world2"), pytest.param(4, id="world4", marks=pytest.mark.slow)]
+WORLDS = [
+    pytest.param(2, id="world2"),
+    pytest.param(4, id="world4", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+]
 
 
 @pytest.fixture(scope="session")

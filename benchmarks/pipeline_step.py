@@ -1,0 +1,161 @@
+"""Steps of a pipeline on gloo ranks beside their prediction: ``torchrun --nproc-per-node 2 benchmarks/pipeline_step.py``.
+
+The machine is measured first, by the ranks together. A model whose layers differ is cut at every place between two layers; the
+cuts take turns, so that whatever else the machine does meets all alike, and the medians of the slowest rank are compared: with
+what was predicted for each cut, and the cut that would be chosen with the best. A core per rank has to be free: a rank that
+waits for the processor looks like one that waits for a message. On a busy machine the least of many rounds says more.
+
+``--memory``: instead, the resident memory of every rank that holds its stage of a GPT of 200 M parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoshard
+from autoshard.compiler import build, captured
+from autoshard.models import Gpt, GptConfig
+from autoshard.passes.microbatch import micro_batched
+from autoshard.plans.report import show_bytes, show_seconds
+from autoshard.plans.wishes import Wishes
+
+WARM_UP = 9
+"""more calls than are compared with their inputs by default"""
+
+
+class Uneven(nn.Module):
+    """Residual layers of different widths."""
+
+    def __init__(self, width: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, n), nn.GELU(), nn.Linear(n, width)) for n in widths)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return F.mse_loss(x, y)
+
+
+@dataclass
+class Cut:
+    """Where the graph is cut, what its step should take, and what it took."""
+
+    name: str
+    sharded: Any
+    predicted: float
+    taken: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.taken)
+
+
+def cuts(model: nn.Module, args: tuple[Tensor, ...], mesh: autoshard.Mesh, count: int) -> tuple[list[Cut], str]:
+    """A compiled module per place between two layers, and the name of the place that is chosen."""
+    graph = captured(model, args, {}, training=True)
+    nodes = micro_batched(graph, count)[0].nodes
+    layers = [int(n.fqn.split(".")[1]) if n.fqn.startswith("blocks.") else -1 for n in nodes]
+    places = {n: layers.index(n) for n in range(1, max(layers) + 1)}
+    wishes = Wishes(stages="pp", micro_batches=count)
+    staged = build(graph, mesh, wishes).plan.staged
+    assert staged is not None
+    chosen = sum(place <= staged.boundaries[0] for place in places.values())
+    found = []
+    for layer, place in places.items():
+        plan = build(graph, mesh, Wishes(stages="pp", micro_batches=count, boundaries=(place,))).plan
+        sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=count, plan=plan)
+        found.append(Cut(f"before layer {layer}", sharded, plan.cost.total_s - plan.cost.optimizer_s, []))
+    return found, f"before layer {chosen}"
+
+
+def race(found: Sequence[Cut], args: tuple[Tensor, ...], rounds: int) -> None:
+    """Every cut once a round."""
+    for number in range(rounds + WARM_UP):
+        for cut in found:
+            cut.sharded.zero_grad()
+            dist.barrier()
+            begin = time.perf_counter()
+            cut.sharded(*args).backward()
+            took = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if number >= WARM_UP:
+                cut.taken.append(float(took))
+
+
+def steps(options: argparse.Namespace) -> None:
+    hardware = autoshard.calibrate(quick=False)
+    mesh = autoshard.Mesh({"pp": dist.get_world_size()}, hardware=hardware)
+    torch.manual_seed(0)
+    model = Uneven(options.width, [n * options.width for n in (1, 1, 4, 1, 2, 1, 1, 1)])
+    args = tuple(torch.randn(options.rows, options.width) for _ in range(2))
+    found, chosen = cuts(model, args, mesh, options.micro_batches)
+    race(found, args, options.rounds)
+    if dist.get_rank():
+        return
+    print(f"{hardware.name}; {options.micro_batches} micro-batches, {options.rounds} rounds")
+    print(f"{'cut':20}{'predicted':>12}{'measured':>12}{'error':>9}{'least':>12}{'error':>9}   quartiles")
+    for cut in found:
+        low, _, high = statistics.quantiles(cut.taken, n=4)
+        least, mark = min(cut.taken), "  chosen" if cut.name == chosen else ""
+        times = "".join(f"{show_seconds(x):>12}{cut.predicted / x - 1:>+9.1%}" for x in (cut.median, least))
+        print(
+            f"{cut.name:20}{show_seconds(cut.predicted):>12}{times}   {show_seconds(low)} … {show_seconds(high)}{mark}"
+        )
+    best = min(found, key=lambda c: c.median)
+    mine = next(c for c in found if c.name == chosen)
+    print(f"best measured: {best.name}; the chosen one takes {mine.median / best.median - 1:+.1%}")
+
+
+def memory() -> None:
+    """What a rank holds beside an empty process, after a step's gradients are there."""
+    mesh = autoshard.Mesh({"pp": dist.get_world_size()}, hardware="cpu")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    config = GptConfig(vocab=16000, positions=64, width=1024, heads=16, layers=14, dropout=0.0)
+    model = autoshard.deferred_init(Gpt, config)
+    whole = sum(p.numel() * p.itemsize for p in model.parameters())
+    torch.manual_seed(0)
+    ids = torch.randint(0, config.vocab, (4, 32))
+    sharded = autoshard.compile(model, mesh, (ids, ids), stages="pp", micro_batches=4)
+    held = sum(p.to_local().nbytes for p in sharded.parameters())
+    made = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sharded(ids, ids).loss.backward()
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (held, made - before, after - before))
+    if dist.get_rank() == 0:
+        print(f"{whole / 4e6:.0f} M parameters, {show_bytes(whole)} in all")
+        for rank, (own, compiled, stepped) in enumerate(every):
+            print(
+                f"rank {rank}: parameters {show_bytes(own)}; peak resident memory beside an empty process "
+                f"{show_bytes(compiled)} compiled, {show_bytes(stepped)} after a step with gradients"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    memory() if options.memory else steps(options)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
