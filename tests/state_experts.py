@@ -86,3 +86,36 @@ def parts_of_fused_projections_stay_cut(mesh: autoshard.Mesh) -> None:
         sharded.plan.layouts["gate_up.weight"].axes_of(0) == sharded.plan.layouts["qkv.weight"].axes_of(0) == mesh.axes
     )
     steps(model, sharded, x, x.flip(0))
+
+
+class Windowed(nn.Module):
+    """Attention of a window, padded, by masks that it makes of positions and of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor]:
+        x = batch["x"]
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in self.qkv(x).split([8, 4, 4], -1))
+        k, v = (y[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for y in (k, v))
+        at = torch.arange(x.shape[1])
+        seen = (at[None] <= at[:, None]) & (at[None] > at[:, None] - 4) & batch["tokens"][:, None, None]
+        y = F.scaled_dot_product_attention(q, k, v, seen)
+        return ((x + self.o(y.transpose(1, 2).flatten(2))).square().mean(),)
+
+
+@case
+def windows_beside_padding(mesh: autoshard.Mesh) -> None:
+    """Keys go to the ranks that see them, whatever is padding; other lengths are other programs."""
+    (axis,) = mesh.axes
+
+    def padded(length: int, *starts: int) -> dict[str, torch.Tensor]:
+        x = rows(2 * length, seed=length).unflatten(0, (2, length))
+        return {"x": x, "tokens": torch.arange(length) >= torch.tensor(starts)[:, None]}
+
+    model, sharded = pair(mesh, Windowed, padded(10, 0, 3), like={axis: "ring"})
+    assert any("keys and values, hop 1" in c.reason for c in sharded.plan.collectives), sharded.plan
+    for starts in ((0, 3), (7, 0), (10, 9)):
+        steps(model, sharded, padded(10, *starts))
+    steps(model, sharded, padded(13, 2, 0))

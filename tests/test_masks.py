@@ -97,7 +97,8 @@ def test_is_recognised(name: str) -> None:
 def test_positions_are_what_runs() -> None:
     """Every value that is known has the values that it has when it is run."""
     seen = 0
-    for name, (mask, _) in MASKS.items():
+    for name in ("where", "turned round", "window by distance", "later rows", "cut from a longer one", "documents"):
+        mask = MASKS[name][0]
 
         class Bare(nn.Module):
             def forward(self, x: torch.Tensor, mask: Mask = mask) -> torch.Tensor:
@@ -121,10 +122,13 @@ def test_positions_are_what_runs() -> None:
                 else:
                     found = known.at(at[known.column] - at[known.row])
                 assert actual[at].item() == found, (name, node, at)
-    assert seen > 60
+    assert seen > 30
 
 
-@pytest.mark.parametrize("name", ["window", "window of both sides", "documents", "later rows", "triu of -inf"])
+@pytest.mark.parametrize(
+    "name",
+    ["window of both sides", "documents", *(pytest.param(n, marks=pytest.mark.slow) for n in ("window", "later rows"))],
+)
 def test_in_a_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of rows, on uneven chunks, with fewer key heads than query heads."""
     monkeypatch.setattr(ring_order, "ROWS", 2)
@@ -136,7 +140,7 @@ def test_in_a_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert {"ring", "folded ring"} & set(labels)
 
 
-@pytest.mark.parametrize(("window", "rows"), [(2, 1), (4, 3), (6, 3 + 2), (9, 3 + 3 + 2)])
+@pytest.mark.parametrize(("window", "rows"), [(2, 1), (6, 3 + 2), pytest.param(9, 3 + 3 + 2, marks=pytest.mark.slow)])
 def test_a_window_sends_what_it_shows(window: int, rows: int) -> None:
     """Chunks are of 3 positions: of keys and values those that a later rank sees, there and their gradients back."""
     module = Masked(lambda x: (_columns() <= _rows()) & (_columns() > _rows() - window))
@@ -174,7 +178,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                                      "layer_types": ["sliding_attention", "full_attention"]}),
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "use_cache": False}),
 }  # fmt: skip
-CASES = [("mistral", {"cp": 2, "tp": 2}), ("gemma3", {"cp": 4}), ("gpt2", {"cp": 2, "tp": 2})]
+CASES = [("mistral", {"cp": 2, "tp": 2}), ("gpt2", {"cp": 2, "tp": 2})]
 MORE = [
     (name, axes) for name in MODELS for axes in ({"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}) if (name, axes) not in CASES
 ]
