@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Union
 
 from autoshard.errors import LayoutError
@@ -188,6 +189,10 @@ class Layout:
 
         An order of nested axes that differs from mesh order has no plain ``Shard``; raises :class:`LayoutError`.
         """
+        return list(self._to_torch)
+
+    @cached_property
+    def _to_torch(self) -> tuple[Any, ...]:
         from torch.distributed.tensor import Partial as TorchPartial
         from torch.distributed.tensor import Replicate as TorchReplicate
         from torch.distributed.tensor import Shard as TorchShard
@@ -202,7 +207,7 @@ class Layout:
                 out.append(TorchShard(p.dim))
             else:
                 out.append(TorchPartial(p.op) if isinstance(p, Partial) else TorchReplicate())
-        return out
+        return tuple(out)
 
     @staticmethod
     def from_torch(mesh: MeshLike, placements: Iterable[Any]) -> Layout:

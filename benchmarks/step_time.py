@@ -216,6 +216,7 @@ CONTESTANTS = (
     Contestant('like="ddp"', ours("ddp", "dp"), ("DDP",), 1.02),
     Contestant("DDP", ddp, ("one process",)),
     Contestant('like="fsdp"', ours("fsdp", "dp"), ("FSDP2",), 1.0),
+    Contestant('like="zero1"', ours("zero1", "dp"), ("DDP",)),
     Contestant('like="zero2"', ours("zero2", "dp"), ("FSDP2",)),
     Contestant("FSDP2", fsdp2, ("one process",)),
     Contestant('like="megatron"', ours("megatron", "tp"), ("parallelize_module",), 0.9, "llama"),

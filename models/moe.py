@@ -1,7 +1,7 @@
 """Mixtral style mixture of experts: a Llama whose feed-forward is a routed sum of experts, with dense dispatch.
 
-Every expert sees every token and the gate weighs the results, zero outside the top k. That costs experts / k times
-the arithmetic of a sparse dispatch, has static shapes, and cuts cleanly by experts.
+Every expert sees every token and the gate weighs the results, zero outside the top k. Eagerly that costs experts / k times
+the arithmetic of a sparse dispatch; captured it is one.
 """
 
 from __future__ import annotations

@@ -212,3 +212,27 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "chosen": chosen,
     "one_sum_over_replicas": one_sum_over_replicas,
 }
+
+
+def steps_alike(
+    model: nn.Module, mesh: autoshard.Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int, **asked: Any
+) -> None:
+    """AdamW steps in one process: losses, gradients and then weights are those of one device. ``asked``: of the plan."""
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, kwargs, **asked)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, eps=1e-6) for m in (model, sharded)]
+    for step in range(steps):
+        losses = []
+        for module in (model, sharded):
+            torch.manual_seed(step)
+            losses.append(loss_of(module(*args, **kwargs)))
+            losses[-1].backward()
+        assert far(losses[1].detach(), losses[0].detach()) <= TOLERANCE
+        gradients = sharded.full_gradients()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                assert far(gradients[name], p.grad) <= TOLERANCE, f"step {step}, gradient of {name}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = sharded.full_state_dict()
+    assert max(far(weights[n], x) for n, x in model.state_dict().items() if x.is_floating_point()) <= TOLERANCE

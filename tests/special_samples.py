@@ -8,6 +8,7 @@ import torch
 
 from autoshard.runtime.banded import banded_op
 from autoshard.runtime.ctc import ctc_loss
+from autoshard.runtime.embedding import pooled_op
 from autoshard.runtime.exactly import exactly
 from autoshard.runtime.functions import function
 
@@ -51,6 +52,10 @@ EMBEDDINGS: dict[Any, list[Sample]] = {
         call(f(7, 4), torch.tensor([6, 0, 2, 6, 6]), 6),
         call(f(5, 4), i(5, 3, 2), -1, True),
         call(f(4, 3), torch.tensor(2)),
+    ],
+    pooled_op._opoverload: [
+        call(f(7, 5), i(7, 4, 3), "sum"),
+        call(f(7, 4), i(7, 3, 2, 5), "mean", 6),
     ],
     aten.embedding_bag.default: [
         call(f(7, 5), i(7, 6), torch.tensor([0, 2, 2, 5]), False, mode, False, weights, False)
@@ -211,7 +216,7 @@ RANDOM: dict[Any, list[Sample]] = {
     aten.randperm.default: [call(7)],
     aten.normal.float_float: [call(1.0, 2.0, [4, 5])],
     aten.bernoulli.default: [call(unit(4, 5))],
-    aten.multinomial.default: [call(unit(4, 5), 3, True)],
+    aten.multinomial.default: [call(unit(4, 5), 3, True), call(unit(4, 5), 1), call(unit(4, 5), 3), call(unit(5), 2)],
     aten.normal.Tensor_float: [call(f(4, 5), 2.0)],
     aten.normal.Tensor_Tensor: [call(f(4, 5), unit(4, 5))],
     aten.normal.float_Tensor: [call(0.5, unit(4, 5))],

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from harness import ideal
-from microbatch_cases import TOLERANCE, far, loss_of
+from microbatch_cases import steps_alike
 from pipeline_cases import made
 from torch.distributed.fsdp import MixedPrecisionPolicy
-
-import autoshard
 
 DOUBLE = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
 """changes no number, and goes through all that a policy goes through"""
@@ -45,20 +42,4 @@ SLOW = {"four-axes", "stages-ring", "stages-experts"}
 def test_together(name: str) -> None:
     kind, axes, asked = COMBINED[name]
     model, args = made(kind)
-    sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), args, **asked)
-    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, eps=1e-6) for m in (model, sharded)]
-    for step in range(2):
-        losses = []
-        for module in (model, sharded):
-            torch.manual_seed(step)
-            losses.append(loss_of(module(*args)))
-            losses[-1].backward()
-        assert far(losses[1].detach(), losses[0].detach()) <= TOLERANCE
-        gradients = sharded.full_gradients()
-        for parameter, p in model.named_parameters():
-            assert far(gradients[parameter], p.grad) <= TOLERANCE, f"step {step}, gradient of {parameter}"
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    weights = sharded.full_state_dict()
-    assert max(far(weights[n], x) for n, x in model.state_dict().items() if x.is_floating_point()) <= TOLERANCE
+    steps_alike(model, ideal(axes), args, {}, 2, **asked)

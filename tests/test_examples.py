@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,28 @@ def test_vision(tmp_path: Path) -> None:
     a, b = (torch.load(tmp_path / name) for name in ("a.pt", "b.pt"))
     assert a.keys() == b.keys()
     assert a["body.1.norms.0.num_batches_tracked"] == b["body.1.norms.0.num_batches_tracked"] == 36
+
+
+@pytest.mark.slow
+def test_serving() -> None:
+    """On two ranks, where requests share steps: each has the tokens that it has alone, on one device."""
+    script = ROOT / "docs" / "examples" / "serving.py"
+    alone = runpy.run_path(str(script))
+    torch.manual_seed(0)
+    model, wanted = alone["Decoder"]().eval(), []
+    for number in range(7):
+        prompt = torch.randint(0, alone["VOCABULARY"], (3 + 4 * number,)).tolist()
+        wanted.append(alone["Request"](f"request {number}", prompt, new=4 + 3 * (number % 3)))
+    for request in wanted:
+        batcher = alone["Batcher"](model)
+        batcher.add(request)
+        while not batcher.step():
+            pass
+    text = run(*TORCHRUN, str(script))
+    assert sorted(text.splitlines()[:7]) == [f"{r.name}: {r.made}" for r in wanted]
+    assert "programs: 2" in text
+    sent = [int(n) for n in re.findall(r"(\d+) B", text)]
+    assert max(sent) == 3 * 64 * 4  # of an activation: nothing is sent for the cache, and no logits
 
 
 def test_accelerate_leaves_a_sharded_module_as_it_is() -> None:

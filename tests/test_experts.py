@@ -6,12 +6,15 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import routing_models
 import torch
+import torch.nn.functional as F
 from harness import assert_equal_training, collectives, ideal
 from state_experts import EVEN, Routed, batch
 from torch import nn
 
 import autoshard
+import autoshard.models
 from autoshard.compiler import captured
 from autoshard.runtime import in_process
 from autoshard.runtime.experts import experts_op
@@ -164,3 +167,77 @@ def test_what_goes_to_no_expert_adds_nothing() -> None:
     assert not torch.equal(model(given)[0], model(zeroed)[0])
     report = autoshard.verify(model, ideal({"ep": 2}), (dropped,), like="expert")
     assert report.ok, report
+
+
+@pytest.mark.parametrize("form", ["dense", pytest.param("loop", marks=pytest.mark.slow), "mask_loop"])
+def test_routing_as_users_write_it(form: str) -> None:
+    """Rows travel, weights do not; as many bytes as the operation sends where it is called."""
+    x, sent = torch.randn(2, 6, routing_models.WIDTH), Counter[str]()
+    report = assert_equal_training(routing_models.Routed(form), {"ep": 2}, (x,), like="expert", steps=1)
+    for c in report.plan.collectives:
+        sent[c.kind] += c.bytes * (c.phase == "forward")
+    there = 12 * routing_models.TOP / 2 * routing_models.WIDTH * 8 / 2  # half of a rank's chosen rows, float64
+    assert sent["all_to_all"] == 2 * there + 8.0 * 2 * 2 / 2  # and the numbers of rows
+    assert sent["all_gather"] < routing_models.COUNT * routing_models.WIDTH * routing_models.HIDDEN * 8
+
+
+def test_matrices_of_gates_beside_those_that_they_gate() -> None:
+    """They are joined where they lie: no weights of experts are sent."""
+    reference = autoshard.models.get("moe")
+    args, kwargs = reference.inputs(batch=4)
+    plan = autoshard.plan(reference.model(), ideal({"ep": 2}), args, kwargs, like="expert")
+    assert not [c for c in plan.collectives if "experts" in c.reason and c.kind in ("all_gather", "reduce_scatter")]
+
+
+class Grouped(nn.Module):
+    """Routing into buffers of a capacity, group by group of rows (Lepikhin et al. 2020); what does not fit is dropped."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.capacity = capacity
+        self.layer, self.router = nn.Linear(16, 16), nn.Linear(16, 4, bias=False)
+        self.first = nn.Parameter(torch.randn(4, 16, 24) / 4)
+        self.second = nn.Parameter(torch.randn(4, 24, 16) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        groups, rows = x.shape[:2]
+        weights, ids = self.router(x).softmax(-1).topk(2, -1)
+        hot = F.one_hot(ids, 4)
+        place = hot.transpose(1, 2).reshape(groups, 2 * rows, 4).cumsum(1).view(groups, 2, rows, 4).transpose(1, 2) - 1
+        hot = hot * (place < self.capacity)
+        at = F.one_hot((place * hot).sum(-1), self.capacity).to(x.dtype)
+        there = torch.einsum("gtke,gtkc->gtec", hot.to(x.dtype), at)
+        back = torch.einsum("gtke,gtkc,gtk->gtec", hot.to(x.dtype), at, weights)
+        hidden = F.gelu(torch.einsum("gecd,edh->gech", torch.einsum("gtec,gtd->gecd", there, x), self.first))
+        y = torch.einsum("gtec,gecd->gtd", back, torch.einsum("gech,ehd->gecd", hidden, self.second))
+        return (x + y).square().mean()
+
+
+def test_routing_with_a_capacity() -> None:
+    """Buffers of all groups reach their experts, and come back, by an all-to-all; rows that do not fit are dropped."""
+    x = torch.randn(4, 8, 16)
+    assert not torch.equal(Grouped(3)(x), Grouped(16)(x))
+    hints = dict.fromkeys(("first", "second", "x"), autoshard.Shard(0))
+    report = assert_equal_training(Grouped(3), {"ep": 2}, (x,), hints=hints, steps=1)
+    sent = [c for c in report.plan.collectives if "einsum" in c.reason]
+    assert [(c.kind, c.bytes) for c in sent] == [("all_to_all", 4 * 4 * 3 * 16 * 8 / 2 / 2)] * 4
+    assert not [c for c in report.plan.collectives if c.reason.startswith(("first", "second"))]
+
+
+def test_routing_by_sorted_rows() -> None:
+    """torch's grouped product knows no float64."""
+    model, x = routing_models.Routed("in_order"), torch.randn(2, 6, routing_models.WIDTH)
+    sharded = autoshard.compile(model, ideal({"ep": 2}), (x,), like="expert")
+    assert ("exchange",) in {c.labels for c in sharded.plan.choices.values() if "experts" in c.op}
+    sharded(x).backward()
+    model(x).backward()
+    for name, gradient in sharded.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_no_mixture_stays() -> None:
+    model, x = routing_models.Routed("with_a_rest"), torch.randn(2, 6, routing_models.WIDTH)
+    graph = captured(model, (x,), {})
+    assert not any(n.op is experts_op._opoverload for n in graph.nodes)

@@ -53,3 +53,14 @@ def test_even_choices_are_those_of_one_axis(graph: Graph) -> None:
     assignment, held = two.least()
     assert held == planner(graph, x=8).least()[1]
     assert all(len(set(choice)) == 1 for choice in assignment.choices.values())
+
+
+@pytest.mark.parametrize("share", [0.05, 0.4])
+def test_a_mesh_of_two_axes_is_no_dearer_than_one_of_as_many_ranks(graph: Graph, share: float) -> None:
+    """What is not known of a plan before it is simulated differs from plan to plan: the search goes back and forth."""
+    flat = planner(graph, x=8)
+    least = min(tried(flat.least(share)[0], "adamw")[1].peak for share in (0.0, 0.1, 1.0))
+    budget = least + share * (tried(flat.cheapest(), "adamw")[1].peak - least)
+    one, two = (fitting(planner(graph, **axes), budget)[0].assignment.solution for axes in ({"x": 8}, {"a": 2, "b": 4}))
+    assert two.cost <= one.cost * (1 + 1e-9)
+    assert two.lower_bound <= two.cost

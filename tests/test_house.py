@@ -35,7 +35,13 @@ FLOORS = (
 )
 """from top to bottom: a room imports from its own floor and from those below"""
 
-WITHIN_CAPTURE = (("",), ("translate", "answers", "substitutes"), ("refusals",), ("exported",), ("observer",))
+WITHIN_CAPTURE = (
+    ("",),
+    ("translate", "answers", "substitutes", "repeats"),
+    ("refusals",),
+    ("exported",),
+    ("observer",),
+)
 """the floors of passes.capture; "" are the files that lie directly in it"""
 
 MOST_LINES = 400

@@ -197,6 +197,6 @@ def test_models_of_transformers(name: str, axes: dict[str, int]) -> None:
     plan = report.plan
     attentions = [c for c in plan.choices.values() if "attention" in c.op]
     assert len(attentions) == 2
-    assert all({"ring", "folded ring"} & {c.labels[0]} for c in attentions)
-    products = [c for c in plan.choices.values() if c.op in ("aten.linear", "aten.matmul", "aten.addmm", "aten.mm")]
-    print([(c.op, c.labels) for c in products])
+    assert {c.labels[0] for c in attentions} <= {"ring", "folded ring"}
+    products = [c.labels[0] for c in plan.choices.values() if c.op == "aten.linear.default"]
+    assert set(products) == {"...1"}  # along the sequence

@@ -15,7 +15,7 @@ from torch import nn
 from autoshard import runtime
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.rules import attention
+from autoshard.passes.rules import attention, random
 from autoshard.runtime import World
 
 aten = torch.ops.aten
@@ -60,6 +60,24 @@ def test_draws_are_those_of_eager(op: str, rest: tuple[Any, ...], eager: Any, cu
     parts = _on_every_rank(lambda r: runtime.draw_like(op, part(x, layout, r), (6, 7), dims, *rest))
     for r, found in enumerate(parts):
         assert torch.equal(found, part(expected, layout, r))
+
+
+@pytest.mark.parametrize("labels", ["R", "d0", "d1"])
+def test_samples_are_those_of_eager(labels: str) -> None:
+    """From parts of the weights too: only candidates are sent. Weights that eager refuses are refused."""
+    weights = f(5, 7).softmax(-1)
+    (rule,) = (r for r in random.RULES if r.op is aten.multinomial.default)
+    for count in (1, 3):
+        at = site(rule, [weights, count], (labels,), Mesh({"a": 3}))
+        torch.manual_seed(5)
+        expected = torch.multinomial(weights, count)
+        torch.manual_seed(5)
+        parts, _ = run(rule, at, [weights, count])
+        for r, found in enumerate(parts):
+            assert torch.equal(found, part(expected, at.outputs[0], r))
+    for wrong in (-weights, weights * 0):
+        with pytest.raises(RuntimeError, match=r"probability|sum of probabilities"):
+            run(rule, at, [wrong, 3])
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["heads", "groups"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +21,8 @@ from autoshard.module.base import ShardedModule
 from autoshard.module.original import computed
 from autoshard.plans.plan import Plan
 
+SPARSE = " (sparse)"
+"""after the names of gradients that are sparse"""
 LEARNING_RATE = 1e-3
 
 
@@ -145,19 +147,28 @@ class _Runner:
     vanishing: set[str] = field(default_factory=set)
     """parameters whose gradient is zero but for rounding: Adam turns its sign into a full step"""
 
-    def __post_init__(self) -> None:
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    """of both; made when it is known which gradients are sparse"""
+
+    def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """Of both modules, for the parameters whose gradient is dense, and for those whose is sparse."""
+        grads = {n: p.grad for n, p in self.reference.named_parameters() if p.requires_grad}
+        sparse = {n for n, g in grads.items() if g is not None and g.is_sparse}
         modules: tuple[nn.Module, nn.Module] = (self.reference, self.sharded)
-        trained = [[p for p in m.parameters() if p.requires_grad] for m in modules]
-        self.optimizers = [torch.optim.AdamW(ps, lr=LEARNING_RATE) if ps else None for ps in trained]
+        for module in modules:
+            trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+            if dense := [p for n, p in trained.items() if n not in sparse]:
+                yield torch.optim.AdamW(dense, lr=LEARNING_RATE)
+            if sparse:
+                yield torch.optim.SparseAdam([p for n, p in trained.items() if n in sparse], lr=LEARNING_RATE)
 
     def step(self, number: int) -> None:
         """One forward, backward and optimizer step of both, compared."""
         outputs, inputs = [], []
-        training = self.sharded.training and any(o is not None for o in self.optimizers)
-        for module, optimizer in zip((self.reference, self.sharded), self.optimizers, strict=True):
+        training = self.sharded.training and any(p.requires_grad for p in self.reference.parameters())
+        for module in (self.reference, self.sharded):
             torch.manual_seed(number)
-            if optimizer is not None:
-                optimizer.zero_grad()
+            module.zero_grad()
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), (self.args, self.kwargs)
             )
@@ -177,10 +188,10 @@ class _Runner:
             # An expert that eager did not run has no gradient there, and zeros in a program for all inputs.
             missing = {n: torch.zeros_like(g) for n, g in expected.items() if n not in given}
             zeros = {n: torch.zeros_like(g) for n, g in given.items() if n not in expected}
-            self._compare("gradient", number, {**given, **missing}, {**expected, **zeros})
+            self._compare("gradient", number, _dense({**given, **missing}), _dense({**expected, **zeros}))
+            self.optimizers = self.optimizers or list(self._optimizers())
             for optimizer in self.optimizers:
-                if optimizer is not None:
-                    optimizer.step()
+                optimizer.step()
         state = self.sharded.full_state_dict()
         parameters = {n for n, _ in self.reference.named_parameters(remove_duplicate=False)}
         wanted = self.reference.state_dict()
@@ -201,10 +212,20 @@ class _Runner:
             rtol = self.rtol if self.fixed else max(self.rtol, default_rtol(want.dtype))
             floor = self.atol * slack * largest
             if kind == "gradient" and scale(want) <= floor:
-                self.vanishing.add(name)
+                self.vanishing.add(name.removesuffix(SPARSE))
             if kind == "parameter" and name in self.vanishing:
                 floor = 2 * LEARNING_RATE * (step + 1)
+            if name not in given:
+                self.found.append(
+                    Comparison(f"{name}: it is missing, or dense where it is sparse", kind, step, math.inf, rtol)
+                )
+                continue
             self.found.append(compare(name, kind, step, given[name], want, rtol * slack, floor))
+
+
+def _dense(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Under names that say which are sparse: those must be so in both."""
+    return {f"{n}{SPARSE}" if g.is_sparse else n: g.to_dense() for n, g in gradients.items()}
 
 
 def compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autoshard.errors import CaptureError, LayoutError
 from autoshard.layout import Layout
@@ -20,8 +22,18 @@ from autoshard.module.inputs import whole_shape
 
 def dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
     """This rank's part of a tensor of global ``shape`` as a DTensor; differentiable."""
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(local, mesh, layout.to_torch(), run_check=False, shape=torch.Size(shape), stride=stride)
+    spec = _spec(mesh, tuple(layout.to_torch()), torch.Size(shape), local.dtype)
+    if not local.requires_grad:  # there is nothing for autograd to record
+        return DTensor(local.view_as(local), spec, requires_grad=False)
+    _, stride, _ = spec.tensor_meta  # type: ignore[misc]
+    return DTensor.from_local(local, mesh, spec.placements, run_check=False, shape=spec.shape, stride=stride)
+
+
+@functools.lru_cache(maxsize=1 << 8)
+def _spec(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """Of a tensor whose dims lie in memory as they are numbered. Those of the layers of a cache are one."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 def from_part(part: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
@@ -34,11 +46,13 @@ def stating(x: DTensor, mesh: DeviceMesh) -> torch.Tensor:
 
     Raises :class:`CaptureError` for one that lies on another mesh.
     """
-    if x.device_mesh.mesh.tolist() != mesh.mesh.tolist():
+    if x.device_mesh is not mesh and x.device_mesh.mesh.tolist() != mesh.mesh.tolist():
         raise CaptureError(
             f"an input of shape {list(x.shape)} is a DTensor on another mesh ({x.device_mesh}) than the module's "
             f"({mesh}). Give one on sharded.device_mesh, or its full_tensor()."
         )
+    if any(type(p) is Shard for p in x.placements) and all(type(p) in (Shard, Replicate) for p in x.placements):
+        return x
     plain = [p if type(p) is Shard else Replicate() for p in x.placements]
     x = x if list(x.placements) == plain else x.redistribute(mesh, plain)
     return x if any(p.is_shard() for p in plain) else x.to_local(grad_placements=plain)
@@ -62,16 +76,18 @@ def layout_of(x: Any, mesh: Mesh) -> Layout | None:
     return Layout.from_torch(mesh, x.placements) if isinstance(x, DTensor) else None
 
 
-def part_for(x: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part of an input, in the ``layout`` that a program takes it in."""
+def part_for(x: torch.Tensor, layout: Layout, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
+    """This rank's part of an input on ``device``, in the ``layout`` that a program takes it in."""
     if not isinstance(x, DTensor):
-        return x
+        return x.to(device)
     try:
         placements = layout.to_torch()
     except LayoutError:
         raise AssertionError(f"inputs come in mesh order, not in {layout}") from None
     if list(x.placements) != placements:
         x = x.redistribute(mesh, placements)
+    if not (x._local_tensor.requires_grad or torch.is_grad_enabled()):
+        return x._local_tensor
     return x.to_local(grad_placements=placements)  # whole gradients on whole axes
 
 

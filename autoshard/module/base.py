@@ -16,7 +16,7 @@ from torch import nn
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.module.compiling import Compiling, Settings
-from autoshard.module.entrance import check_data
+from autoshard.module.entrance import check_leaves
 from autoshard.module.executable import Executable, first_that_serves
 from autoshard.module.inner import compiled_for_generation, inner
 from autoshard.module.microbatches import MicroBatchRun
@@ -110,8 +110,8 @@ class ShardedModule(Compiling):
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = flattened((args, kwargs))
-        check_data(self._of.model, (args, kwargs), leaves, self._device_type())
-        call = self._call(args, kwargs, leaves, spec, self._recorded(leaves))
+        check_leaves(self._of.model, leaves, spec, self._device_type())
+        call = self._call(leaves, spec, self._recorded(leaves))
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
             executable = self._serving(call, number)

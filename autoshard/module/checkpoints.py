@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.module.base import ShardedModule
+from autoshard.module.owned import is_owned, local_of, part_of_owned
 from autoshard.module.pipelined import PipelinedModule
 from autoshard.module.pipelined_state import own_state, whole_state
 from autoshard.module.simulate import shard_of
@@ -87,6 +88,9 @@ def load_full_optimizer_state_dict(
                     f"optimizer state {key!r} has shape {list(value.shape)}, its parameter {list(parameter.shape)}: how the "
                     "ranks share it is not known. Save and load it with torch.distributed.checkpoint."
                 )
+            if is_owned(parameter):
+                entry[key] = part_of_owned(value.to(parameter.device), parameter)
+                continue
             layout = Layout.from_torch(sharded._running, parameter.placements)
             local = shard_of(value, layout, _rank(sharded)).to(parameter.device, copy=True).contiguous()
             entry[key] = DTensor.from_local(
@@ -105,7 +109,7 @@ def _rank(sharded: Any) -> int:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _part(file: Any, name: str, sharded: ShardedModule, tensor: torch.Tensor) -> torch.Tensor:
@@ -113,6 +117,9 @@ def _part(file: Any, name: str, sharded: ShardedModule, tensor: torch.Tensor) ->
     if not isinstance(tensor, DTensor) or not tensor.ndim:
         whole: torch.Tensor = file.get_tensor(name)
         return whole
+    if is_owned(tensor):
+        rows: torch.Tensor = file.get_slice(name)[: len(local_of(tensor))]
+        return rows
     layout = Layout.from_torch(sharded._running, tensor.placements)
     chunks = (layout.chunk_of(dim, size, _rank(sharded)) for dim, size in enumerate(tensor.shape))
     part: torch.Tensor = file.get_slice(name)[tuple(slice(start, start + n) for start, n in chunks)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from autoshard.mesh import Mesh
 from autoshard.module.arrivals import checksums, peers
+from autoshard.module.executable import Call
 from autoshard.module.inputs import Inputs
 from autoshard.runtime.peers import Claim, Notes
 
@@ -26,9 +27,9 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """in the ``repr`` of an argument without one of its own: other on every rank"""
 
 
-def of_call(notes: Notes, key: Any, inputs: Inputs, deferred: bool) -> tuple[Claim, ...]:
-    """What every call is. ``key``: what its program is for; ``deferred``: whether it is inside no_sync()."""
-    *shapes, state, number = key
+def of_call(notes: Notes, call: Call, number: int, inputs: Inputs, deferred: bool) -> tuple[Claim, ...]:
+    """What every call is. ``number``: see :meth:`Call.key`; ``deferred``: whether it is inside no_sync()."""
+    *shapes, state, number = call.key(number)
     text = _ADDRESS.sub("", repr((*shapes, number)))
     return (
         (_SHAPES if inputs == "global" else _PARTS, zlib.crc32(text.encode())),

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard.compiler import compiled
@@ -37,6 +36,7 @@ from autoshard.plans.wishes import Wishes
 from autoshard.runtime.autocast import without_autocast
 
 log = logging.getLogger("autoshard")
+log_of_programs = logging.getLogger("autoshard.plans.compiled")
 
 
 @dataclass(frozen=True)
@@ -127,21 +127,16 @@ class Compiling(Fixed):
         whether gradients are recorded (default: as the ``training`` of :func:`autoshard.compile` says).
         """
         with self._turns:
-            args, kwargs = tuple(args), dict(kwargs)
-            return self._serving(self._call(args, kwargs, *flattened((args, kwargs)), recorded), number)
+            leaves, spec = flattened((tuple(args), dict(kwargs)))
+            check_example(self._of.model, (tuple(args), dict(kwargs)))
+            return self._serving(self._call(leaves, spec, recorded), number)
 
-    def _call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any, recorded: bool | None
-    ) -> Call:
-        """A call with these arguments, flattened, in the present state. ``recorded``: see :meth:`specialise`."""
-        check_example(self._of.model, (args, kwargs), leaves)
-        arrived = self._arrived(args, kwargs, leaves)
-        if arrived is not None:
-            args, kwargs = arrived
-            leaves, spec = pytree.tree_flatten(arrived)
+    def _call(self, leaves: Sequence[Any], spec: Any, recorded: bool | None) -> Call:
+        """A call with arguments of these leaves in the present state. ``recorded``: see :meth:`specialise`."""
+        leaves = self._arrived(leaves, spec)
         if self._of.renewed():
             self._show()
-        return Call(args, kwargs, leaves, spec, self._state(leaves, recorded))
+        return Call(leaves, spec, self._state(leaves, recorded))
 
     def _recorded(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with these arguments records gradients; only then its program has a backward."""
@@ -163,38 +158,34 @@ class Compiling(Fixed):
 
     def _serving(self, call: Call, number: int) -> Executable:
         """The program for this call, compiled if there is none."""
-        key = call.key(number)
-        found = self._executables.get(key)
+        found = self._program_for(call, number)
         if found is None:
-            structure = call.key(exactly=False)
-            found = self._open(structure, call.leaves)
-            if found is None:
-                try:
-                    with torch.inference_mode(False):  # what is made here outlives the call
-                        found = self._build(call, structure)
-                except CaptureError as error:
-                    raise beside(error, self.programs, call.leaves) from error
-                adopted = replace(call, state=self._state(call.leaves, call.state.recorded))
-                key = adopted.key(number)
-                if found.structure is not None:
-                    found.structure = adopted.key(exactly=False)
-            self._executables[key] = found
+            try:
+                with torch.inference_mode(False):  # what is made here outlives the call
+                    found = self._build(call, call.key(exactly=False))
+            except CaptureError as error:
+                raise beside(error, self.programs, call.leaves) from error
+            adopted = replace(call, state=self._state(call.leaves, call.state.recorded))
+            if found.structure is not None:
+                found.structure = adopted.key(exactly=False)
+            self._executables[adopted.key(number)] = found
         object.__setattr__(self, "_latest", found)
         return found
+
+    def _program_for(self, call: Call, number: int) -> Executable | None:
+        """The program for this call, if there is one: first of those with symbolic lengths, which serve most calls."""
+        open_ = [found for found in self._executables.values() if found.structure is not None] if not number else ()
+        for found in open_:
+            why = found.refuses(call.key(exactly=False), call.leaves)
+            if not why:
+                return found
+            log_of_programs.info("a program does not serve this call: %s", why)
+        return self._executables.get(call.key(number))
 
     @property
     def programs(self) -> list[Executable]:
         """Every program compiled so far, in order."""
         return list({id(x): x for x in self._executables.values()}.values())
-
-    def _open(self, structure: Any, leaves: Sequence[Any]) -> Executable | None:
-        """A program with symbolic lengths that holds for these leaves."""
-        for found in self.programs:
-            why = found.refuses(structure, leaves)
-            if not why:
-                return found
-            logging.getLogger("autoshard.plans.compiled").info("a program does not serve this call: %s", why)
-        return None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is ours to trace the model
     def _build(self, call: Call, structure: Any) -> Executable:
@@ -209,10 +200,11 @@ class Compiling(Fixed):
         # Micro-batches are rows of the whole; so are inputs of stages.
         parts = call.state.recorded and settings.wishes.micro_batches != 1
         apart = not parts and settings.wishes.stages is None
-        inputs = self._input_layouts(call.args, call.kwargs) if apart else ()
+        args, kwargs = call.arguments
+        inputs = self._input_layouts(args, kwargs) if apart else ()
         wishes = replace(settings.wishes, inputs=inputs)
         wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts, homes=self._homes)
-        args, kwargs = self._whole(call.args, call.kwargs)
+        args, kwargs = self._whole(args, kwargs)
         with self._of.as_it_is(self._check) as model:
             found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
         kept = dict(self._parameter_layouts or found.parameter_layouts)
@@ -241,12 +233,9 @@ class Compiling(Fixed):
 
     # --- inputs ---
 
-    def _arrived(self, args: Any, kwargs: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments as programs know them: tensors of global shape, those that came in parts as DTensors.
-
-        None: as they are.
-        """
-        return None
+    def _arrived(self, leaves: Sequence[Any], spec: Any) -> Sequence[Any]:
+        """The leaves of the arguments as programs know them: tensors of global shape, those in parts as DTensors."""
+        return leaves
 
     def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
         """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from autoshard.module.owned import as_dtensor, layout_on, lies_in, local_of, who
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.module.turns import Turns
-from autoshard.passes.ir.graph import Ref, TensorType
+from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Local, Program
 from autoshard.passes.redistribute import emit, redistribution
 from autoshard.plans.compiled import Compiled
@@ -186,14 +186,10 @@ class DistributedModule(ShardedModule):
 
     # --- inputs ---
 
-    def _arrived(self, args: Any, kwargs: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        layouts = super()._input_layouts(args, kwargs)
-        if not layouts and not any(isinstance(x, DTensor) for x in leaves):
-            return None
-        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
-            arrived(leaves, layouts, self.device_mesh, self._device), pytree.tree_structure((args, kwargs))
-        )
-        return found
+    def _arrived(self, leaves: Sequence[Any], spec: Any) -> Sequence[Any]:
+        are_global = self._settings.inputs == "global"
+        layouts = () if are_global else super()._input_layouts(*pytree.tree_unflatten(leaves, spec))
+        return arrived(leaves, layouts, self.device_mesh, self._device)
 
     def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
         return tuple(layout_of(x, self._running) for x in pytree.tree_leaves((tuple(args), dict(kwargs))))
@@ -238,15 +234,11 @@ class DistributedModule(ShardedModule):
         and where this rank does not repeat its last call. A rank that waits for others compares again, see :class:`Notes`.
         """
         notes, agreement = self._comm.notes, self._agreement
-        key = call.key(number)
-        executable = self._executables.get(key)
-        alike = key
-        if any(isinstance(x, DTensor) for x in call.leaves):  # of a state that grows the ranks know the length
-            alike = call.key(number, exactly=lambda leaf: not isinstance(leaf, DTensor))
-            executable = executable or self._open(call.key(exactly=False), call.leaves)
-        present = alike, self._deferred, notes.failed, notes.broken
+        executable = self._program_for(call, number)
+        # Of a state that grows the ranks know the length.
+        present = call.key(number, exactly=_is_plain), self._deferred, notes.failed, notes.broken
         checked = notes.call <= FIRST_CALLS or "inputs" in self._checks
-        notes.claims = functools.partial(claims.of_call, notes, key, self._settings.inputs, self._deferred)
+        notes.claims = functools.partial(claims.of_call, notes, call, number, self._settings.inputs, self._deferred)
         if checked or executable is None or present != self._compared or not self._repeats(executable):
             object.__setattr__(self, "_compared", present)
             agreement.begin(*notes.claims(), *claims.of_values(call.leaves, self._running, self._places, checked))
@@ -254,7 +246,10 @@ class DistributedModule(ShardedModule):
                 agreement.finish()
         if notes.broken:
             raise CommunicationError(AFTERWARDS)
-        return super()._serving(call, number)
+        if executable is None:
+            return super()._serving(call, number)
+        object.__setattr__(self, "_latest", executable)
+        return executable
 
     @property
     def _places(self) -> Sequence[Sequence[int]]:
@@ -301,22 +296,23 @@ class DistributedModule(ShardedModule):
                 check_replicas(self._agreement, self.mesh, dict(self.named_parameters()), dict(self.named_buffers()))
         with runtime.bind(self._comm), runtime.synchronised_rng(self._comm):
             results = self._results(executable, inputs)
-            actual = executable.lengths(inputs)
-            leaves = [self._leaf(executable, i, result, actual) for i, result in enumerate(results)]
+            program, shapes = executable.compiled.program, executable.shapes(inputs)
+            made = enumerate(zip(results[: len(program.outputs)], shapes, strict=False))
+            leaves = [self._leaf(executable, i, result, shape) for i, (result, shape) in made]
         self._agreement.finish()
-        program = executable.compiled.program
-        first = len(program.outputs)
-        return leaves[:first], self._new_values(program, results, actual)
+        return leaves, self._new_values(program, results, shapes)
 
     def _new_values(
-        self, program: Program, results: Sequence[Any], actual: Callable[[Sequence[int]], tuple[int, ...]]
+        self, program: Program, results: Sequence[Any], shapes: Sequence[Sequence[int] | None]
     ) -> dict[str, torch.Tensor]:
-        """What the rank module gives of states, by original name: a DTensor where they are kept in parts."""
-        found = {}
-        for (fqn, name), new in zip(program.mutations.items(), results[len(program.outputs) :], strict=True):
+        """What the rank module gives of states, by original name: a DTensor where they are kept in parts.
+
+        ``shapes``: the global ones, of outputs and states.
+        """
+        found, first = {}, len(program.outputs)
+        for (fqn, name), new, shape in zip(program.mutations.items(), results[first:], shapes[first:], strict=True):
             layout, local = program.layouts[name], new.detach()
-            whole = not layout.axes_with(Shard)
-            found[fqn] = local if whole else self._dtensor(local, layout, actual(program.types[name].shape))
+            found[fqn] = self._dtensor(local, layout, shape) if shape and layout.axes_with(Shard) else local
         return found
 
     def _results(self, executable: Executable, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -326,27 +322,21 @@ class DistributedModule(ShardedModule):
         self._comm.deferred = self._deferred
         module.bind_tensors(loaded.tensors(self.tensor))
         try:
-            names = executable.compiled.source.inputs
-            results: Sequence[Any] = module(
-                *(
-                    part_for(x.to(self._device), program.layouts[n], self.device_mesh)
-                    for n, x in zip(names, inputs, strict=True)
-                )
-            )
+            named = zip(executable.compiled.source.inputs, inputs, strict=True)
+            parts = [part_for(x, program.layouts[n], self.device_mesh, self._device) for n, x in named]
+            results: Sequence[Any] = module(*parts)
         finally:
             module.release_tensors()
         return results
 
-    def _leaf(
-        self, executable: Executable, number: int, local: Any, actual: Callable[[Sequence[int]], tuple[int, ...]]
-    ) -> Any:
-        """Output ``number`` as the user gets it, from what the rank module gave."""
+    def _leaf(self, executable: Executable, number: int, local: Any, shape: Sequence[int] | None) -> Any:
+        """Output ``number``, of global ``shape``, as the user gets it, from what the rank module gave."""
         program = executable.compiled.program
-        out = program.outputs[number] if number < len(program.outputs) else None
+        out = program.outputs[number]
         if not isinstance(out, Ref):
             return local
-        shape = _shape(program.types[out.name], local, actual)
-        return self._output(local, program.layouts[out.name], shape, self._keeps(executable, number))
+        whole = local.shape if shape is None else shape
+        return self._output(local, program.layouts[out.name], whole, self._keeps(executable, number))
 
     def _enter(self, index: int, count: int) -> None:
         self._comm.enter(index, count)
@@ -366,23 +356,16 @@ class DistributedModule(ShardedModule):
         with torch.no_grad(), runtime.bind(self._comm):
             return {name: t.detach() for name, t in self._load_program(executable).tensors(self.tensor).items()}
 
-    def _output(self, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], kept: bool) -> torch.Tensor:
+    def _output(self, local: torch.Tensor, layout: Layout, shape: Sequence[int], kept: bool) -> torch.Tensor:
         """Scalars are plain; others an :class:`Output` in their layout where it is ``kept``, or the full tensor."""
         cut, state = layout.axes_with(Shard), self._settings.gather_outputs is None and not local.requires_grad
         if kept and (cut or (shape and not state)):
-            return Output.of(self._dtensor(local, layout, shape))
+            return (Output.of if local.requires_grad else Output.state)(self._dtensor(local, layout, shape))
         if not cut:
             return local
         mesh = self._running
         whole = Layout(mesh, [I if local.requires_grad else R] * mesh.ndim)
-        return execute(redistribution(layout, whole, shape, mesh, local.dtype, local.requires_grad), local)
-
-
-def _shape(
-    type_: TensorType, local: torch.Tensor, actual: Callable[[Sequence[int]], tuple[int, ...]]
-) -> tuple[int, ...]:
-    """The global shape of an output; one whose length depends on the data is whole."""
-    return tuple(local.shape) if type_.unknown else actual(type_.shape)
+        return execute(redistribution(layout, whole, tuple(shape), mesh, local.dtype, local.requires_grad), local)
 
 
 def execute(plan: Any, local: torch.Tensor) -> torch.Tensor:
@@ -392,6 +375,10 @@ def execute(plan: Any, local: torch.Tensor) -> torch.Tensor:
         plain = {k: runtime.size(v.size, v.axes) if isinstance(v, Local) else v for k, v in kwargs.items()}
         local = getattr(runtime, name)(local, *args, **plain)
     return local
+
+
+def _is_plain(leaf: Any) -> bool:
+    return not isinstance(leaf, DTensor)
 
 
 def default_device_type() -> str:

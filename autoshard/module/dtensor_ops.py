@@ -39,10 +39,10 @@ def mend() -> None:
 
 def _set_data(x: DTensor, new: torch.Tensor) -> None:
     """``x.data = new``: DTensor's own is lost, since it sets the data of the outer tensor alone."""
-    if not isinstance(new, DTensor) and new.shape == x.shape:
+    if not isinstance(new, DTensor):
         new = distribute_tensor(new.detach(), x.device_mesh, x.placements, src_data_rank=None)
     torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
-    x._local_tensor, x._spec = new._local_tensor.detach(), new._spec  # type: ignore[attr-defined]
+    x._local_tensor, x._spec = new._local_tensor.detach(), new._spec
 
 
 def _whole_matrix(orthogonal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

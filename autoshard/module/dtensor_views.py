@@ -6,6 +6,7 @@ reaches the parts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,18 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from autoshard.module.outputs import is_view, writes
-
 aten = torch.ops.aten
 
 VIEWS = (aten.select.int, aten.slice.Tensor)
 """what indexing takes, each with a dim"""
+
+_WRITING = re.compile(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
+"""names of functions that write into their first argument"""
+_VIEWS = frozenset(
+    "__getitem__ select narrow unbind chunk split tensor_split view view_as reshape transpose t permute movedim squeeze "
+    "unsqueeze flatten unflatten expand diagonal".split()
+)
+"""names of functions whose results are views in eager torch"""
 
 
 class Copied(DTensor):
@@ -34,11 +41,11 @@ class Copied(DTensor):
             if writes(func) and set_through(func, args, kwargs or {}):
                 return args[0]
             made = func(*args, **(kwargs or {}))
-        return _seen_from(args[0], made, func, args[1:]) if is_view(func) else made
+        return seen_from(args[0], made, func, args[1:]) if is_view(func) else made
 
 
-def _seen_from(x: DTensor, made: Any, view: Any, rest: Sequence[Any]) -> Any:
-    """``made``, by ``view`` of ``x``, as copies of what ``x`` is a copy of."""
+def seen_from(x: DTensor, made: Any, view: Any, rest: Sequence[Any]) -> Any:
+    """``made``, by ``view`` of ``x``, noted as copies of what ``x`` is a copy of: of itself, if of nothing else."""
     source, steps = x.__dict__.get("_of", (x, ()))
     for i, each in enumerate(made if isinstance(made, list | tuple) else (made,)):
         if type(each) is DTensor:
@@ -47,18 +54,28 @@ def _seen_from(x: DTensor, made: Any, view: Any, rest: Sequence[Any]) -> Any:
     return made
 
 
+def is_view(func: Any) -> bool:
+    """Whether what ``func`` gives is a view of its first argument in eager."""
+    return getattr(func, "__name__", "") in _VIEWS
+
+
+def writes(func: Any) -> bool:
+    """Whether ``func`` writes into its first argument."""
+    return bool(_WRITING.fullmatch(getattr(func, "__name__", "")))
+
+
 def indexed(x: Any, made: Any, op: Any, rest: tuple[Any, ...]) -> Any:
     """``made``, by one of :data:`VIEWS`, of ``x``: noted where it is a copy of a parameter or gradient."""
     dim = rest[0] if rest and (op is not aten.slice.Tensor or len(rest) > 1) else 0
     cut = any(p.is_shard(dim % max(x.ndim, 1)) for p in x.placements)
     copied = type(x) is Copied or (type(x) is DTensor and cut and x.grad_fn is None)
-    return _seen_from(x, made, op, rest) if copied else made
+    return seen_from(x, made, op, rest) if copied else made
 
 
 def set_through(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``write`` is into a :class:`Copied`; then it was done to what that is a copy of, and to the copy."""
-    copied = args[0]
-    if not isinstance(copied, Copied):
+    """Whether ``write`` is into what :func:`seen_from` noted; then it was done to what that is a copy of, and to the copy."""
+    copied = args[0] if args else None
+    if not isinstance(copied, DTensor) or "_of" not in copied.__dict__:
         return False
     view = set_whole(write, args, kwargs, *copied.__dict__["_of"])
     copied.to_local().copy_(_part(view, copied).to_local())

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CaptureError
+from autoshard.module.carried import Carried
 from autoshard.module.executable import Executable
 from autoshard.passes.capture.exported.arguments import argument_paths
+from autoshard.passes.capture.refusals.checks import check_dense
 
 
-def check_data(model: nn.Module, example: Any, leaves: Sequence[Any], device: str | None) -> None:
-    """Raise :class:`CaptureError` for a call without data, or with data on another device type than ``device``.
+def check_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device: str | None) -> None:
+    """Raise :class:`CaptureError` for a call without data, or with data on another device type than ``device``, or whose
+    tensors are not dense.
 
-    ``example``: its arguments; ``leaves``: all that is in them. ``device``: that of the parameters and buffers; None
-    where inputs are moved there.
+    ``leaves``, ``spec``: of the arguments. ``device``: that of the parameters and buffers; None where inputs are moved.
     """
     if torch.get_default_device().type == "meta":
         raise CaptureError(
             "the default device is meta, which has no data: call the module outside of torch.device('meta')"
         )
+
+    def name(i: int) -> str:
+        return argument_paths(model, pytree.tree_unflatten(leaves, spec))[i]
+
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, torch.Tensor) or type(leaf) is Carried:
             continue
-        kind = leaf.device.type
-        if kind == "meta" or (device not in (None, kind) and (leaf.dim() or kind != "cpu")):
+        x = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+        kind = x.device.type
+        if kind == "meta" or (device not in (None, kind) and (x.dim() or kind != "cpu")):
             what = "it has no data" if kind == "meta" else f"the module's tensors lie on {device}"
             raise CaptureError(
-                f"input {argument_paths(model, example)[i]!r} of {type(model).__name__} comes on device {kind}, and {what}. "
-                "Move it to the device of the module."
+                f"input {name(i)!r} of {type(model).__name__} comes on device {kind}, and {what}. Move it to the device of "
+                "the module."
             )
+        check_dense(x, partial(name, i))
 
 
 def beside(error: CaptureError, programs: Sequence[Executable], leaves: Sequence[Any]) -> CaptureError:

@@ -9,6 +9,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +17,11 @@ import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CaptureError, RuntimeMismatchError
+from autoshard.module.outputs import form_of
 from autoshard.module.state import State
 from autoshard.passes.codegen import root_class
 from autoshard.passes.ir.graph import Graph, Ref
-from autoshard.passes.ir.symbols import bind, evaluate, mismatch
+from autoshard.passes.ir.symbols import Shapes, bind, check, evaluate, mismatch, shapes_of
 from autoshard.plans.compiled import Compiled
 from autoshard.runtime import generators
 from autoshard.runtime.exactly import is_of_other_values
@@ -30,12 +32,11 @@ log = logging.getLogger("autoshard")
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a call, the tensors and constants in them, and the state in which it is made."""
+    """The tensors and constants in the arguments of a call, and the state in which it is made."""
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
     leaves: Sequence[Any]
     spec: Any
+    """the structure of (args, kwargs)"""
     state: State
 
     keys: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -44,9 +45,19 @@ class Call:
     def key(self, number: int = 0, exactly: bool | Callable[[Any], bool] = True) -> Any:
         """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`, of all or by leaf."""
         if exactly not in self.keys:
-            own = exactly if callable(exactly) else lambda _: exactly
-            self.keys[exactly] = tuple(signature_of(leaf, self.state.recorded, own(leaf)) for leaf in self.leaves)
+            recorded = self.state.recorded
+            one_by_one = exactly if callable(exactly) else None
+            found = (
+                signature_of(x, recorded, bool(exactly if one_by_one is None else one_by_one(x))) for x in self.leaves
+            )
+            self.keys[exactly] = tuple(found)
         return (*self.keys[exactly], self.spec, self.state, number)
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)``"""
+        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(self.leaves, self.spec)
+        return found
 
 
 @dataclass
@@ -86,9 +97,17 @@ class Executable:
         """Why it does not serve a call of this structure with these leaves; "" where it does."""
         if self.structure is None or self.structure != structure:
             return "the arguments differ in more than lengths"
-        named = zip(self.graph.flat_inputs, leaves, strict=True)
-        shapes = {name: leaf.shape for name, leaf in named if name is not None}
-        return mismatch(self.graph.types, self.compiled.symbols, shapes)
+        named = {
+            name: form_of(x)[0] for name, x in zip(self.graph.flat_inputs, leaves, strict=True) if name is not None
+        }
+        if self._serves(tuple(named.values())):
+            return ""
+        return mismatch(self.graph.types, self.compiled.symbols, named)
+
+    @cached_property
+    def _serves(self) -> Callable[[Shapes], bool]:
+        names = [name for name in self.graph.flat_inputs if name is not None]
+        return check(self.graph.types, self.compiled.symbols, names)
 
     def apart(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, torch.Tensor]]:
         """The arguments with copies of the tensors that the forward writes to, and these tensors by their fqn.
@@ -122,11 +141,31 @@ class Executable:
         )
         return [x.detach() if detached and x.requires_grad else x for x, detached in zip(leaves, free, strict=True)]
 
+    def shapes(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[int, ...] | None]:
+        """The global shapes of the outputs, then of what is written, in a call with these ``inputs``.
+
+        None for what is no tensor, and where a length depends on the data: then the whole is on every rank.
+        """
+        found: Sequence[tuple[int, ...] | None] = self._shapes([form_of(x)[0] for x in inputs])
+        return found
+
     def lengths(self, inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-        """What turns shapes of the program's values into those of a call with these ``inputs``."""
+        """What turns shapes of the program's values, and of its stages', into those of a call with these ``inputs``."""
         shapes = {name: x.shape for name, x in zip(self.compiled.source.inputs, inputs, strict=True)}
         values = bind(self.compiled.symbols, shapes)
         return lambda shape: tuple(evaluate(n, values) for n in shape)
+
+    @cached_property
+    def global_shapes(self) -> Sequence[tuple[int, ...] | None]:
+        """:meth:`shapes` over the program's symbols."""
+        program = self.compiled.program
+        names = [*(x.name if isinstance(x, Ref) else None for x in program.outputs), *program.mutations.values()]
+        types = [None if name is None else program.types[name] for name in names]
+        return [None if t is None or t.unknown else tuple(t.shape) for t in types]
+
+    @cached_property
+    def _shapes(self) -> Callable[[Shapes], Any]:
+        return shapes_of(self.global_shapes, self.compiled.symbols, self.compiled.source.inputs)
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -194,8 +233,13 @@ def signature_of(leaf: Any, recorded: bool, exactly: bool = True) -> Any:
     ``recorded``: whether gradients are recorded, and thus whether the leaf requires one.
     """
     if isinstance(leaf, torch.Tensor):
-        shape = tuple(leaf.shape) if exactly else leaf.ndim
-        return (shape, leaf.dtype, recorded and leaf.requires_grad, *getattr(leaf, "placements", ()))
+        shape, dtype = form_of(leaf)
+        return (
+            shape if exactly else len(shape),
+            dtype,
+            recorded and leaf.requires_grad,
+            *getattr(leaf, "placements", ()),
+        )
     try:
         hash(leaf)
     except TypeError:

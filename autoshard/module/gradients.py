@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.module.base import ShardedModule
+from autoshard.module.owned import is_owned
 from autoshard.runtime.process_group import all_gather_single
 
 Found = dict[torch.device, torch.Tensor]
@@ -103,8 +104,12 @@ def _over_stages(unscale: Callable[..., Found]) -> Callable[..., Found]:
 
 def _check_and_unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     gradients, found, inverse = args
-    op([g.to_local() for g in gradients], found, inverse, **kwargs)
-    mesh = gradients[0].device_mesh
+    parts = [g.to_local() for g in gradients]
+    op([x._values() if x.is_sparse else x for x in parts], found, inverse, **kwargs)
+    mesh = next((g.device_mesh for g in gradients if not is_owned(g)), None)
+    if mesh is None:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return
     for i in range(mesh.ndim):
-        if any(not g.placements[i].is_replicate() for g in gradients):
+        if any(is_owned(g) or not g.placements[i].is_replicate() for g in gradients):
             dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(i))

@@ -15,7 +15,7 @@ from autoshard.module.base import ShardedModule
 from autoshard.module.carried import Carried
 from autoshard.module.compiling import Settings
 from autoshard.module.executable import Executable
-from autoshard.module.simulate import cut, join, joined, views
+from autoshard.module.simulate import cut, join, joined, shard_of, views
 from autoshard.passes.ir.graph import Ref
 from autoshard.runtime.communicator import Executed
 from autoshard.runtime.in_process import World
@@ -27,19 +27,23 @@ class InProcessModule(ShardedModule):
 
     _world: World
     _rank_modules: dict[int, list[Any]]
+    _parts: dict[Any, tuple[torch.Tensor, int, tuple[torch.Tensor, ...]]]
+    """of programs without a backward: a parameter or buffer, where its data lie, and every rank's part"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__(model, mesh, settings)
         object.__setattr__(self, "_world", World(dict(zip(self._running.axes, self._running.shape, strict=True))))
         object.__setattr__(self, "_rank_modules", {})
+        object.__setattr__(self, "_parts", {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """See :meth:`ShardedModule.__deepcopy__`. The rank modules that tensors are bound to are its own."""
-        memo[id(self._rank_modules)] = {}
+        memo[id(self._rank_modules)], memo[id(self._parts)] = {}, {}
         return super().__deepcopy__(memo)
 
     def _alone(self) -> None:
         object.__setattr__(self, "_rank_modules", {})
+        object.__setattr__(self, "_parts", {})
 
     def record(self, log: list[Executed] | None) -> None:
         """Append every collective that is really executed to ``log`` (None: stop)."""
@@ -96,15 +100,13 @@ class InProcessModule(ShardedModule):
         finally:
             for module in modules:
                 module.release_tensors()
-        actual = executable.lengths(inputs)
-        leaves: list[Any] = []
+        shapes, leaves = executable.shapes(inputs), []
         keeps = self._settings.gather_outputs is None and not program.graph.training
         for i, out in enumerate(program.outputs):
             if not isinstance(out, Ref):
                 leaves.append(results[0][i])
                 continue
-            type_, layout = program.types[out.name], program.layouts[out.name]
-            shape = None if type_.unknown else actual(type_.shape)
+            layout, shape = program.layouts[out.name], shapes[i]
             parts = [r[i] for r in results]
             if keeps and self._keeps(executable, i) and shape is not None and layout.axes_with(Shard):
                 leaves.append(Carried.of(parts, layout, shape))
@@ -112,9 +114,7 @@ class InProcessModule(ShardedModule):
                 leaves.append(joined(parts, layout, shape, f"output {i}"))
         first = len(program.outputs)
         mutated = {
-            fqn: join(
-                [r[first + i].detach() for r in results], program.layouts[name], actual(program.types[name].shape), fqn
-            )
+            fqn: join([r[first + i].detach() for r in results], program.layouts[name], shapes[first + i], fqn)
             for i, (fqn, name) in enumerate(program.mutations.items())
             if fqn not in program.in_place
         }
@@ -135,9 +135,19 @@ class InProcessModule(ShardedModule):
                 found[value.fqn] = cut(executable.graph.constants[value.name], layout, value.fqn)
             elif value.fqn in executable.compiled.program.in_place:
                 found[value.fqn] = views(self.tensor(value.fqn), layout)
-            else:
+            elif executable.graph.training:
                 found[value.fqn] = cut(self.tensor(value.fqn), layout, value.fqn)
+            else:
+                found[value.fqn] = self._seen((id(executable), value.fqn), self.tensor(value.fqn), layout)
         return found
+
+    def _seen(self, key: Any, full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+        """Every rank's part of what is only read: views, made anew where the tensor is another."""
+        known = self._parts.get(key)
+        if known is None or known[0] is not full or known[1] != full.data_ptr():
+            parts = tuple(shard_of(full, layout, rank).detach() for rank in range(self._running.size))
+            known = self._parts[key] = full, full.data_ptr(), parts
+        return known[2]
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
         """See :meth:`ShardedModule.local_tensors`."""

@@ -30,6 +30,8 @@ class Loaded:
     """this rank's parts"""
     layouts: Mapping[str, Layout]
     """of buffers"""
+    recorded: bool
+    """whether the program has a backward"""
 
     @staticmethod
     def of(executable: Executable, comm: Communicator, device: torch.device) -> Loaded:
@@ -44,6 +46,7 @@ class Loaded:
             [(i.fqn, graph.training and i.fqn in graph.mutations) for i in of["buffer"]],
             {fqn: _part(x, layouts[fqn], comm.rank) for fqn, x in constants.items()},
             {i.fqn: layouts[i.fqn] for i in of["buffer"]},
+            graph.training,
         )
 
     def tensors(self, held: Callable[[str], Any]) -> dict[str, torch.Tensor]:
@@ -52,7 +55,7 @@ class Loaded:
         trained = {}
         for name in self.parameters:
             parameter = held(name)
-            if parameter.requires_grad:
+            if self.recorded and parameter.requires_grad:
                 trained[name] = parameter
             else:
                 found[name] = local_of(parameter)
@@ -67,5 +70,5 @@ class Loaded:
 
 def _part(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     if isinstance(full, DTensor):
-        return full.to_local()
+        return full._local_tensor
     return shard_of(full, layout, rank) if layout.axes_with(Shard) else full

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from autoshard.errors import AutoshardError
+from autoshard.module.dtensor_views import is_view, seen_from, set_through, writes
 
 log = logging.getLogger("autoshard")
 
@@ -36,17 +35,19 @@ ABOUT = frozenset(
 }
 """what is known without the data"""
 
+
+def form_of(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """The global shape and the dtype of a tensor; of ours without the way through ``__torch_function__``."""
+    if isinstance(x, DTensor):
+        return x._spec.tensor_meta[:3:2]  # type: ignore[index]
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.shape, x.dtype
+
+
 _ON_WHOLE = (
     *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__iter__),  # what leaves torch
     torch.Tensor.__setitem__,  # DTensor's own writes into a copy where the dim is cut
 )
-_WRITING = re.compile(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
-"""names of functions that write into their first argument"""
-_VIEWS = frozenset(
-    "__getitem__ select narrow unbind chunk split tensor_split view view_as reshape transpose t permute movedim squeeze "
-    "unsqueeze flatten unflatten expand diagonal".split()
-)
-"""names of functions whose results are views in eager torch"""
 
 
 class Output(DTensor):
@@ -69,8 +70,8 @@ class Output(DTensor):
 
     @staticmethod
     def state(x: DTensor) -> DTensor:
-        """The same as a buffer: writing into what eager has as a view of it, and is a copy here, is refused."""
-        x.__dict__["_copied"] = False
+        """The same as a buffer or cache: what is written into a view of it reaches it, also where that is a copy here."""
+        x.__dict__["_state"] = True
         return Output.of(x)
 
     @classmethod
@@ -81,16 +82,20 @@ class Output(DTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         given = tuple(args), dict(kwargs or {})
-        _check_written(func, given[0])
         with torch._C.DisableTorchFunctionSubclass():
+            if writes(func) and set_through(func, *given):
+                return args[0]
             dim = chosen_dim(func, *given)
             if dim is not None and not any(p.is_partial() or p.is_shard(dim) for p in args[0].placements):
                 return _of_part(func, dim, *given)
             if func not in _ON_WHOLE and not any(_is_plain(x) for x in pytree.tree_leaves(given)):
                 try:
                     made = func(*given[0], **given[1])
+                    if isinstance(made, torch.Size):
+                        return made
+                    made = pytree.tree_map_only(DTensor, Output.of, made)
                     _follow(func, given[0], made)
-                    return made if isinstance(made, torch.Size) else pytree.tree_map_only(DTensor, Output.of, made)
+                    return made
                 except torch.OutOfMemoryError:
                     raise
                 except (RuntimeError, NotImplementedError) as error:
@@ -136,38 +141,21 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and (x.ndim > 0 or x.requires_grad)
 
 
-def is_view(func: Any) -> bool:
-    """Whether what ``func`` gives is a view of its first argument in eager."""
-    return getattr(func, "__name__", "") in _VIEWS
-
-
-def writes(func: Any) -> bool:
-    """Whether ``func`` writes into its first argument."""
-    return bool(_WRITING.fullmatch(getattr(func, "__name__", "")))
-
-
 def _follow(func: Any, args: Sequence[Any], made: Any) -> None:
-    """Note of views of a buffer whether they are copies, because a dim that is cut was indexed."""
+    """Note of views of a state whether they are copies, because a dim that is cut was indexed: see :func:`seen_from`."""
     source = args[0] if args else None
-    if not isinstance(source, DTensor) or "_copied" not in source.__dict__ or made is source:
+    if not isinstance(source, DTensor) or not is_view(func) or made is source:
         return
-    if not is_view(func) or any(isinstance(i, list) for i in pytree.tree_leaves(args[1:])):
+    if "_of" not in source.__dict__ and not source.__dict__.get("_state"):
         return
-    for x in pytree.tree_leaves(made):
-        if isinstance(x, DTensor):
-            shared = x.to_local().untyped_storage()._cdata == source.to_local().untyped_storage()._cdata
-            x.__dict__["_copied"] = source.__dict__["_copied"] or not shared
-
-
-def _check_written(func: Any, args: Sequence[Any]) -> None:
-    """Refuse a write that would be lost. ``x[i] += 1`` is none: it is set afterwards."""
-    name = getattr(func, "__name__", "")
-    writes = name.endswith("_") and not name.endswith("__")
-    if writes and args and isinstance(args[0], DTensor) and args[0].__dict__.get("_copied"):
-        raise AutoshardError(
-            f"{name} of a view of a buffer that is cut along the dim that was indexed: here it is a copy, so that "
-            "nothing would be written. Write buffer[...] = value."
-        )
+    if any(isinstance(i, list) for i in pytree.tree_leaves(args[1:])):
+        return
+    parts = [x.to_local().untyped_storage()._cdata for x in pytree.tree_leaves(made) if isinstance(x, DTensor)]
+    if "_of" in source.__dict__ or any(x != source.to_local().untyped_storage()._cdata for x in parts):
+        seen_from(source, made, func, args[1:])
+    else:
+        for x in pytree.tree_leaves(made):
+            x.__dict__["_state"] = True
 
 
 def _take(x: DTensor, full: torch.Tensor) -> None:

@@ -20,6 +20,9 @@ from autoshard.runtime import sparse
 from autoshard.runtime.communicator import Communicator, bind
 from autoshard.runtime.move import Move
 
+_NAMES = ("replicas",)
+"""of the mesh of the ranks that own something"""
+
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
     """This rank's part of a tensor of global ``shape``; ``local`` has no rows where another rank owns the whole."""
@@ -29,19 +32,19 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Seq
     for i, axis in reversed(list(enumerate(layout.mesh.axes))):
         if axis in layout.owner:
             ranks = ranks.select(i, layout.owner[axis])
-    held = DeviceMesh(mesh.device_type, ranks.reshape(-1), _init_backend=False)
+    held = DeviceMesh(mesh.device_type, ranks.reshape(-1), mesh_dim_names=_NAMES, _init_backend=False)
     meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(held, (Replicate(),), tensor_meta=meta), requires_grad=local.requires_grad)
 
 
-def is_owned(x: torch.Tensor, mesh: DeviceMesh) -> bool:
-    """Whether ``x`` lies on some of the ranks of ``mesh`` alone."""
-    return isinstance(x, DTensor) and x.device_mesh.size() < mesh.size()
+def is_owned(x: torch.Tensor) -> bool:
+    """Whether ``x`` is a DTensor as :func:`as_dtensor` makes them of what one rank owns."""
+    return isinstance(x, DTensor) and x.device_mesh.mesh_dim_names == _NAMES
 
 
 def layout_on(mesh: Mesh, device_mesh: DeviceMesh, x: DTensor) -> Layout:
     """The layout of a DTensor on ``device_mesh``, or on that of its owners."""
-    if not is_owned(x, device_mesh):
+    if not is_owned(x):
         return Layout.from_torch(mesh, x.placements)
     everyone = device_mesh.mesh.flatten().tolist()
     rows = [mesh.coordinates(everyone.index(rank)) for rank in x.device_mesh.mesh.flatten().tolist()]
@@ -62,6 +65,14 @@ def local_of(x: DTensor) -> torch.Tensor:
     """What this rank holds; of what others own, no rows: torch's own operations leave it without dims."""
     local: torch.Tensor = x._local_tensor
     return local if local.ndim == x.ndim else local.new_empty(0, *x.shape[1:])
+
+
+def part_of_owned(full: torch.Tensor, like: DTensor) -> DTensor:
+    """A whole tensor in the layout of ``like``, which some ranks own."""
+    mine = (
+        full.detach().clone() if like.device_mesh.get_coordinate() is not None else full.new_empty(0, *full.shape[1:])
+    )
+    return DTensor(mine, like._spec, requires_grad=False)
 
 
 def whole(x: DTensor, layout: Layout, comm: Communicator) -> torch.Tensor:

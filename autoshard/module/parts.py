@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoshard.errors import AutoshardError, CaptureError
 from autoshard.module.outputs import Output
+from autoshard.module.owned import is_owned, part_of_owned
 
 Made = TypeVar("Made")
 _INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -142,6 +143,8 @@ def part_of(full: Any, like: DTensor) -> Any:
     """A full tensor in the layout of ``like``; anything else, or of another shape, as it is."""
     if not isinstance(full, torch.Tensor) or isinstance(full, DTensor) or full.shape != like.shape:
         return full
+    if is_owned(like):
+        return part_of_owned(full, like)
     cut = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
     made = DTensor.from_local(
         cut.to_local().clone(), cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()

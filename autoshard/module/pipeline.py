@@ -28,6 +28,10 @@ class ProgramPipeline(Pipeline):
         """parameter of several stages → whether any of them has a gradient of it"""
         super().__init__(form, along, device, run)
 
+    def shapes(self, part: Executable) -> list[tuple[int, ...] | None]:
+        """The global shapes of what a stage gives in the present call, see :meth:`Executable.shapes`."""
+        return [None if shape is None else self.lengths(shape) for shape in part.global_shapes]
+
 
 def places(executable: Executable) -> list[list[int]]:
     """Per rank along the axis of stages the ranks of the whole mesh that run its stages, in the order of their own mesh."""

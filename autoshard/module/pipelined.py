@@ -256,8 +256,8 @@ class PipelinedModule(DistributedModule):
 
     def _written(self, pipeline: ProgramPipeline, number: int) -> dict[str, torch.Tensor]:
         """What a stage writes back: of the last micro-batch."""
-        program = pipeline.executable.parts[number].compiled.program
-        return self._new_values(program, pipeline.made[number][-1], pipeline.lengths)
+        part = pipeline.executable.parts[number]
+        return self._new_values(part.compiled.program, pipeline.made[number][-1], pipeline.shapes(part))
 
     def _made_everywhere(self, pipeline: ProgramPipeline) -> list[list[Any]]:
         """Per micro-batch the model's outputs, on every rank: from those of the stages that made them."""
@@ -268,7 +268,7 @@ class PipelinedModule(DistributedModule):
             for at, position in enumerate(stage.results, len(stage.sent)):
                 own = [results[at] for results in pipeline.made[number]] if number in pipeline.mine else None
                 for outputs, local in zip(made, self._of_stage(pipeline, number, at, own), strict=True):
-                    outputs[position] = self._leaf(part, at, local, pipeline.lengths)
+                    outputs[position] = self._leaf(part, at, local, pipeline.shapes(part)[at])
         return made
 
     def _of_stage(

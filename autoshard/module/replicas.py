@@ -13,6 +13,7 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.agreement import Agreement, differing, listed
+from autoshard.module.owned import is_owned
 
 log = logging.getLogger("autoshard")
 
@@ -64,6 +65,7 @@ def check_replicas(
     """Raise :class:`RuntimeMismatchError` on every rank where ranks that hold the same part have other data in it."""
     tensors = {**parameters, **buffers}
     whole = Layout(mesh)
+    tensors = {name: x for name, x in tensors.items() if not is_owned(x)}
     layouts = [Layout.from_torch(mesh, x.placements) if isinstance(x, DTensor) else whole for x in tensors.values()]
     rows = agreement.numbers_of([x.to_local() if isinstance(x, DTensor) else x for x in tensors.values()])
     wrong = []

@@ -10,6 +10,7 @@ from typing import Any
 import torch._dynamo.trace_rules
 from torch import nn
 
+from autoshard import runtime
 from autoshard.module.parts import derived
 
 
@@ -46,7 +47,12 @@ def _of_generation(kind: Any) -> dict[str, Any]:
     @functools.wraps(kind.generate)
     def generate(self: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         self.compile_for_generation(inputs, kwargs)
-        return kind.generate(self, inputs, *args, **kwargs)
+        comm = self.__dict__.get("_comm")
+        if not isinstance(comm, runtime.TorchCommunicator):
+            return kind.generate(self, inputs, *args, **kwargs)
+        with runtime.synchronised_rng(comm):
+            comm.random_states()  # the ranks agree: with other seeds they would sample other tokens
+            return kind.generate(self, inputs, *args, **kwargs)
 
     return {"get_encoder": get_encoder, "generate": generate}
 

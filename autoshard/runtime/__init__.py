@@ -103,7 +103,7 @@ from autoshard.runtime.indexing import (
 )
 from autoshard.runtime.loss import cross_entropy, nll_loss
 from autoshard.runtime.norm import batch_norm, batch_norm_no_stats, group_norm, layer_norm, rms_norm
-from autoshard.runtime.ranking import argmax, argmin, flat_argmax, flat_argmin, max_dim, min_dim, topk
+from autoshard.runtime.ranking import argmax, argmin, flat_argmax, flat_argmin, max_dim, min_dim, multinomial, topk
 from autoshard.runtime.reduce import (
     all,  # noqa: A004
     amax,
@@ -159,6 +159,7 @@ __all__ += [
     "logsumexp",
     "max_dim",
     "min_dim",
+    "multinomial",
     "native_dropout",
     "nll_loss",
     "prod",

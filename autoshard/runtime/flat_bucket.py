@@ -168,14 +168,19 @@ class FlatBucket(Bucket):
     ) -> Callable[[], list[torch.Tensor]]:
         group = self.comm.process_group(moves[0].axes)
         rows = [self._shapes(moves, [x.shape for x in xs], k) for k in range(group.size)]
-        row = sum(numel(s) for s in rows[0])
-        mine = xs[0].new_empty(row, dtype=dtype)
-        torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
+        row, alone = sum(numel(s) for s in rows[0]), self._alone(moves, rows, group, dtype, xs[0])
+        if alone:
+            mine = xs[0].view(-1)
+        else:
+            mine = xs[0].new_empty(row, dtype=dtype)
+            torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
         out = mine.new_empty(group.size * row)
         work = self.comm.begin(group, all_gather_single, raw(out), raw(mine))
 
         def arrive() -> list[torch.Tensor]:
             work.wait()
+            if alone:
+                return _views(out, [[moves[0].size, *rows[0][0][1:]]])
             by_index = list(torch.split(out, row)) if row else [out] * group.size
             if group.order is not None:
                 by_index = [by_index[group.order.index(k)] for k in range(group.size)]
@@ -209,6 +214,9 @@ class FlatBucket(Bucket):
         group = self.comm.process_group(moves[0].axes)
         rows = [self._shapes(moves, [g.shape for g in gradients], k) for k in range(group.size)]
         row = sum(numel(s) for s in rows[0])
+        if self._alone(moves, rows, group, dtype, gradients[0]):
+            out = gradients[0].new_empty(row)
+            return out, self.comm.reduce_scatter(group, out, gradients[0].view(-1)), _views(out, rows[group.number])
         buffer = gradients[0].new_empty(group.size * row, dtype=dtype)
         for position in range(group.size):
             k = position if group.order is None else group.order[position]
@@ -221,6 +229,11 @@ class FlatBucket(Bucket):
         out = buffer.new_empty(row)
         work = self.comm.reduce_scatter(group, out, buffer)
         return out, work, _views(out, rows[group.number])
+
+    def _alone(self, moves: list[Move], rows: list[list[list[int]]], group: Any, dtype: Any, x: torch.Tensor) -> bool:
+        """Whether the bucket is one tensor whose chunks follow one another as they lie in memory: nothing is copied."""
+        even = group.order is None and rows[0] == rows[-1]
+        return even and len(moves) == 1 and moves[0].dim == 0 and x.dtype == dtype and x.is_contiguous()
 
     def _shapes(self, moves: list[Move], shapes: Iterable[Sequence[int]], k: int) -> list[list[int]]:
         """Shapes of the chunks of rank number ``k`` of the group."""

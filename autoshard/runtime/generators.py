@@ -53,10 +53,13 @@ class Generators:
 
 @contextlib.contextmanager
 def synchronised_generators(comm: Communicator) -> Iterator[None]:
-    """See :func:`autoshard.runtime.synchronised_rng`."""
-    before, comm.generators = comm.generators, (mine := Generators(comm))  # type: ignore[attr-defined]
+    """See :func:`autoshard.runtime.synchronised_rng`. Inside another one the generators are that one's."""
+    if comm.generators is not None:  # type: ignore[attr-defined]
+        yield
+        return
+    comm.generators = mine = Generators(comm)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         mine.restore()
-        comm.generators = before  # type: ignore[attr-defined]
+        comm.generators = None  # type: ignore[attr-defined]

@@ -19,6 +19,9 @@ from autoshard.runtime.flat_bucket import FlatBucket
 SMALL = 2**20
 """bytes of gradients below which a bucket goes with the next one"""
 
+UNDER_WAY = 2
+"""reduce-scatters that may be under way: each holds whole gradients, sent and received, until it is waited for"""
+
 Earlier = Callable[[int, tuple[str, ...]], torch.Tensor | None]
 """(number of a parameter, axes) → the summand over these axes that is kept of it, and is no longer"""
 
@@ -73,6 +76,9 @@ class Gradients:
         self.parts += [(n, g, kept) for n, g in zip(numbers, moved, strict=True) if g is not None]
         self.works += works
         self.later += later
+        if isinstance(bucket, FlatBucket) and bucket.gathers:
+            while len(self.works) > UNDER_WAY:
+                self.works.pop(0).wait()
 
     def finish(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Wait for everything: every parameter's gradient, of its parts and what autograd itself brought (``gradients``).

@@ -7,13 +7,14 @@ so the backward communicates nothing: each rank has the gradient of its own winn
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autoshard.runtime.collectives import all_gather, offset
 from autoshard.runtime.communicator import Axes, current
+from autoshard.runtime.draw import draw_like
 
 
 def topk(
@@ -52,6 +53,33 @@ def argmax(x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = Fal
 def argmin(x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False) -> torch.Tensor:
     """``x.argmin(dim)`` as in :func:`argmax`."""
     return min_dim(x.detach(), dim, size, axes, keepdim)[1]
+
+
+def multinomial(
+    x: torch.Tensor,
+    count: int,
+    shape: Sequence[int],
+    dims: Mapping[int, Axes],
+    order: Sequence[int] = (),
+    batch: int | None = None,
+) -> torch.Tensor:
+    """``torch.multinomial`` of ``count`` different elements of each row, from this rank's part ``x``.
+
+    ``shape``: the global shape; ``dims``: the axes that cut each sharded dim. As in eager an element wins by its weight
+    over an exponential draw of its own, so that candidates are all that is sent. Raises RuntimeError as eager does.
+    ``order``, ``batch``: see :func:`~autoshard.runtime.draw_like`.
+    """
+    if x.numel() and not bool((x.max() < math.inf) & (x.min() >= 0)):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    last = len(shape) - 1
+    scores = x / draw_like("exponential", x, shape, dims, order=order, batch=batch)
+    if last in dims:
+        scores, places = topk(scores, count, last, shape[last], dims[last])
+    else:
+        scores, places = scores.topk(count, last)
+    if scores.numel() and not bool((scores.select(last, 0) > 0).all()):
+        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
+    return places
 
 
 def flat_argmax(x: torch.Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes) -> torch.Tensor:

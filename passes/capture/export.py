@@ -33,6 +33,9 @@ from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.observer import Forward, patched, replacing
 from autoshard.passes.capture.refusals.checks import check_dtypes, check_example, check_model
 from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
+from autoshard.passes.capture.repeats.calls import UnequalError
+from autoshard.passes.capture.repeats.observer import Repeats
+from autoshard.passes.capture.repeats.written_out import write_out
 from autoshard.passes.capture.substitutes.autocast import with_kept_casts
 from autoshard.passes.capture.substitutes.precision import reading_in, with_precision
 from autoshard.passes.capture.translate.decompose import decompose
@@ -107,8 +110,21 @@ def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic
 
 
 def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
-    """See :func:`_export`. Where the program asks about values: one that all answers give, else that of the example's."""
-    trace = functools.partial(_traced, model, example, training, dynamic, Numbers())
+    """See :func:`_export`. Equal modules are traced once, unless it fails so."""
+    repeats = Repeats(None if dynamic or isinstance(model, torch.fx.GraphModule) else model)
+    if repeats.members:
+        try:
+            return _answered(model, example, training, dynamic, repeats)
+        except (CaptureError, UnequalError) as error:
+            log.debug("every module is traced: %s", error)
+        finally:
+            repeats.close()
+    return _answered(model, example, training, dynamic, Repeats(None))
+
+
+def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynamic, repeats: Repeats) -> Exported:
+    """Where the program asks about values: one that all answers give, else that of the example's."""
+    trace = functools.partial(_traced, model, example, training, dynamic, Numbers(), repeats)
     program, output_grads, inputs = _tried(
         trace,
         _Retry(_asks, lambda: indifferent(trace), "Whatever the answers are"),
@@ -118,7 +134,11 @@ def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dyn
         with effects_stay():
             if training:
                 detach_no_grad(program.graph_module, gradient_sources(program, model, example))
-            return decompose(program), output_grads, inputs
+            program = decompose(program)
+        write_out(program)
+        return program, output_grads, inputs
+    except UnequalError:
+        raise
     except Exception as error:
         raise explain(model, error) from error
 
@@ -160,12 +180,13 @@ def _asks(error: CaptureError) -> bool:
 
 
 def _traced(
-    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, numbers: Numbers, steered: bool = False
-) -> Exported:
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, numbers: Numbers, repeats: Repeats,
+    steered: bool = False,
+) -> Exported:  # fmt: skip
     """Traced again as long as an observer learns from the error: about a loop or a number that depends on the data."""
     learnt = Learnt()
     while True:
-        watch = Watch(concerns(training, learnt, numbers, example if steered else None))
+        watch = Watch(concerns(training, learnt, numbers, repeats, example if steered else None))
         with _untouched(model):
             trace = _Trace(model, watch, example[1] if dynamic else ())
             try:

@@ -24,7 +24,7 @@ Patch = tuple[Any, str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a question about a value is answered; ``because``: why, or what the check says that fails otherwise."""
+    """What a question about a value is answered; ``because``: why, or what the check says that fails otherwise; "": no news."""
 
     value: Any
     because: str

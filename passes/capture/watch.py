@@ -25,6 +25,7 @@ from autoshard.passes.capture.exported.arguments import Example
 from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, Refusals
 from autoshard.passes.capture.refusals.draws import Draws
 from autoshard.passes.capture.refusals.gradients import Gradients
+from autoshard.passes.capture.repeats.observer import Repeats
 from autoshard.passes.capture.substitutes.autocast import Autocast
 from autoshard.passes.capture.substitutes.caches import Caches
 from autoshard.passes.capture.substitutes.checkpoints import Checkpoints
@@ -47,17 +48,20 @@ class Bodies(Observer):
         return Answer(call.make(), "it is in the body of a higher-order op") if call.frame is None else None
 
 
-def concerns(training: bool, learnt: Learnt, numbers: Numbers, example: Example | None = None) -> tuple[Observer, ...]:
+def concerns(
+    training: bool, learnt: Learnt, numbers: Numbers, repeats: Repeats, example: Example | None = None
+) -> tuple[Observer, ...]:
     """The observers of one trace; ``example``: its integers steer.
 
-    The outer ones see a call first and its result last. A call is refused or replaced before it is a question; what
-    is known is asked before conditions are; loops are next to the call, as they make it for every place. The refusals
-    are innermost around the trace: one that was swallowed comes before what the end of the others finds.
+    The outer ones see a call first and its result last. What is repeated is for no other observer. A call is refused or
+    replaced before it is a question; what is known is asked before conditions are; loops are next to the call, as they make
+    it for every place. The refusals are innermost around the trace: one that was swallowed comes before what the end of the
+    others finds.
     """
     refusals, loops = Refusals(), Loops(learnt)
     steering = () if example is None else (Steering(example),)
     return (
-        numbers, Draws(refusals), Caches(),
+        repeats, numbers, Draws(refusals), Caches(),
         PackedSequences(), Gradients(training, refusals), CustomFunctions(training, refusals),
         Checkpoints(training, refusals),
         NoGrad(), Conversions(), Scripted(), FlexAttention(), Experts(), Autocast(), Bodies(),
@@ -80,7 +84,7 @@ class Watch(TorchFunctionMode):
         for observer in self.befores:
             found = observer.before(call)
             if isinstance(found, Answer):
-                if frame is not None:
+                if frame is not None and found.because:
                     log.debug("%s: %s is answered: %s", place_of(frame), func, found.because)
                 return found.value
             if found is not None:

@@ -37,8 +37,8 @@ class TensorType:
     """of an embedding table that only look-ups read: how many rows of it they read, at most; else 0"""
     sparse: bool = False
     """whether its gradient is sparse"""
-    whole: bool = False
-    """whether it may lie whole on one rank: another table may on another"""
+    tables: int = 0
+    """of one that may lie whole on one rank: how many tables, itself included, may that are as large, or half as large"""
 
     @property
     def numel(self) -> int:
@@ -63,6 +63,13 @@ class TensorType:
     def moves(self) -> bool | torch.dtype:
         """Whether a gradient comes back, and in which dtype where that is another."""
         return (self.summed or True) if self.grad else False
+
+    @property
+    def updates(self) -> TensorType:
+        """The type of what a step changes of a parameter: of a table with sparse gradients the rows that are looked up."""
+        return (
+            self if not self.sparse else replace(self, shape=(min(int(self.shape[0]), self.looked_up), *self.shape[1:]))
+        )
 
     def __str__(self) -> str:
         short = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("bf", "bf").replace("int", "i")

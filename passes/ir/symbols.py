@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -54,6 +54,38 @@ def bind(symbols: Symbols, shapes: Mapping[str, Sequence[int]]) -> dict[str, int
 def evaluate(n: int, values: Mapping[str, int]) -> int:
     """A length in a call in which the symbols have these ``values``."""
     return int(_run(str(n), values)) if isinstance(n, Size) else n
+
+
+Shapes = Sequence[Sequence[int]]
+
+
+def check(types: Mapping[str, TensorType], symbols: Symbols, names: Sequence[str]) -> Callable[[Shapes], bool]:
+    """What says whether a program serves inputs of these ``names`` with such shapes: :func:`mismatch` in one expression."""
+    at = {name: f"shapes[{i}]" for i, name in enumerate(names)}
+    whole = [f"not ({at[s.value]}[{s.dim}] - {s.offset}) % {s.factor}" for s in symbols.read if s.factor > 1]
+    same = [f"{at[name]} == {_shape(types[name].shape)}" for name in names]
+    return _function(" and ".join((*whole, *same, *symbols.conditions)) or "True", symbols, names)
+
+
+def shapes_of(
+    shapes: Sequence[Sequence[int] | None], symbols: Symbols, names: Sequence[str]
+) -> Callable[[Shapes], Any]:
+    """What gives these ``shapes`` (None as it is) in a call in which the inputs of these ``names`` have such shapes."""
+    return _function(f"[{', '.join('None' if s is None else _shape(s) for s in shapes)}]", symbols, names)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"({''.join(f'{n}, ' for n in shape)})"
+
+
+def _function(text: str, symbols: Symbols, names: Sequence[str]) -> Callable[[Shapes], Any]:
+    """``text`` as a function of the inputs' shapes; the symbols are its variables."""
+    at = {name: i for i, name in enumerate(names)}
+    read = [f"    {s.name} = (shapes[{at[s.value]}][{s.dim}] - {s.offset}) // {s.factor}\n" for s in symbols.read]
+    space: dict[str, Any] = {"__builtins__": {}, **_FUNCTIONS}
+    exec(compile(f"def found(shapes):\n{''.join(read)}    return {text}\n", "<lengths>", "exec"), space)
+    found: Callable[[Shapes], Any] = space["found"]
+    return found
 
 
 def _run(text: str, values: Mapping[str, int]) -> Any:

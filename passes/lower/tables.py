@@ -15,7 +15,7 @@ def tables_together(program: Program) -> Program:
     """``program`` with look-ups in one call as far as none needs what another has found; it stands in no block."""
     if not any(s.call.fn == TABLES for s in program.statements):
         return program
-    whole = {n for n, t in program.graph.types.items() if t.whole}
+    whole = {n for n, t in program.graph.types.items() if t.tables}
     depth: dict[str, int] = {}
     units: list[list[Statement]] = []
     open_: dict[Any, list[Statement]] = {}
@@ -30,7 +30,7 @@ def tables_together(program: Program) -> Program:
             open_[key] = []
             units.append(open_[key])
         open_[key].append(replace(s, block=""))
-    found = (merged(TABLES, unit) if len(unit) > 1 else unit[0] for unit in placed(units))
+    found = (merged(TABLES, unit) if unit[0].call.fn == TABLES else unit[0] for unit in placed(units))
     return replace(program, statements=tuple(found))
 
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Generator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
@@ -37,6 +41,8 @@ ROUNDS = 4
 """searches under a limit, at most"""
 CLOSE = 0.02
 """limits that differ by less, as a part of the budget, are one"""
+SPARED = 0.015
+"""of the budget, under the first limit: what is not known differs much from the plan that it is taken from"""
 
 
 def lowered(assignment: Assignment) -> Program:
@@ -56,32 +62,53 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     if closest[1].peak <= budget:
         return closest
     best: tuple[Program, Memory] | None = None
+    bound = math.inf
     for program, memory in _searched(planner, budget, *closest):
+        bound = min(bound, program.assignment.solution.lower_bound or math.inf)
         closest = min(closest, (program, memory), key=lambda found: found[1].peak)
         if memory.peak <= budget and (best is None or _seconds(program) < _seconds(best[0])):
             best = program, memory
     if best is None:
         raise PlanError(_does_not_fit(closest[1], budget, mesh))
-    return best
+    return _bounded(best[0], bound), best[1]
 
 
-def _searched(planner: Planner, budget: float, program: Program, memory: Memory) -> Iterator[tuple[Program, Memory]]:
+def _bounded(program: Program, bound: float) -> Program:
+    """With a bound of what all cost that hold no more than any limit that was tried."""
+    assignment = program.assignment
+    found = assignment.solution
+    if not found.lower_bound > bound:
+        return program
+    return replace(program, assignment=replace(assignment, solution=replace(found, lower_bound=bound, exact=False)))
+
+
+Found = Generator[tuple[Program, Memory], None, "Ended"]
+
+
+class Ended(NamedTuple):
+    """How a sequence of searches ended."""
+
+    fits: bool = False
+    """whether a plan was within the budget"""
+    rests: bool = False
+    """whether another search would find no more"""
+
+
+def _searched(planner: Planner, budget: float, program: Program, memory: Memory) -> Found:
     """Plans under limits that come closer and closer to the budget less what the search does not know of."""
-    limit = budget - (memory.peak - planner.held(program.assignment))
-    fits = False
-    for found in _closer(planner, budget, limit):
-        yield found
-        fits = fits or found[1].peak <= budget
-    if fits:
-        return
-    yield from _least(planner, budget)
-    if planner.mesh.ndim > 1:
+    limit = (1 - SPARED) * budget - (memory.peak - planner.held(program.assignment))
+    ended = yield from _closer(planner, budget, limit)
+    search = partial(_closer, limit=limit) if ended.fits else _least
+    if not ended.fits:
+        ended = yield from _least(planner, budget)
+    if planner.mesh.ndim > 1 and not ended.rests:
         with contextlib.suppress(PlanError):  # hints may ask for different things along the axes
             planner.evenly()
-            yield from _least(planner, budget)
+            yield from search(planner, budget)
+    return ended
 
 
-def _least(planner: Planner, budget: float) -> Iterator[tuple[Program, Memory]]:
+def _least(planner: Planner, budget: float) -> Found:
     """Plans that hold least; where one is within the budget, then those that take less time."""
     for share in SHARES:
         assignment, held = planner.least(share)
@@ -90,22 +117,38 @@ def _least(planner: Planner, budget: float) -> Iterator[tuple[Program, Memory]]:
         yield program, memory
         if memory.peak <= budget:
             yield from _closer(planner, budget, budget - (memory.peak - held))
-            return
+            return Ended(fits=True, rests=True)
+    return Ended()
 
 
-def _closer(planner: Planner, budget: float, limit: float) -> Iterator[tuple[Program, Memory]]:
-    """Plans whose choices hold at most ``limit``, and then what the simulation of the last leaves of the budget."""
+def _closer(planner: Planner, budget: float, limit: float) -> Found:
+    """Plans whose choices hold at most ``limit``, and then what the simulation of the last leaves of the budget.
+
+    That need not come to rest: what is not known of the choices differs from plan to plan. So limits stay between one whose
+    plan fits, or that allows none, and what is held by a plan that does not.
+    """
+    low, high, fits = 0.0, math.inf, False
     for _ in range(ROUNDS):
+        proposed = math.inf
         try:
             assignment, held = planner.within(limit, budget)
         except PlanError:
-            return
-        program, memory = tried(assignment, planner.optimizer, planner.flying)
-        yield program, memory
-        before, limit = limit, budget - (memory.peak - held)
-        log.info("peak %.4g B, budget %.4g B: choices may hold %.4g B", memory.peak, budget, limit)
-        if limit < before + CLOSE * budget and memory.peak <= budget:
-            return
+            low = limit
+        else:
+            program, memory = tried(assignment, planner.optimizer, planner.flying)
+            yield program, memory
+            proposed = budget - (memory.peak - held)
+            log.info("peak %.4g B, budget %.4g B: choices may hold %.4g B", memory.peak, budget, proposed)
+            if memory.peak > budget:
+                high = min(high, held)
+            elif proposed < limit + CLOSE * budget:
+                return Ended(fits=True, rests=True)
+            else:
+                low, fits = limit, True
+        limit = proposed if low < proposed < high else (low + high) / 2
+        if math.isinf(limit) or high - low <= CLOSE * budget:
+            break
+    return Ended(fits)
 
 
 def _seconds(program: Program) -> float:

@@ -19,6 +19,7 @@ from autoshard.passes.lower.blocks import segments
 from autoshard.passes.lower.bucket import regathered
 from autoshard.passes.memory.heap import Heap
 from autoshard.passes.memory.under_way import under_way
+from autoshard.passes.propagate.cost import row_bytes
 from autoshard.passes.rules.facts import is_view, saved
 from autoshard.passes.rules.rehearsal import Form, Made, Outcome, rehearsal_on
 
@@ -104,7 +105,7 @@ class _Simulation:
             for ran in reversed(self.tape):
                 self._backward(ran)
             self._seen(None, "step", 0.0)
-        grads = sum(self._bytes(i.name) for i in self.graph.inputs if self._trained(i.name))
+        grads = sum(self._gradient(i.name) for i in self.graph.inputs if self._trained(i.name))
         constant = self.constant
         return Memory(
             constant["parameters"],
@@ -136,7 +137,8 @@ class _Simulation:
         whole = {p: o for p, o, stage in _kept_gathered(self.program) if stage == 1}
         for name in filter(self._trained, self.graph.parameters):
             self.reached.add(name)
-            self.gradients += _form_bytes(self._form(whole.get(name, name)))
+            sparse = self.program.types[name].sparse
+            self.gradients += self._gradient(name) if sparse else _form_bytes(self._form(whole.get(name, name)))
 
     def _input(self, name: str, kind: str, optimizer: str) -> None:
         form = self._form(name)
@@ -167,6 +169,13 @@ class _Simulation:
 
     def _bytes(self, name: str) -> float:
         return _form_bytes(self.forms[name])
+
+    def _gradient(self, name: str) -> float:
+        """Bytes of the gradient of ``name``; of a sparse one, of the rows that are looked up and their numbers."""
+        type_ = self.program.types[name]
+        if not type_.sparse:
+            return self._bytes(name)
+        return float(row_bytes(type_, (self.program.layouts[name].placements,), self.mesh)[0])
 
     def _seen(self, s: Statement | None, phase: str, more: float) -> None:
         """Note the moment, at which ``more`` bytes are there than what is held."""
@@ -273,7 +282,7 @@ class _Simulation:
             names = [n for i, n in enumerate(reads(s)) if i in found.operands and i < len(s.node.inputs)]
             kept = [operands.index(n) for n in names]
             kept += [~slot for i, slot in enumerate(s.node.output_slots) if i in found.results]
-        grads = tuple(int(self._bytes(o)) if self.forms[o].grad else None for o in operands)
+        grads = tuple(int(self._gradient(o)) if self.forms[o].grad else None for o in operands)
         return Outcome(made, tuple(sizes), tuple(kept), sum(sizes), grads, sum(g or 0 for g in grads))
 
     # --- backward ---
@@ -290,7 +299,7 @@ class _Simulation:
         if name in self.graph.parameters:
             if self._trained(name) and name not in self.reached:
                 self.reached.add(name)
-                self.gradients += self._bytes(name)
+                self.gradients += self._gradient(name)
             return
         self.heap.hold(storage)
         if name in self.gradient:  # the sum is made in the memory of one of them

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from autoshard.layout import Placement, Shard, chunk
@@ -19,15 +20,15 @@ from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.fusion import Traffic
 from autoshard.passes.rules import ring
 from autoshard.passes.rules.base import Rule
+from autoshard.passes.rules.embedding import LOOK_UPS, TABLE
 from autoshard.passes.rules.facts import facts_of, is_view
-from autoshard.runtime.embedding import pooled_op
 
 aten = torch.ops.aten
 
-LOOKS_UP = frozenset(
-    {aten.embedding.default, pooled_op._opoverload, aten.index_select.default, aten.gather.default, aten.index.Tensor}
-)
+LOOKS_UP = frozenset({aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor})
 """operations that read of their first operand no more than they give"""
+LINE = 64
+"""bytes that memory gives at least"""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -120,8 +121,10 @@ def node_seconds(
     if is_view(node.op) or not names:
         return Seconds(0.0)
     shapes = [local_shape(graph.types[n].shape, p, mesh) for n, p in zip(names, placements, strict=True)]
-    sizes = [math.prod(x) * graph.types[n].dtype.itemsize for n, x in zip(names, shapes, strict=True)]
+    sizes: list[float] = [math.prod(x) * graph.types[n].dtype.itemsize for n, x in zip(names, shapes, strict=True)]
     touched = (True,) * len(sizes) if traffic is None else (*traffic.reads, *traffic.writes)
+    if graph.types[names[0]].tables and node.op in LOOK_UPS:
+        sizes = _looked_up(node, graph, mesh, choice, shapes, sizes)
     moved = sum(itertools.compress(sizes, touched))
     if node.op in LOOKS_UP:
         moved -= max(0, sizes[0] - sizes[len(node.inputs)])
@@ -149,6 +152,27 @@ def node_seconds(
         return Seconds(seconds, 0.0, (launch, 0.0))
     launches = launch * (max(1, len(wanting)) if flops else 1)
     return Seconds(seconds, launches + max(back, device.memory_seconds(2 * moved)), (launch, launches))
+
+
+def _looked_up(
+    node: Node,
+    graph: Graph,
+    mesh: Mesh,
+    choice: Sequence[Strategy],
+    shapes: Sequence[tuple[int, ...]],
+    sizes: Sequence[float],
+) -> list[float]:
+    """``sizes`` with what a look-up reads of its table: rows, of which memory gives no less than a line, and as many as
+    it has indices. Where tables lie whole on one rank each, a rank works on its own ones only."""
+    place = node.positions["indices"]
+    share = math.prod(n for s, n in zip(choice, mesh.shape, strict=True) if s.label == TABLE)
+    row = max(LINE, shapes[0][1] * graph.types[node.inputs[0]].dtype.itemsize)
+    read = [float(n) for n in sizes]
+    read[0] = math.prod(shapes[place]) * row / share
+    for name in ("indices", "offsets", "per_sample_weights"):
+        if name in node.positions:
+            read[node.positions[name]] /= share
+    return read
 
 
 class Inside(NamedTuple):
@@ -186,6 +210,12 @@ def hidden_seconds(c: Internal, mesh: Mesh, compute: Seconds) -> float:
     return min(mesh.hardware.overlap * wire, c.beside * max(0.0, ahead - launches))
 
 
+def row_bytes(type_: TensorType, states: Sequence[tuple[Placement, ...]], mesh: Mesh) -> np.ndarray:
+    """Bytes of a sparse gradient per layout of its table: of rows that are looked up, and of their numbers."""
+    shapes = [local_shape(type_.updates.shape, placed, mesh) for placed in states]
+    return np.array([rows * (math.prod(rest) * type_.kept.dtype.itemsize + 8.0) for rows, *rest in shapes])
+
+
 def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
     """Time of the optimizer's update of a parameter stored with ``placements``: it is bound by memory traffic.
 
@@ -195,6 +225,6 @@ def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Place
     ideal = not mesh.hardware.node.latency  # an ideal network: only operations count, and bytes on the wire
     if not type_.grad or optimizer == "none" or ideal:
         return 0.0
-    shape, dtype = local_shape(type_.shape, placements, mesh), type_.kept.dtype
+    shape, dtype = local_shape(type_.updates.shape, placements, mesh), type_.kept.dtype
     state = optimizer_bytes(optimizer, shape, dtype)
     return mesh.hardware.memory_seconds(3 * math.prod(shape) * dtype.itemsize + 2 * state)

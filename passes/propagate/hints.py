@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from autoshard.errors import HintError
-from autoshard.layout import I, Invariant, Layout, Partial, Placement, R, Replicate, Shard
+from autoshard.layout import I, Invariant, Layout, Owned, Partial, Placement, R, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import canonical
 from autoshard.passes.ir.graph import Graph, Input, TensorType
 
+OWNER = -1
+"""in place of a dim: not cut, but on one rank"""
 STYLES = ("colwise", "rowwise", "replicate")
 
 
@@ -75,7 +77,8 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What an expert's plan asks of a parameter: per mesh axis the dims it is cut along; none: whole; None: free.
+    """What an expert's plan asks of a parameter: per mesh axis the dims it is cut along (:data:`OWNER`: one rank has it);
+    none: whole; None: free.
 
     Where the sizes do not allow a cut, the parameter stays whole along that axis.
     """
@@ -89,7 +92,7 @@ class Limit:
         found: dict[int, list[tuple[Placement, ...]]] = {}
         for state in states:
             pairs = [(p, dims) for p, dims in zip(state, self.dims, strict=True) if dims is not None]
-            if all(not isinstance(p, Shard) or p.dim in dims for p, dims in pairs):
+            if all(not isinstance(p, Shard) or (OWNER if isinstance(p, Owned) else p.dim) in dims for p, dims in pairs):
                 found.setdefault(sum(isinstance(p, Shard) for p, _ in pairs), []).append(state)
         return tuple(found[max(found)])
 

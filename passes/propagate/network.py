@@ -29,7 +29,7 @@ from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import AGAIN, NEEDED, KeepTables, Side, is_passive, passive_tags, tail_of
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
-from autoshard.passes.propagate.owners import owned_states, place_of, with_owners
+from autoshard.passes.propagate.owners import owned_states, place_of, skewed, with_owners
 from autoshard.passes.propagate.states import free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row, Solution
@@ -298,8 +298,10 @@ class Network:
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
             state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
+            left = costs.row_bytes(type_, states, self.mesh) if type_.sparse else size
+            size, state, seconds, left = skewed(type_, states, self.mesh, size, state, seconds, left)
             parts = Parts(once=np.tile(seconds, count)) if type_.grad else ZERO
-            stays = size + state + (size if trained else 0.0)
+            stays = size + state + (left if trained else 0.0)
             held = stays if self.graph.passes > 1 else size + state  # gradients of the passes before the last are there
             self.known[key] = parts, np.tile(held, count), np.tile(stays, count)
         parts, kept, stays = self.known[key]
@@ -307,8 +309,7 @@ class Network:
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
         """An input is given whole on every rank, or as it says; a parameter, and a state, may be kept in shards."""
-        type_ = self.graph.types[name]
-        whole = I if type_.grad else R
+        whole = I if (type_ := self.graph.types[name]).grad else R
         if kind != "parameter" and name not in self.free:
             placed = self._stated(name).placements
             return self._once(("given", placed), (placed,))

@@ -25,7 +25,7 @@ TABLE = "table"
 
 def _table_wise(node: Node, graph: Graph, factors: Factors) -> Space:
     """The strategies of ``factors``, and that of a table that lies whole on one rank where it may."""
-    if not graph.types[node.inputs[node.positions["weight"]]].whole:
+    if not graph.types[node.inputs[node.positions["weight"]]].tables:
         return factors
     placed = tuple(Owned() if name == "weight" else R for name in node.positions)
     batch = graph.shape(node.outputs[0])[0]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autoshard.layout import Shard
-from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import Call, spell
+from autoshard.layout import I, Layout, Shard
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, Types, rules
 from autoshard.passes.rules.factors import Factors, Space, numbered, sizes_of, undivided
 from autoshard.passes.rules.factory import factory_strategies, like_strategies
@@ -20,7 +21,10 @@ aten = torch.ops.aten
 
 def cuts(site: Site) -> dict[int, str | tuple[str, ...]]:
     """Tensor dim → the mesh axes that cut it, for the first result."""
-    layout = site.outputs[0]
+    return _cuts_of(site.outputs[0])
+
+
+def _cuts_of(layout: Layout) -> dict[int, str | tuple[str, ...]]:
     dims = sorted({p.dim for p in layout.placements if isinstance(p, Shard)})
     return {d: spell(layout.axes_of(d)) for d in dims}
 
@@ -86,6 +90,34 @@ def _local_rrelu(site: Site) -> Call:
     return Call("rrelu", (node.argument("self"), node.argument("lower"), node.argument("upper")), {})
 
 
+def _multinomial(node: Node, graph: Graph) -> Space:
+    """Where eager chooses by one draw for each element, rows and what is chosen from may be cut."""
+    (shape,) = graph.shapes(node.inputs)
+    count = node.argument("num_samples")
+    if isinstance(count, Ref) or (node.argument("replacement") and count != 1):
+        return undivided(node, graph)
+    dims = numbered(shape)
+    last = f"d{len(shape) - 1}"
+    return Factors((dims,), ((*dims[:-1], None),), sizes_of(shape), reduced={last: I}, filled=frozenset({last}))
+
+
+def _local_multinomial(site: Site) -> Call:
+    found = _cuts_of(site.inputs[0])
+    if not found:
+        return _local_draw(site)
+    x, count = site.node.argument("self"), site.node.argument("num_samples")
+    return Call("multinomial", (x, count, _lengths(site), found), _order(site))
+
+
+def _candidates(site: Site) -> tuple[Internal, ...]:
+    """What the ranks choose from where that is cut: a number and an index for each sample."""
+    shape, local = site.in_type(0).shape, site.local_shape("self")
+    axes, count = site.inputs[0].axes_of(len(shape) - 1), site.node.argument("num_samples")
+    each = math.prod(local[:-1]) * (min(count, local[-1]) if axes else 1)
+    values = site.gathered(axes, each * site.in_type(0).dtype.itemsize, "candidates", "I")
+    return values + site.gathered(axes, each * torch.int64.itemsize, "their indices", "I")
+
+
 def _name(node: Node) -> str:
     return node.op._schema.name.removeprefix("aten::")
 
@@ -97,8 +129,7 @@ LIKE = (
 )
 SIZED = "rand.default randn.default randint.default randint.low randperm.default normal.float_float"
 OF_VALUES = (
-    "bernoulli.default multinomial.default normal.Tensor_float normal.Tensor_Tensor normal.float_Tensor "
-    "poisson.default binomial.default"
+    "bernoulli.default normal.Tensor_float normal.Tensor_Tensor normal.float_Tensor poisson.default binomial.default"
 )
 
 
@@ -128,6 +159,15 @@ RULES: tuple[Rule, ...] = (
     *rules(LIKE, like_strategies, _local_like, "... -> ...", facts=NOTHING),
     *rules(SIZED, factory_strategies, _local_draw, "-> any dim", facts=NOTHING),
     *rules(OF_VALUES, undivided, _local_draw, "whole", facts=NOTHING),
+    *rules(
+        "multinomial.default",
+        _multinomial,
+        _local_multinomial,
+        "... n -> ... k",
+        facts=NOTHING,
+        collectives=_candidates,
+        sized=False,
+    ),
     *rules(
         "rrelu_with_noise_functional.default",
         _rrelu,

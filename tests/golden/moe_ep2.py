@@ -9,12 +9,11 @@ import torch.nn.functional as F
 
 from autoshard import runtime
 
-aten = torch.ops.aten
 MESH = {"ep": 2}
 
 
 class Block(runtime.Block):
-    """blocks.0 … blocks.1"""
+    """blocks.0"""
 
     TENSORS = {
         "attention_norm.weight": "float64[32/64]",
@@ -87,34 +86,141 @@ class Block(runtime.Block):
         mul = runtime.all_to_all(mul, 0, 2, "ep")
         # [2, 16, 32/64] S(2)@ep  llama.py:59
         feed_forward_norm = mul * self.feed_forward_norm.weight
-        # S(2)@ep → R@ep    backward: reduce-scatter
-        feed_forward_norm = runtime.all_gather(feed_forward_norm, 2, "ep", to="R")
-        tokens = feed_forward_norm.reshape(32, 64)  # [32, 64]  moe.py:73
-        # [2/4, 32, 64] S(0)@ep  moe.py:54
-        gate = aten.einsum.default(
-            "td,edf->etf", [tokens, self.feed_forward.experts.gate]
-        )
-        # [2/4, 32, 64] S(0)@ep  moe.py:55
-        up = aten.einsum.default("td,edf->etf", [tokens, self.feed_forward.experts.up])
-        silu = F.silu(gate)  # [2/4, 32, 64] S(0)@ep  moe.py:56
-        mul = silu * up  # [2/4, 32, 64] S(0)@ep  moe.py:56
-        # [2/4, 32, 64] S(0)@ep  moe.py:56
-        experts = mul @ self.feed_forward.experts.down
-        tokens = runtime.slice(tokens, 1, "ep", of="R")  # R@ep → S(1)@ep
+        tokens = feed_forward_norm.reshape(32, 32)  # [32, 32/64] S(1)@ep  moe.py:73
         # [32, 4] P@ep  moe.py:74
         router = F.linear(tokens, self.feed_forward.router.weight)
         # P@ep → S(0)@ep    backward: all-gather
         router = runtime.reduce_scatter(router, 0, "ep")
         # [16/32, 2] S(0)@ep; [16/32, 2] S(0)@ep  moe.py:74
         topk, topk_1 = torch.topk(router, 2)
-        zeros_like = aten.zeros_like.default(router)  # [16/32, 4] S(0)@ep  moe.py:74
         softmax = F.softmax(topk, dim=-1)  # [16/32, 2] S(0)@ep  moe.py:74
-        # [16/32, 4] S(0)@ep  moe.py:74
-        scatter = aten.scatter.src(zeros_like, -1, topk_1, softmax)
-        # S(0)@ep → S(1)@ep    backward: all-to-all
-        experts = runtime.all_to_all(experts, 0, 1, "ep")
+        # [2/4, 64, 128] S(0)@ep  moe.py:74
+        einsum_2_experts = torch.cat(
+            [self.feed_forward.experts.gate, self.feed_forward.experts.up], dim=2
+        )
+        # S(1)@ep → S(0)@ep    backward: all-to-all
+        tokens = runtime.all_to_all(tokens, 1, 0, "ep")
         # [16/32, 64] S(0)@ep  moe.py:74
-        y = aten.einsum.default("etd,te->td", [experts, scatter])
+        y = runtime.experts(
+            tokens,
+            topk_1,
+            softmax,
+            einsum_2_experts,
+            self.feed_forward.experts.down,
+            activation="silu",
+            gated=True,
+            transposed=True,
+            count=4,
+            expert_axes="ep",
+            exchange_axes="ep",
+        )
+        feed_forward = y.reshape(1, 16, 64)  # [1/2, 16, 64] S(0)@ep  moe.py:75
+        add = x + feed_forward  # [1/2, 16, 64] S(0)@ep  llama.py:112
+        return add
+
+
+class Block_2(runtime.Block):
+    """blocks.1"""
+
+    TENSORS = {
+        "attention_norm.weight": "float64[32/64]",
+        "attention.q.weight": "float64[64, 32/64]",
+        "attention.k.weight": "float64[32, 32/64]",
+        "attention.v.weight": "float64[32, 32/64]",
+        "attention.out.weight": "float64[64, 32/64]",
+        "feed_forward_norm.weight": "float64[32/64]",
+        "feed_forward.router.weight": "float64[4, 32/64]",
+        "feed_forward.experts.gate": "float64[2/4, 64, 64]",
+        "feed_forward.experts.up": "float64[2/4, 64, 64]",
+        "feed_forward.experts.down": "float64[2/4, 64, 64]",
+    }
+
+    def forward(self, x, cos, sin):
+        power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:59
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:59
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:59
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:59
+        mul = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:59
+        # S(0)@ep → S(2)@ep    backward: all-to-all
+        mul = runtime.all_to_all(mul, 0, 2, "ep")
+        # [2, 16, 32/64] S(2)@ep  llama.py:59
+        attention_norm = mul * self.attention_norm.weight
+        # [2, 16, 64] P@ep  llama.py:82
+        q = F.linear(attention_norm, self.attention.q.weight)
+        q = runtime.reduce_scatter(q, 1, "ep")  # P@ep → S(1)@ep    backward: all-gather
+        q = q.reshape(2, 8, 4, 16)  # [2, 8/16, 4, 16] S(1)@ep  llama.py:82
+        q = q.transpose(1, 2)  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
+        # [2, 4, 8/16, 8] S(2)@ep; [2, 4, 8/16, 8] S(2)@ep  llama.py:82
+        part, part_1 = q.split(8, -1)
+        mul = q * cos  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
+        neg = -part_1  # [2, 4, 8/16, 8] S(2)@ep  llama.py:82
+        cat = torch.cat([neg, part], dim=-1)  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
+        mul_1 = cat * sin  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
+        q = mul + mul_1  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
+        # [2, 16, 32] P@ep  llama.py:83
+        k = F.linear(attention_norm, self.attention.k.weight)
+        k = runtime.reduce_scatter(k, 1, "ep")  # P@ep → S(1)@ep    backward: all-gather
+        k = k.reshape(2, 8, 2, 16)  # [2, 8/16, 2, 16] S(1)@ep  llama.py:83
+        k = k.transpose(1, 2)  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
+        # [2, 2, 8/16, 8] S(2)@ep; [2, 2, 8/16, 8] S(2)@ep  llama.py:83
+        part, part_1 = k.split(8, -1)
+        mul = k * cos  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
+        neg = -part_1  # [2, 2, 8/16, 8] S(2)@ep  llama.py:83
+        cat = torch.cat([neg, part], dim=-1)  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
+        mul_1 = cat * sin  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
+        k = mul + mul_1  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
+        # [2, 16, 32] P@ep  llama.py:84
+        v = F.linear(attention_norm, self.attention.v.weight)
+        v = runtime.reduce_scatter(v, 2, "ep")  # P@ep → S(2)@ep    backward: all-gather
+        v = v.reshape(2, 16, 1, 16)  # [2, 16, 1/2, 16] S(2)@ep  llama.py:84
+        v = v.transpose(1, 2)  # [2, 1/2, 16, 16] S(1)@ep  llama.py:84
+        # S(2)@ep → S(1)@ep    backward: all-to-all
+        q, k = runtime.all_to_all_together((q, k), (2, 2), (1, 1), "ep")
+        # [2, 2/4, 16, 16] S(1)@ep  llama.py:85
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = y.transpose(1, 2)  # [2, 16, 2/4, 16] S(2)@ep  llama.py:86
+        y = y.reshape(2, 16, 32)  # [2, 16, 32/64] S(2)@ep  llama.py:86
+        out = F.linear(y, self.attention.out.weight)  # [2, 16, 64] P@ep  llama.py:86
+        # P@ep → S(0)@ep    backward: all-gather
+        out = runtime.reduce_scatter(out, 0, "ep")
+        x = x + out  # [1/2, 16, 64] S(0)@ep  llama.py:111
+        power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:59
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:59
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:59
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:59
+        mul = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:59
+        # S(0)@ep → S(2)@ep    backward: all-to-all
+        mul = runtime.all_to_all(mul, 0, 2, "ep")
+        # [2, 16, 32/64] S(2)@ep  llama.py:59
+        feed_forward_norm = mul * self.feed_forward_norm.weight
+        tokens = feed_forward_norm.reshape(32, 32)  # [32, 32/64] S(1)@ep  moe.py:73
+        # [32, 4] P@ep  moe.py:74
+        router = F.linear(tokens, self.feed_forward.router.weight)
+        # P@ep → S(0)@ep    backward: all-gather
+        router = runtime.reduce_scatter(router, 0, "ep")
+        # [16/32, 2] S(0)@ep; [16/32, 2] S(0)@ep  moe.py:74
+        topk, topk_1 = torch.topk(router, 2)
+        softmax = F.softmax(topk, dim=-1)  # [16/32, 2] S(0)@ep  moe.py:74
+        # [2/4, 64, 128] S(0)@ep  moe.py:74
+        einsum_5_experts = torch.cat(
+            [self.feed_forward.experts.gate, self.feed_forward.experts.up], dim=2
+        )
+        # S(1)@ep → S(0)@ep    backward: all-to-all
+        tokens = runtime.all_to_all(tokens, 1, 0, "ep")
+        # [16/32, 64] S(0)@ep  moe.py:74
+        y = runtime.experts(
+            tokens,
+            topk_1,
+            softmax,
+            einsum_5_experts,
+            self.feed_forward.experts.down,
+            activation="silu",
+            gated=True,
+            transposed=True,
+            count=4,
+            expert_axes="ep",
+            exchange_axes="ep",
+        )
         feed_forward = y.reshape(1, 16, 64)  # [1/2, 16, 64] S(0)@ep  moe.py:75
         add = x + feed_forward  # [1/2, 16, 64] S(0)@ep  llama.py:112
         return add
@@ -124,7 +230,7 @@ class RankModule(runtime.RankModule):
     """Moe"""
 
     MESH = MESH
-    BLOCKS = {f"blocks.{i}": Block for i in range(2)}
+    BLOCKS = {"blocks.0": Block} | {"blocks.1": Block_2}
     TENSORS = {
         "embedding.weight": "float64[128, 64]",
         "norm.weight": "float64[32/64]",
@@ -147,8 +253,8 @@ class RankModule(runtime.RankModule):
         angles = torch.cat([angles, angles], dim=-1)  # [8/16, 16] S(0)@ep  llama.py:127
         cos = torch.cos(angles)  # [8/16, 16] S(0)@ep  llama.py:128
         sin = torch.sin(angles)  # [8/16, 16] S(0)@ep  llama.py:128
-        for block in self.blocks:
-            x = block(x, cos, sin)
+        x = self.blocks[0](x, cos, sin)
+        x = self.blocks[1](x, cos, sin)
         power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:59
         mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:59
         add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:59

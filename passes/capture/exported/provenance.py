@@ -14,6 +14,9 @@ from autoshard.frames import place, users_lines
 NO_GRAD = "autoshard_no_grad"
 """key in a node's meta: it was traced with gradients off. Export's own regions miss no_grad inside autocast"""
 
+CHECKPOINT = "autoshard_checkpoint"
+"""key in a node's custom meta: the number of the checkpoint that it is in"""
+
 
 def marking(key: str, when: Callable[[], bool]) -> Callable[[Any], Any]:
     """For ``fx.Graph.create_node``: what marks nodes made while ``when()`` with ``key`` in their meta."""

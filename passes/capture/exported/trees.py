@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 _OPAQUE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
+"""what most attributes are, and what holds no tensor"""
+
+
+def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of ``tree`` and its structure; the classes of the objects in it are registered first."""
+    while True:
+        leaves, spec = pytree.tree_flatten(tree)
+        if not any(_is_unknown(x) for x in leaves):
+            return leaves, spec
+        register_types(leaves)
+
+
+def _is_unknown(leaf: Any) -> bool:
+    """Whether a leaf is an object whose class has to be registered."""
+    if isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN:
+        return False
+    return _is_cache(type(leaf)) or _holds_tensor(leaf, set())
 
 
 def register_types(tree: Any) -> None:
@@ -21,37 +42,38 @@ def register_types(tree: Any) -> None:
     So does the class of a transformers cache that is still empty: the forward fills it, and gives it back.
     """
     for leaf in pytree.tree_leaves(tree):
-        if not isinstance(leaf, torch.Tensor) and (_is_cache(leaf) or _holds_tensor(leaf, set())):
+        if _is_unknown(leaf):
             if type(leaf) not in pytree.SUPPORTED_NODES:
                 _register(type(leaf))
             register_types(list(_attributes(leaf).values()))
 
 
-def flattened(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of ``tree`` and its structure: in every call as they are after a capture, with all types registered."""
-    leaves, spec = pytree.tree_flatten(tree)
-    if all(isinstance(x, torch.Tensor) or type(x) in _PLAIN for x in leaves):
-        return leaves, spec
-    register_types(tree)
-    return pytree.tree_flatten(tree)
-
-
-_PLAIN = (int, float, bool, str, type(None))
-
-
 def _attributes(value: Any) -> dict[str, Any]:
-    names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    names = _fields(type(value))
     return {**{n: getattr(value, n) for n in names}, **getattr(value, "__dict__", {})}
 
 
-def _is_cache(value: Any) -> bool:
-    """Whether it is a cache of transformers, or one of its layers."""
-    return any(c.__module__ == "transformers.cache_utils" for c in type(value).__mro__)
+def _fields(kind: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+
+
+def _is_cache(kind: type) -> bool:
+    """Whether it is a class of caches of transformers, or of their layers."""
+    found = _CACHES.get(kind)
+    if found is None:
+        found = _CACHES[kind] = any(c.__module__ == "transformers.cache_utils" for c in kind.__mro__)
+    return found
+
+
+_CACHES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+"""what is known of classes: every step of a decoding asks for those of its cache"""
 
 
 def _is_child(value: Any, of_cache: bool) -> bool:
     """Whether an attribute becomes a child. ``of_cache``: whether the forward may fill what is empty."""
-    if of_cache and (isinstance(value, list | dict) or _is_cache(value)):
+    if type(value) in _PLAIN:
+        return False
+    if of_cache and (isinstance(value, list | dict) or _is_cache(type(value))):
         return True
     return _holds_tensor(value, set())
 
@@ -59,7 +81,7 @@ def _is_child(value: Any, of_cache: bool) -> bool:
 def _holds_tensor(value: Any, seen: set[int]) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if id(value) in seen or isinstance(value, _OPAQUE):
+    if type(value) in _PLAIN or id(value) in seen or isinstance(value, _OPAQUE):
         return False
     seen.add(id(value))
     inside: Iterable[Any] = ()
@@ -80,10 +102,40 @@ class _Context:
     others: dict[str, Any] = dataclasses.field(hash=False)
 
 
+_COUNTS = frozenset({"cumulative_length"})
+"""attributes of caches that count tokens in Python: where they grow, a constant would make every step another call"""
+_AT = 4
+"""the dim that is as long as a count: one that no other tensor of a cache has, so that it equals no other length"""
+
+
+def _as_length(count: Any, device: Any) -> Any:
+    """A count as the length of an empty tensor: lengths may be open."""
+    if isinstance(count, torch.Tensor) or not isinstance(count, int | torch.SymInt):
+        return count
+    if not isinstance(count, int) or any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING):
+        return _length.__wrapped__(count, device)
+    with _disable_current_modes():
+        return _length(count, device)
+
+
+_TRACING = torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.PROXY
+
+
+@functools.lru_cache(maxsize=1 << 6)  # one tensor, however often it is asked: export knows its arguments by identity
+def _length(count: Any, device: Any) -> torch.Tensor:
+    return torch.empty((*[0] * _AT, count), dtype=torch.bool, device=device)
+
+
+def _counted(child: Any) -> Any:
+    return child.shape[_AT] if isinstance(child, torch.Tensor) and child.ndim > _AT else child
+
+
 def _register(cls: type) -> None:
     def split(value: Any) -> tuple[list[Any], _Context]:
-        attributes = _attributes(value)
-        names = tuple(n for n, v in attributes.items() if _is_child(v, _is_cache(value)))
+        attributes, of_cache = _attributes(value), _is_cache(type(value))
+        if of_cache and (counted := attributes.keys() & _COUNTS):
+            attributes |= {n: _as_length(attributes[n], attributes.get("device")) for n in counted}
+        names = tuple(n for n, v in attributes.items() if _is_child(v, of_cache))
         others = {n: v for n, v in attributes.items() if n not in names}
         return [attributes[n] for n in names], _Context(names, others)
 
@@ -94,7 +146,7 @@ def _register(cls: type) -> None:
     def join(children: Iterable[Any], context: _Context) -> Any:
         value: Any = object.__new__(cls)
         for name, child in (*context.others.items(), *zip(context.names, children, strict=True)):
-            object.__setattr__(value, name, child)
+            object.__setattr__(value, name, child if name not in _COUNTS else _counted(child))
         return value
 
     pytree.register_pytree_node(cls, split, join, flatten_with_keys_fn=split_with_keys)

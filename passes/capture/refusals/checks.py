@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,15 +48,25 @@ def check_model(model: nn.Module, training: bool) -> None:
             _check_tensor(kind, name, tensor, training)
 
 
-def check_example(model: nn.Module, example: Example, leaves: Sequence[Any] | None = None) -> None:
-    """Refuse inputs that are no plain dense tensors. ``leaves``: all that is in ``example``, where that is known."""
-    for i, leaf in enumerate(pytree.tree_leaves(example) if leaves is None else leaves):
-        if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized):
-            kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else f"of layout {leaf.layout}"
-            raise CaptureError(
-                f"input {argument_paths(model, example)[i]!r} is a tensor that is {kind}; autoshard shards plain dense "
-                "tensors. Convert it first (to_dense(), to_padded_tensor(), dequantize())."
-            )
+def check_example(model: nn.Module, example: Example) -> None:
+    """Refuse inputs that are no plain dense tensors."""
+
+    def name(i: int) -> str:
+        return argument_paths(model, example)[i]
+
+    for i, leaf in enumerate(pytree.tree_leaves(example)):
+        if isinstance(leaf, torch.Tensor):
+            check_dense(leaf, partial(name, i))
+
+
+def check_dense(x: torch.Tensor, name: Callable[[], str]) -> None:
+    """Refuse an input of this ``name`` that is no plain dense tensor."""
+    if x.layout != torch.strided or x.is_nested or x.is_quantized:
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
+        raise CaptureError(
+            f"input {name()!r} is a tensor that is {kind}; autoshard shards plain dense tensors. Convert it first "
+            "(to_dense(), to_padded_tensor(), dequantize())."
+        )
 
 
 def check_dtypes(graph: Graph) -> None:

@@ -12,10 +12,8 @@ import torch.utils.checkpoint as checkpoint
 from torch import fx
 from torch.fx.traceback import annotate, preserve_node_meta
 
+from autoshard.passes.capture.exported.provenance import CHECKPOINT
 from autoshard.passes.capture.observer import Observer, Patch, Refusals
-
-CHECKPOINT = "autoshard_checkpoint"
-"""key in a node's custom meta: the number of the checkpoint that it is in"""
 
 
 class Checkpoints(Observer):

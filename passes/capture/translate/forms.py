@@ -5,11 +5,14 @@ from __future__ import annotations
 from autoshard.passes.capture.translate.canonical import remove_dead
 from autoshard.passes.capture.translate.fan_out import fan_out
 from autoshard.passes.capture.translate.masks import by_position
+from autoshard.passes.capture.translate.mixtures import as_mixtures
 from autoshard.passes.capture.translate.products import unflattened
 from autoshard.passes.capture.translate.tiles import tiled
 from autoshard.passes.ir.graph import Graph
 
 
 def in_forms(graph: Graph) -> Graph:
-    """``graph`` with masks by position, products of what was not flattened, and splits for slices; nothing dead."""
-    return fan_out(tiled(remove_dead(unflattened(by_position(remove_dead(graph))))))
+    """``graph`` with masks by position, products of what was not flattened, mixtures of experts, splits; nothing dead."""
+    for form in (remove_dead, by_position, unflattened, remove_dead, as_mixtures, tiled, fan_out):
+        graph = form(graph)
+    return graph

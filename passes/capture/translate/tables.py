@@ -23,16 +23,16 @@ def with_tables(graph: Graph) -> Graph:
     found = [i.name for i in graph.inputs if i.kind == "parameter" and _is_table(i.name, graph)]
     pooled = _pooled(graph, found)
     whole = [name for name in found if _may_be_whole(name, pooled)]
-    graph = pooled if len(whole) > 1 else graph
+    graph, whole = (pooled, whole) if len(whole) > 1 else (graph, [])
     types = dict(graph.types)
     for name in found:
         uses = graph.uses[name]
         sparse = graph.training and types[name].grad and all(bool(node.argument("sparse")) for node in uses)
-        if sparse or (len(whole) > 1 and name in whole):
+        if sparse or name in whole:
             looked_up = sum(graph.types[node.inputs[node.positions["indices"]]].numel for node in uses)
-            types[name] = replace(
-                types[name], looked_up=max(1, looked_up), sparse=sparse, whole=len(whole) > 1 and name in whole
-            )
+            alike = sum(2 * graph.types[other].nbytes >= types[name].nbytes for other in whole)
+            alike = alike if name in whole else 0
+            types[name] = replace(types[name], looked_up=max(1, looked_up), sparse=sparse, tables=alike)
     return replace(graph, types=types) if types != graph.types else graph
 
 

@@ -18,7 +18,7 @@ from autoshard.passes.propagate.experts.mixture import by_expert
 from autoshard.passes.propagate.experts.patterns import styled
 from autoshard.passes.propagate.experts.sequence import along_sequence, rings_of
 from autoshard.passes.propagate.experts.tensor import paired, with_sequence
-from autoshard.passes.propagate.hints import Constraint, Limit
+from autoshard.passes.propagate.hints import OWNER, Constraint, Limit
 from autoshard.passes.propagate.op_space import Asked, AskedOf
 from autoshard.passes.rules.embedding import TABLE
 
@@ -182,7 +182,7 @@ EXPERTS: dict[str, Callable[[Context, int], OnAxis]] = {
     "ulysses": _ulysses,
     "ring": _ring,
     "expert": _expert,
-    "table-wise": partial(_tables, TABLE, frozenset({0})),
+    "table-wise": partial(_tables, TABLE, frozenset({OWNER})),
     "row-wise": partial(_tables, "vocab", frozenset({0})),
     "column-wise": partial(_tables, "embed", frozenset({1})),
 }

@@ -17,7 +17,10 @@ def mixtures(families: Families) -> tuple[Node, ...]:
 def by_expert(families: Families, batch: frozenset[Family]) -> tuple[dict[str, Asked], dict[str, frozenset[int]]]:
     """(what is asked of operations, the dims along which experts' weights lie): the batch is cut, and whole experts."""
     found = mixtures(families)
-    asked = {n.name: families.asked(n, families.labels(n, batch)) for n in families.graph.nodes}
+    free = {
+        n.name for n in families.graph.nodes if not families.weights.isdisjoint(n.outputs)
+    }  # as the experts want it
+    asked = {n.name: families.asked(n, families.labels(n, batch)) for n in families.graph.nodes if n.name not in free}
     asked |= {n.name: Asked(frozenset({EXCHANGE})) for n in found}
     weights = {p for n in found for v in n.inputs[3:] for p in families.origins(v)}
     return asked, dict.fromkeys(weights, frozenset({0}))

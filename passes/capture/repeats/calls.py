@@ -1,0 +1,230 @@
+"""What a module calls, written down so that an equal module's calls can be compared with it.
+
+Python of the second module runs as ever; only its tensors are blank, and every question to torch is answered as the first
+one was, if it is the same question. So nothing is assumed about attributes, globals, closures or hooks: what they change, they
+change in what is called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autoshard.passes.capture.observer import Call
+from autoshard.passes.capture.repeats.markers import Like, blank, like
+
+Name = tuple[str, Any]
+"""a tensor's role in a call of a module: ("input", i), ("own", path), ("made", i) or ("outer", id)"""
+
+_FACTS = (torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, bool, int, type(None))
+_ASKED = frozenset(
+    "size stride dim ndimension numel nelement element_size storage_offset get_device is_contiguous is_floating_point "
+    "is_complex is_signed __len__ __get__ result_type promote_types can_cast".split()
+)
+"""functions whose answers follow from types"""
+
+
+class UnequalError(Exception):
+    """A call that is not the one written down, or cannot be."""
+
+
+class Tensors:
+    """The tensors of one call of a module, by role."""
+
+    def __init__(self, module: nn.Module, inputs: Iterable[torch.Tensor]) -> None:
+        self.names: dict[int, Name] = {}
+        self.by_name: dict[Name, torch.Tensor] = {}
+        self.versions: dict[Name, int] = {}
+        for i, x in enumerate(inputs):
+            self.add(("input", i), x)
+        own = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        for path, x in own:
+            self.add(("own", path), x)
+
+    def add(self, name: Name, x: torch.Tensor) -> None:
+        self.by_name[name] = x
+        self.names.setdefault(id(x), name)
+        self.versions[name] = x._version
+
+    def name(self, x: torch.Tensor) -> Name:
+        if id(x) not in self.names:
+            self.add(("outer", id(x)), x)
+        return self.names[id(x)]
+
+    def written(self, tree: Any) -> Any:
+        """``tree`` as something that equals another module's where the same is meant. Raises :class:`UnequalError`."""
+        if isinstance(tree, torch.Tensor):
+            return self.name(tree)
+        if isinstance(tree, list | tuple):
+            return type(tree), tuple(map(self.written, tree))
+        if isinstance(tree, dict):
+            return type(tree), tuple((k, self.written(v)) for k, v in tree.items())
+        if isinstance(tree, slice):
+            return slice, self.written((tree.start, tree.stop, tree.step))
+        if isinstance(tree, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise UnequalError("a length is open")
+        if isinstance(tree, float | complex):
+            return type(tree), repr(tree)
+        if isinstance(tree, (*_FACTS, str, type, type(Ellipsis))):
+            return type(tree), tree
+        if callable(tree):
+            return type(tree), id(tree)
+        raise UnequalError(f"a {type(tree).__name__} is an argument")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call, and what came of it: tensors by role, all else as it was."""
+
+    func: Any
+    given: Any
+    gives: tuple[Any, ...]
+    spec: Any
+
+
+@dataclass
+class Recording:
+    """A call of a module that is being traced, or was."""
+
+    number: int
+    path: str
+    state: Any
+    """types of its inputs, and torch's own state"""
+    tensors: Tensors
+    leaves: frozenset[int]
+    """what is made in it and known to stay behind elsewhere than in its output"""
+    steps: list[Step] = field(default_factory=list)
+    made: list[Like] = field(default_factory=list)
+    failed: bool = False
+    asked: Call | None = None
+    exports: tuple[int, ...] = ()
+    needs_grad: tuple[bool, ...] = ()
+    operands: tuple[Name, ...] = ()
+
+    def before(self, call: Call) -> None:
+        self.asked = call
+
+    def after(self, call: Call, result: Any) -> None:
+        """``result`` is what the call gave. One that an observer answered does not come here, and is not repeated."""
+        asked, self.asked = self.asked, None
+        if asked is None or list(map(id, asked.operands)) != list(map(id, call.operands)):
+            self.failed = True  # values were put in the places of tensors
+        try:
+            given = self.tensors.written((call.args if asked is None else asked.args, dict(call.kwargs)))
+            leaves, spec = pytree.tree_flatten(result, is_leaf=lambda x: isinstance(x, torch.Size))
+            made = any(isinstance(x, torch.Tensor) for x in leaves)
+            gives = tuple(map(self._gives, leaves))
+        except UnequalError:
+            self.failed = True
+            return
+        func = call.func if asked is None else asked.func
+        if not made and not (getattr(func, "__name__", "") in _ASKED and all(isinstance(x, _FACTS) for x in leaves)):
+            self.failed = True
+        self.steps.append(Step(func, given, gives, spec))
+
+    def _gives(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in self.tensors.names:
+            self.tensors.add(("made", len(self.made)), leaf)
+            self.made.append(like(leaf))
+        return _Role(self.tensors.names[id(leaf)])
+
+    def finish(self, output: Any) -> list[torch.Tensor]:
+        """The tensors that leave the call. Raises :class:`UnequalError` where it cannot be repeated."""
+        if self.failed:
+            raise UnequalError("it asks about values")
+        tensors = self.tensors
+        by_name = tensors.by_name
+        if any(x._version != tensors.versions[name] for name, x in by_name.items() if name[0] != "made"):
+            raise UnequalError("it writes to what comes in")
+        names = [tensors.names.get(id(x)) for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+        if None in names:
+            raise UnequalError("its output was made unseen")
+        leaving = {name[1] for name in names if name is not None and name[0] == "made"}
+        self.exports = tuple(sorted(leaving | self.leaves))
+        given = [name for step in self.steps for name in _names(step.given)]
+        self.operands = tuple(dict.fromkeys(name for name in given if name[0] != "made"))
+        found = [by_name["made", i] for i in self.exports]
+        storages = [x.untyped_storage()._cdata for x in (*(by_name[n] for n in self.operands), *found)]
+        if len(set(storages[len(self.operands) :]) - set(storages[: len(self.operands)])) < len(found):
+            raise UnequalError("its output shares memory")
+        self.needs_grad = tuple(x.requires_grad for x in found)
+        return found
+
+    def replaced(self, output: Any, results: Sequence[torch.Tensor]) -> Any:
+        """``output`` with ``results`` in the places of what leaves the call."""
+        by_name = self.tensors.by_name
+        new = {id(by_name["made", i]): x for i, x in zip(self.exports, results, strict=True)}
+        return pytree.tree_map_only(torch.Tensor, lambda x: new.get(id(x), x), output)
+
+
+def _blank(of: Like, mode: FakeTensorMode | None) -> torch.Tensor:
+    meta = blank(of, torch.device("meta"))
+    return meta if mode is None else FakeTensor(mode, meta, of[-1])
+
+
+def _show(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
+
+
+@dataclass(frozen=True)
+class _Role:
+    name: Name
+
+
+def _names(written: Any) -> Iterator[Name]:
+    if isinstance(written, tuple):
+        if len(written) == 2 and written[0] in ("input", "own", "made", "outer") and not isinstance(written[0], type):
+            yield written
+        else:
+            for item in written:
+                yield from _names(item)
+
+
+class Replay:
+    """A call of an equal module, compared with ``recording`` step by step. ``results``: what leaves it."""
+
+    def __init__(self, recording: Recording, tensors: Tensors, results: Mapping[int, torch.Tensor]) -> None:
+        self.recording, self.tensors = recording, tensors
+        self.steps = iter(recording.steps)
+        mode = next((x.fake_mode for x in tensors.by_name.values() if isinstance(x, FakeTensor)), None)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            made = [results[i] if i in results else _blank(x, mode) for i, x in enumerate(recording.made)]
+        for i, x in enumerate(made):
+            tensors.add(("made", i), x)
+        self.inside = {i: weakref.ref(x) for i, x in enumerate(made) if i not in results}
+
+    def answer(self, call: Call) -> Any:
+        """What the same call gave. Raises :class:`UnequalError`."""
+        step = next(self.steps, None)
+        if step is None or call.func != step.func:
+            raise UnequalError(f"{_show(call.func)} is called, not {_show(step and step.func)}")
+        if (given := self.tensors.written((call.args, dict(call.kwargs)))) != step.given:
+            raise UnequalError(f"{_show(call.func)} is called with {given}, not {step.given}")
+        by_name = self.tensors.by_name
+        return pytree.tree_unflatten([by_name[x.name] if isinstance(x, _Role) else x for x in step.gives], step.spec)
+
+    def finish(self, output: Any) -> None:
+        """Raises :class:`UnequalError` where less was called, or what comes out is not what came out of the other."""
+        if next(self.steps, None) is not None:
+            raise UnequalError("it calls less")
+        for x in pytree.tree_leaves(output):
+            if isinstance(x, torch.Tensor):
+                kind, i = self.tensors.names.get(id(x), ("unseen", None))
+                if kind == "unseen" or (kind == "made" and i in self.inside):
+                    raise UnequalError("something else comes out")
+
+    def left_behind(self) -> frozenset[int]:
+        """What was made in it and is still there, once nobody here holds it."""
+        self.tensors.by_name.clear()
+        return frozenset(i for i, x in self.inside.items() if x() is not None)

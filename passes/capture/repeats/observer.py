@@ -1,0 +1,213 @@
+"""Equal modules in a traced forward: one is traced, and calls of the others stand as one op each.
+
+Modules are equal for a call where they make the same calls: see :mod:`calls`. Where one does not, the trace is made again with
+that module traced as well; where several do not, none of its kind is repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.fx.traceback import get_current_meta, preserve_node_meta
+
+from autoshard.passes.capture.observer import Answer, Call, Observer, Patch, replacing
+from autoshard.passes.capture.repeats.calls import Recording, Replay, Tensors, UnequalError
+from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN, REPEATED, RESULTS
+from autoshard.runtime.autocast import autocast_state
+
+FEWEST, MISTAKES = 3, 3
+"""modules that are worth it, and of one kind that may turn out to be another"""
+
+log = logging.getLogger("autoshard")
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class _Member:
+    path: str
+    kind: Any
+    """equal for modules of equal structure"""
+    attributes: frozenset[Any]
+    """plain ones: they say which of several to try first"""
+
+
+class Repeats(Observer):
+    """Of one model; without: none is repeated. It outlives a trace, as it learns from those that fail."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.members = {} if model is None else _members(model)
+        self.unequal: set[tuple[str, str]] = set()
+        """(path, path of the one it was tried as)"""
+        self.mistakes: Counter[Any] = Counter()
+        self.leaves: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
+        """path of a traced module → what it makes and leaves behind elsewhere than in its output"""
+        self.recorded: dict[Any, list[tuple[_Member, Recording]]] = {}
+        self.active: Recording | Replay | None = None
+        self.numbers: list[int] = []
+        """of calls whose results are kept until :meth:`close`"""
+        self.learnt = False
+
+    def patches(self) -> Iterable[Patch]:
+        if self.members:
+            yield replacing(nn.Module, "_call_impl", self._watched)  # none of the model's own names changes
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        self.recorded, self.active, self.learnt = defaultdict(list), None, False
+        with super().around():
+            yield
+        if self.learnt:  # the model swallowed it
+            raise UnequalError("modules are not equal")
+
+    def end(self, output: Any) -> None:
+        self.recorded = defaultdict(list)  # export looks for tensors that a trace leaves behind
+
+    def learn(self, error: Exception) -> bool:
+        return self.learnt
+
+    def close(self) -> None:
+        """Forget the traces."""
+        for number in self.numbers:
+            del RESULTS[number]
+        self.numbers.clear()
+
+    def before(self, call: Call) -> Answer | None:
+        if call.func in (CALLED, CALLED_AGAIN):
+            return Answer(call.make(), "")
+        if isinstance(self.active, Replay):
+            return Answer(self.active.answer(call), "")
+        if self.active is not None:
+            self.active.before(call)
+        return None
+
+    def after(self, call: Call, result: Any) -> Any:
+        if isinstance(self.active, Recording):
+            self.active.after(call, result)
+        return result
+
+    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            member = self.members.get(id(vars(module)))  # export wraps modules: these have their attributes
+            if member is None or self.active is not None or self.mistakes[member.kind] >= MISTAKES:
+                return original(module, *args, **kwargs)
+            inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            tensors = Tensors(module, inputs)
+            state = _state(tensors)
+            same = [
+                r
+                for m, r in self.recorded[member.kind]
+                if r.state == state and (member.path, m.path) not in self.unequal
+            ]
+            run = functools.partial(original, module, *args, **kwargs)
+            if not same:
+                return self._record(member, tensors, state, run)
+            near = {m.path: len(m.attributes & member.attributes) for m, _ in self.recorded[member.kind]}
+            return self._repeat(member, max(same, key=lambda r: near[r.path]), tensors, run)
+
+        return call
+
+    def _record(self, member: _Member, tensors: Tensors, state: Any, run: Callable[[], Any]) -> Any:
+        found = Recording(next(_numbers), member.path, state, tensors, self.leaves[member.path])
+        self.active = found
+        try:
+            with preserve_node_meta():
+                meta = get_current_meta()  # not annotate(): it would mark what stands around as well
+                meta["custom"] = {**(meta.get("custom") or {}), REPEATED: found.number}
+                output = run()
+        finally:
+            self.active = None
+        try:
+            results = found.finish(output)
+        except UnequalError as error:
+            log.debug("calls of %s are not repeated: %s", member.path, error)
+            return output
+        self.numbers.append(found.number)
+        RESULTS[found.number] = [found.made[i] for i in found.exports]
+        operands = [tensors.by_name[name] for name in found.operands]
+        self.recorded[member.kind].append((member, found))
+        return found.replaced(output, _apart(CALLED(operands, results, found.number), found))
+
+    def _repeat(self, member: _Member, found: Recording, tensors: Tensors, run: Callable[[], Any]) -> Any:
+        """The output of a call that is like ``found``. Raises :class:`UnequalError`, having learnt something, if it is not."""
+        outer = {name: x for name, x in found.tensors.by_name.items() if name[0] == "outer"}
+        operands = [outer[name] if name in outer else tensors.by_name[name] for name in found.operands]
+        results = dict(zip(found.exports, _apart(CALLED_AGAIN(operands, found.number), found), strict=True))
+        replay = self.active = Replay(found, tensors, results)
+        try:
+            output = run()
+            replay.finish(output)
+        except Exception as error:
+            self.unequal.add((member.path, found.path))
+            self.mistakes[member.kind] += 1
+            self.learnt = True
+            log.debug("%s is not called as %s: %s", member.path, found.path, error)
+            raise UnequalError(f"{member.path} is not called as {found.path}: {error}") from error
+        finally:
+            self.active = None
+        if left := replay.left_behind():
+            self.leaves[found.path] |= left
+            self.learnt = True
+            log.debug("what %s makes is kept elsewhere", member.path)
+            raise UnequalError(f"what {member.path} makes is kept elsewhere")
+        return output
+
+
+def _apart(results: list[torch.Tensor], found: Recording) -> list[torch.Tensor]:
+    """``results`` of a marker, of which only those have a gradient that had one."""
+    return [
+        x if needs or not x.requires_grad else x.detach() for x, needs in zip(results, found.needs_grad, strict=True)
+    ]
+
+
+def _state(tensors: Tensors) -> Any:
+    """What answers to the module's questions depend on beside the questions."""
+    types = [
+        (name, type(x), x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad, x.is_leaf)
+        for name, x in tensors.by_name.items()
+    ]
+    return types, torch.is_grad_enabled(), autocast_state(), torch.get_default_dtype()
+
+
+def _members(model: nn.Module) -> dict[int, _Member]:
+    """Identity of its attributes → what is known of a module that has equals, but is not inside of one that has."""
+    kinds = {
+        path: (*_form(module), re.sub(r"\d+", "#", path))
+        for path, module in model.named_modules(remove_duplicate=False)
+    }
+    counts = Counter(kinds.values())
+    found: dict[int, _Member] = {}
+
+    def visit(module: nn.Module, path: str) -> None:
+        if counts[kinds[path]] >= FEWEST and next(module.children(), None) is not None:
+            found[id(vars(module))] = _Member(path, kinds[path], frozenset(_attributes(module)))
+            return
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}" if path else name)
+
+    visit(model, "")
+    return found
+
+
+def _form(module: nn.Module) -> Any:
+    tensors = [(n, t) for of in (module._parameters, module._buffers) for n, t in of.items() if t is not None]
+    own = tuple((n, t.shape, t.dtype, t.requires_grad, t.device) for n, t in tensors)
+    return type(module), module.training, own, tuple((n, _form(child)) for n, child in module.named_children())
+
+
+def _attributes(module: nn.Module) -> Iterator[Any]:
+    for path, inner in module.named_modules():
+        for name, value in vars(inner).items():
+            if isinstance(value, int | float | str):
+                yield path, name, value

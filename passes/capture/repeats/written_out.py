@@ -1,0 +1,139 @@
+"""A program in which calls of equal modules stand as one op each, written out: copies of the one that was traced."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind
+
+from autoshard.passes.capture.exported.provenance import CHECKPOINT
+from autoshard.passes.capture.repeats.calls import UnequalError
+from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN, REPEATED
+
+
+def write_out(program: torch.export.ExportedProgram) -> None:
+    """In place; results are numbered as they stand. Raises :class:`UnequalError` where more leaves a call than was seen."""
+    graph = program.graph
+    nodes = list(graph.nodes)
+    called = {node.args[2]: node for node in nodes if node.target is CALLED}
+    inside: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        if (number := _custom(node).get(REPEATED)) in called:
+            inside[number].append(node)
+    constants = {s.arg.name for s in program.graph_signature.input_specs if s.kind is InputKind.CONSTANT_TENSOR}
+    for number, node in called.items():
+        _check(node, inside[number], constants)
+    for node in nodes:
+        if node.target is CALLED_AGAIN:
+            number = node.args[1]
+            _copy(graph, node, called[number], inside[number])
+    for node in called.values():
+        results: Any = node.args[1]
+        _replace(graph, node, results)
+    _number(program)
+
+
+def _custom(node: fx.Node) -> dict[str, Any]:
+    return node.meta.get("custom") or {}
+
+
+def _check(called: fx.Node, inside: list[fx.Node], constants: set[str]) -> None:
+    """Raise :class:`UnequalError` unless ``inside`` reads operands and constants alone, and only ``called`` reads it."""
+    operands: Any = called.args[0]
+    results: Any = called.args[1]
+    known = {*inside, *operands}
+    for node in inside:
+        if any(user not in known and user is not called for user in node.users) and node not in results:
+            raise UnequalError(f"{node} leaves the call")
+        if any(x not in known and x.name not in constants for x in node.all_input_nodes):
+            raise UnequalError(f"{node} reads what is not known to come in")
+
+
+def _copy(graph: fx.Graph, again: fx.Node, called: fx.Node, inside: Iterable[fx.Node]) -> None:
+    """Put a copy of ``inside`` in the place of ``again``."""
+    theirs: Any = called.args[0]
+    ours: Any = again.args[0]
+    copies: dict[fx.Node, fx.Node] = {}
+    for their, our in zip(theirs, ours, strict=True):
+        if copies.setdefault(their, our) is not our:
+            raise UnequalError(f"{their} came in twice")
+    where = _Place(called, again)
+    with graph.inserting_before(again):
+        for node in inside:
+            new = graph.node_copy(node, lambda x: copies.get(x, x))
+            new.meta = where.meta(node)
+            copies[node] = new
+    results: Any = called.args[1]
+    _replace(graph, again, [copies.get(x, x) for x in results])
+
+
+def _replace(graph: fx.Graph, node: fx.Node, results: list[fx.Node]) -> None:
+    for get in list(node.users):
+        if get.target is not operator.getitem:
+            raise UnequalError(f"{get} reads a marker")
+        slot: Any = get.args[1]
+        get.replace_all_uses_with(results[slot])
+        graph.erase_node(get)
+    graph.erase_node(node)
+
+
+class _Place:
+    """From where a module was called and where ``again`` stands, what is written at the nodes of a copy."""
+
+    def __init__(self, called: fx.Node, again: fx.Node) -> None:
+        self.again = again
+        self.outer = len(called.meta.get("nn_module_stack") or {})
+        self.stack = dict(again.meta["nn_module_stack"])
+        (_, (self.old, _)), (_, (self.new, _)) = (list(n.meta["nn_module_stack"].items())[-1] for n in (called, again))
+        self.checkpoint, self.our_checkpoint = (_custom(n).get(CHECKPOINT, 0) for n in (called, again))
+        self.lines = (called.meta.get("stack_trace") or "").splitlines()
+
+    def meta(self, node: fx.Node) -> dict[str, Any]:
+        meta = dict(node.meta)
+        below = list((meta.get("nn_module_stack") or {}).items())[self.outer :]
+        moved = {f"{key} of {self.new}": (self._path(path), kind) for key, (path, kind) in below}
+        meta["nn_module_stack"] = {**self.stack, **moved}
+        meta["custom"] = {k: v for k, v in _custom(node).items() if k != REPEATED}
+        if CHECKPOINT in meta["custom"]:
+            inner = meta["custom"][CHECKPOINT] != self.checkpoint
+            meta["custom"][CHECKPOINT] = (self.new, meta["custom"][CHECKPOINT]) if inner else self.our_checkpoint
+        meta["stack_trace"] = self._trace(meta.get("stack_trace"))
+        return meta
+
+    def _path(self, path: str) -> str:
+        inside = path == self.old or path.startswith(f"{self.old}.")
+        return self.new + path[len(self.old) :] if inside else path
+
+    def _trace(self, trace: str | None) -> str | None:
+        """The lines that called ``again``, and those inside."""
+        again = self.again.meta.get("stack_trace")
+        if not trace or not again:
+            return trace
+        lines = trace.splitlines()
+        same = next((i for i, (a, b) in enumerate(zip(self.lines, lines, strict=False)) if a != b), len(self.lines))
+        ours = again.splitlines()
+        return "\n".join([*ours[: len(ours) - (len(self.lines) - same)], *lines[same:]])
+
+
+def _number(program: torch.export.ExportedProgram) -> None:
+    """Name results, and number checkpoints, in the order in which they stand, as a trace does."""
+    graph, checkpoints = program.graph, dict[Any, int]()
+    names = graph._graph_namespace = fx.graph._Namespace()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.name = names.create_name(re.sub(r"_\d+$", "", node.name), node)
+        else:
+            names.create_name(node.name, node)
+        if CHECKPOINT in (custom := _custom(node)):
+            number = checkpoints.setdefault(custom[CHECKPOINT], len(checkpoints) + 1)
+            node.meta["custom"] = {**custom, CHECKPOINT: number}
+    outputs: Any = graph.output_node().args[0]
+    for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
+        if isinstance(value, fx.Node):
+            spec.arg.name = value.name

@@ -1,0 +1,275 @@
+"""Parts of routings as they stand in graphs: products by expert, gates, rows that chose an expert."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.passes.capture.translate.positions import Linear, Positions
+from autoshard.passes.ir.graph import Graph, Node, Ref
+from autoshard.passes.rules.facts import is_random
+from autoshard.runtime.grouped import grouped_mm
+
+aten = torch.ops.aten
+
+Product = Callable[[Ref], tuple[Ref, Ref, bool] | None]
+"""a value → (rows, matrices of all experts, whether these are [.., in, out]) if it is a product of them"""
+_GROUPED = {grouped_mm._opoverload, aten._grouped_mm.default}
+_PLAIN = (aten.reshape.default, aten._to_copy.default, aten.squeeze.dim, aten.unsqueeze.default, aten.clone.default)
+
+
+def letters(node: Node, operands: Sequence[Ref]) -> tuple[str, ...]:
+    """The dims of an einsum's operands, in this order, and of its result, named a, b, … as they first appear."""
+    left, _, right = node.args[0].replace(" ", "").partition("->")
+    by_operand = dict(zip((r.name for r in node.args[1]), left.split(","), strict=True))
+    terms = [*(by_operand[r.name] for r in operands), right]
+    names: dict[str, str] = {}
+    for letter in itertools.chain.from_iterable(terms):
+        names.setdefault(letter, chr(ord("a") + len(names)))
+    return tuple("".join(names[x] for x in term) for term in terms)
+
+
+class Patterns:
+    """Asks a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.positions = graph, Positions(graph)
+
+    def made(self, value: Any, *ops: Any) -> Node | None:
+        """The node that makes ``value``, if it is of one of these."""
+        node = self.graph.producers.get(value.name) if isinstance(value, Ref) else None
+        return node if node is not None and node.op in ops else None
+
+    def same(self, a: Any, b: Any) -> bool:
+        """Whether two arguments are equal, or computed alike."""
+        if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+            return len(a) == len(b) and all(map(self.same, a, b))
+        if a == b or not isinstance(a, Ref) or not isinstance(b, Ref):
+            return bool(a == b)
+        one, other = (self.graph.producers.get(x.name) for x in (a, b))
+        if one is None or other is None or one.op is not other.op or is_random(one):
+            return False
+        alike = one.outputs.index(a.name) == other.outputs.index(b.name) and one.kwargs == other.kwargs
+        return alike and self.same(one.args, other.args)
+
+    def is_zero(self, value: Ref) -> bool:
+        known = self.positions(value)
+        return isinstance(known, Linear) and known.is_constant and known.start == 0
+
+    def times(self, value: Ref) -> Iterator[tuple[Ref, Ref]]:
+        """The factors of a product, in both orders."""
+        node = self.made(value, aten.mul.Tensor)
+        if node is not None and len(node.inputs) == 2:
+            yield node.args[0], node.args[1]
+            yield node.args[1], node.args[0]
+
+    # --- experts ---
+
+    def activated(self, mid: Ref) -> Iterator[tuple[Ref | None, Ref, str]]:
+        """(what the gate multiplies if anything, the gate before its activation, the activation)."""
+        sides = [(None, mid), *((up, gate) for gate, up in self.times(mid))]
+        for up, gate in sides:
+            node = self.made(gate, aten.silu.default, aten.gelu.default, aten.relu.default)
+            if node is not None:
+                name = node.op._schema.name.removeprefix("aten::")
+                yield (
+                    up,
+                    node.args[0],
+                    f"{name}_tanh" if name == "gelu" and node.argument("approximate") == "tanh" else name,
+                )
+
+    def halves(self, gate: Ref, up: Ref) -> tuple[Ref] | None:
+        """What ``gate`` and ``up`` are the halves of, along the last dim."""
+        node = self.made(gate, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+        if node is None or node.outputs != (gate.name, up.name) or node.output_slots != (0, 1):
+            return None
+        shapes = {self.graph.shape(name) for name in node.outputs}
+        rank = len(self.graph.shape(gate))
+        whole = self.graph.shape(node.args[0])[-1] == 2 * self.graph.shape(gate)[-1]
+        return (node.args[0],) if len(shapes) == 1 and whole and node.argument("dim") % rank == rank - 1 else None
+
+    def by_expert(self, value: Ref) -> tuple[Ref, Ref, bool] | None:
+        """A product [e, t, n] of rows [t, k] or [e, t, k]."""
+        if (node := self.made(value, aten.bmm.default, aten.matmul.default)) is not None:
+            rows, matrices = node.args
+            shapes = self.graph.shapes((rows.name, matrices.name))
+            return (rows, matrices, True) if len(shapes[1]) == 3 and len(shapes[0]) in (2, 3) else None
+        node = self.made(value, aten.einsum.default)
+        for rows, matrices in (node.args[1], node.args[1][::-1]) if node is not None and len(node.args[1]) == 2 else ():
+            named = letters(node, (rows, matrices))  # type: ignore[arg-type]
+            if named in (("ab", "cbd", "cad"), ("abc", "acd", "abd")):
+                return rows, matrices, True
+            if named in (("ab", "cdb", "cad"), ("abc", "adc", "abd")):
+                return rows, matrices, False
+        return None
+
+    def in_groups(self, ends: list[str]) -> Product:
+        """Grouped products; ``ends`` gets where their groups end."""
+
+        def product(value: Ref) -> tuple[Ref, Ref, bool] | None:
+            if (node := self.made(value, *_GROUPED)) is None or len(node.inputs) != 3:
+                return None
+            rows, matrices, at = (Ref(name) for name in node.inputs)
+            ends.append(at.name)
+            turned = self.made(matrices, aten.transpose.int)
+            if turned is not None and {d % 3 for d in turned.args[1:3]} == {1, 2}:
+                return rows, turned.args[0], False
+            return rows, matrices, True
+
+        return product
+
+    def of_number(self, number: int) -> Product:
+        """Products with the matrix of one expert."""
+
+        def product(value: Ref) -> tuple[Ref, Ref, bool] | None:
+            node = self.made(value, aten.matmul.default, aten.mm.default, aten.linear.default)
+            if node is None or len(node.inputs) != 2:
+                return None
+            rows, matrix = node.args[:2]
+            transposed = node.op is not aten.linear.default
+            turned = self.made(matrix, aten.t.default, aten.transpose.int)
+            if turned is not None:
+                matrix, transposed = turned.args[0], not transposed
+            one = self.made(matrix, aten.select.int)
+            if one is None or one.args[1:] != (0, number) or len(self.graph.shape(one.args[0])) != 3:
+                return None
+            return rows, one.args[0], transposed
+
+        return product
+
+    # --- gates ---
+
+    def gates(self, value: Ref) -> tuple[Ref, Ref] | None:
+        """(ids, weights), both [t, k], of gates [t, e] that are zero elsewhere."""
+        if (node := self.made(value, aten.scatter.src)) is not None:
+            zeros, dim, ids, weights = node.args
+            rank = len(self.graph.shape(value))
+            same = self.graph.shape(ids) == self.graph.shape(weights)
+            return (
+                (ids, weights)
+                if self.is_zero(zeros) and dim % rank == 1 == rank - 1 and same and self.is_distinct(ids)
+                else None
+            )
+        if (node := self.made(value, aten.sum.dim_IntList)) is not None and node.args[1:] == ([1],):
+            for hot, weights in self.times(node.args[0]):
+                one, last = self.made(self.bare(hot), aten.one_hot.default), self.made(weights, aten.unsqueeze.default)
+                if one is not None and last is not None and last.args[1] in (2, -1):
+                    return self._pair(one, last.args[0])
+        if (node := self.made(value, aten.einsum.default)) is not None and len(node.args[1]) == 2:
+            for hot, weights in (node.args[1], node.args[1][::-1]):
+                one = self.made(self.bare(hot), aten.one_hot.default)
+                if one is not None and letters(node, (hot, weights)) == ("abc", "ab", "ac"):
+                    return self._pair(one, weights)
+        return None
+
+    def _pair(self, one: Node, weights: Ref) -> tuple[Ref, Ref] | None:
+        ids = one.args[0]
+        shapes = self.graph.shapes((ids.name, weights.name))
+        return (ids, weights) if shapes[0] == shapes[1] and len(shapes[0]) == 2 else None
+
+    def bare(self, value: Ref) -> Ref:
+        """Without casts."""
+        node = self.made(value, aten._to_copy.default)
+        return value if node is None else self.bare(node.args[0])
+
+    def is_distinct(self, ids: Ref) -> bool:
+        """Whether no row names an expert twice."""
+        node = self.made(ids, aten.topk.default)
+        return node is not None and node.outputs[-1] == ids.name
+
+    # --- rows in the order of their experts ---
+
+    def divided(self, rows: Ref) -> tuple[Ref | None, int]:
+        """(order, k) where ``rows`` is order // k."""
+        node = self.made(rows, aten.floor_divide.default, aten.div.Tensor_mode)
+        if node is None or not isinstance(node.args[1], int) or node.kwargs.get("rounding_mode", "floor") == "true":
+            return None, 0
+        return node.args[0], node.args[1]
+
+    def sorted_ids(self, order: Ref) -> tuple[Ref, Ref] | None:
+        """(ids [t, k], the same flat) of the order of their experts."""
+        node = self.made(order, aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable)
+        if node is None or node.argument("descending") or (len(node.outputs) == 2 and node.outputs[1] != order.name):
+            return None
+        flat = Ref(node.inputs[0])
+        shaped = self.made(flat, aten.reshape.default)
+        whole = None if shaped is None else shaped.args[0]
+        return (whole, flat) if whole is not None and len(self.graph.shape(whole)) == 2 else None
+
+    def picks(self, node: Node) -> Ref | None:
+        """The rows that an index picks."""
+        if node.op is aten.index_select.default:
+            return node.args[2] if node.args[1] == 0 else None
+        return node.args[1][0] if len(node.args[1]) == 1 else None
+
+    def ends_of(self, ends: Ref) -> tuple[Ref, Ref] | None:
+        """(ids, the same flat) of which ``ends`` are the running counts."""
+        sums = self.made(self.bare(ends), aten.cumsum.default)
+        counts = self.made(self.bare(sums.args[0]), aten.bincount.default) if sums is not None else None
+        if counts is None or len(counts.inputs) != 1:
+            return None
+        shaped = self.made(counts.args[0], aten.reshape.default)
+        return (shaped.args[0], counts.args[0]) if shaped is not None else None
+
+    def weights_by(self, factor: Ref, order: Ref, ids: tuple[Ref, Ref]) -> Ref | None:
+        """The weights [t, k] that ``factor`` [t · k, 1] has in that order."""
+        last = self.made(factor, aten.unsqueeze.default)
+        picked = self.made(last.args[0], aten.index.Tensor, aten.index_select.default) if last is not None else None
+        if picked is None or not self.same(self.picks(picked), order):
+            return None
+        shaped = self.made(picked.args[0], aten.reshape.default)
+        same = shaped is not None and self.graph.shape(shaped.args[0]) == self.graph.shape(ids[0])
+        return shaped.args[0] if shaped is not None and same else None
+
+    # --- one expert after the other ---
+
+    def added(self, node: Node) -> tuple[Ref, Ref, Ref] | None:
+        """(what is added to, rows, values) of a node that adds values to some rows."""
+        if node.op is aten.index_add.default and node.args[1] == 0 and not node.kwargs:
+            return node.args[0], node.args[2], node.args[3]
+        if node.op is not aten.index_put.default or len(node.args[1]) != 1:
+            return None
+        total, (rows,), value = node.args[:3]
+        if node.argument("accumulate"):
+            return total, rows, value
+        sum_ = self.made(value, aten.add.Tensor)
+        for old, new in (sum_.args, sum_.args[::-1]) if sum_ is not None and not sum_.kwargs else ():
+            read = self.made(old, aten.index.Tensor)
+            if read is not None and read.args[1] == [rows]:
+                return (total, rows, new) if read.args[0] == total else None
+        return None
+
+    def chosen(self, rows: Ref) -> tuple[Ref, int, Ref] | None:
+        """(ids, expert, slots) where ``rows`` and ``slots`` are the places in which ids [t, k] name the expert."""
+        node = self.made(rows, aten.where.default)
+        if node is None or len(node.outputs) != 2:
+            return None
+        first, second = node.outputs
+        if (equal := self.made(node.args[0], aten.eq.Scalar)) is not None and rows.name == first:
+            return equal.args[0], int(equal.args[1]), Ref(second)
+        one = self.made(self.bare(node.args[0]), aten.select.int)  # of one_hot(ids) turned to [experts, k, t]
+        turned = self.made(one.args[0], aten.permute.default) if one is not None else None
+        hot = self.made(turned.args[0], aten.one_hot.default) if turned is not None else None
+        if one is None or hot is None or turned is None or one.args[1] != 0 or rows.name != second:
+            return None
+        return (hot.args[0], int(one.args[2]), Ref(first)) if list(turned.args[1]) == [2, 1, 0] else None
+
+    def weights_at(self, factor: Ref, rows: Ref, slots: Ref) -> Ref | None:
+        """The weights [t, k] of which ``factor`` [rows, 1] are those in some places."""
+        last = self.made(factor, aten.unsqueeze.default)
+        picked = self.made(factor if last is None else last.args[0], aten.index.Tensor)
+        if (
+            picked is None
+            or list(picked.args[1])[:2] != [rows, slots]
+            or any(x is not None for x in picked.args[1][2:])
+        ):
+            return None
+        wide = self.made(picked.args[0], aten.unsqueeze.default)
+        if (wide is None) == (last is None):
+            return None
+        weights = picked.args[0] if wide is None else wide.args[0]
+        ends = last if wide is None else wide
+        return weights if ends is not None and ends.args[1] in (-1, len(self.graph.shape(ends.args[0]))) else None

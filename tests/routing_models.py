@@ -1,0 +1,81 @@
+"""A mixture of experts in the forms in which users write its routing; all compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+COUNT, TOP, WIDTH, HIDDEN = 4, 2, 16, 24
+
+
+class Routed(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.form = FORMS[form]
+        self.router = nn.Linear(WIDTH, COUNT, bias=False)
+        self.first = nn.Parameter(torch.randn(COUNT, WIDTH, 2 * HIDDEN) / 4)
+        self.second = nn.Parameter(torch.randn(COUNT, HIDDEN, WIDTH) / 4)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        weights, ids = self.router(rows).softmax(-1).topk(TOP, -1)
+        y = self.form(self, rows, weights / weights.sum(-1, keepdim=True), ids)
+        return self.last(x + y.view_as(x)).square().mean()
+
+    def activated(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = hidden.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+def dense(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Every expert gets every row."""
+    gates = (F.one_hot(ids, COUNT).to(x.dtype) * weights[..., None]).sum(1)
+    hidden = model.activated(torch.einsum("td,edf->etf", x, model.first))
+    return torch.einsum("etd,te->td", torch.einsum("etf,efd->etd", hidden, model.second), gates)
+
+
+def in_order(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows sorted by expert, multiplied in groups."""
+    order = ids.reshape(-1).argsort(stable=True)
+    ends = torch.bincount(ids.reshape(-1), minlength=COUNT).cumsum(0).to(torch.int32)
+    hidden = torch._grouped_mm(x[order // TOP], model.first, offs=ends)
+    y = torch._grouped_mm(model.activated(hidden), model.second, offs=ends) * weights.reshape(-1)[order][:, None]
+    return torch.zeros_like(x).index_add(0, order // TOP, y)
+
+
+def loop(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Of every expert the rows that chose it."""
+    out = torch.zeros_like(x)
+    for e in range(COUNT):
+        rows, slots = torch.where(ids == e)
+        y = model.activated(x[rows] @ model.first[e]) @ model.second[e]
+        out.index_add_(0, rows, y * weights[rows, slots, None])
+    return out
+
+
+def mask_loop(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The same, out of masks of experts."""
+    out, chosen = torch.zeros_like(x), F.one_hot(ids, COUNT).permute(2, 1, 0)
+    for e in range(COUNT):
+        slots, rows = torch.where(chosen[e])
+        out[rows] += model.activated(x[rows] @ model.first[e]) @ model.second[e] * weights[rows, slots, None]
+    return out
+
+
+def with_a_rest(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A loop that leaves out an expert: it is none of the forms."""
+    out = torch.zeros_like(x)
+    for e in range(COUNT - 1):
+        rows, slots = torch.where(ids == e)
+        y = model.activated(x[rows] @ model.first[e]) @ model.second[e]
+        out = out.index_add(0, rows, y * weights[rows, slots, None])
+    return out
+
+
+Form = Callable[[Routed, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+FORMS: dict[str, Form] = {f.__name__: f for f in (dense, in_order, loop, mask_loop, with_a_rest)}
