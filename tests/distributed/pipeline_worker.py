@@ -73,6 +73,20 @@ def saved() -> None:
     assert not any(n in found for n in sharded.whole_names() if n not in mine)
 
 
+def generates() -> None:
+    """Tokens of transformers' ``generate`` on stages: a program for prompts, one for all lengths of what was said."""
+    model, _, kwargs = build("llama", pytest.MonkeyPatch())
+    model.double().eval()
+    ids = kwargs["input_ids"][:4, :5]
+    asked: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    theirs: Any = copy.deepcopy(model)
+    sharded: Any = autoshard.compile(
+        model, ideal(MESHES[dist.get_world_size()]), stages="pp", training=False, dynamic=True
+    )
+    assert torch.equal(sharded.generate(ids, **asked), theirs.generate(ids, **asked))
+    assert len(sharded.programs) == 2
+
+
 def library(name: str, **asked: Any) -> None:
     """A model of a public library, called by keywords: loss and gradients."""
     model, _, kwargs = build(name, pytest.MonkeyPatch())
@@ -160,6 +174,7 @@ if __name__ == "__main__":
         "one_fails": one_fails,
         "local_inputs": local_inputs,
         "saved": saved,
+        "generates": generates,
     }
     cases |= {"t5": lambda: library("t5", schedule="interleaved"), "whisper": lambda: library("whisper")}
     main(cases)

@@ -11,7 +11,7 @@ import world
 from pipeline_cases import CASES
 
 FAST = {"gpt_1f1b", "other_outputs", "any_lengths", "interleaved_without_gradients", "one_verdict"}
-OWN = ("resumed_elsewhere", "one_fails", "local_inputs", "saved", "t5", "whisper")
+OWN = ("resumed_elsewhere", "one_fails", "local_inputs", "saved", "generates", "t5", "whisper")
 """cases of pipeline_worker.py alone"""
 WORLDS = [
     pytest.param(2, id="world2"),
