@@ -24,7 +24,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 def run(*command: str) -> str:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    # Unbuffered: the ranks' lines come in the order of the collectives between them, not rank by rank.
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     done = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=250, check=False
     )
@@ -33,7 +34,8 @@ def run(*command: str) -> str:
 
 
 def evaluations(text: str) -> list[str]:
-    return re.findall(r"evaluation: (\S+)", text)
+    # Digits only: an unbuffered print writes its line's end apart, so another rank's line may follow at once.
+    return re.findall(r"evaluation: (\d+\.\d+)", text)
 
 
 @pytest.mark.slow
