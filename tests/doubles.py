@@ -3,31 +3,25 @@
 Names of tests with the parameters in brackets, as pytest prints them; ``*`` stands for anything.
 """
 
+from state_cases import CASES
+
+IN_ONE_PROCESS = """
+    a_buffer_that_is_returned a_buffer_written_before_the_backward a_cache_in_a_plain_attribute
+    a_meta_model_with_computed_buffers a_sparse_buffer a_state_set_anew_in_the_forward a_state_that_grows
+    a_train_of_the_models_own a_value_that_is_overwritten all_frozen_records_nothing
+    an_autograd_function_of_ones_own an_autograd_function_that_draws_or_writes an_eval_model_has_gradients
+    an_input_written_in_the_forward another_default_device_around_the_first_call autocast_in_evaluation
+    autocast_on_whole_tensors_is_eagers_bit_for_bit checkpointed deterministic_algorithms draws_that_nobody_reads
+    frozen_between_forward_and_backward grouped_products_in_float32 inputs_of_another_dtype_or_device
+    inputs_that_are_not_dense outputs_require_what_eagers_do the_default_dtype training_false_records_nothing
+    transforms_are_refused two_threads_at_once
+""".split()
+"""states that the fast run tries in one process: what torch and the model do, which is looked at before ranks matter"""
+
 DOUBLES = (
-    # under gloo the same cases run in a few worlds
-    *(
-        f"test_states.py::test_as_the_unsharded_model*-{case}]"
-        for case in (
-            "a_cache_of_ones_own",
-            "a_cache_whose_old_value_is_read",
-            "a_cache_that_users_change",
-            "a_cache_on_the_meta_device",
-            "a_written_buffer_that_is_to_be_cut",
-            "attention_kernels_and_matmul_precision",
-            "autocast_around_the_call",
-            "accumulation_with_no_sync",
-            "draws_and_buffers_are_those_of_the_forward",
-            "flex_attention_as_it_is_and_compiled",
-            "frozen_but_for_the_head_and_unfrozen",
-            "frozen_from_the_beginning",
-            "gradients_of_gradients",
-            "integers_of_every_width",
-            "modes_of_parts",
-            "optimizers_of_torch",
-            "outputs_read",
-            "parts_of_fused_projections_stay_cut",
-        )
-    ),
+    # every state in one of the two worlds
+    *(f"test_states_gloo.py::test_as_the_unsharded_model[[]{case}]" for case in IN_ONE_PROCESS),
+    *(f"test_states.py::test_as_the_unsharded_model*-{case}]" for case in CASES if case not in IN_ONE_PROCESS),
     # smaller meshes say the same
     "test_redistribute_bruteforce.py::test_equals_exhaustive_search*(2, 3, 4)-*",
     "test_compile_models.py::test_transformers*-dp2tp2sp2]",
@@ -35,7 +29,19 @@ DOUBLES = (
     "test_compile_models.py::test_uneven_sizes*-tp4]",
     "test_compile_models.py::test_uneven_sizes*t5-*",
     "test_plan_quality.py::*-8]",
-    # one model of a kind
+    "test_zero.py::test_what_is_kept_is_the_best_of_all_mixtures[[]4]",
+    # one of a kind
+    "test_training_gloo.py::test_training[[]4-train_gpt]",
+    "test_failures_gloo.py::test_a_rank_that_raises_before_it_meets_the_others",
+    "test_failures_gloo.py::test_a_rank_that_is_gone[[]stop]",
+    "test_steering.py::test_other_integers_get_a_program_of_their_own[[]counted]",
+    "test_steering.py::test_other_integers_get_a_program_of_their_own[[]segments]",
+    "test_steering.py::test_other_integers_get_a_program_of_their_own[[]masked]",
+    "test_compile_cases.py::test_parameters_keep_their_layout_in_the_other_mode[[]h100-pinned-*",
+    "test_compile_cases.py::test_parameters_keep_their_layout_in_the_other_mode[[]ideal_network-free-*",
+    "test_logs.py::test_a_program_that_logs_at_info_hears_nothing",
+    "test_dynamic_shapes.py::test_a_saved_program_takes_inputs_of_any_length",
+    "test_islands.py::test_kinds_of_islands_agree_to_the_last_bit[[]Columns]",
     "test_dynamic_shapes.py::test_one_program_serves_all_sizes*hf_llama]",
     "test_dynamic_shapes.py::test_one_program_serves_all_sizes*gpt]",
     "test_ring.py::test_trains_as_one_device*hf_gpt2-*",

@@ -209,15 +209,15 @@ linear = aten.linear.default(x, p_linear_weight, p_linear_bias)
 select = aten.select.int(linear, 1, 0)
 gt = aten.gt.Scalar(select, -50)
 nonzero = aten.nonzero.default(gt)
-sym_size_int_1 = aten.sym_size.int(nonzero, 0)
-gt_1 = aten.gt.default(sym_size_int_1, 0)
-sym_ite = aten.Int.Scalar(gt_1)
+sym_size_int = aten.sym_size.int(nonzero, 0)
+gt_2 = aten.gt.default(sym_size_int, 0)
+sym_ite = aten.Int.Scalar(gt_2)
 scalar_tensor = aten.scalar_tensor.default(sym_ite, dtype=int64)
 _ = aten._assert_async.msg(scalar_tensor, 'test_conditions.py: a length that depends on the data is too small for the \
 compiled program: return y + 1 if rows.size(0) > 0 else y')
-add_3 = aten.add.Tensor(linear, 1)
-mul_2 = aten.mul.Tensor(add_3, 2)
-return mul_2"""
+add = aten.add.Tensor(linear, 1)
+mul = aten.mul.Tensor(add, 2)
+return mul"""
     )
 
 

@@ -290,14 +290,14 @@ def test_text_of_a_body_per_place() -> None:
         == """\
 zeros_like = aten.zeros_like.default(x)
 select = aten.select.int(x, 0, 0)
-add_5 = aten.add.Tensor(zeros_like, select)
+add = aten.add.Tensor(zeros_like, select)
 select_1 = aten.select.int(hit, 0, 0)
 ne = aten.ne.Scalar(select_1, 0)
-where = aten.where.self(ne, add_5, zeros_like)
+where = aten.where.self(ne, add, zeros_like)
 select_2 = aten.select.int(x, 0, 1)
-add_6 = aten.add.Tensor(where, select_2)
+add_1 = aten.add.Tensor(where, select_2)
 select_3 = aten.select.int(hit, 0, 1)
 ne_1 = aten.ne.Scalar(select_3, 0)
-where_1 = aten.where.self(ne_1, add_6, where)
+where_1 = aten.where.self(ne_1, add_1, where)
 return where_1"""
     )

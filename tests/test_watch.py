@@ -20,6 +20,7 @@ from autoshard.passes.capture.answers.loops import Learnt
 from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.export import capture
 from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, Patch, Refusals
+from autoshard.passes.capture.repeats.observer import Repeats
 from autoshard.passes.capture.watch import Watch, concerns
 
 X = torch.ones(2, 3)
@@ -120,7 +121,10 @@ def test_what_begins_ends_and_is_learnt_reaches_every_observer() -> None:
 
 def attributes() -> dict[tuple[Any, str], Any]:
     """What each observer's patches replace, as it is now."""
-    patches = [patch for observer in concerns(True, Learnt(), Numbers()) for patch in observer.patches()]
+    equal = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    patches = [
+        patch for observer in concerns(True, Learnt(), Numbers(), Repeats(equal)) for patch in observer.patches()
+    ]
     return {(owner, name): vars(owner).get(name, ...) for owner, name, _ in patches}
 
 

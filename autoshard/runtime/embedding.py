@@ -78,13 +78,14 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.form = inputs[2:]
+    weight, indices, *form = inputs
+    ctx.save_for_backward(indices)
+    ctx.rows, ctx.form = len(weight), form
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    weight, indices = ctx.saved_tensors
-    weight = weight.detach().requires_grad_()
+    (indices,) = ctx.saved_tensors
+    weight = grad.new_empty(()).expand(ctx.rows, grad.shape[-1]).requires_grad_()  # its values do not matter
     with torch.enable_grad():
         out = pooled(weight, indices, *ctx.form)
     return *torch.autograd.grad(out, weight, grad), None, None, None, None

@@ -123,11 +123,12 @@ class TorchCommunicator(Communicator):
     def host_group(self) -> _Group:
         """All ranks, for tensors on the CPU.
 
-        Where the backend is not gloo alone a group of its own: on the CPU part of "cpu:gloo,cuda:nccl" checkpoints are
-        saved in the background, and whose collectives come first would be chance.
+        A group of its own where no backend is for CPUs (NCCL), and where gloo is beside another: on the CPU part of
+        "cpu:gloo,cuda:nccl" checkpoints are saved in the background, and whose collectives come first would be chance.
         """
         world = self.process_group(self.active(tuple(self.mesh)))
-        if world.gloo:
+        config = dist.get_backend_config(world.handle)
+        if world.gloo or ("cpu:" in config and "cpu:gloo" not in config):
             return world
         if self._host is None:
             handle = dist.new_group(sorted(self.ranks), backend="gloo", use_local_synchronization=True)
