@@ -144,6 +144,21 @@ def in_a_checkpoint(layer: Layer, x: Tensor, net: Net) -> Any:
     return x + checkpoint(lambda y: layer.linear(y).tanh(), x, use_reentrant=False)
 
 
+def asks_who_gave_its_input(layer: Layer, x: Tensor, net: Net) -> Tensor:
+    same = bool(net.kept) and net.kept[-1] is x
+    y = x + layer.linear(x) * (1 if same else 3)
+    net.kept = [y]
+    return y
+
+
+def doubles_what_the_last_gave(layer: Layer, x: Tensor, net: Net) -> Tensor:
+    if layer.index % 2:
+        return x.mul_(2)
+    y = layer.linear(x) + 1
+    net.kept.append(y)
+    return y
+
+
 def without_gradients(layer: Layer, x: Tensor, net: Net) -> Tensor:
     with torch.no_grad():
         scale = layer.linear(x).norm()
@@ -210,6 +225,8 @@ CASES = [
     (reads_a_sum, nothing, 3),
     (another_output, nothing, 3),
     (in_a_checkpoint, nothing, 3),
+    (asks_who_gave_its_input, nothing, 0),
+    (doubles_what_the_last_gave, nothing, None),
     (without_gradients, nothing, None),
     (returns_a_view, nothing, None),
 ]
@@ -225,6 +242,27 @@ def test_layers_that_differ(
     assert not {n.op for n in graph.nodes} & {CALLED, CALLED_AGAIN}
     if count is not None:
         assert repeated[-1] == count
+
+
+def test_autocast_in_one_of_them(repeated: list[int]) -> None:
+    """Casts are no calls. In float32, as autocast leaves float64 as it is."""
+
+    def narrow(layer: Layer, x: Tensor, net: Net) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=layer.index == 2):
+            return x + layer.linear(x).float()
+
+    torch.set_default_dtype(torch.float32)  # the fixture puts it back
+    check(Net(narrow), X.float(), tolerance=1e-6)
+    assert repeated == [2]
+
+
+def test_a_checkpoint_in_one_of_them(repeated: list[int]) -> None:
+    def some(layer: Layer, x: Tensor, net: Net) -> Any:
+        return in_a_checkpoint(layer, x, net) if layer.index == 2 else x + layer.linear(x).tanh()
+
+    graph = check(Net(some), X.clone())
+    assert repeated[-1] == 2
+    assert {n.fqn.split(".linear")[0] for n in graph.nodes if n.checkpoint} == {"layers.2"}
 
 
 def test_the_graph_is_that_of_a_whole_trace_and_the_trace_grows_with_distinct_blocks(

@@ -174,3 +174,17 @@ def test_a_sliding_window_compiles_no_program_for_each_length() -> None:
         assert made[0].cumulative_length == made[1].cumulative_length == end
         assert made[0].keys.shape == made[1].keys.shape
     assert len(sharded.programs) <= 5
+
+
+def test_weights_that_lie_otherwise_in_the_same_memory_are_seen() -> None:
+    """Programs without a backward keep the parts of what they read: a weight transposed in place starts where it did."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).double().eval()
+    sharded = autoshard.compile(
+        copy.deepcopy(model), {"tp": 2}, (x := torch.randn(4, 8).double(),), hints={"0": "colwise"}
+    )
+    with torch.no_grad():
+        for module in (model, sharded):
+            module(x)
+            weight = module.get_parameter("0.weight")
+            weight.data = weight.data.t()
+        torch.testing.assert_close(sharded(x), model(x), rtol=1e-9, atol=1e-12)

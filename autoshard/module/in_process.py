@@ -27,7 +27,7 @@ class InProcessModule(ShardedModule):
 
     _world: World
     _rank_modules: dict[int, list[Any]]
-    _parts: dict[Any, tuple[torch.Tensor, int, tuple[torch.Tensor, ...]]]
+    _parts: dict[Any, tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]]]
     """of programs without a backward: a parameter or buffer, where its data lie, and every rank's part"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
@@ -143,10 +143,10 @@ class InProcessModule(ShardedModule):
 
     def _seen(self, key: Any, full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
         """Every rank's part of what is only read: views, made anew where the tensor is another."""
-        known = self._parts.get(key)
-        if known is None or known[0] is not full or known[1] != full.data_ptr():
+        known, lie = self._parts.get(key), (full.data_ptr(), full.stride())
+        if known is None or known[0] is not full or known[1] != lie:
             parts = tuple(shard_of(full, layout, rank).detach() for rank in range(self._running.size))
-            known = self._parts[key] = full, full.data_ptr(), parts
+            known = self._parts[key] = full, lie, parts
         return known[2]
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:

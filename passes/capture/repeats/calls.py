@@ -7,19 +7,24 @@ change in what is called.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.traceback import get_current_meta
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autoshard.passes.capture.exported.provenance import CHECKPOINT
 from autoshard.passes.capture.observer import Call
 from autoshard.passes.capture.repeats.markers import Like, blank, like
+from autoshard.runtime.autocast import autocast_state
 
 Name = tuple[str, Any]
 """a tensor's role in a call of a module: ("input", i), ("own", path), ("made", i) or ("outer", id)"""
@@ -36,6 +41,15 @@ class UnequalError(Exception):
     """A call that is not the one written down, or cannot be."""
 
 
+def modes() -> Any:
+    """torch's own, which change what a call does, and no call says so."""
+    return torch.is_grad_enabled(), autocast_state(), torch.get_default_dtype()
+
+
+def _checkpoint() -> Any:
+    return (get_current_meta().get("custom") or {}).get(CHECKPOINT)
+
+
 class Tensors:
     """The tensors of one call of a module, by role."""
 
@@ -43,6 +57,7 @@ class Tensors:
         self.names: dict[int, Name] = {}
         self.by_name: dict[Name, torch.Tensor] = {}
         self.versions: dict[Name, int] = {}
+        self.checkpoints = {_checkpoint(): 0}
         for i, x in enumerate(inputs):
             self.add(("input", i), x)
         own = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -58,6 +73,10 @@ class Tensors:
         if id(x) not in self.names:
             self.add(("outer", id(x)), x)
         return self.names[id(x)]
+
+    def place(self) -> Any:
+        """In which modes, and in which checkpoint of the module's own, a call is made."""
+        return modes(), self.checkpoints.setdefault(_checkpoint(), len(self.checkpoints))
 
     def written(self, tree: Any) -> Any:
         """``tree`` as something that equals another module's where the same is meant. Raises :class:`UnequalError`."""
@@ -85,6 +104,7 @@ class Step:
     """One call, and what came of it: tensors by role, all else as it was."""
 
     func: Any
+    place: Any
     given: Any
     gives: tuple[Any, ...]
     spec: Any
@@ -128,7 +148,7 @@ class Recording:
         func = call.func if asked is None else asked.func
         if not made and not (getattr(func, "__name__", "") in _ASKED and all(isinstance(x, _FACTS) for x in leaves)):
             self.failed = True
-        self.steps.append(Step(func, given, gives, spec))
+        self.steps.append(Step(func, self.tensors.place(), given, gives, spec))
 
     def _gives(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -149,6 +169,10 @@ class Recording:
         names = [tensors.names.get(id(x)) for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
         if None in names:
             raise UnequalError("its output was made unseen")
+        if _are_kept(
+            [x for x in pytree.tree_leaves(output) if tensors.names.get(id(x), "?")[0] == "made"], output, by_name
+        ):
+            raise UnequalError("its output is kept elsewhere, and would be another tensor there")
         leaving = {name[1] for name in names if name is not None and name[0] == "made"}
         self.exports = tuple(sorted(leaving | self.leaves))
         given = [name for step in self.steps for name in _names(step.given)]
@@ -165,6 +189,21 @@ class Recording:
         by_name = self.tensors.by_name
         new = {id(by_name["made", i]): x for i, x in zip(self.exports, results, strict=True)}
         return pytree.tree_map_only(torch.Tensor, lambda x: new.get(id(x), x), output)
+
+
+def _are_kept(tensors: list[Any], *known: Any) -> bool:
+    """Whether anything but frames and the containers that are ``known`` holds one of ``tensors``."""
+    held, todo = {id(tensors)}, [known]
+    while todo:
+        holder: Any = todo.pop()
+        held.add(id(holder))
+        if isinstance(holder, Mapping):
+            todo += holder.values()
+        elif isinstance(holder, list | tuple):
+            todo += holder
+        if isinstance(holder, Mapping) and hasattr(holder, "__dict__"):  # has its items as attributes as well
+            held.add(id(vars(holder)))
+    return any(id(x) not in held and not isinstance(x, FrameType) for x in gc.get_referrers(*tensors))
 
 
 def _blank(of: Like, mode: FakeTensorMode | None) -> torch.Tensor:
@@ -209,6 +248,8 @@ class Replay:
         step = next(self.steps, None)
         if step is None or call.func != step.func:
             raise UnequalError(f"{_show(call.func)} is called, not {_show(step and step.func)}")
+        if (place := self.tensors.place()) != step.place:
+            raise UnequalError(f"{_show(call.func)} is called in {place}, not {step.place}")
         if (given := self.tensors.written((call.args, dict(call.kwargs)))) != step.given:
             raise UnequalError(f"{_show(call.func)} is called with {given}, not {step.given}")
         by_name = self.tensors.by_name

@@ -22,9 +22,8 @@ from torch import nn
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 
 from autoshard.passes.capture.observer import Answer, Call, Observer, Patch, replacing
-from autoshard.passes.capture.repeats.calls import Recording, Replay, Tensors, UnequalError
+from autoshard.passes.capture.repeats.calls import Recording, Replay, Tensors, UnequalError, modes
 from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN, REPEATED, RESULTS
-from autoshard.runtime.autocast import autocast_state
 
 FEWEST, MISTAKES = 3, 3
 """modules that are worth it, and of one kind that may turn out to be another"""
@@ -177,7 +176,7 @@ def _state(tensors: Tensors) -> Any:
         (name, type(x), x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad, x.is_leaf)
         for name, x in tensors.by_name.items()
     ]
-    return types, torch.is_grad_enabled(), autocast_state(), torch.get_default_dtype()
+    return types, modes()
 
 
 def _members(model: nn.Module) -> dict[int, _Member]:
