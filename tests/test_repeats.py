@@ -18,6 +18,7 @@ from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.capture import export
 from autoshard.passes.capture.export import capture
 from autoshard.passes.capture.repeats import observer
+from autoshard.passes.capture.repeats.calls import Tensors
 from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -263,6 +264,12 @@ def test_a_checkpoint_in_one_of_them(repeated: list[int]) -> None:
     graph = check(Net(some), X.clone())
     assert repeated[-1] == 2
     assert {n.fqn.split(".linear")[0] for n in graph.nodes if n.checkpoint} == {"layers.2"}
+
+
+def test_functions_that_are_gone_are_not_those_made_in_their_place() -> None:
+    tensors = Tensors(nn.Linear(1, 1), ())
+    assert len({tensors.written(lambda: 1) for _ in range(9)}) == 9
+    assert tensors.written(torch.sin) == tensors.written(torch.sin)
 
 
 def test_the_graph_is_that_of_a_whole_trace_and_the_trace_grows_with_distinct_blocks(
