@@ -132,6 +132,12 @@ def writes_its_buffer(layer: Layer, x: Tensor, net: Net) -> Tensor:
     return x + layer.linear(x) * layer.count
 
 
+def sets_its_buffer(layer: Layer, x: Tensor, net: Net) -> Tensor:
+    y = x + layer.linear(x) * layer.factor
+    layer.factor = layer.factor * 2
+    return y
+
+
 def reads_a_sum(layer: Layer, x: Tensor, net: Net) -> Tensor:
     return x + layer.linear(net.outer + x)
 
@@ -223,6 +229,7 @@ CASES = [
     (last_ones, nothing, None),
     (writes_its_input, nothing, None),
     (writes_its_buffer, nothing, 0),
+    (sets_its_buffer, nothing, None),
     (reads_a_sum, nothing, 3),
     (another_output, nothing, 3),
     (in_a_checkpoint, nothing, 3),
