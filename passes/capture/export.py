@@ -288,7 +288,7 @@ def _contents(module: nn.Module) -> dict[str, Any]:
 
 
 def _write_back(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
-    """Have buffers that the forward set anew written in place: export sees only those of the root set anew, and drops others."""
+    """Have buffers that the forward set anew written in place: export sees only those of the root, and drops the others."""
     for name, old in before.items():
         new = module._buffers.get(name)
         if new is old:
