@@ -18,6 +18,7 @@ from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.capture import export
 from autoshard.passes.capture.export import capture
 from autoshard.passes.capture.repeats import observer
+from autoshard.passes.capture.repeats.calls import Tensors
 from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -131,6 +132,12 @@ def writes_its_buffer(layer: Layer, x: Tensor, net: Net) -> Tensor:
     return x + layer.linear(x) * layer.count
 
 
+def sets_its_buffer(layer: Layer, x: Tensor, net: Net) -> Tensor:
+    y = x + layer.linear(x) * layer.factor
+    layer.factor = layer.factor * 2
+    return y
+
+
 def reads_a_sum(layer: Layer, x: Tensor, net: Net) -> Tensor:
     return x + layer.linear(net.outer + x)
 
@@ -222,6 +229,7 @@ CASES = [
     (last_ones, nothing, None),
     (writes_its_input, nothing, None),
     (writes_its_buffer, nothing, 0),
+    (sets_its_buffer, nothing, None),
     (reads_a_sum, nothing, 3),
     (another_output, nothing, 3),
     (in_a_checkpoint, nothing, 3),
@@ -263,6 +271,12 @@ def test_a_checkpoint_in_one_of_them(repeated: list[int]) -> None:
     graph = check(Net(some), X.clone())
     assert repeated[-1] == 2
     assert {n.fqn.split(".linear")[0] for n in graph.nodes if n.checkpoint} == {"layers.2"}
+
+
+def test_functions_that_are_gone_are_not_those_made_in_their_place() -> None:
+    tensors = Tensors(nn.Linear(1, 1), ())
+    assert len({tensors.written(lambda: 1) for _ in range(9)}) == 9
+    assert tensors.written(torch.sin) == tensors.written(torch.sin)
 
 
 def test_the_graph_is_that_of_a_whole_trace_and_the_trace_grows_with_distinct_blocks(

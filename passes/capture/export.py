@@ -228,11 +228,14 @@ class _Trace:
             try:
                 before = [(module, dict(vars(module))) for module in model.modules()]
                 attributes = held(model)
+                assigned = [(module, dict(module._buffers)) for module in model.modules() if module is not model]
                 with watch:
                     state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
                     watch.begin(Forward(pytree.tree_leaves((args, kwargs)), list(model.parameters()), state))
                     output = forward(*args, **kwargs)
                     watch.end(output)
+                for module, own in assigned:
+                    _write_back(module, own)
                 check_unwritten(model, attributes)
                 for module, values in before:
                     _warn_changed(module, values)
@@ -282,6 +285,21 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 def _contents(module: nn.Module) -> dict[str, Any]:
     return {k: copy.copy(v) for k, v in vars(module).items() if type(v) in (dict, OrderedDict, list, set)}
+
+
+def _write_back(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
+    """Have buffers that the forward set anew written in place: export sees only those of the root, and drops the others."""
+    for name, old in before.items():
+        new = module._buffers.get(name)
+        if new is old:
+            continue
+        if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise CaptureError(
+                f"buffer {name!r} of {type(module).__name__} is set to another shape or dtype, or to None, in the forward. "
+                "Write to it in place, with copy_()."
+            )
+        module._buffers[name] = old
+        old.copy_(new.detach())
 
 
 def _warn_changed(module: nn.Module, before: dict[str, Any]) -> None:

@@ -92,10 +92,8 @@ class Tensors:
             raise UnequalError("a length is open")
         if isinstance(tree, float | complex):
             return type(tree), repr(tree)
-        if isinstance(tree, (*_FACTS, str, type, type(Ellipsis))):
+        if isinstance(tree, (*_FACTS, str, type, type(Ellipsis))) or callable(tree):
             return type(tree), tree
-        if callable(tree):
-            return type(tree), id(tree)
         raise UnequalError(f"a {type(tree).__name__} is an argument")
 
 
