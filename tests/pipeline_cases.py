@@ -11,140 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from microbatch_cases import TOLERANCE, far, full, loss_of
+from pipeline_steps import Uneven, compare, made, tokens
 from torch import nn
 
 import autoshard
 from autoshard.errors import HintError, MeshError, PlanError, RuntimeMismatchError
-from autoshard.models import Gpt, GptConfig, Llama, LlamaConfig, Moe, MoeConfig
-
-Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
-
-
-class Skips(nn.Module):
-    """A U-Net in small: what comes first is read last, and goes through all stages between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([nn.Linear(12, 24), nn.Linear(24, 16)])
-        self.up = nn.ModuleList([nn.Linear(16, 24), nn.Linear(24, 12)])
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
-        self.calls += 1
-        scale = torch.arange(x.shape[1], dtype=x.dtype) / x.shape[1]  # every stage makes it for itself
-        first = F.gelu(self.down[0](x * scale))
-        second = F.gelu(self.down[1](first))
-        third = F.gelu(self.up[0](second)) + first
-        found = self.up[1](third) * scale + x
-        return {"loss": F.mse_loss(found, y), "found": found, "middle": second, "name": "u"}
-
-
-class Uneven(Skips):
-    """The first stage has a parameter of another dtype than all else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(12))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
-        return super().forward(x * self.factor.to(x.dtype), y)
-
-
-class Normed(nn.Module):
-    """Batch norm needs the whole batch: one micro-batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, bias=False),
-            nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5),
-        )  # fmt: skip
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.layers(x), labels)
-
-
-def tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.randint(0, 50, (8, 12), generator=torch.Generator().manual_seed(0))
-    labels = ids.roll(-1, 1)
-    labels[:3, 4:] = -100  # uneven
-    return ids, labels
-
-
-def made(name: str) -> Made:
-    torch.manual_seed(0)
-    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    if name == "skips":
-        return Skips().double(), (x, x.flip(0))
-    if name == "detached":
-        return Detached().double(), (x, x.flip(0))
-    if name == "normed":
-        return Normed().double(), (x.new_ones(8, 3, 6, 6) * x[:, :6, None].unsqueeze(1), torch.arange(8) % 5)
-    if name == "llama":
-        config = LlamaConfig(vocab=50, width=32, hidden=48, heads=4, kv_heads=2, layers=4)
-        return Llama(config).double(), tokens()
-    if name == "moe":
-        return Moe(
-            MoeConfig(vocab=50, width=32, hidden=48, heads=4, kv_heads=2, layers=4, experts=4)
-        ).double(), tokens()
-    return Gpt(GptConfig(vocab=50, positions=12, width=32, heads=4, layers=4)).double(), tokens()
-
-
-def compare(name: str, mesh: autoshard.Mesh, count: int, steps: int = 3, **asked: Any) -> autoshard.ShardedModule:
-    """``steps`` AdamW steps with clipping: losses, outputs, gradients, the norm and weights are those of one device."""
-    model, args = made(name)
-    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=count, **asked)
-    ours, theirs = (torch.optim.AdamW(m.parameters(), 1e-2, eps=1e-6) for m in (sharded, model))
-    for step in range(steps):
-        torch.manual_seed(step)
-        expected = loss_of(model(*args))
-        state = torch.get_rng_state()
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        torch.manual_seed(step if first else 1000 + dist.get_rank())
-        found = loss_of(sharded(*args))
-        assert not first or torch.equal(torch.get_rng_state(), state)
-        (2 * expected).backward()
-        (2 * found).backward()
-        assert far(found.detach(), expected.detach()) <= TOLERANCE
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        mine = sharded.full_gradients()
-        assert mine.keys() == gradients.keys()
-        for n, gradient in gradients.items():
-            assert far(mine[n], gradient) <= TOLERANCE, f"step {step}, gradient of {n}"
-        if (
-            dist.is_initialized() and mesh.size_of("pp") > 1 and sharded.gradients_once()
-        ):  # a rank sees its stages' parameters alone
-            with pytest.raises(RuntimeMismatchError, match=r"use autoshard\.clip_grad_norm_"):
-                torch.nn.utils.clip_grad_norm_(sharded.parameters(), 0.5)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        assert far(autoshard.clip_grad_norm_(sharded, 0.5), norm) <= TOLERANCE
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    weights = model.state_dict()
-    state_dict = sharded.full_state_dict()
-    assert state_dict.keys() == weights.keys()
-    assert max(far(x, weights[n]) for n, x in state_dict.items() if x.is_floating_point()) <= TOLERANCE
-    return sharded
+from autoshard.models import Gpt, GptConfig
 
 
 def trains(name: str, count: int, **asked: Any) -> Callable[[autoshard.Mesh], None]:
     return lambda mesh: (compare(name, mesh, count, **asked), None)[1]
-
-
-class Detached(nn.Module):
-    """The first layer's weight is read again at the end, where it has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 12, bias=False)
-        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = F.gelu(layer(x))
-        return F.mse_loss(x @ self.first.weight.detach(), y)
 
 
 def no_second_derivatives(mesh: autoshard.Mesh) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import ideal
 from microbatch_cases import steps_alike
-from pipeline_cases import made
+from pipeline_steps import made
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 DOUBLE = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from harness import ideal
 from microbatch_cases import loss_of
-from pipeline_cases import CASES, compare, made
+from pipeline_cases import CASES
+from pipeline_steps import compare, made
 from safetensors.torch import save_file
 from torch import nn
 
@@ -98,7 +99,7 @@ def test_verify_looks_into_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "reduce_scatter", wrong)
     report = autoshard.verify(model, ideal({"pp": 2, "tp": 2}), args, **asked)
     assert not report.ok
-    assert str(report.first_divergence).startswith("aten.mul.Tensor in (root) at pipeline_cases.py")
+    assert str(report.first_divergence).startswith("aten.mul.Tensor in (root) at pipeline_steps.py")
 
 
 def test_a_wrong_message_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,9 +92,8 @@ def _over_stages(unscale: Callable[..., Found]) -> Callable[..., Found]:
         by_device = unscale(scaler, optimizer, inverse, found, fp16)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         group = next((p.stages for p in parameters if hasattr(p, "stages")), None)
-        rows = any(
-            isinstance(p.grad, DTensor) and p.grad.is_sparse for p in parameters
-        )  # each rank has looked at its own
+        # of sparse gradients each rank has looked at its own rows
+        rows = any(isinstance(p.grad, DTensor) and p.grad.is_sparse for p in parameters)
         if group is None and not rows:
             return by_device
         by_device = by_device or {found.device: found}

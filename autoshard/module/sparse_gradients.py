@@ -44,8 +44,7 @@ class SparseGradient(DTensor):
 
 def accumulate(p: Any, local: torch.Tensor, spec: Any) -> None:
     """Add a sparse gradient to ``p.grad``: autograd, in C++, would take a DTensor apart. Hooks of ``p`` run as it runs them."""
-    gradient: Any = DTensor(local, spec, requires_grad=False)
-    gradient.__class__ = SparseGradient
+    gradient = _made(local, spec)
     for hook in tuple((p._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
@@ -54,10 +53,15 @@ def accumulate(p: Any, local: torch.Tensor, spec: Any) -> None:
         hook(p)
 
 
-def _like(x: SparseGradient, local: torch.Tensor) -> SparseGradient:
-    found = DTensor(local, x._spec, requires_grad=False)
+def _made(local: torch.Tensor, spec: Any) -> Any:
+    found = DTensor(local, spec, requires_grad=False)
     found.__class__ = SparseGradient
-    return found  # type: ignore[return-value]
+    return found
+
+
+def _like(x: SparseGradient, local: torch.Tensor) -> SparseGradient:
+    found: SparseGradient = _made(local, x._spec)
+    return found
 
 
 def _new(x: SparseGradient, numbers: torch.Tensor, rows: torch.Tensor, size: Any) -> SparseGradient:

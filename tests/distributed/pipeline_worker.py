@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import double, ideal
 from microbatch_cases import TOLERANCE, far, loss_of
-from pipeline_cases import CASES, made
+from pipeline_cases import CASES
+from pipeline_steps import made
 from safetensors.torch import load_file
 from test_real_models import build
 from torch import nn
