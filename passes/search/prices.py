@@ -120,7 +120,7 @@ class Search:
         self.solved += 1
         if part.elimination is not None:
             self.work += part.elimination.work
-            choice, value = part.elimination.solve(prices[None], unit)
+            choice, value = part.elimination.solve(prices, unit)
             return part.original(choice), value, True
         known = min(part.cuts, key=lambda cut: unit * cut.cost + float(prices @ cut.slope), default=None)
         start = None if known is None else part.renumbered(known.choice)

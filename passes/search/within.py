@@ -18,7 +18,7 @@ from autoshard.passes.search.mixture import mix
 from autoshard.passes.search.network import Solution
 from autoshard.passes.search.prices import GAP, Part, Prices, Relaxed, Search, maximise_bound
 from autoshard.passes.search.prune import NO_CHOICE
-from autoshard.passes.search.stacked import Choice, Stacked
+from autoshard.passes.search.stacked import Choice, Stacked, undecided, value
 from autoshard.passes.search.tables import Classes, Tables
 
 # Iterations of the bound, at first and when strategies that are too dear are gone, for effort 1.
@@ -191,11 +191,16 @@ def _look(search: Search, target: float, effort: float, sweeps: int) -> bool:
 
 def _within_reach(part: Part, upper: float, sweeps: int) -> list[Classes]:
     """Per node the strategies that some choice of cost up to ``upper`` may contain, by message passing."""
-    network = Eliminator.of(part.problem.priced(part.prices), Tables())
-    dual = Dual(network, constant=-float(part.prices @ part.problem.limits))
+    left = undecided(part.problem)
+    network = Eliminator.of(left.problem.priced(part.prices), Tables())
+    decided = float(value(left.decided, part.prices, 1.0))
+    dual = Dual(network, constant=decided - float(part.prices @ part.problem.limits))
     for _ in range(sweeps):
         dual.sweep(upper)
-    return [dual.kept[i] for i in range(len(part.problem.sizes))]
+    kept = [np.zeros(1, dtype=np.intp)] * len(part.problem.sizes)
+    for k, i in enumerate(left.nodes.tolist()):
+        kept[i] = dual.kept[k]
+    return kept
 
 
 def solve_programme(search: Search, kept: list[Classes], target: float, effort: float) -> tuple[float, bool]:
