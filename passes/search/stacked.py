@@ -56,7 +56,7 @@ class Stacks:
         """Of a stack of pairs, what the other node's strategies have beside the only one along ``axis``."""
         key = ("beside", number, axis)
         if key not in self._by_parts:
-            self._by_parts[key] = self.of(self.arrays[number].take(0, axis + 1))
+            self._by_parts[key] = self.of(self.arrays[number].take([0], axis + 1).squeeze(axis + 1))
         return self._by_parts[key]
 
     def summed(self, counts: Mapping[int, int]) -> int:
@@ -224,9 +224,9 @@ def classes(stack: Array) -> tuple[Classes, Classes]:
     return found, np.unique(found, return_index=True)[1]
 
 
-def stack_rows(network: CostNetwork, rows: Sequence[Row]) -> Stacked:
-    """The network with its rows."""
-    stacks = Stacks()
+def stack_rows(network: CostNetwork, rows: Sequence[Row], stacks: Stacks | None = None) -> Stacked:
+    """The network with its rows. ``stacks``: those of another one that shares tables with it, and lives on."""
+    stacks = stacks or Stacks()
     for k, row in enumerate(rows):
         _check(network, row, k)
     factors: dict[Scope, int] = {}
