@@ -13,7 +13,7 @@ from autoshard.runtime import tile
 from autoshard.runtime.move import Move
 from autoshard.runtime.random import scaled
 from autoshard.runtime.relay import Arrival, Hop, Journey, Tensors
-from autoshard.runtime.ring_order import Band, Stop, Tile, blocks, carried, length_of, stops, tiles
+from autoshard.runtime.ring_order import Band, Stop, Tile, blocks, carried, length_of, longest, stops, tiles
 from autoshard.runtime.softmax import wide
 from autoshard.runtime.tile import Masking
 from autoshard.runtime.window import Chunks, Interval
@@ -61,7 +61,7 @@ class Job(NamedTuple):
 
     def longest(self, stop: Stop) -> int:
         """Of the keys of all ranks."""
-        return max(length_of(self.columns_at(stop, r)) for r in range(len(self.columns)))
+        return longest(self.rows, self.columns, self.band, stop)
 
     def onward(self, xs: Tensors, of: Stop, to: Stop) -> Hop:
         """Something of the keys that are here at ``of`` to the rank where they stop next; the same comes."""
