@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from microbatch_cases import TOLERANCE, far, full, loss_of
 from pipeline_steps import Uneven, compare, made, tokens
+from state_harness import same_gradients
 from torch import nn
 
 import autoshard
@@ -130,8 +131,7 @@ def first_without_gradients(mesh: autoshard.Mesh) -> None:
         sharded(*args)
     for m in (model, sharded):
         loss_of(m.train(False)(*args)).backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert max(far(x, gradients[n]) for n, x in sharded.full_gradients().items()) <= TOLERANCE
+    same_gradients(sharded, model)
 
 
 def any_lengths(mesh: autoshard.Mesh) -> None:
@@ -148,8 +148,7 @@ def any_lengths(mesh: autoshard.Mesh) -> None:
             losses.append(loss_of(m(*given)))
             losses[-1].backward()
         assert far(losses[1].detach(), losses[0].detach()) <= TOLERANCE
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        assert max(far(x, gradients[n]) for n, x in sharded.full_gradients().items()) <= TOLERANCE
+        same_gradients(sharded, model)
     assert len(sharded.programs) == 1
     with torch.no_grad():
         for rows, length in ((8, 12), (4, 7)):
@@ -205,10 +204,37 @@ def frozen(mesh: autoshard.Mesh) -> None:
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2, training=True)
     for m in (model, sharded):
         loss_of(m(*args)).backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    found = sharded.full_gradients()
-    assert found.keys() == gradients.keys()
-    assert max(far(found[n], x) for n, x in gradients.items()) <= TOLERANCE
+    same_gradients(sharded, model)
+
+
+def frozen_and_unfrozen(mesh: autoshard.Mesh) -> None:
+    """Flags that change after compilation, on every stage, on the last alone, or everywhere; norms stay those of stages."""
+    model, args = made("gpt")
+    model.eval()
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2, training=True)
+    for start in (("",), ("blocks.3", "norm"), ("blocks.0", "token_embedding"), ()):
+        for m in (model, sharded):
+            m.zero_grad()
+            for n, p in m.named_parameters():
+                p.requires_grad_(n.startswith(start))
+        losses = [loss_of(m(*args)) for m in (model, sharded)]
+        assert far(losses[1].detach(), losses[0].detach()) <= TOLERANCE
+        assert losses[1].requires_grad == losses[0].requires_grad == bool(start)
+        if start:
+            for loss in losses:
+                loss.backward()
+            same_gradients(sharded, model)
+    for m in (model, sharded):
+        m.requires_grad_(True)
+        loss_of(m(*args)).backward()
+    same_gradients(sharded, model)
+    if dist.is_initialized() and dist.get_world_size() == mesh.size_of("pp"):
+        with pytest.raises(RuntimeMismatchError, match="use autoshard"):
+            torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+        if "token_embedding.weight" in dict(sharded.named_parameters()):  # held by two stages
+            sharded.get_parameter("token_embedding.weight").requires_grad_(dist.get_rank() == 0)
+        with pytest.raises(RuntimeMismatchError, match="the ranks disagree on the state of the call"):
+            sharded(*args)
 
 
 def accumulates(mesh: autoshard.Mesh) -> None:
@@ -219,8 +245,7 @@ def accumulates(mesh: autoshard.Mesh) -> None:
     for part in (args, tuple(x[:4] for x in args)):
         for m in (model, sharded):
             (loss_of(m(*part)) / 2).backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert max(far(x, gradients[n]) for n, x in sharded.full_gradients().items()) <= TOLERANCE
+    same_gradients(sharded, model)
 
 
 def like_an_expert(mesh: autoshard.Mesh) -> None:
@@ -316,6 +341,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "state": state,
     "deferred": deferred,
     "frozen": frozen,
+    "frozen_and_unfrozen": frozen_and_unfrozen,
     "accumulates": accumulates,
     "like_an_expert": like_an_expert,
     "gradients_of_inputs": gradients_of_inputs,

@@ -30,6 +30,8 @@ _WIDTH = 6
 
 _POSITIVE = (1 << 62) - 1
 
+_FLAGS = (None, False, True)
+
 AFTERWARDS = "an earlier call was left between its collectives: start all processes again"
 
 CHECKS = ("inputs", "replicas")
@@ -86,10 +88,22 @@ class Agreement:
     def numbers_of(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         """For every rank the checksums of its ``tensors``; -1 for those on the meta device."""
         numbers = [-1 if x.is_meta else int(checksum(x)) & _POSITIVE for x in tensors]
-        if not numbers:
+        return self._rows(numbers, "the comparison of tensors")
+
+    def flags(self, mine: Sequence[bool | None]) -> list[list[bool | None]]:
+        """Those of every rank; None: it does not know."""
+        self.finish()
+        digits = [_FLAGS.index(x) for x in mine]
+        words = [sum(n << 2 * i for i, n in enumerate(digits[at : at + 31])) for at in range(0, len(digits), 31)]
+        self.notes.claims = tuple  # not known yet
+        rows = self._rows(words, "flags of all ranks")
+        return [[_FLAGS[row[i // 31] >> 2 * (i % 31) & 3] for i in range(len(mine))] for row in rows]
+
+    def _rows(self, mine: Sequence[int], what: str) -> list[list[int]]:
+        if not mine:
             return [[] for _ in range(self.ranks)]
-        work, found = self._numbers(_cpu(numbers))
-        self._wait(work, "the comparison of tensors")
+        work, found = self._numbers(_cpu(mine))
+        self._wait(work, what)
         rows: list[list[int]] = found.tolist()
         return rows
 
