@@ -14,6 +14,7 @@ from microbatch_cases import TOLERANCE, far, full, loss_of
 from pipeline_steps import Uneven, compare, made, tokens
 from state_harness import same_gradients
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.errors import HintError, MeshError, PlanError, RuntimeMismatchError
@@ -248,6 +249,19 @@ def accumulates(mesh: autoshard.Mesh) -> None:
     same_gradients(sharded, model)
 
 
+def checkpointed(mesh: autoshard.Mesh) -> None:
+    """``torch.utils.checkpoint`` around a call: what it makes again is the call, not what a micro-batch of it saves."""
+    model, args = made("gpt")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2)
+    for reentrant in (False, True):
+        for m in (model, sharded):
+            m.zero_grad()
+            torch.manual_seed(3)
+            scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+            checkpoint(lambda s, m=m: loss_of(m(*args)) * s, scale, use_reentrant=reentrant).backward()
+        same_gradients(sharded, model)
+
+
 def like_an_expert(mesh: autoshard.Mesh) -> None:
     """Plans by name, styles by module and hints hold in the stages that they concern."""
     model, args = made("gpt")
@@ -343,6 +357,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "frozen": frozen,
     "frozen_and_unfrozen": frozen_and_unfrozen,
     "accumulates": accumulates,
+    "checkpointed": checkpointed,
     "like_an_expert": like_an_expert,
     "gradients_of_inputs": gradients_of_inputs,
     "refused": refused,

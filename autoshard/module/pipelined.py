@@ -19,7 +19,7 @@ from autoshard.mesh import Mesh
 from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule, default_device_type
 from autoshard.module.executable import Executable
-from autoshard.module.microbatches import beforehand, delivered, part_of
+from autoshard.module.microbatches import beforehand, delivered, part_of, unseen
 from autoshard.module.pipeline import Lengths, ProgramPipeline, form_of
 from autoshard.module.stage_gradients import mark
 from autoshard.passes.ir.graph import Ref
@@ -64,9 +64,8 @@ class PipelinedModule(DistributedModule):
     # --- tensors ---
 
     def _mark(self) -> None:
-        """Let parameters and their gradients be known as those of a stage, where there are others."""
+        """Let gradients be known as those of a stage, where there are others."""
         for p in self.parameters() if self._along.ranks > 1 else ():
-            p.stages = self._along.group  # type: ignore[attr-defined]
             if p.requires_grad and mark not in (p._post_accumulate_grad_hooks or {}).values():
                 p.register_post_accumulate_grad_hook(mark)
 
@@ -191,7 +190,7 @@ class PipelinedModule(DistributedModule):
         own = generators.states(cuda=self._device.type == "cuda")
         before = self._defer(True)
         try:
-            with contextlib.ExitStack() as inside:
+            with contextlib.ExitStack() as inside, unseen():
                 pairs: Pairs = inside.enter_context(self._of.standing_in()) if training else []
                 begin = self._beginning(pipeline)
                 with runtime.bind(self._comm):
