@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from state_harness import Net, Smooth, both, case, close, full, ids, pair, refused, steps
+from state_harness import Net, Smooth, both, case, close, full, ids, pair, refused, rows, steps
 from torch import nn
 
 import autoshard
@@ -143,6 +143,30 @@ def the_default_dtype(mesh: autoshard.Mesh) -> None:
                 close(sharded(x), model(x), rtol=1e-6)
     finally:
         torch.set_default_dtype(before)
+
+
+class OfItsOwn(nn.Module):
+    """Makes tensors under a default dtype that it sets; ``whole``: of integers."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.lin, self.whole = nn.Linear(8, 8), whole
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float16)
+        try:
+            table = torch.arange(8) / 3 if self.whole else torch.tensor(0.1) * torch.full((8,), 0.1)
+            return ((self.lin(x) + table).square().mean(),)
+        finally:
+            torch.set_default_dtype(before)
+
+
+@case
+def another_default_dtype_inside(mesh: autoshard.Mesh) -> None:
+    steps(*pair(mesh, lambda: OfItsOwn(False), rows()), rows())
+    with refused("on integers under a default dtype that it sets itself"):
+        pair(mesh, lambda: OfItsOwn(True), rows())
 
 
 @case
