@@ -72,9 +72,9 @@ def autocast_around_the_call(mesh: autoshard.Mesh) -> None:
         model, exact, sharded = autocast_pair(mesh, inside, hints={"up": "colwise", "x": autoshard.Shard(0)})
         assert sharded.collectives
         truths: dict[int, list[torch.Tensor]] = {}
-        for rows, dtype in ((4, torch.bfloat16), (4, None), (4, torch.float16), (4, torch.bfloat16)):
-            x = mixed_inputs(rows)
-            truth = truths.setdefault(rows, mixed_run(exact, x.double(), None))
+        for n, dtype in ((4, torch.bfloat16), (4, None), (4, torch.float16), (4, torch.bfloat16)):
+            x = mixed_inputs(n)
+            truth = truths.setdefault(n, mixed_run(exact, x.double(), None))
             for ours, theirs, true in zip(mixed_run(sharded, x, dtype), mixed_run(model, x, dtype), truth, strict=True):
                 assert ours.dtype == theirs.dtype
                 worst = max(1.5 * error(theirs, true), 2e-6 if dtype is None else 2e-3)

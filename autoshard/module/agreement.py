@@ -30,8 +30,6 @@ _WIDTH = 6
 
 _POSITIVE = (1 << 62) - 1
 
-_FLAGS = (None, False, True)
-
 AFTERWARDS = "an earlier call was left between its collectives: start all processes again"
 
 CHECKS = ("inputs", "replicas")
@@ -90,14 +88,14 @@ class Agreement:
         numbers = [-1 if x.is_meta else int(checksum(x)) & _POSITIVE for x in tensors]
         return self._rows(numbers, "the comparison of tensors")
 
-    def flags(self, mine: Sequence[bool | None]) -> list[list[bool | None]]:
-        """Those of every rank; None: it does not know."""
+    def known(self, mine: Sequence[int]) -> list[int]:
+        """Of bytes that some ranks know, and that are 0 on others, what the first one knows."""
         self.finish()
-        digits = [_FLAGS.index(x) for x in mine]
-        words = [sum(n << 2 * i for i, n in enumerate(digits[at : at + 31])) for at in range(0, len(digits), 31)]
         self.notes.claims = tuple  # not known yet
-        rows = self._rows(words, "flags of all ranks")
-        return [[_FLAGS[row[i // 31] >> 2 * (i % 31) & 3] for i in range(len(mine))] for row in rows]
+        words = [int.from_bytes(mine[at : at + 7], "little") for at in range(0, len(mine), 7)]
+        rows = self._rows(words, "what ranks know of their tensors")
+        each = [b"".join(n.to_bytes(7, "little") for n in row) for row in rows]
+        return [next(filter(None, told), 0) for told in zip(*each, strict=True)][: len(mine)]
 
     def _rows(self, mine: Sequence[int], what: str) -> list[list[int]]:
         if not mine:

@@ -30,6 +30,9 @@ from autoshard.runtime.pipeline import packed, unpacked
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
+_DTYPES = [None, *sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)]
+"""all there are, in one order on every rank"""
+
 
 class PipelinedModule(DistributedModule):
     """A sharded module in stages; ``named_parameters()`` are those of this rank's stages."""
@@ -159,15 +162,15 @@ class PipelinedModule(DistributedModule):
         return super().specialise(args, kwargs, number, recorded)
 
     def _follow_others(self) -> None:
-        """Know which parameters of other stages are trained now. Collective."""
+        """Know what tensors of other stages are now: their dtypes, and whether they are trained. Collective."""
         if not self._of.adopted:
             return
-        names = self._of.parameters
-        own = [None if n in self._of.elsewhere else self._of.tensor(n).requires_grad for n in names]
-        every = self._agreement.flags(own)
-        for name, told in zip(names, zip(*every, strict=True), strict=True):
-            if name in self._of.elsewhere:
-                self._of.elsewhere[name].requires_grad_(next(x for x in told if x is not None))
+        held = self._of.held()
+        own = [0 if n in self._of.elsewhere else 2 * _DTYPES.index(x.dtype) + x.requires_grad for n, x in held.items()]
+        for (name, x), told in zip(held.items(), self._agreement.known(own), strict=True):
+            if name in self._of.elsewhere and told:
+                x.data = x.data.to(_DTYPES[told // 2])
+                x.requires_grad_(bool(told % 2))
 
     @property
     def _places(self) -> Sequence[Sequence[int]]:
