@@ -32,6 +32,7 @@ CONTRACT = (
     "different_inputs_are_refused",
     "wrong_mesh_size",
     "device_mesh",
+    "other_dtensors",
     "profiled",
     "one_program_for_all_lengths",
     "tables_of_one_owner",
