@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.module.base import ShardedModule
-from autoshard.module.owned import is_owned
+from autoshard.module.owned import everyone, is_owned
 from autoshard.runtime.process_group import all_gather_single
 
 Found = dict[torch.device, torch.Tensor]
@@ -93,12 +93,17 @@ def _over_stages(unscale: Callable[..., Found]) -> Callable[..., Found]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         group = next((p.stages for p in parameters if hasattr(p, "stages")), None)
         # of sparse gradients each rank has looked at its own rows
-        rows = any(isinstance(p.grad, DTensor) and p.grad.is_sparse for p in parameters)
-        if group is None and not rows:
-            return by_device
-        by_device = by_device or {found.device: found}
+        sparse = [p for p in parameters if isinstance(p.grad, DTensor) and p.grad.is_sparse]
+        groups = [
+            mesh.get_group(i)
+            for mesh in {id(everyone(p)): everyone(p) for p in sparse}.values()
+            for i in range(mesh.ndim)
+        ]
+        groups += [] if group is None else [group]
+        by_device = by_device or ({found.device: found} if groups else {})
         for x in by_device.values():
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+            for g in groups:
+                dist.all_reduce(x, dist.ReduceOp.MAX, group=g)
         return by_device
 
     return over_stages
@@ -109,10 +114,7 @@ def _check_and_unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     gradients = [g for g in given if isinstance(g, DTensor)]
     parts = [g.to_local() if isinstance(g, DTensor) else g for g in given]  # of sparse ones the scaler gives the values
     op([x._values() if x.is_sparse else x for x in parts], found, inverse, **kwargs)
-    mesh = next((g.device_mesh for g in gradients if not is_owned(g)), None)
-    if mesh is None:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return
+    mesh = everyone(gradients[0])
     for i in range(mesh.ndim):
         if any(is_owned(g) or not g.placements[i].is_replicate() for g in gradients):
             dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(i))
