@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -111,6 +111,34 @@ def test_tables_lie_whole_on_one_rank_each(name: str, mesh: str, optimizer: str 
     assert found.keys() == tables, "every table has an owner"
     assert {x.split("@")[0] for x in found.values()} >= {f"O({r})" for r in range(2)}
     assert sharded.source.count("runtime.table_wise(") <= 4, "one for all tables that are pooled alike"
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [
+        (lambda: dlrm(sparse=True, batch=1), {"dp": 2, "x": 2}),
+        pytest.param(lambda: towers(sparse=False, batch=3), {"x": 4}, marks=pytest.mark.slow),
+        pytest.param(lambda: towers(sparse=True, batch=3), {"x": 2, "dp": 2}, marks=pytest.mark.slow),
+        pytest.param(lambda: fields(DCN, True, 2), {"x": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_batch_of_fewer_rows_than_ranks(case: Callable[[], Call], mesh: dict[str, int]) -> None:
+    model, args = case()
+    optimizer = "SGD" if any(getattr(m, "sparse", False) for m in model.modules()) else None
+    sharded = trains_alike((model, args), mesh, optimizer, like=like_of(mesh, "table-wise"))
+    assert owners(sharded).keys() == {n for n, _ in sharded.named_parameters() if n.partition(".")[0] in TABLES}
+    assert "summed=True" in sharded.source
+
+
+def test_a_table_wise_plan_serves_any_batch() -> None:
+    model, (dense, ids, labels) = dlrm(sparse=True)
+    sharded = autoshard.compile(model, ideal({"x": 4}), (dense, ids, labels), like="table-wise")
+    before = owners(sharded)
+    for rows in (1, 0):
+        args = dense[:rows], ids[:rows], labels[:rows]
+        torch.testing.assert_close(loss_of(sharded, args), loss_of(model, args), rtol=1e-9, atol=1e-12, equal_nan=True)
+    assert before
+    assert owners(sharded) == before
 
 
 TABLES = {"tables", "linear", "seen", "liked", "tags", "items"}

@@ -20,7 +20,7 @@ from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.fusion import Traffic
 from autoshard.passes.rules import ring
 from autoshard.passes.rules.base import Rule
-from autoshard.passes.rules.embedding import LOOK_UPS, TABLE
+from autoshard.passes.rules.embedding import LOOK_UPS, TABLE, TABLE_SUMS
 from autoshard.passes.rules.facts import facts_of, is_view
 
 aten = torch.ops.aten
@@ -165,7 +165,7 @@ def _looked_up(
     """``sizes`` with what a look-up reads of its table: rows, of which memory gives no less than a line, and as many as
     it has indices. Where tables lie whole on one rank each, a rank works on its own ones only."""
     place = node.positions["indices"]
-    share = math.prod(n for s, n in zip(choice, mesh.shape, strict=True) if s.label == TABLE)
+    share = math.prod(n for s, n in zip(choice, mesh.shape, strict=True) if s.label in (TABLE, TABLE_SUMS))
     row = max(LINE, shapes[0][1] * graph.types[node.inputs[0]].dtype.itemsize)
     read = [float(n) for n in sizes]
     read[0] = math.prod(shapes[place]) * row / share
