@@ -22,7 +22,7 @@ LOOK_UPS = frozenset(
 TABLE = "table"
 """the label of the strategy in which an axis gives tables, each whole, to ranks, and what they look up to all"""
 TABLE_SUMS = "table sums"
-"""the same where the batch cannot be cut: what the owner looks up is a summand, others have zeros"""
+"""the same with what the owner looks up as a summand, of which others have zeros: the batch may be of any length"""
 
 
 def _table_wise(node: Node, graph: Graph, factors: Factors) -> Space:
