@@ -99,7 +99,8 @@ class Fixed(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """As torch's, which loses the hooks of DTensors: another tensor is swapped into these."""
         made = nn.Module._apply(self, fn, recurse)
-        for p in self._parameters.values():
+        held: list[Any] = list(self._parameters.values())
+        for p in held:
             if isinstance(p, DTensor):
                 for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                     setattr(p, hooks, getattr(p, hooks))
