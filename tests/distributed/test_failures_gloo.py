@@ -60,7 +60,9 @@ def test_a_rank_that_raises_before_it_meets_the_others(tmp_path: Path, how: str,
     assert seconds < SOON
     assert re.match(rf"CommunicationError: {IN_FORWARD}: rank 1 failed: {refused}", text), text
     for said in (other, failed):
-        assert re.search(r"then: \w+Error: .*an earlier call (failed|was left between its collectives)", said), said
+        assert re.search(
+            r"then: \w+Error: .*(an earlier call (failed|was left between its coll)|which call they make)", said
+        ), said
 
 
 def test_a_rank_that_is_killed_in_its_backward(tmp_path: Path) -> None:
