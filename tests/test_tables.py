@@ -219,6 +219,7 @@ def test_tables_are_laid_out_by_their_size_without_hints() -> None:
     plan = autoshard.plan(model, {"x": 8}, (ids,))
     layouts = [plan.layouts[f"tables.{i}.weight"] for i in range(21)]
     assert str(layouts[0]) in ("S(0)@x", "S(1)@x"), "the giant does not fit on a rank"
+    assert plan.lower_bound <= plan.cost.total_s * (1 + 1e-9)
     assert sorted(x.owner["x"] for x in layouts[1:17]) == sorted([*range(8)] * 2), "two on every rank"
     assert all(x.owner or str(x) == "I@x" for x in layouts[17:]), "what is tiny is not cut"
     table = 400_000_000 * 16 * 4 / 8
