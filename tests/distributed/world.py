@@ -1,19 +1,21 @@
-"""Worlds of gloo processes: a script is started once and forks a process per rank, so that torch is imported once.
+"""Worlds of gloo processes: forked from one process that has imported torch, a process per rank.
 
 The test calls :func:`start`, the script :func:`main`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-from harness import freeze_imports
 
 HERE = Path(__file__).parent
 
@@ -27,31 +29,74 @@ def environment() -> dict[str, str]:
 def start(script: str, ranks: int, folder: Path, *arguments: str, timeout: float) -> str:
     """What rank 0 of ``script`` (beside this file) wrote to its result file; all ranks must end well, without warnings.
 
-    Raises :class:`AssertionError` with what the processes printed, and ends them after ``timeout`` seconds.
+    Raises :class:`AssertionError` with what the processes printed, and :class:`subprocess.TimeoutExpired`, having ended
+    them, after ``timeout`` seconds.
     """
-    files = [str(folder / "rendezvous"), str(folder / "result.json")]
-    world = subprocess.Popen(
-        [sys.executable, str(HERE / script), str(ranks), *files, *arguments],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        log = world.communicate(timeout=timeout)[0]
-    finally:
-        if world.poll() is None:
-            os.killpg(world.pid, signal.SIGKILL)
-    assert world.returncode == 0, log
+    files = [str(folder / name) for name in ("rendezvous", "result.json", "log")]
+    command = [str(HERE / script), str(ranks), *files[:2], *arguments]
+    with _nursery() as connection:
+        connection.sendall(json.dumps([files[2], *command]).encode() + b"\n")
+        world, answer = int(line(connection)), ""
+        connection.settimeout(timeout)
+        try:
+            answer = line(connection)
+        except TimeoutError as error:
+            raise subprocess.TimeoutExpired(command, timeout, (folder / "log").read_text("utf-8", "replace")) from error
+        finally:
+            if not answer:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(world, signal.SIGKILL)
+    log = (folder / "log").read_text("utf-8", "replace")
+    assert answer == "0", log
     assert "Warning" not in log, log
     return (folder / "result.json").read_text("utf-8")
+
+
+def line(connection: socket.socket) -> str:
+    line = b""
+    while not line.endswith(b"\n") and (got := connection.recv(1)):
+        line += got
+    return line.decode().strip()
+
+
+def _nursery() -> socket.socket:
+    """A connection to the process that forks worlds. It has imported torch and compiled a model, which takes seconds."""
+    ours, theirs = socket.socketpair()
+    socket.send_fds(_parent(), [b"x"], [theirs.fileno()])
+    theirs.close()
+    return ours
+
+
+@functools.cache
+def _parent() -> socket.socket:
+    """Of one test process; it ends when this end is closed."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, str(HERE / "nursery.py"), str(theirs.fileno())]
+    subprocess.Popen(command, env=environment(), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    theirs.close()
+    return ours
+
+
+@contextlib.contextmanager
+def exiting() -> Iterator[None]:
+    """The body ends this forked process. torch's threads sometimes abort the interpreter's own way out ("terminate …")."""
+    status = 1
+    try:
+        yield
+        status = 0
+    except SystemExit as error:
+        status = int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def main(run: Callable[[int, int, str, str], None]) -> None:
     """Call ``run(rank, ranks, rendezvous file, result file)`` in a process per rank; exit with 1 where one failed."""
     ranks, rendezvous, result = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    freeze_imports()
     ids = [_fork(run, rank, ranks, rendezvous, result) for rank in range(ranks)]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ids]
     sys.exit(any(statuses))
@@ -59,16 +104,7 @@ def main(run: Callable[[int, int, str, str], None]) -> None:
 
 def _fork(run: Callable[[int, int, str, str], None], rank: int, *arguments: object) -> int:
     process = os.fork()
-    if process:
-        return process
-    status = 1
-    try:
-        run(rank, *arguments)  # type: ignore[arg-type]
-        status = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        # Results are written. torch's threads sometimes abort the interpreter's own way out ("terminate called …").
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    if process == 0:
+        with exiting():
+            run(rank, *arguments)  # type: ignore[arg-type]
+    return process
