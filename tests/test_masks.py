@@ -73,6 +73,7 @@ MASKS: dict[str, tuple[Mask, Band | None]] = {
     "packed alike": (lambda x: (_columns() <= _rows()) & _alike(_document(x)[0, None], 1), CAUSAL),
     "packed otherwise": (lambda x: _alike(_document(x)[:, None], 2).logical_or(_columns() == 0)[:, None], None),
     "ALiBi": (lambda x: (_columns() - _rows()).to(x.dtype) * 0.1, None),
+    "ALiBi, causal": (lambda x: ((_columns() - _rows()).to(x.dtype) * 0.1).masked_fill(_columns() > _rows(), -torch.inf), None),
     "little added": (lambda x: _minus(_columns() <= _rows(), -3.0), None),
     "rows that see none": (lambda x: _minus(_columns() < _rows(), torch.finfo(x.dtype).min), None),
     "stripes": (lambda x: (_columns() - _rows()).remainder(2) == 0, None),
@@ -148,7 +149,10 @@ def test_positions_are_what_runs() -> None:
     [
         "window of both sides",
         "packed",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("documents", "packed alike", "window", "later rows")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("documents", "packed alike", "ALiBi, causal", "window", "later rows")
+        ),
     ],
 )
 def test_in_a_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,6 @@ def like_of(mesh: dict[str, int], name: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "mesh", "optimizer"),
     [
-        ("dlrm", "x2", None),
         ("towers", "dp2x2", "SparseAdam"),
         pytest.param("dcn", "x4", "Adagrad", marks=pytest.mark.slow),
         *(

@@ -89,7 +89,9 @@ def _gradient(
     found = (wide(logits) - top).exp_().mul_(exponentials)
     if found.shape[dim]:
         at, here = _places(index, found.shape[dim])
-        found.scatter_add_(dim, at, picked.masked_fill(~here.unsqueeze(dim), 0))
+        found.scatter_(
+            dim, at, found.gather(dim, at) + picked.masked_fill(~here.unsqueeze(dim), 0)
+        )  # one of a row each
     if rest:
         found += rest[0] if share is None else rest[0] * _along(share, found)
     return found

@@ -1,0 +1,124 @@
+"""A step over embedding tables on gloo ranks: the compiled module beside a table-wise layout written by hand, taken in turns.
+
+    torchrun --nproc-per-node 2 benchmarks/table_step.py
+    torchrun --nproc-per-node 2 benchmarks/table_step.py --batch 4096 --tables 16
+
+Both put whole tables on ranks, as torchrec does, look up for all, exchange what is pooled, and cut the batch of the
+layers above; they give the same loss. Prints medians of wall seconds and of rank 0's processor seconds, and their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.nn.functional import all_to_all_single
+
+import autoshard
+
+WARM = 10
+"""steps that do not count: in its first calls a module compares the ranks' inputs"""
+
+
+class Model(nn.Module):
+    """Sums of bags out of several tables, and two layers, as autoshard sees them."""
+
+    def __init__(self, tables: int, rows: int, width: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
+        self.top = nn.Sequential(nn.Linear(tables * width, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = torch.cat([table(ids[:, i]).sum(1) for i, table in enumerate(self.tables)], 1)
+        return self.top(found).square().mean()
+
+
+class ByHand(nn.Module):
+    """The same on this rank: its tables as one, of which one call looks up, and its part of the batch."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.each = len(model.tables) // self.ranks
+        mine = range(self.rank * self.each, (self.rank + 1) * self.each)
+        self.rows = model.tables[0].weight.shape[0]
+        self.mine = mine
+        self.table = nn.Parameter(torch.cat([model.tables[i].weight.detach() for i in mine]))
+        self.top = nn.Sequential(nn.Linear(*model.top[0].weight.shape[::-1]), nn.ReLU(), nn.Linear(64, 1))
+        self.top.load_state_dict(model.top.state_dict())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        batch, _, bag = ids.shape
+        shift = torch.arange(self.each).unsqueeze(1) * self.rows
+        flat = (ids[:, self.mine.start : self.mine.stop] + shift).reshape(-1, bag)
+        found = F.embedding_bag(flat, self.table, mode="sum")
+        width, here = found.shape[1], batch // self.ranks
+        sent = found.reshape(-1)
+        got = all_to_all_single(torch.empty_like(sent), sent).view(self.ranks, here, -1)
+        x = got.transpose(0, 1).reshape(here, self.ranks * self.each * width)
+        return self.top(x).square().sum() / batch
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        self.zero_grad()
+        loss = self(ids)
+        loss.backward()
+        gradients = [p.grad for p in self.top.parameters() if p.grad is not None]
+        bucket = torch.cat([g.reshape(-1) for g in gradients])
+        dist.all_reduce(bucket)
+        for g, part in zip(gradients, bucket.split([g.numel() for g in gradients]), strict=True):
+            g.copy_(part.view_as(g))
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--tables", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=20000)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--bag", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=15)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Model(options.tables, options.rows, options.width)
+    ids = torch.randint(options.rows, (options.batch, options.tables, options.bag))
+    by_hand = ByHand(model)
+    sharded = autoshard.compile(model, {"x": dist.get_world_size()}, (ids,), like="table-wise")
+
+    def compiled() -> torch.Tensor:
+        sharded.zero_grad()
+        loss: torch.Tensor = sharded(ids)
+        loss.backward()
+        return loss.detach()
+
+    forms: dict[str, Callable[[], torch.Tensor]] = {"compiled": compiled, "by hand": lambda: by_hand.step(ids)}
+    losses = {name: float(run()) for name, run in forms.items()}
+    assert abs(losses["compiled"] - losses["by hand"]) < 1e-5 * losses["by hand"], losses
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
+    for number in range(WARM + options.steps):
+        for name, run in forms.items():
+            dist.barrier()
+            begun = time.perf_counter(), time.process_time()
+            run()
+            if number >= WARM:
+                taken[name].append((time.perf_counter() - begun[0], time.process_time() - begun[1]))
+    if dist.get_rank() == 0:
+        for i, clock in enumerate(("wall", "processor")):
+            medians = {name: statistics.median(t[i] for t in times) for name, times in taken.items()}
+            print(clock, {name: f"{s * 1e3:.1f} ms" for name, s in medians.items()}, end=" ")
+            print(f"compiled / by hand: {medians['compiled'] / medians['by hand']:.2f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
