@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from microbatch_cases import TOLERANCE, far, full, loss_of
 from pipeline_steps import Uneven, compare, made, tokens
 from state_harness import same_gradients
+from table_models import Looked
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -332,6 +333,39 @@ class Short(nn.Module):
         return self.weight.square()
 
 
+def tables(mesh: autoshard.Mesh) -> None:
+    """Owned tables with sparse gradients in the first stage: full gradients, one verdict of a scaler, weights after a step."""
+    torch.manual_seed(0)
+    args = torch.randint(9, (8, 4)), torch.randint(2, (8,)).double()
+    model = Looked().double()
+    axes = mesh.axes[1:]
+    sharded = autoshard.compile(
+        copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2, like=dict.fromkeys(axes, "table-wise") or None
+    )
+    assert all(sharded.plan.layouts["tables.0.weight"].owner for _ in axes)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    for spoilt, scale in ((True, 4.0), (False, 8.0)):
+        optimizer = torch.optim.SGD(sharded.parameters(), 0.1)
+        optimizer.zero_grad()
+        scaler.scale(sharded(*args)).backward()
+        for n, p in sharded.named_parameters():
+            if spoilt and n == "tables.0.weight":
+                assert p.grad is not None
+                getattr(p.grad, "_local_tensor", p.grad)._values().fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+    theirs = torch.optim.SGD(model.parameters(), 0.1)
+    model(*args).backward()
+    for n, p in model.named_parameters():
+        assert p.grad is not None
+        found = sharded.full_gradients()[n]
+        assert found.is_sparse == p.grad.is_sparse
+        assert far(found.to_dense(), p.grad.to_dense()) <= TOLERANCE, n
+    theirs.step()
+    assert max(far(sharded.full_state_dict()[n], x) for n, x in model.state_dict().items()) <= TOLERANCE
+
+
 CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "gpt_1f1b": trains("gpt", 4),
     "gpt_gpipe": trains("gpt", 2, schedule="gpipe"),
@@ -363,4 +397,5 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "like_an_expert": like_an_expert,
     "gradients_of_inputs": gradients_of_inputs,
     "refused": refused,
+    "tables": tables,
 }

@@ -320,6 +320,8 @@ class DistributedModule(ShardedModule):
         program, loaded = executable.compiled.program, self._load_program(executable)
         module = loaded.module
         self._comm.deferred = self._deferred
+        if not loaded.recorded:
+            self._comm.spare.clear()
         module.bind_tensors(loaded.tensors(self.tensor))
         try:
             named = zip(executable.compiled.source.inputs, inputs, strict=True)

@@ -24,7 +24,7 @@ from autoshard.module.pipeline import Lengths, ProgramPipeline, form_of
 from autoshard.module.stage_gradients import mark
 from autoshard.passes.ir.graph import Ref
 from autoshard.plans.stages_together import rest
-from autoshard.runtime import generators
+from autoshard.runtime import generators, sparse
 from autoshard.runtime.along import Along
 from autoshard.runtime.pipeline import packed, unpacked
 
@@ -134,10 +134,14 @@ class PipelinedModule(DistributedModule):
         """Original parameter name → full gradient (parameters without one are left out), on every rank. Collective."""
         own = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         names = dict(self._of.model.named_parameters())
-        there = torch.tensor([n in own for n in names], dtype=torch.int32, device=self._device)
+        kinds = [(n in own, n in own and own[n].is_sparse) for n in names]
+        there = torch.tensor(kinds, dtype=torch.int32, device=self._device)
         self._along.add_up(there, range(self._along.ranks), "which gradients there are")
-        pairs = zip(names.items(), there.tolist(), strict=True)
-        return {n: self.everywhere(n, x, own.get(n)) for (n, x), known in pairs if known}
+        found = {}
+        for (n, x), (known, rows) in zip(names.items(), there.tolist(), strict=True):
+            if known:
+                found[n] = self._rows_everywhere(n, x, own.get(n)) if rows else self.everywhere(n, x, own.get(n))
+        return found
 
     def everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
         """The full tensor of a name on every rank; ``own``: this rank's, if it holds it. Collective."""
@@ -146,6 +150,18 @@ class PipelinedModule(DistributedModule):
             full = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         self._along.tell(self._stage_of(name), full, name)
         return full
+
+    def _rows_everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+        """As :meth:`everywhere`, of a sparse gradient: its rows and their numbers. Collective."""
+        numbers, rows = sparse.rows_of(self._full(own).to(self._device)) if own is not None else (None, None)
+        count = torch.tensor(0 if numbers is None else len(numbers), device=self._device)
+        self._along.tell(self._stage_of(name), count, name)
+        if numbers is None or rows is None:
+            numbers = torch.empty(int(count), dtype=torch.int64, device=self._device)
+            rows = torch.empty(int(count), *like.shape[1:], dtype=like.dtype, device=self._device)
+        for part in (numbers, rows):
+            self._along.tell(self._stage_of(name), part, name)
+        return sparse.from_rows(numbers, rows, like.shape[0]).coalesce()
 
     # --- running ---
 

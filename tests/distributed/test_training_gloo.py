@@ -38,6 +38,7 @@ CONTRACT = (
     "tables_of_one_owner",
     "jagged_bags_of_one_owner",
     "sparse_rows_and_replicas",
+    "tables_in_parts_and_lower_precision",
 )
 IN_BOTH = {
     "train_gpt",
