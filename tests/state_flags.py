@@ -6,8 +6,24 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from state_harness import Net, Smooth, both, case, close, full, ids, pair, refused, same_gradients, same_state, steps
+from state_harness import (
+    Net,
+    Of,
+    Smooth,
+    both,
+    case,
+    close,
+    full,
+    ids,
+    pair,
+    refused,
+    rows,
+    same_gradients,
+    same_state,
+    steps,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -73,6 +89,25 @@ def frozen_between_forward_and_backward(mesh: autoshard.Mesh) -> None:
         dict(module.named_parameters())["layers.0.up.weight"].requires_grad_(False)
         loss.backward()
     same_gradients(sharded, model)
+
+
+@case
+def a_parameter_written_before_the_backward(mesh: autoshard.Mesh) -> None:
+    def function(lin: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return lin(torch.tanh(lin(x))).square().mean()
+
+    for asked in ({}, {"like": "fsdp"}, {"micro_batches": 2}):
+        model, sharded = pair(mesh, lambda: Of(function), rows(), **asked)
+        loss = full(sharded(rows()))
+        with torch.no_grad():
+            sharded.lin.weight.mul_(2)
+        if dist.is_initialized() and "micro_batches" not in asked:
+            with refused("modified by an inplace operation|changed in place between forward", RuntimeError):
+                loss.backward()
+            continue
+        loss.backward()
+        model(rows()).backward()
+        same_gradients(sharded, model)
 
 
 # --- modes ---

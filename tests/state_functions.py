@@ -205,8 +205,12 @@ def a_value_that_is_overwritten(mesh: autoshard.Mesh) -> None:
         y.zero_()
         z.fill_(2.0)
         y[0] = lin(x)[1]
-        return y + z
+        return y + z + lin(x).copy_(x * lin.weight[2])
 
-    for f in (function, lambda lin, x: (x * lin.weight[0]).clone().zero_()):
+    def copied(lin: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        y = lin(x)
+        return F.dropout(y, 0.5, training=False).copy_(y) * lin(x).copy_(x)
+
+    for f in (function, copied, lambda lin, x: (x * lin.weight[0]).clone().zero_(), lambda lin, x: lin(x).copy_(x)):
         model, sharded = pair(mesh, lambda f=f: Of(f), rows())
         once(model, sharded, rows())

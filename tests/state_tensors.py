@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -37,6 +38,23 @@ def converted_to_another_dtype(mesh: autoshard.Mesh) -> None:
     both(model, sharded, lambda m: m.bfloat16().eval())
     with torch.no_grad():
         close(sharded(ids())[1], model(ids())[1], rtol=0.1)
+
+
+@case
+def an_optimizer_made_before(mesh: autoshard.Mesh) -> None:
+    """Of the model's own parameters; the model itself may be trained as ever, with gradients or by a closure."""
+    model = Net().double()
+    given = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(given.parameters(), 0.1)
+    sharded = autoshard.compile(given, mesh)
+    full(sharded(ids())[0]).backward()
+    with refused("this optimizer was made of the parameters of a model before", autoshard.AutoshardError):
+        optimizer.step()
+    optimizer.step(lambda: 1.0)
+    for m, own in ((model, torch.optim.SGD(model.parameters(), 0.1)), (given, optimizer)):
+        m(ids())[0].backward()
+        own.step()
+    assert all(torch.equal(x, given.state_dict()[n]) for n, x in model.state_dict().items())
 
 
 @case

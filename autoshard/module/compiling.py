@@ -21,6 +21,7 @@ from autoshard.module.carried import carried
 from autoshard.module.entrance import beside
 from autoshard.module.executable import Call, Executable, described
 from autoshard.module.inputs import Inputs, local_layouts
+from autoshard.module.left import leave
 from autoshard.module.original import Original, absent_buffers
 from autoshard.module.parts import Fixed, attributes
 from autoshard.module.state import State, check_call, requires_grad
@@ -283,6 +284,7 @@ class Compiling(Fixed):
             if id(b) not in taken:
                 taken[id(b)] = self._buffer(b, layouts.get(name), initial.get(name))
             self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
+        leave(model.parameters())
         self._of.adopt([name for name in absent if name not in initial and self._holds(names.get(name, name))])
 
     def _adopt_attributes(self, graph: Graph, layouts: Mapping[str, Layout]) -> None:

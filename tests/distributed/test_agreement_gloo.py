@@ -1,4 +1,4 @@
-"""What two ranks do where they come with other weights, inputs, plans or gradients: the checks of agreement_worker.py."""
+"""What two ranks do where they come with other weights, inputs, plans or gradients: the checks of :data:`FILES`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 import pytest
 import world
 
-CHECKS = re.findall(r"^def (\w+)\(\) -> None", (world.HERE / "agreement_worker.py").read_text(), re.MULTILINE)
+FILES = ("agreement_worker.py", "agreement_gradients.py")
+CHECKS = [c for f in FILES for c in re.findall(r"^def (\w+)\(\) -> None", (world.HERE / f).read_text(), re.MULTILINE)]
 
 
 @pytest.fixture(scope="module")

@@ -179,6 +179,8 @@ def clipping() -> None:
         norm = nn.utils.clip_grad_norm_(m.parameters(), 1e-3)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     assert_close({"norm": norms[1]}, {"norm": norms[0]}, "clipping")
+    ours, theirs = autoshard.clip_grad_norm_(sharded, 1e-4), nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+    assert_close({"norm": ours}, {"norm": theirs}, "clipping by ours")
     assert_close(sharded.full_gradients(), {n: p.grad for n, p in model.named_parameters()}, "clipped gradient of")
     sharded.zero_grad()
 

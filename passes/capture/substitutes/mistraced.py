@@ -83,11 +83,20 @@ def _dropout(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return dropped
 
 
+def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """What is overwritten has a gradient, of zeros; the functional form of ``copy_`` has none."""
+    if self.is_leaf or self._is_view() or not torch.is_grad_enabled():
+        return self.copy_(src, non_blocking)
+    new = src.to(self.dtype).clone()  # it may be the same tensor
+    return self.zero_().add_(new)
+
+
 _DROPOUTS = (torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout)
 
 MISTRACED: dict[Any, Callable[..., Any]] = {
     **{f: _recurrent(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     **{f: _dropout(f) for f in _DROPOUTS},
+    torch.Tensor.copy_: _copy_,
 }
 PATCHES = (
     (torch, "instance_norm", _instance_norm),
