@@ -73,7 +73,7 @@ class DistributedModule(ShardedModule):
         set_(self, "_home", next((t.device for _, t in named_tensors(model) if not t.is_meta), torch.device("cpu")))
         set_(self, "_turns", Turns(waits=False))
         one_verdict()
-        mend()
+        mend(device_mesh)
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())
