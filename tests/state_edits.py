@@ -113,3 +113,31 @@ def tables_under_a_scaler(mesh: autoshard.Mesh) -> None:
             with torch.no_grad():
                 both(model, sharded, lambda m: m.tables[1].weight.__setitem__(1, 0.5))
             same_state(sharded, model)
+
+
+class Transposed(nn.Module):
+    """Its weights' gradients do not lie in memory as the weights do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 6, 10, dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(10, 6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        y = torch.einsum("td,edf->etf", x, self.up).sum(0)
+        return ((y @ self.down * x).square().mean(),)
+
+
+@case
+def fused_steps_on_gradients_that_lie_otherwise(mesh: autoshard.Mesh) -> None:
+    """A fused optimizer goes through a weight and its gradient side by side, whatever their strides."""
+    for like in ("replicate", "ddp", None):
+        model, sharded = pair(mesh, Transposed, rows(4, 6), like=like)
+        optimizers = [torch.optim.AdamW(m.parameters(), 0.01, eps=1e-4, fused=True) for m in (model, sharded)]
+        for _ in range(2):
+            for m, optimizer in zip((model, sharded), optimizers, strict=True):
+                optimizer.zero_grad()
+                full(m(rows(4, 6))[0]).backward()
+                optimizer.step()
+        same_gradients(sharded, model)
+        same_state(sharded, model)

@@ -65,9 +65,17 @@ class _Locals(torch.autograd.Function):
 
 
 def _in_rows(p: Any, gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
-    """A gradient that is no list of rows, or None: such a list becomes ``p.grad``, or goes on whole where none is kept."""
-    if gradient is None or not gradient.is_sparse:
-        return gradient
+    """A gradient that is no list of rows, or None: such a list becomes ``p.grad``, or goes on whole where none is kept.
+
+    It lies in memory as the parameter does, as autograd has it of plain ones: fused optimizers go through both side by side.
+    """
+    if gradient is None:
+        return None
+    if not gradient.is_sparse:
+        local = p._local_tensor
+        if (gradient.is_contiguous() and local.is_contiguous()) or gradient.stride() == local.stride():
+            return gradient
+        return gradient.new_empty_strided(gradient.shape, local.stride()).copy_(gradient)
     if not _accumulates(p):
         return gradient.to_dense()
     accumulate(p, gradient, spec)
