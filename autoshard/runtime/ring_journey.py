@@ -10,6 +10,7 @@ import torch
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime import tile
+from autoshard.runtime.banded import is_documents
 from autoshard.runtime.move import Move
 from autoshard.runtime.random import scaled
 from autoshard.runtime.relay import Arrival, Hop, Journey, Tensors
@@ -205,7 +206,10 @@ def _tiles(
         bias, noise, aligned = None, None, t.aligned and mask is None
         if t.partial or aligned is not t.aligned:
             bias = _shown(t, job.band, query.device)
-        if mask is not None:
+        if mask is not None and is_documents(mask):
+            own = mask.narrow(-1, *t.rows).mT == mask.narrow(-1, *t.columns)
+            bias = own if bias is None else bias & own
+        elif mask is not None:
             more = mask if mask.shape[-1] == 1 else mask.narrow(-1, *t.columns)
             more = more if mask.dim() < 2 or mask.shape[-2] == 1 else more.narrow(-2, *rows)
             bias = (

@@ -87,9 +87,9 @@ def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ..
     seen = {name: n for name, n in band._asdict().items() if n is not None}
     mask = {} if node.argument("attn_mask") is None else {"attn_mask": node.argument("attn_mask")}
     if label not in LABELS:
-        cut = {"axes": spell(axes)} if axes else {}
+        cut: dict[str, Any] = {"queries": shape[-2], "axes": spell(axes)} if axes else {}
         order = {"folded": True} if label == FOLDED_ROWS else {}
-        return Call("banded_rows", operands, {**mask, **scale, "queries": shape[-2], **cut, **seen, **order})
+        return Call("banded_rows", operands, {**mask, **scale, **cut, **seen, **order})
     extra: dict[str, Any] = {"is_causal": True} if band == CAUSAL else seen
     extra |= {**mask, **scale, "queries": shape[-2], "keys": shape[-1], "axes": spell(axes)}
     if label == FOLDED:
