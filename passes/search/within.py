@@ -28,8 +28,6 @@ ITERATIONS = 48
 ENOUGH = 2e-3
 # Turns between equal layers as one and each for itself.
 TURNS = 5
-# Effort of each of them but the last.
-ROUGH = 0.05
 # Mixtures tried for effort 1, nodes of a problem for which that is little in any case, and the fewest.
 MIXTURES = 16
 FEW_NODES = 400
@@ -71,23 +69,20 @@ def solve_alike(
         raise PlanError("no choice within the limits of all rows was found")
     part, found = search.part, search.solution()
     found = replace(found, choice=tied.lifted(found.choice), exact=False)
-    rough, ended = min(effort, ROUGH), False
-    for turn in range(TURNS + 1):
+    for turn in range(TURNS):
         seen = np.array(list(search.seen))
         kept = {i: np.unique(seen[:, k]) for i, k in enumerate(tied.of)}
         left = max(search.deadline - time.perf_counter(), 1.0)
-        work = effort if ended else rough
-        each = searched(problem.restricted(kept), relaxed, left, work, part.prices.tolist()).solution()
+        each = searched(problem.restricted(kept), relaxed, left, effort, part.prices.tolist()).solution()
         if each.cost < found.cost:
             choice = tuple(int(kept[i][s]) for i, s in enumerate(each.choice))
             found = replace(found, choice=choice, cost=each.cost)
-        if found.cost - part.bound <= ENOUGH * abs(found.cost) or ended or search.late:
+        if found.cost - part.bound <= ENOUGH * abs(found.cost) or turn == TURNS - 1 or search.late:
             break
         value = search.relax(part, np.array(each.prices))
         if value > part.bound:
             part.bound, part.prices = value, np.array(each.prices)
-        ended = len(search.seen) == len(seen) or turn >= TURNS - 1
-        if ended and work == effort:
+        if len(search.seen) == len(seen):
             break
     found.stats["solved"], at = search.solved, part.prices
 
