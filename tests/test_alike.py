@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, Prepared, Row, solve, solver
+from autoshard.passes.search import CostNetwork, Prepared, Row, prepared, solve
 from autoshard.passes.search.alike import bound
 
 
 @pytest.fixture(autouse=True)
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solver, "LARGE", 0)
+    monkeypatch.setattr(prepared, "LARGE", 0)
 
 
 def layers(seed: int, count: int) -> tuple[CostNetwork, tuple[Row, ...], list[Hashable | None]]:
