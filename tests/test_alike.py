@@ -118,3 +118,15 @@ def test_what_is_prepared_once_serves_all_limits(tied: bool) -> None:
             assert proven.prove is None
             assert proven.lower_bound <= best(network, alone) + 1e-9
     assert waited == {tied}
+
+
+def test_the_bound_is_a_number_where_choices_are_forbidden() -> None:
+    """Infinite messages are not taken from one another."""
+    generator, count = np.random.default_rng(0), 6
+    down, along = (generator.integers(0, 9, (3, 3)).astype(np.float64) for _ in range(2))
+    down[2], along[:, 1] = math.inf, math.inf
+    edges = [(2 * i, 2 * i + 1, down) for i in range(count)]
+    edges += [(i, i + 2, along) for i in range(2 * (count - 1))]
+    network = CostNetwork(tuple(np.arange(3.0) for _ in range(2 * count)), tuple(edges))
+    with np.errstate(invalid="raise"):
+        assert 0 < bound(network, [i % 2 for i in range(2 * count)]) <= best(network, ()) + 1e-9

@@ -127,7 +127,9 @@ def _share_out(dual: Dual, at: Mapping[int, int], between: Dual, shares: Counter
         for i in scope:
             around[i].append((where, turned != (i == scope[1])))
         if where in shares:
-            into = [moved / shares[where] for moved in between.edges[where].into]
+            into = [np.zeros(len(dual.node[i])) for i in (scope[::-1] if turned else scope)]
+            for part, k, moved in zip(into, where, between.edges[where].into, strict=True):
+                part[between.kept[k]] = moved / shares[where]
             edge.into = into[::-1] if turned else into
             for i, moved in zip(scope, edge.into, strict=True):
                 dual.node[i] -= moved

@@ -6,6 +6,7 @@ Source: Kolmogorov, Convergent tree-reweighted message passing (2006), in the re
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
 
@@ -127,9 +128,12 @@ class Dual:
             self.edges[scope].into[scope.index(i)] -= message
         least = float(self.node[i].min())
         self.bound += least
+        if math.isinf(least):  # nothing is allowed
+            return
         self.node[i] -= least
         # Rounding noise must not drop the strategy of an optimum that equals ``upper``: the bound would pass it.
-        stay = np.flatnonzero(self.node[i] <= upper - self.bound + _NOISE * abs(upper))
+        most = upper - self.bound + _NOISE * abs(upper)
+        stay = np.flatnonzero(self.node[i] <= min(most, sys.float_info.max))  # what is forbidden goes in any case
         if 0 < len(stay) < len(self.node[i]):
             self._restrict(i, stay)
         if ahead:
