@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,9 @@ from autoshard.passes.propagate.zero import offered
 from autoshard.passes.search import CostNetwork, Solution, solve
 
 log = logging.getLogger("autoshard.plan")
+
+Search = Callable[..., Solution]
+"""as :func:`~autoshard.passes.search.solve`"""
 
 EFFORT = 0.1
 """of searches under a limit, as a part of what proofs take"""
@@ -50,12 +53,15 @@ class Planner:
         zero: Mapping[str, int] | None = None,
         flying: int = 0,
         effort: float = 1.0,
+        carried: frozenset[str] = frozenset(),
     ) -> None:
         """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
         :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts;
         ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; ``flying``: of a stage of a pipeline, the
-        micro-batches that it keeps something for at once; ``effort``: of the search, as a part of what proofs take."""
-        self.flying, self.effort = flying, effort
+        micro-batches that it keeps something for at once; ``effort``: of the search, as a part of what proofs take;
+        ``carried``: inputs that an earlier call gave back, such as caches, whose layouts are to be chosen."""
+        self.flying, self.effort, self.carried = flying, effort, carried
+        self.search: Search = solve
         self.given, self.zero = given or {}, zero or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
@@ -69,8 +75,8 @@ class Planner:
 
     def cheapest(self) -> Assignment:
         """The fewest seconds, whatever memory it takes."""
-        network, built = self._network(limited=not self.plain)
-        found = solve(built.network, rows=built.hiding, effort=self.effort, alike=built.alike)
+        network, built = self.network(limited=not self.plain)
+        found = self.search(built.network, rows=built.hiding, effort=self.effort, alike=built.alike)
         self.prices = found.prices
         return network.assignment(found)
 
@@ -80,19 +86,19 @@ class Planner:
 
         Raises :class:`~autoshard.errors.PlanError` where nothing is that small.
         """
-        network, built = self._network(limited=True)
+        network, built = self.network(limited=True)
         kept, stays = built.kept
         rows = [*built.hiding, replace(kept, limit=limit), replace(stays, limit=limit if budget is None else budget)]
         start = (*self.prices, *(0.0,) * (len(rows) - len(self.prices))) if self.prices else None
         effort = min(EFFORT, self.effort)
-        found = solve(built.network, rows=rows, effort=effort, alike=built.alike, prices=start)
+        found = self.search(built.network, rows=rows, effort=effort, alike=built.alike, prices=start)
         self.prices = found.prices
         return network.assignment(found), _used(built, found)
 
     def least(self, share: float = 0.0) -> tuple[Assignment, float]:
         """What holds least at the end of the forward; and how much that is. ``share``: so much of what every operation
         works on counts too: plans that hold little may work on much."""
-        network, built = self._network(limited=True)
+        network, built = self.network(limited=True)
         row, seconds = built.kept[0], built.network
         work: list[float | np.ndarray] = [0.0] * len(seconds.nodes)
         numbers = {name: i for i, name in enumerate(network.variables)}
@@ -101,13 +107,13 @@ class Planner:
             work[i] = share * np.tile(own, len(seconds.nodes[i]) // len(own))
         nodes = tuple(_smallest(s, row.nodes[i]) + work[i] for i, s in enumerate(seconds.nodes))
         edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
-        found = solve(CostNetwork(nodes, edges), alike=built.alike)
+        found = self.search(CostNetwork(nodes, edges), alike=built.alike)
         found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False)
         return network.assignment(found), _used(built, found)
 
     def evenly(self) -> None:
         """From now on every choice does the same along all axes, as if the mesh had one."""
-        network, built = self._network(limited=True)
+        network, built = self.network(limited=True)
         nodes = []
         for variable, seconds in zip(network.variables.values(), built.network.nodes, strict=True):
             even = np.tile([len(set(choice)) == 1 for choice in variable.choices], len(variable.tags))
@@ -117,7 +123,7 @@ class Planner:
 
     def held(self, assignment: Assignment) -> float:
         """Bytes that the choices of ``assignment``, which makes nothing again, hold at the end of the forward."""
-        network, built = self._network(limited=True)
+        network, built = self.network(limited=True)
         nodes = []
         for (name, variable), seconds in zip(network.variables.items(), built.network.nodes, strict=True):
             allowed = network.states_of(name, variable, assignment)
@@ -130,13 +136,13 @@ class Planner:
         edges = tuple((a, b, forbidden[id(table)]) for a, b, table in built.network.edges)
         return _used(built, solve(CostNetwork(tuple(nodes), edges)))
 
-    def _network(self, limited: bool) -> tuple[Network, Built]:
+    def network(self, limited: bool) -> tuple[Network, Built]:
         """The network; ``limited``: with bytes, and with what may be made again."""
         if limited not in self.built:
             what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
             asked = self.graph.parameters if self.flying else self.constraints.keys()
             stages = offered(self.graph, self.mesh, self.zero, asked, limited)
-            more = self.optimizer, self.given, stages, max(1, self.flying)
+            more = self.optimizer, self.given, stages, max(1, self.flying), self.carried
             network = Network(*what, self.offer if limited else None, *more)
             built = network.build()
             self.built[limited] = network, built
