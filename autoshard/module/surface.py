@@ -11,6 +11,7 @@ import torch._dynamo.trace_rules
 from torch import nn
 
 from autoshard import runtime
+from autoshard.module.logits import plain
 from autoshard.module.parts import derived
 
 
@@ -50,9 +51,13 @@ def _of_generation(kind: Any) -> dict[str, Any]:
         comm = self.__dict__.get("_comm")
         if not isinstance(comm, runtime.TorchCommunicator):
             return kind.generate(self, *args, **kwargs)
-        with runtime.synchronised_rng(comm):
-            comm.random_states()  # the ranks agree: with other seeds they would sample other tokens
-            return kind.generate(self, *args, **kwargs)
+        object.__setattr__(self, "_generating", True)
+        try:
+            with runtime.synchronised_rng(comm):
+                comm.random_states()  # the ranks agree: with other seeds they would sample other tokens
+                return plain(kind.generate(self, *args, **kwargs))
+        finally:
+            object.__setattr__(self, "_generating", False)
 
     return {"get_encoder": get_encoder, "generate": generate}
 
