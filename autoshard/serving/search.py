@@ -122,7 +122,7 @@ def together(calls: Sequence[Call], mesh: Mesh, wishes: Wishes) -> Found:
         order = (main, *(c for c in calls if c is not main))
         planners = [_planner(call, mesh, wishes) for call in order]
         others = [(c.times / main.times, p) for c, p in zip(order[1:], planners[1:], strict=True)]
-        search = planners[0].search = Together(planners[0], others, _same(order))
+        search = planners[0].prepare = Together(others, _same(order))
         try:
             with stage("planning"):
                 program, memory = fitting(planners[0], wishes.memory_budget)

@@ -7,17 +7,20 @@ solver that proves the plan of one graph proves that of all, and nothing is assu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from autoshard.passes.ir.assignment import Assignment
-from autoshard.passes.propagate.network import Network, Variable
+from autoshard.passes.propagate.network import Built, Network, Variable
 from autoshard.passes.propagate.planner import Planner
-from autoshard.passes.search import CostNetwork, Row, Solution, solve
+from autoshard.passes.search import CostNetwork, Prepared, Row, Solution
+from autoshard.passes.search.network import Array
 
 BESIDE = "beside"
 """among a solution's stats: the choices of the other networks"""
@@ -26,11 +29,41 @@ Place = tuple[int, str]
 """a graph, 0 for the main one, and a variable of its network"""
 
 
+@dataclass(frozen=True, eq=False)
+class Joined(Prepared):
+    """The network of a main graph, its nodes and rows first, with those of others. What is given and found of choices,
+    limits and prices is that of the main one; cost and bound are of all."""
+
+    starts: tuple[int, ...] = ()
+    """the first node of each graph, and the number of all"""
+    own: int = 0
+    """rows of the main graph"""
+
+    def restricted(self, nodes: tuple[Array, ...]) -> Prepared:
+        """See :meth:`Prepared.restricted`."""
+        return super().restricted((*nodes, *self.network.nodes[len(nodes) :]))
+
+    def solve(
+        self,
+        limits: Sequence[float] | None = None,
+        effort: float = 1.0,
+        time_limit: float = math.inf,
+        prices: Sequence[float] | None = None,
+    ) -> Solution:
+        """See :meth:`Prepared.solve`."""
+        if limits is not None:
+            limits = (*limits, *(row.limit for row in self.rows[self.own :]))
+        if prices is not None:
+            prices = (*prices, *(0.0,) * (len(self.rows) - len(prices)))
+        found = super().solve(limits, effort, time_limit, prices)
+        main, *beside = (found.choice[a:b] for a, b in pairwise(self.starts))
+        return replace(found, choice=main, prices=found.prices[: self.own], stats={**found.stats, BESIDE: beside})
+
+
 @dataclass
 class Together:
-    """The search of a main graph's network with those of ``others``. To be a planner's ``search``."""
+    """Has a planner search its graph with those of ``others``: to be its ``prepare``."""
 
-    main: Planner
     others: Sequence[tuple[float, Planner]]
     """each with how often it runs for each run of the main graph"""
     same: Sequence[tuple[Place, Place]]
@@ -38,47 +71,38 @@ class Together:
     tables: dict[Any, np.ndarray] = field(default_factory=dict)
     """of the edges that join variables, equal ones once"""
 
+    @cached_property
+    def built(self) -> list[tuple[Network, Built]]:
+        """The networks of the others; memory is not searched for them."""
+        return [planner.network(limited=False) for _, planner in self.others]
+
     def __call__(
         self,
-        network: CostNetwork,
-        *,
-        rows: Sequence[Row] = (),
-        alike: Sequence[Hashable | None] = (),
-        prices: Sequence[float] | None = None,
-        **options: Any,
-    ) -> Solution:
-        """As :func:`~autoshard.passes.search.solve`. Cost and bound are of all graphs, the choices those of the main one."""
-        nodes, edges, known = list(network.nodes), list(network.edges), [self._main(network)]
-        starts, labels = [0], list(alike)
+        network: Network,
+        costs: CostNetwork,
+        rows: tuple[Row, ...],
+        alike: Sequence[Hashable | None] | None,
+    ) -> Prepared:
+        """The main graph's ``network`` with these costs and rows, and the others."""
+        nodes, edges, starts = list(costs.nodes), list(costs.edges), [0]
+        labels: list[Hashable | None] = list(alike or [None] * len(nodes))
         more: list[Row] = []
-        for number, (times, planner) in enumerate(self.others, 1):
-            own, built = planner.network(limited=False)
-            scaled = _scaled(built.network, times)
-            start, first = len(nodes), len(edges)
+        for number, ((times, _), (_, built)) in enumerate(zip(self.others, self.built, strict=True), 1):
+            scaled, start, first = _scaled(built.network, times), len(nodes), len(edges)
             nodes += scaled.nodes
             edges += [(start + i, start + j, table) for i, j, table in scaled.edges]
             more += [_moved(row, start, first, times) for row in built.hiding]
             labels += [None if x is None else (number, x) for x in built.alike]
             starts.append(start)
-            known.append(own)
-        edges += self._joins(known, starts, nodes)
+        edges += self._joins([network, *(found for found, _ in self.built)], starts, nodes)
         joined = CostNetwork(tuple(nodes), tuple(edges))
-        padded = [_filled(row, len(nodes), len(edges)) for row in (*rows, *more)]
-        begin = None if prices is None else (*prices, *(0.0,) * (len(padded) - len(prices)))
-        found = solve(joined, rows=padded, alike=labels, prices=begin, **options)
-        beside = tuple(found.choice[a:b] for a, b in pairwise((*starts[1:], len(nodes))))
-        main, stats = found.choice[: len(network.nodes)], {**found.stats, BESIDE: beside}
-        return replace(found, choice=main, prices=found.prices[: len(rows)], stats=stats)
+        padded = tuple(_filled(row, len(nodes), len(edges)) for row in (*rows, *more))
+        return Joined(joined, padded, labels, starts=(*starts, len(nodes)), own=len(rows))
 
     def beside(self, found: Solution) -> list[Assignment]:
         """What a solution of this search chose for the other graphs."""
-        sides = zip(self.others, found.stats[BESIDE], strict=True)
-        return [p.network(limited=False)[0].assignment(replace(found, choice=own)) for (_, p), own in sides]
-
-    def _main(self, network: CostNetwork) -> Network:
-        """What the main graph's network is made of: of those with or without bytes the one that is searched."""
-        made = (found for found, built in self.main.built.values() if len(built.network.nodes) == len(network.nodes))
-        return next(found for found in made if _sizes(found) == [len(n) for n in network.nodes])
+        sides = zip(self.built, found.stats[BESIDE], strict=True)
+        return [network.assignment(replace(found, choice=own)) for (network, _), own in sides]
 
     def _joins(
         self, known: Sequence[Network], starts: Sequence[int], nodes: Sequence[np.ndarray]
@@ -93,10 +117,6 @@ class Together:
             if key not in self.tables:
                 self.tables[key] = _equal(*states, *(len(nodes[i]) for i in sides))
             yield (*sides, self.tables[key])
-
-
-def _sizes(network: Network) -> list[int]:
-    return [len(v.choices) * len(v.tags) for v in network.variables.values()]
 
 
 def _equal(a: Variable, b: Variable, rows: int, columns: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -19,6 +20,7 @@ class Best:
 
     def __init__(self, lives: Lives, choice: Choice) -> None:
         self.lives, self.choice = lives, choice
+        self.used = lives.sums(lives.held(choice))
         self.forbidden, self.excess, self._cost = lives.judge(choice)
 
     @property
@@ -32,6 +34,24 @@ class Best:
         if found >= (self.forbidden, self.excess, self._cost):
             return False
         self.choice, (self.forbidden, self.excess, self._cost) = choice, found
+        self.used = self.lives.sums(self.lives.held(choice))
+        return True
+
+    def change(self, part: Mapping[int, int]) -> bool:
+        """Take the best choice with other strategies of some nodes, if that is better; returns whether it is."""
+        lives, choice = self.lives, list(self.choice)
+        never, cost = lives.touched(part, choice)
+        used = self.used.copy()
+        for node, strategy in part.items():
+            usage = lives.usage[node]
+            used[lives.first[node] : lives.last[node]] += usage[strategy] - usage[choice[node]]
+            choice[node] = strategy
+        never_now, cost_now = lives.touched(part, choice)
+        excess = float(np.maximum(used - lives.room, 0.0).sum())
+        found = self.forbidden + never_now - never, excess, self._cost + cost_now - cost
+        if found >= (self.forbidden, self.excess, self._cost):
+            return False
+        self.choice, self.used, (self.forbidden, self.excess, self._cost) = tuple(choice), used, found
         return True
 
 
@@ -43,11 +63,15 @@ def descend(lives: Lives, start: Choice, price: float, passes: int, deadline: fl
     choice = list(start)
     used = lives.sums(lives.held(choice))
     waiting = set(range(len(choice)))
+    visits = 0
     for _ in range(passes):
         changed: set[int] = set()
         for node in sorted(waiting):
             if len(lives.usage[node]) == 1:
                 continue
+            visits += 1
+            if visits % 64 == 0 and time.perf_counter() > deadline:
+                return tuple(choice)
             own = float(lives.usage[node][choice[node]])
             total = np.minimum(lives.cost_of(node, choice), FORBIDDEN)
             total = total + price * lives.excess_of(node, used, own)
@@ -56,10 +80,8 @@ def descend(lives: Lives, start: Choice, price: float, passes: int, deadline: fl
                 used[lives.first[node] : lives.last[node]] += lives.usage[node][best] - own
                 choice[node] = best
                 changed.update([node, *(other for other, _ in lives.beside[node])])
-            if node % 64 == 0 and time.perf_counter() > deadline:
-                return tuple(choice)
         waiting = changed
-        if (used > lives.limit * (1 + 1e-12)).any():
+        if (used > lives.room).any():
             price *= 2
             waiting = set(range(len(choice)))
         elif not changed:

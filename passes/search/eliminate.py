@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -141,8 +142,10 @@ class Eliminator:
         """``order`` of a node that is left."""
         return order(self.sizes[node], [self.sizes[other] for other in self.neighbours(node)])
 
-    def run(self, max_degree: int, max_weight: int, order: Order = by_join) -> None:
+    def run(self, max_degree: int, max_weight: int, order: Order = by_join, deadline: float = math.inf) -> None:
         """Eliminate, cheapest first, every node of at most ``max_degree`` neighbours and ``max_weight`` by ``order``.
+
+        Ends at ``deadline``.
 
         Among equals the node with the oldest tables comes first: equal positions of equal layers go one after the
         other, and a chain of equal layers is halved again and again, so its tables are found in the memo.
@@ -150,7 +153,7 @@ class Eliminator:
         heap = [self._key(node, order) for node in sorted(self.alive)]
         current = {key[-1]: key for key in heap}
         heapq.heapify(heap)
-        while heap:
+        while heap and time.perf_counter() < deadline:
             key = heapq.heappop(heap)
             node = key[-1]
             if current.get(node) != key or key[0] > max_weight or (key[0] and len(self.neighbours(node)) > max_degree):

@@ -1,26 +1,109 @@
-"""Large neighbourhood search: some nodes are free, the others stay, and the MILP finds the best for those.
+"""Large neighbourhood search: some nodes are free, the others stay, and branch and bound finds the best for those.
 
-Source: Shaw, Using constraint programming and local search methods to solve vehicle routing problems (1998).
+Source: Shaw, Using constraint programming and local search methods to solve vehicle routing problems (1998); Aggarwal, Orlin
+and Tai, Optimized crossover for the independent set problem (1997), for choices among those of several solutions.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from autoshard.passes.search.descent import FORBIDDEN, Best
-from autoshard.passes.search.eliminate import Scope
+from autoshard.passes.search.domains import Domains
 from autoshard.passes.search.lives import Lives
-from autoshard.passes.search.milp import Limit, solve_core
-from autoshard.passes.search.network import Array
+from autoshard.passes.search.stacked import Choice
 from autoshard.passes.search.tables import Classes
+from autoshard.passes.search.tree import Cheaper, Leaf, Tree
 
-# Nodes of the MILP's tree in a neighbourhood.
-NODES = 200
+# Leaves of a neighbourhood's tree, its nodes at first, at least and at most, and by what it grows and shrinks.
+LEAVES = 12
+FIRST = 80.0
+FEWEST = 8.0
+MOST = 2_000.0
+GROWTH = 1.1
+# Seconds of a neighbourhood, where there is a limit, and beyond which the next is smaller.
+SECONDS = 10.0
+LONG = 3.0
+# How much better a choice must be, as a part of its cost.
+BETTER = 1e-7
+# Of a node's strategies so many of the best beside its neighbours are free, beside those of the choices seen last.
+LIKELY = (0, 1, 2, 4, 8)
+SEEN = 40
+
+
+@dataclass
+class Neighbourhoods:
+    """Betters ``best`` again and again. ``seen``: choices near the best; ``weights``: what a unit costs each node."""
+
+    best: Best
+    cheaper: Cheaper
+    deadline: float
+    weights: Sequence[float]
+    seen: list[Choice] = field(default_factory=list)
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    tried: int = 0
+    sizes: dict[tuple[bool, bool], float] = field(default_factory=dict)
+    """nodes of a neighbourhood by its kind: in one row, with few strategies"""
+
+    def step(self) -> bool:
+        """Search one neighbourhood; returns whether the best choice is better now."""
+        lives, begin = self.best.lives, time.perf_counter()
+        kind = lives.count > 0 and self.tried % 4 == 3, self.tried % 2 == 1
+        self.tried += 1
+        size = self.sizes.setdefault(kind, FIRST)
+        if kind[0]:
+            nodes = together(lives, self._row(), int(size), self.generator)
+        else:
+            nodes = around(lives, int(self.generator.integers(len(lives.usage))), int(size), self.generator)
+        better, complete = self._improve(sorted(nodes), few=kind[1])
+        slow = math.isfinite(self.deadline) and time.perf_counter() - begin > LONG
+        size = size * GROWTH if complete and not slow else size / GROWTH
+        self.sizes[kind] = min(max(size, FEWEST), MOST, len(lives.usage))
+        return better
+
+    def _row(self) -> int:
+        if self.best.excess:
+            return int(np.argmax(self.best.used - self.best.lives.room))
+        return int(self.generator.integers(self.best.lives.count))
+
+    def _improve(self, nodes: list[int], few: bool) -> tuple[bool, bool]:
+        """Free some nodes; returns whether that is better, and whether all there is was searched."""
+        best, deadline = self.best, min(self.deadline, time.perf_counter() + SECONDS)
+        present = tuple(best.choice[node] for node in nodes)
+        lives = best.lives.part(nodes, best.choice, best.used)
+        domains = Domains.of(lives, deadline)
+        if domains is None:  # nothing fits beside what the others hold: then no more than now
+            lives = best.lives.part(nodes, best.choice, best.used, spare=True)
+            domains = Domains.of(lives, deadline)
+        if domains is not None and few:
+            domains = domains.narrowed(lives, self._few(nodes, domains), deadline)
+        if domains is None:
+            return False, True
+        before = lives.network.cost(present)
+        known = math.isfinite(before) and math.isfinite(best.cost)
+        tree = Tree(lives, self.cheaper, deadline, before - BETTER * abs(before) if known else math.inf)
+        tree.put(Leaf(-math.inf, domains, np.zeros(lives.count)))
+        tree.search(LEAVES)
+        better = tree.choice is not None and best.change(dict(zip(nodes, tree.choice, strict=True)))
+        return better, tree.complete
+
+    def _few(self, nodes: list[int], domains: Domains) -> dict[int, Classes]:
+        """Of every node the strategies seen, and the best beside its neighbours."""
+        lives, choice = self.best.lives, self.best.choice
+        many = int(self.generator.choice(LIKELY))
+        seen = np.array([*self.seen[-SEEN:], choice])[:, nodes]
+        found = {}
+        for k, node in enumerate(nodes):
+            total = np.minimum(lives.cost_of(node, choice), FORBIDDEN) + self.weights[node] * lives.usage[node]
+            likely = np.concatenate([seen[:, k], np.argsort(total, kind="stable")[:many]])
+            found[k] = np.intersect1d(likely, domains.kept[k])
+        return found
 
 
 def around(lives: Lives, seed: int, count: int, generator: np.random.Generator) -> list[int]:
@@ -40,73 +123,3 @@ def together(lives: Lives, row: int, count: int, generator: np.random.Generator)
     away = np.maximum(lives.first - row, row + 1 - lives.last).clip(0) + generator.random(len(lives.first))
     away[lives.first >= lives.last] += lives.count
     return [int(node) for node in np.argsort(away, kind="stable")[:count]]
-
-
-def improve(best: Best, kept: dict[int, Classes], price: float, seconds: float) -> tuple[bool, bool]:
-    """Free some nodes of the best choice, with the strategies ``kept``.
-
-    Returns whether a better one was found, and whether all were searched.
-
-    While no choice within the limit is known a unit held too much costs ``price``.
-    """
-    lives, choice = best.lives, best.choice
-    numbers = {node: k for k, node in enumerate(sorted(kept))}
-    nodes = list(numbers)
-    factors: dict[Scope, Array] = {}
-    current = list(choice)
-    for node, k in numbers.items():
-        total = lives.network.nodes[node][kept[node]]
-        for other, matrix in lives.beside[node]:
-            if other not in numbers:
-                total = total + matrix[kept[node], choice[other]]
-            elif other > node:
-                scope, part = (k, numbers[other]), matrix[np.ix_(kept[node], kept[other])]
-                factors[scope] = factors[scope] + part if scope in factors else part
-        factors[k,] = total
-    hard = math.isfinite(best.cost)
-    limits = _limits(lives, choice, nodes, kept, math.inf if hard else price)
-    before = {node: int(np.flatnonzero(kept[node] == choice[node])[0]) for node in nodes}
-    now = sum(float(f[tuple(before[nodes[k]] for k in scope)]) for scope, f in factors.items())
-    upper = now - 1e-7 * abs(now) if hard else math.inf
-    sizes = [len(kept[node]) for node in nodes]
-    found = solve_core(sorted(factors.items()), sizes, upper=upper, limits=limits, time_limit=seconds, most_nodes=NODES)
-    if found.choice is None:
-        return False, found.exact
-    for k, node in enumerate(nodes):
-        current[node] = int(kept[node][found.choice[k]])
-    return best.offer(tuple(current)), found.exact
-
-
-def _limits(
-    lives: Lives, choice: Sequence[int], nodes: list[int], kept: dict[int, Classes], price: float
-) -> list[Limit]:
-    """What the free nodes may hold beside the others, once for each set of them that lives at once."""
-    held = lives.held(choice)
-    held[nodes] = 0.0
-    room = lives.limit - lives.sums(held)
-    borders = sorted({int(r) for node in nodes for r in (lives.first[node], lives.last[node])})
-    found: dict[tuple[int, ...], float] = {}
-    for begin, end in itertools.pairwise(borders):
-        alive = tuple(k for k, node in enumerate(nodes) if lives.first[node] <= begin < lives.last[node])
-        if alive:
-            found[alive] = min(found.get(alive, math.inf), float(room[begin:end].min()))
-    most = np.array([lives.usage[node][kept[node]].max() for node in nodes])
-    tight = {alive: left for alive, left in found.items() if most[list(alive)].sum() > left}
-    return [
-        Limit({(k,): lives.usage[nodes[k]][kept[nodes[k]]] for k in alive}, left, price)
-        for alive, left in tight.items()
-    ]
-
-
-def likely(scores: Array, numbers: Classes, present: int, most: int) -> Classes:
-    """The ``most`` strategies of the best scores, with the ``present`` one; ``numbers``: what they are called."""
-    order = numbers[np.argsort(scores, kind="stable")][: most - 1]
-    return np.unique(np.append(order, present))
-
-
-def scored(lives: Lives, node: int, choice: Sequence[int], price: float, used: Array) -> Array:
-    """What each strategy costs beside the others' choices, with what it makes too much."""
-    own = float(lives.usage[node][choice[node]])
-    total = np.minimum(lives.cost_of(node, choice), FORBIDDEN)
-    scores: Array = total + price * lives.excess_of(node, used, own)
-    return scores

@@ -5,6 +5,9 @@ Source: Goldstein, Efficient rotamer elimination applied to protein side-chains 
 
 from __future__ import annotations
 
+import math
+import time
+
 import numpy as np
 
 from autoshard.errors import PlanError
@@ -23,8 +26,9 @@ MAX_COMPARISONS = 1_000_000_000
 class Pruner:
     """Prunes an eliminator's nodes. The answer for a node is memoised by its tables, so equal layers cost like one."""
 
-    def __init__(self, tables: Tables) -> None:
-        self.tables = tables
+    def __init__(self, tables: Tables, deadline: float = math.inf) -> None:
+        """After ``deadline`` nothing more is removed."""
+        self.tables, self.deadline = tables, deadline
         self._least: dict[tuple[int, int], Array] = {}
         self._kept: dict[tuple[object, ...], Classes] = {}
         self.most = MAX_COMPARISONS
@@ -42,6 +46,8 @@ class Pruner:
         while waiting:
             changed: set[int] = set()
             for node in waiting:
+                if time.perf_counter() > self.deadline:
+                    return removed
                 kept = self.kept(network, node)
                 if not len(kept):
                     raise PlanError(NO_CHOICE)

@@ -1,31 +1,26 @@
-"""The search: prune, eliminate, bound and prune again, suppose that the bound is nearly met, then eliminate what is left
-or give it to the MILP solver.
+"""The search without rows: prune, eliminate, bound and prune again, suppose that the bound is nearly met, then eliminate
+what is left or give it to the MILP solver.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
 from autoshard.errors import PlanError
-from autoshard.passes.search.alike import Tied, tie
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.eliminate import Eliminator, Step
-from autoshard.passes.search.lives import Lives
 from autoshard.passes.search.milp import entries, solve_core
-from autoshard.passes.search.network import CostNetwork, Memory, Row, Solution
-from autoshard.passes.search.over_time import solve_over_time
+from autoshard.passes.search.network import CostNetwork, Solution
 from autoshard.passes.search.prune import EASY_COMPARISONS, MAX_COMPARISONS, NO_CHOICE, Pruner, restrict
-from autoshard.passes.search.stacked import Stacked, stack_rows
+from autoshard.passes.search.stacked import Choice
 from autoshard.passes.search.tables import Tables
-from autoshard.passes.search.within import solve_alike, solve_within
 
 # Entries of the largest join while bounds may still prune, that elimination computes without a second thought, and at all
 # (the MILP's turn beyond).
@@ -35,6 +30,9 @@ MAX_JOIN = 1_000_000_000
 # Entries of all joins together that take about as long as one variable of the MILP, and that are joined in any case.
 JOINED_PER_VARIABLE = 10_000
 EASY_TOTAL = 1_000_000_000
+# Entries of all joins of a network that is one of many, and how many of them a second computes.
+JOINED = 1_000_000_000
+JOINED_PER_SECOND = 100_000_000
 # What is left of a network under a supposition is eliminated up to this join, and goes to the MILP up to this size.
 TRIAL_JOIN = 1_000_000
 TRIAL_STRATEGIES = 3_000
@@ -45,8 +43,6 @@ LEAST_PROGRESS = 0.02
 # An integer programme of more entries than this takes minutes: a choice this close to the bound is taken without it.
 LARGE_CORE = 100_000
 CLOSE = 1e-4
-# Entries of all tables from which on equal layers are searched as one.
-LARGE = 5_000_000
 # A choice that is known is to be found again: what costs so much more, as a part of its cost, is of interest too.
 START = 1e-6
 # Part of the cost that is rounding noise of message passing.
@@ -75,64 +71,16 @@ class _Run:
     pruned: int = 0
     sweeps: int = 0
     core: tuple[int, int] = (0, 0)
+    most_joined: float = math.inf  # entries of all joins of what is left, without the MILP
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def solve(
-    network: CostNetwork,
-    *,
-    rows: Sequence[Row] = (),
-    memory: Memory | None = None,
-    effort: float = 1.0,
-    time_limit: float | None = None,
-    alike: Sequence[Hashable | None] | None = None,
-    prices: Sequence[float] | None = None,
-) -> Solution:
-    """The cheapest strategy per node; ties go to the lowest index.
-
-    ``rows``: sums that cost, or must not, exceed a limit, see :class:`Row`; cost and bound then include what the excess
-    costs. ``memory``: see :class:`Memory` (instead of rows). ``effort`` scales the work that is spent on the proof where
-    rows bind: the same work, and so the same choice, in every run. ``time_limit``: seconds after which the best choice so
-    far is returned, with ``exact=False`` and a valid lower bound. ``alike``: a label per node, equal for those of equal
-    layers that should choose alike where the network is large; None: unlike all others. ``prices``: of the rows, where the
-    search for the best begins. Costs are rounded to 2^-50 of the sum of the tables'
-    ranges, so that float64 sums are exact and do not depend on their order: forbid with ``inf``, not with a huge number.
-    Raises PlanError when no choice is feasible, with the least usage found.
-    """
-    begin, limit = time.perf_counter(), math.inf if time_limit is None else time_limit
-    pruner = Pruner(Tables())
-    if memory is not None and memory.intervals is None:
-        rows, memory = [*rows, Row(memory.usage, (None,) * len(network.edges), memory.limit)], None
-    lives = Lives(network, memory) if memory is not None else None
-    repeated = _tied(network, rows, alike) if memory is None else None
-    if repeated is None and not rows and (lives is None or lives.count == 0):
-        return _solve(on_grid(network, grid(network)), network, pruner, time.perf_counter() + limit)
-
-    def relaxed(priced: CostNetwork, deadline: float, start: tuple[int, ...] | None) -> Solution:
-        return _solve(on_grid(priced, grid(priced)), priced, Pruner(Tables()), deadline, milp=False, start=start)
-
-    if lives is not None:
-        return solve_over_time(lives, limit - (time.perf_counter() - begin), effort)
-    if repeated is not None:
-        with contextlib.suppress(PlanError):  # then layers must differ, if there is a choice at all
-            return solve_alike(*repeated, relaxed, limit, effort, prices)
-    problem = stack_rows(network, rows)
-    if all(math.isinf(row.price) for row in rows):  # where there is room to spare nothing changes
-        found = _solve(on_grid(network, grid(network)), network, pruner, time.perf_counter() + limit, milp=False)
-        if found.exact and all(row.used(network, found.choice) <= row.limit for row in rows):
-            return found
-    return solve_within(problem, relaxed, limit, effort, prices)
+def plainly(network: CostNetwork, deadline: float, milp: bool = True, start: Choice | None = None) -> Solution:
+    return _solve(on_grid(network, grid(network)), network, Pruner(Tables()), deadline, milp, start)
 
 
-def _tied(
-    network: CostNetwork, rows: Sequence[Row], alike: Sequence[Hashable | None] | None
-) -> tuple[Stacked, Tied] | None:
-    """The problem, and in terms of its distinct layers, where it is large."""
-    if alike is None or sum(matrix.size for *_, matrix in network.edges) < LARGE:
-        return None
-    problem = stack_rows(network, rows)
-    tied = tie(problem, alike)
-    return None if tied is None else (problem, tied)
+def relaxed(priced: CostNetwork, deadline: float, start: Choice | None) -> Solution:
+    return plainly(priced, deadline, milp=False, start=start)
 
 
 def _solve(
@@ -150,16 +98,7 @@ def _solve(
     if start is not None:
         known = rounded.cost(start)
         run.upper = known + START * abs(known)
-    _timed(run, "reduce", quickly_reduce)
-    if not fits(work, EASY_JOIN):
-        _timed(run, "bound", tighten)
-    if not _closed(run):
-        _timed(run, "reduce", reduce)
-    left = math.inf
-    while not _closed(run) and not fits(work, EASY_JOIN) and work.strategies < 0.9 * left:
-        left = work.strategies
-        _timed(run, "bound", tighten)
-    exact = _timed(run, "core", finish)
+    exact = _search(run)
     if start is None or run.incumbent or exact:
         choice = work.back_substitute(dict(run.incumbent), run.mark)
         chosen = tuple(choice[node] for node in range(len(network.nodes)))
@@ -175,6 +114,40 @@ def _solve(
         "seconds": run.seconds,
     }
     return Solution(chosen, cost, cost if exact else min(run.bound, cost), exact, stats)
+
+
+def cheaper(network: CostNetwork, upper: float, deadline: float) -> Solution:
+    """The cheapest choice as far as the quick methods find it; an empty one if none is known to cost less than ``upper``."""
+    pruner = Pruner(Tables(), deadline)
+    work = Eliminator.of(on_grid(network, grid(network)), pruner.tables)
+    run = _Run(work, pruner, deadline, milp=False, upper=upper)
+    run.most_joined = min(JOINED, JOINED_PER_SECOND * max(deadline - time.perf_counter(), 0.0))
+    try:
+        exact = _search(run)
+    except PlanError:
+        late = time.perf_counter() > deadline
+        return Solution((), math.inf, run.bound if late else math.inf, False)
+    if not exact and not run.incumbent:
+        return Solution((), math.inf, run.bound, False)
+    choice = work.back_substitute(dict(run.incumbent), run.mark)
+    chosen = tuple(choice[node] for node in range(len(network.nodes)))
+    cost = network.cost(chosen)
+    return Solution(chosen, cost, cost if exact else min(run.bound, cost), exact)
+
+
+def _search(run: _Run) -> bool:
+    """The cheapest choice of less than ``run.upper``; returns whether what was found is proven to be."""
+    work = run.network
+    _timed(run, "reduce", quickly_reduce)
+    if not fits(work, EASY_JOIN):
+        _timed(run, "bound", tighten)
+    if not _closed(run) and not _too_dear(run):
+        _timed(run, "reduce", reduce)
+    left = math.inf
+    while not (_closed(run) or _too_dear(run) or fits(work, EASY_JOIN)) and work.strategies < 0.9 * left:
+        left = work.strategies
+        _timed(run, "bound", tighten)
+    return not _too_dear(run) and _timed(run, "core", finish)
 
 
 def grid(network: CostNetwork) -> int:
@@ -208,10 +181,10 @@ def reduce(run: _Run, comparisons: int = MAX_COMPARISONS, join: int = MAX_JOIN) 
     """Prune, and eliminate nodes of up to two neighbours, until neither finds anything."""
     run.pruned += run.pruner.run(run.network, comparisons)
     while True:
-        run.network.run(max_degree=2, max_weight=join)
+        run.network.run(max_degree=2, max_weight=join, deadline=run.deadline)
         removed = run.pruner.run(run.network, comparisons)
         run.pruned += removed
-        if not removed:
+        if not removed or time.perf_counter() > run.deadline:
             return
 
 
@@ -225,7 +198,7 @@ def tighten(run: _Run) -> None:
     tried = dual.strategies
     marks = [(dual.bound, run.upper, tried)]
     for _ in range(MAX_SWEEPS):
-        dual.sweep(run.upper + tolerance)
+        dual.sweep(run.upper + tolerance, run.deadline)
         run.sweeps += 1
         choice = dual.decode()
         cost = run.network.cost(choice)
@@ -239,7 +212,7 @@ def tighten(run: _Run) -> None:
             tried = dual.strategies
             if fits(run.network, EASY_JOIN, {node: len(kept) for node, kept in dual.kept.items()}):
                 break
-    dual.sweep(run.upper + tolerance)
+    dual.sweep(run.upper + tolerance, run.deadline)
     run.bound = max(run.bound, dual.bound)
     run.pruned += sum(run.network.sizes[node] for node in dual.order) - dual.strategies
     for node, kept in dual.kept.items():
@@ -312,7 +285,7 @@ def finish(run: _Run) -> bool:
     run.core = len(work.alive), work.strategies
     joined, order = work.cheapest_order(EASY_JOIN if _closed(run) else MAX_JOIN)
     variables = entries(work.core())
-    if joined < (max(EASY_TOTAL, variables * JOINED_PER_VARIABLE) if run.milp else math.inf):
+    if joined < (max(EASY_TOTAL, variables * JOINED_PER_VARIABLE) if run.milp else run.most_joined):
         work.run(len(work.sizes), sys.maxsize, order)  # ties may be taken in another order than tried
         run.incumbent, run.mark = {}, len(work.steps)
         if math.isinf(work.constant):
@@ -339,6 +312,11 @@ def finish(run: _Run) -> bool:
 def _closed(run: _Run) -> bool:
     """Whether the best choice is proven optimal."""
     return bool(run.incumbent) and run.upper - run.bound <= TOLERANCE * (abs(run.upper) + abs(run.bound))
+
+
+def _too_dear(run: _Run) -> bool:
+    """Whether no choice costs less than what is of interest."""
+    return not run.incumbent and run.bound >= run.upper
 
 
 def _timed(run: _Run, name: str, stage: Callable[[_Run], Result]) -> Result:
