@@ -79,6 +79,7 @@ def test_what_a_token_takes() -> None:
     assert alone.decode.caches == 2 * 2 * (2 * 6 * 8) * 8 / 2
 
 
+@pytest.mark.slow
 def test_a_mesh_for_requests() -> None:
     """Many requests are dealt to replicas where one request has the ranks share its heads; all within the memory."""
     config = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 1, "vocab_size": 256}
