@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.compiler import captured, compiled
-from autoshard.devices import pipelined_for, planned_for
+from autoshard.devices import pipelined_for, planned_for, served_for
 from autoshard.errors import CaptureError, MeshError
 from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
@@ -36,6 +36,7 @@ from autoshard.plans.stages import check_stages
 from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
 from autoshard.precision import precision_of
+from autoshard.serving import calls_for, check_asked, laid_out, served
 from autoshard.stages import set_up_logs
 
 set_up_logs()
@@ -64,6 +65,8 @@ def compile(  # noqa: A001  the public name
     schedule: str = "1f1b",
     inputs: Inputs = "global",
     mixed_precision: Any = None,
+    objective: str = "step",
+    profile: Mapping[str, Any] | None = None,
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
 
@@ -117,6 +120,11 @@ def compile(  # noqa: A001  the public name
             ``reduce_dtype``; parameters, their gradients and the optimizer's state stay in the parameters' own dtype.
             Floating inputs of the model are cast to ``param_dtype`` (``cast_forward_inputs``) and its floating outputs to
             ``output_dtype``. Buffers are not cast.
+        objective: of inference, what the layout of the weights is chosen for: ``"step"``, the call that comes first;
+            ``"latency"``, the next token of one request; ``"throughput"``, the tokens of the whole batch.
+        profile: which calls the weights serve and how often each comes, such as ``{"prefill": 1, "decode": 200}``: the
+            first call is a prompt, and a token after it is read with the cache that 199 others have left. Calls of which
+            that is not known: ``{"decode": (200, args, kwargs)}``. Default, with an objective: tokens alone.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
@@ -134,7 +142,11 @@ def compile(  # noqa: A001  the public name
         like=like,
         stages=stages,
         schedule=schedule,
+        objective=objective,
+        profile=profile,
     )
+    others = {"plan": plan, "stages": stages, "micro_batches": micro_batches != 1}
+    check_asked(objective, profile, model.training if training is None else training, others)
     check_stages(resolved, wishes)
     settings = Settings(wishes, training, gather_outputs, dynamic, inputs)
     sharded = _module(model, mesh, resolved, settings)
@@ -183,13 +195,17 @@ def plan(
     inputs: Inputs = "global",
     mixed_precision: Any = None,
     strict: bool = False,
+    objective: str = "step",
+    profile: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
     Arguments as of :func:`compile`; example inputs are needed. Those that are local are what one rank brings: the plan
     is for a batch of as many parts as there are. With ``devices=64, hardware="h100"`` and no mesh the mesh is searched,
     too, and ``plan.candidates`` lists those that were tried; with ``micro_batches="auto"``, or ``stages="pp"``, so are
-    the number of stages, micro-batches and the schedule. Raises as :func:`compile` does.
+    the number of stages, micro-batches and the schedule. With an objective or a profile the plan is that of a token, and
+    ``plan.serving`` says what prompts and tokens take; ``compile(plan=…)`` lays out the weights as it does. Raises as
+    :func:`compile` does.
     """
     check_inputs(inputs, example_args, example_kwargs)
     if not example_args and not example_kwargs:
@@ -199,7 +215,11 @@ def plan(
     if (mesh is None) == (devices is None):
         raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
     example = tuple(example_args), dict(example_kwargs or {})
+    others = {"stages": stages, "micro_batches": micro_batches != 1, "dynamic": dynamic, "inputs": inputs != "global"}
+    check_asked(objective, profile, model.training if training is None else training, others)
     asked = {
+        "objective": objective,
+        "profile": profile,
         "hints": hints,
         "memory_budget": memory_budget,
         "optimizer": optimizer,
@@ -209,6 +229,13 @@ def plan(
         "schedule": schedule,
         "strict": strict,
     }
+    if objective != "step" or profile is not None:
+        wishes = replace(_wishes(1, **asked), like=like_of(model, like))
+        calls, title = calls_for(model, *example, wishes), type(model).__name__
+        if mesh is not None:
+            return served(calls, Mesh.of(mesh), wishes, title)[0]
+        assert devices is not None
+        return served_for(calls, devices, resolve_hardware(hardware), wishes, title)
     if mesh is not None:
         asked |= {"micro_batches": micro_batches, "stages": stages, "inputs": inputs}
         return compiled_for(model, mesh, *example, training=training, dynamic=dynamic, **asked).plan
@@ -252,6 +279,9 @@ def compiled_for(
     layouts = local_layouts(model, running, args, kwargs, inputs, wishes.hints)
     example = wholes(args, kwargs, layouts)
     wishes = replace(wishes, inputs=() if dynamic or micro_batches != 1 or stages is not None else layouts)
+    others = {"stages": stages, "micro_batches": micro_batches != 1}
+    check_asked(wishes.objective, wishes.profile, model.training if training is None else training, others)
+    wishes = laid_out(model, resolved, *example, wishes, type(model).__name__)
     recorded = _records(model, example, training)
     return fixed_if_refused(
         dynamic, lambda lengths: compiled(model, resolved, *example, wishes, training=recorded, dynamic=lengths)

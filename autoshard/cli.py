@@ -102,6 +102,8 @@ def _add_planning(command: argparse.ArgumentParser) -> None:
         "--mixed-precision", metavar="DTYPE", help="of gathers and compute, such as bfloat16; sums are in float32"
     )
     command.add_argument("--strict", action="store_true", help="refuse operations without a rule")
+    command.add_argument("--objective", default="step", choices=("step", "latency", "throughput"), help="default step")
+    command.add_argument("--profile", metavar="CALLS", help="how often each comes, as prefill=1,decode=200")
 
 
 def _count(text: str) -> int | str:
@@ -117,7 +119,19 @@ def _planning(options: argparse.Namespace) -> dict[str, Any]:
         if not isinstance(dtype, torch.dtype):
             raise PlanError(f"--mixed-precision {options.mixed_precision!r} is no dtype of torch, such as bfloat16")
         asked["mixed_precision"] = MixedPrecisionPolicy(dtype, torch.float32)
+    if hasattr(options, "objective"):
+        asked |= {"objective": options.objective, "profile": _profile(options)}
     return {**asked, "hints": _hints(options), "like": _like(options), "training": not options.inference}
+
+
+def _profile(options: argparse.Namespace) -> dict[str, float] | None:
+    if options.profile is None:
+        return None
+    parts = [part.partition("=") for part in options.profile.split(",")]
+    try:
+        return {name.strip(): float(times) for name, _, times in parts}
+    except ValueError as error:
+        raise PlanError(f"--profile {options.profile!r}: write calls and numbers as prefill=1,decode=200") from error
 
 
 def _mesh(options: argparse.Namespace) -> Mesh:

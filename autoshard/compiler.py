@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from autoshard import stages
+from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.lengths import Dynamic
@@ -105,14 +106,20 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
 
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:
     """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
-    given = {**comes_in(wishes.inputs, graph), **held(wishes.parameters, graph)}
     if wishes.plan is not None:
         check_precision(wishes.plan, wishes.mixed_precision)
-        return tried(assignment_of(wishes.plan, graph, mesh, given), wishes.optimizer, wishes.flying)
+        return tried(assignment_of(wishes.plan, graph, mesh, _given(graph, wishes)), wishes.optimizer, wishes.flying)
+    with stage("planning"):
+        return fitting(planner_of(graph, mesh, wishes, expert), wishes.memory_budget)
+
+
+def _given(graph: Graph, wishes: Wishes) -> dict[str, Layout]:
+    return {**comes_in(wishes.inputs, graph), **held(wishes.parameters, graph)}
+
+
+def planner_of(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert, **more: Any) -> Planner:
+    """What searches ``graph`` under these wishes. ``more``: see :class:`Planner`."""
     hinted = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
-    with stage("planning"):
-        planner = Planner(
-            graph, mesh, {**expert.limits, **hinted}, *asked, given, expert.zero, wishes.flying, wishes.effort
-        )
-        return fitting(planner, wishes.memory_budget)
+    rest = _given(graph, wishes), expert.zero, wishes.flying, wishes.effort
+    return Planner(graph, mesh, {**expert.limits, **hinted}, *asked, *rest, **more)

@@ -27,7 +27,7 @@ import autoshard
 from autoshard.compiler import build, captured
 from autoshard.models import Gpt, GptConfig
 from autoshard.passes.microbatch import micro_batched
-from autoshard.plans.report import show_bytes, show_seconds
+from autoshard.plans.units import show_bytes, show_seconds
 from autoshard.plans.wishes import Wishes
 
 WARM_UP = 9

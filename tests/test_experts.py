@@ -104,13 +104,23 @@ def test_what_is_more_than_two_products_is_left_as_it_is() -> None:
     assert experts_op._opoverload not in [n.op for n in graph.nodes]
 
 
+class Loss(Routed):
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(batch)[0]
+
+
+@pytest.mark.parametrize(("rows", "sent"), [(2, 2 * 2), (24, 4 * 8)], ids=["few", "many"])
+def test_gates_meet_what_they_gate_as_rows_or_as_weights(rows: int, sent: int) -> None:
+    """Features cut as one dim: a rank has all gates, the other none. What is less is sent: of rows, or of weights."""
+    ids = tuple((a % 4, (a + 2) % 4) for a in range(rows))
+    found = collectives(Loss(4), {"tp": 2}, None, (batch(*ids),), like="megatron")
+    halos = {size for (kind, _, phase, size) in found if kind in ("halo", "permute") and phase == "forward"}
+    assert halos == {3 * 8 * sent}  # half of the 6 features, float64
+
+
 def test_bytes_are_those_of_the_formula_and_those_sent() -> None:
     """Of an even routing: (n-1)/n of the chosen rows there and back, forward and backward."""
     ids = tuple((a % 4, (a + 2) % 4) for a in range(8))
-
-    class Loss(Routed):
-        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
-            return super().forward(batch)[0]
 
     model = Loss(4)
     found = collectives(model, {"ep": 2}, None, (batch(*ids),), like="expert")

@@ -19,6 +19,7 @@ FLOORS = (
     ("check",),
     ("api",),
     ("module", "devices"),
+    ("serving",),
     ("compiler",),
     ("stages", "wishes"),
     ("plans", "viz", "initialise"),

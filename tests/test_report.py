@@ -21,12 +21,11 @@ from autoshard.plans.report import (
     numbers,
     parameter_rows,
     plan_text,
-    show_bytes,
     show_layout,
-    show_seconds,
     traffic,
     utilisation,
 )
+from autoshard.plans.units import show_bytes, show_seconds
 from autoshard.viz.tree import change
 
 

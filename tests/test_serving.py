@@ -107,6 +107,50 @@ def test_meshes(mesh: dict[str, int]) -> None:
     )
 
 
+def test_what_loops_ask_before_the_first_call() -> None:
+    sharded = serving(llama(layers=1), {"tp": 2})
+    assert (sharded.dtype, sharded.device) == (torch.float64, torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_other_loops_and_caches() -> None:
+    """Assisted decoding, both models sharded; a static cache; a criterion to stop of one's own."""
+    model, small = llama(layers=1), llama(layers=1)
+    with torch.no_grad():
+        for own, other in zip(small.parameters(), model.parameters(), strict=True):
+            own.copy_(other + torch.randn_like(own) / 20)
+    sharded, helper, one = serving(model, {"tp": 2}), serving(small, {"tp": 2}), TOKENS[:1]
+    given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(sharded.generate(one, assistant_model=helper, **given), model.generate(one, **given))
+
+    class Stop(transformers.StoppingCriteria):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 8)
+
+    static = serving(model, {"tp": 2})
+    same_tokens(model, static, TOKENS, {"static": {"cache_implementation": "static", "disable_compile": True}})
+    assert len(static.programs) == 2
+    criteria = transformers.StoppingCriteriaList([Stop()])
+    same_tokens(model, sharded, TOKENS, {"stopped": {"do_sample": False, "stopping_criteria": criteria}})
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_transformers() -> None:
+    """Text in and out, two requests of unequal length at once."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {**{f"w{i}": i for i in range(62)}, "<pad>": 62, "<unk>": 63}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    names = {"pad_token": "<pad>", "unk_token": "<unk>", "padding_side": "left"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **names)
+    model, made = llama(layers=1), []
+    for module in (model, serving(model, {"tp": 2})):
+        write = transformers.pipeline("text-generation", model=module, tokenizer=tokenizer)
+        made.append(write(["w5 w6 w7", "w9 w10"], batch_size=2, max_new_tokens=6, do_sample=False))
+    assert made[0] == made[1]
+    assert len(made[0][0][0]["generated_text"].split("w")) > 6
+
+
 def test_a_plan_as_transformers_says_it() -> None:
     model = llama()
     plan = autoshard.plan(model, {"tp": 2}, (TOKENS,), training=False, like="megatron")

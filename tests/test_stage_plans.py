@@ -26,7 +26,7 @@ from autoshard.plans.alike import renaming
 from autoshard.plans.pipeline import pipeline
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Staged
-from autoshard.plans.report import show_seconds
+from autoshard.plans.units import show_seconds
 from autoshard.plans.wishes import Wishes
 from autoshard.viz.html import html
 from autoshard.viz.trace import trace_json

@@ -17,7 +17,7 @@ from autoshard import Mesh
 from autoshard.compiler import build, captured
 from autoshard.models import Gpt, GptConfig
 from autoshard.plans.plan import Plan
-from autoshard.plans.report import show_bytes, show_seconds
+from autoshard.plans.units import show_bytes, show_seconds
 from autoshard.plans.wishes import Wishes
 
 CHECKS = (Path(__file__).parent / "page_checks.js").read_text("utf-8")

@@ -2,5 +2,6 @@
 
 from autoshard.devices.meshes import divided, planned_for, shapes
 from autoshard.devices.pipelines import pipelined_for
+from autoshard.devices.requests import served_for
 
-__all__ = ["divided", "pipelined_for", "planned_for", "shapes"]
+__all__ = ["divided", "pipelined_for", "planned_for", "served_for", "shapes"]

@@ -19,7 +19,7 @@ from autoshard.passes.propagate.experts.roles import named_by_role
 from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Candidate, Cost
-from autoshard.plans.report import show_seconds
+from autoshard.plans.units import show_seconds
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.autocast import without_autocast
 
@@ -42,7 +42,7 @@ def planned_for(graph: Graph, devices: int, hardware: Hardware, wishes: Wishes, 
         raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
     if isinstance(wishes.like, Mapping):
         raise PlanError("like by axis or by module needs a mesh: give mesh=, or a plan's name for all axes")
-    search = _Search(graph, hardware, wishes, title)
+    search = Search(graph, hardware, wishes, title)
     for shape in shapes(devices, hardware.devices_per_node):
         search.attempt(shape)
     if search.best is not None:
@@ -51,7 +51,7 @@ def planned_for(graph: Graph, devices: int, hardware: Hardware, wishes: Wishes, 
 
 
 @dataclass
-class _Search:
+class Search:
     """Meshes of one number of devices, and their plans."""
 
     graph: Graph
@@ -67,8 +67,8 @@ class _Search:
         if shape in self.plans:
             return
         mesh, shown = Mesh({f"axis{i}": n for i, n in enumerate(shape)}, self.hardware), " × ".join(map(str, shape))
-        floor = least_seconds(self.graph, mesh)
-        if self.best is not None and floor >= self.best.cost.total_s:
+        floor = self._floor(mesh)
+        if self.best is not None and floor >= self.seconds(self.best):
             self.notes.append(f"a mesh of {shown} was not searched: its work alone takes {show_seconds(floor)}")
             return
         try:
@@ -78,9 +78,16 @@ class _Search:
             return
         names = named_by_role(graph, program.assignment)
         self.plans[shape] = plan = _renamed(plan, Mesh(names, self.hardware))
-        log.info("mesh %s: %s", plan.mesh, show_seconds(plan.cost.total_s))
-        if self.best is None or plan.cost.total_s < self.best.cost.total_s * (1 - TIE):
+        log.info("mesh %s: %s", plan.mesh, show_seconds(self.seconds(plan)))
+        if self.best is None or self.seconds(plan) < self.seconds(self.best) * (1 - TIE):
             self.best = plan
+
+    def seconds(self, plan: Plan) -> float:
+        """What is made small."""
+        return plan.cost.total_s
+
+    def _floor(self, mesh: Mesh) -> float:
+        return least_seconds(self.graph, mesh)
 
     def _planned(self, mesh: Mesh, wishes: Wishes) -> tuple[Program, Plan, Graph]:
         """With the graph of one micro-batch, where there are several."""
@@ -97,7 +104,7 @@ class _Search:
             raise PlanError(f"no mesh of these {self.hardware.name} has a plan: {'; '.join(self.notes)}")
         best = self.best
         _, plan, _ = self._planned(best.mesh, replace(self.wishes, like=None, plan=best))
-        others = sorted((p for p in self.plans.values() if p is not best), key=lambda p: p.cost.total_s)
+        others = sorted((p for p in self.plans.values() if p is not best), key=self.seconds)
         runners_up = tuple(Candidate(p.mesh, p.cost, p.memory, _lost(p.cost, best.cost)) for p in others)
         like = [note for note in best.notes if note.startswith("like=")]
         return replace(plan, candidates=runners_up, notes=(*like, *plan.notes, *self.notes))

@@ -18,7 +18,7 @@ from autoshard.passes.propagate.experts.roles import named_by_role
 from autoshard.plans.follow import assignment_of
 from autoshard.plans.plan import Plan
 from autoshard.plans.record import Candidate, Cost
-from autoshard.plans.report import show_seconds
+from autoshard.plans.units import show_seconds
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.autocast import without_autocast
 

@@ -35,6 +35,7 @@ from autoshard.plans.compiled import Compiled
 from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.autocast import without_autocast
+from autoshard.serving import laid_out
 
 log = logging.getLogger("autoshard")
 log_of_programs = logging.getLogger("autoshard.plans.compiled")
@@ -207,6 +208,7 @@ class Compiling(Fixed):
         wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts, homes=self._homes)
         args, kwargs = self._whole(args, kwargs)
         with self._of.as_it_is(self._check) as model:
+            wishes = laid_out(model, self._running, args, kwargs, wishes, self._title) if first else wishes
             found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
         kept = dict(self._parameter_layouts or found.parameter_layouts)
         if first:

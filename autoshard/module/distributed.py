@@ -6,6 +6,7 @@ import functools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from autoshard.module.executable import Call, Executable
 from autoshard.module.gradients import one_verdict
 from autoshard.module.inputs import without_data
 from autoshard.module.loaded import Loaded
+from autoshard.module.logits import Logits
 from autoshard.module.outputs import Output
 from autoshard.module.owned import as_dtensor, layout_on, lies_in, local_of, side_by_side, whole
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
@@ -60,6 +62,8 @@ class DistributedModule(ShardedModule):
     _compared: Any
     """the last call that was compared: its repetitions are not"""
     _on_gloo: bool
+    _generating: bool = False
+    """whether logits go to a loop that chooses tokens"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
         super().__init__(model, mesh, settings)
@@ -337,8 +341,14 @@ class DistributedModule(ShardedModule):
         out = program.outputs[number]
         if not isinstance(out, Ref):
             return local
-        whole = local.shape if shape is None else shape
-        return self._output(local, program.layouts[out.name], whole, self._keeps(executable, number))
+        whole, layout, keeps = (
+            local.shape if shape is None else shape,
+            program.layouts[out.name],
+            self._keeps(executable, number),
+        )
+        if self._generating and not keeps and local.is_floating_point() and layout.axes_of(len(whole) - 1):
+            return Logits.of(local, layout, whole, self._comm, partial(self._output, kept=False))
+        return self._output(local, layout, whole, keeps)
 
     def _enter(self, index: int, count: int) -> None:
         self._comm.enter(index, count)

@@ -11,6 +11,7 @@ import torch._dynamo.trace_rules
 from torch import nn
 
 from autoshard import runtime
+from autoshard.module.logits import plain
 from autoshard.module.parts import derived
 
 
@@ -32,6 +33,8 @@ def class_of(base: type[Any], kind: type[nn.Module], root: type[Any]) -> type[An
     names: dict[str, Any] = {"forward": forward}
     if isinstance(getattr(kind, "device", None), property):  # it asks parameters, of which there are none before a call
         names["device"] = property(lambda self: self._of.tensors()[0].device)
+    if isinstance(getattr(kind, "dtype", None), property):
+        names["dtype"] = property(lambda self: next(t.dtype for t in self._of.tensors() if t.is_floating_point()))
     return derived(base, kind, names | _of_generation(kind))
 
 
@@ -50,9 +53,13 @@ def _of_generation(kind: Any) -> dict[str, Any]:
         comm = self.__dict__.get("_comm")
         if not isinstance(comm, runtime.TorchCommunicator):
             return kind.generate(self, *args, **kwargs)
-        with comm.notes.told(), runtime.synchronised_rng(comm):  # what the caller adds may fail between calls
-            comm.random_states()  # the ranks agree: with other seeds they would sample other tokens
-            return kind.generate(self, *args, **kwargs)
+        object.__setattr__(self, "_generating", True)
+        try:
+            with comm.notes.told(), runtime.synchronised_rng(comm):  # what the caller adds may fail between calls
+                comm.random_states()  # the ranks agree: with other seeds they would sample other tokens
+                return plain(kind.generate(self, *args, **kwargs))
+        finally:
+            object.__setattr__(self, "_generating", False)
 
     return {"get_encoder": get_encoder, "generate": generate}
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
 from autoshard.plans.record import Record
-from autoshard.plans.report import globbed, numbers, show_bytes, show_flops, show_layout, show_seconds
+from autoshard.plans.report import globbed, numbers, show_layout
+from autoshard.plans.units import show_bytes, show_flops, show_seconds
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
 """of :class:`~autoshard.passes.ir.memory.Memory`"""

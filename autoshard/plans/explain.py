@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.errors import PlanError
 from autoshard.plans.record import Choice, Collective, Record
-from autoshard.plans.report import local_bytes, short_op, show_bytes, show_layout, show_seconds
+from autoshard.plans.report import local_bytes, short_op, show_layout
+from autoshard.plans.units import show_bytes, show_seconds
 
 MOST = 12
 """parameters and operations of a module that are told one by one"""

@@ -13,6 +13,7 @@ from autoshard.hardware import Hardware
 from autoshard.layout import Invariant, Layout, Owned, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory, Recomputed
+from autoshard.plans.serving import Serving
 
 Kind = TypeVar("Kind", bound="Record")
 
@@ -223,6 +224,8 @@ class Record:
     """where a number of devices was given instead of a mesh: the runners-up, the best first"""
     staged: Staged | None = None
     """where the graph is cut into stages: where, and the plan of each"""
+    serving: Serving | None = None
+    """where prompts and tokens are served by one layout of the weights: what each takes; the plan is that of a token"""
 
     def to_json(self, alternatives: bool = True) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back.
@@ -233,6 +236,7 @@ class Record:
         return json.dumps(
             {
                 **({} if self.staged is None else {"staged": self.staged.to_dict(alternatives)}),
+                **({} if self.serving is None else {"serving": self.serving.to_dict()}),
                 "format": 1,
                 "mesh": dict(zip(self.mesh.axes, self.mesh.shape, strict=True)),
                 "hardware": self.mesh.hardware.to_dict(),
@@ -308,6 +312,7 @@ class Record:
                 mixed_precision=data.get("mixed_precision", ""),
                 candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
                 staged=Staged.from_dict(data["staged"], cls.from_json) if "staged" in data else None,
+                serving=Serving.from_dict(data["serving"]) if "serving" in data else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error

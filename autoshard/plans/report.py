@@ -19,6 +19,8 @@ from autoshard.layout import Invariant, Layout, Replicate
 from autoshard.passes.ir.memory import Recomputed
 from autoshard.plans.pipeline import stage_rows
 from autoshard.plans.record import Choice, Collective, Cost, Record
+from autoshard.plans.serving import serving_text
+from autoshard.plans.units import show_bytes, show_flops, show_seconds
 
 WIDTH = 120
 """columns of the text where it does not go to a terminal"""
@@ -49,35 +51,7 @@ def plan_table(plan: Record) -> RenderableType:
     return Group(*parts)
 
 
-# --- units and names ---
-
-
-def show_bytes(n: float) -> str:
-    """``n`` bytes with a decimal unit: ``1.5 MB``."""
-    return _scaled(n, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), "B")
-
-
-def show_seconds(s: float) -> str:
-    """``s`` seconds as s, ms, µs or ns; 0 where it is less than a picosecond."""
-    if abs(s) < 1e-12:
-        return "0"
-    return _scaled(s * 1e9, (("s", 1e9), ("ms", 1e6), ("µs", 1e3)), "ns")
-
-
-def show_flops(n: float) -> str:
-    """``n`` FLOPs with a decimal unit: ``1.5 TFLOP``."""
-    return _scaled(n, (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)), "FLOP")
-
-
-def _scaled(n: float, units: Iterable[tuple[str, float]], smallest: str) -> str:
-    for unit, scale in units:
-        if abs(n) >= 0.9995 * scale:
-            return f"{_three_digits(n / scale)} {unit}"
-    return f"{_three_digits(n)} {smallest}"
-
-
-def _three_digits(n: float) -> str:
-    return f"{n:.0f}" if abs(n) >= 99.95 or n == int(n) else f"{n:.1f}" if abs(n) >= 9.995 else f"{n:.2f}"
+# --- names ---
 
 
 def show_layout(layout: Layout) -> str:
@@ -162,6 +136,8 @@ def _headline(plan: Record) -> Text:
     ]
     if cost.hidden_s > 1e-9 * cost.total_s:
         lines.insert(2, f"{show_seconds(cost.hidden_s)} of communication hidden behind compute")
+    if plan.serving is not None:
+        lines += serving_text(plan.serving)
     if abs(cost.merged_s) > 1e-9 * cost.total_s:
         lines.insert(2, f"merged on top: {show_seconds(-cost.merged_s).replace('-', '−')}")
     return Text("\n".join(lines))

@@ -46,6 +46,10 @@ class Wishes:
     """of the search, as a part of what proofs take"""
     homes: Mapping[str, tuple[int, ...]] | None = None
     """the stages that an earlier compilation put the parameters and buffers into"""
+    objective: str = "step"
+    """what is made small: the call that is given, a request's next token (latency), or all tokens (throughput)"""
+    profile: Mapping[str, Any] | None = None
+    """which calls there are, and how often each comes: see :mod:`autoshard.serving`"""
 
     def __post_init__(self) -> None:
         budget = self.memory_budget

@@ -98,7 +98,8 @@ def experts(
 
     Rows travel over ``exchange_axes``, some of ``expert_axes``: results are whole there. Over the others each rank
     gives the summand of its own experts. ``hidden_axes`` cut the ``hidden`` features between the products: results are
-    summands. There ``first`` is cut as one dim, of which most ranks have gates only or none; they exchange their parts.
+    summands. There ``first`` is cut as one dim, of which most ranks have gates only or none; they exchange their parts, of
+    the weights or, where rows are few, of what these made of the rows.
     """
     top, count = ids.shape[1], count or first.shape[0]
     known = (ids >= 0) & (ids < count)
@@ -113,8 +114,15 @@ def experts(
     if routes.order is not None:
         rows = rows.index_select(0, routes.order)
     ends = routes.ends[: first.shape[0]]
-    parts = split(first, 2 if transposed else 1, (hidden, hidden), hidden_axes) if gated and hidden_axes else [first]
+    dim, of_rows = (
+        2 if transposed else 1,
+        exchanges_rows(ids.numel(), first.numel() // max(1, first.shape[1 + transposed])),
+    )
+    apart = gated and hidden_axes
+    parts = split(first, dim, (hidden, hidden), hidden_axes) if apart and not of_rows else [first]
     made = [grouped_mm(rows, part if transposed else part.mT, ends, True) for part in parts]
+    if apart and of_rows:
+        made = split(made[0], 1, (hidden, hidden), hidden_axes)
     mid = ACTIVATIONS[activation](made[0]) if not gated else _gated(made, ACTIVATIONS[activation])
     if not transposed:
         second = second.mT
@@ -125,6 +133,12 @@ def experts(
     out = out * weights.reshape(-1).index_select(0, slots).unsqueeze(1)
     placed = out.new_zeros(ids.numel(), out.shape[1]).index_copy(0, slots, out)
     return placed.view(x.shape[0], top, out.shape[1]).sum(1).to(x.dtype)
+
+
+def exchanges_rows(rows: int, weights: int) -> bool:
+    """Whether gates and what they gate are brought together after the product: ``rows`` are fewer than ``weights``, the
+    elements of one of the features on a rank."""
+    return rows < weights
 
 
 def _gated(made: list[torch.Tensor], activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from autoshard.errors import PlanError
 from autoshard.plans.record import Record
-from autoshard.plans.report import show_bytes, show_layout, show_seconds
+from autoshard.plans.report import show_layout
+from autoshard.plans.units import show_bytes, show_seconds
 from autoshard.viz.text import printable
 from autoshard.viz.tree import Box, Item, drawing
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autoshard.plans.record import Record
-from autoshard.plans.report import show_bytes, show_layout, show_seconds
+from autoshard.plans.report import show_layout
+from autoshard.plans.units import show_bytes, show_seconds
 from autoshard.viz.tree import Box, Item, drawing
 
 

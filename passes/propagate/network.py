@@ -87,6 +87,7 @@ class Network:
     """of parameters: the stages of ZeRO that each may have; (0,) where it is absent"""
     flying: int = 1
     """micro-batches that keep something for the backward at once"""
+    carried: frozenset[str] = frozenset()  # inputs whose layout is to be chosen, as a parameter's is
     variables: dict[str, Variable] = field(default_factory=dict)
     """by name: a value, "node:…", "shared:…", "out:i" """
     links: list[Link] = field(default_factory=list)
@@ -96,7 +97,7 @@ class Network:
     def __post_init__(self) -> None:
         self.views = frozenset(n.name for n in self.graph.nodes if is_passive(n))
         self.tail = tail_of(self.graph) if self.offer is not None else frozenset()
-        self.free = free_states(self.graph, self.given, self.constraints)
+        self.free = free_states(self.graph, self.given, self.constraints) | self.carried
         """buffers whose layout is to be chosen, as a parameter's is"""
 
     def build(self) -> Built:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,9 +18,12 @@ from autoshard.passes.propagate.network import Built, Network
 from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
 from autoshard.passes.propagate.recompute import Recompute, hinted, offer
 from autoshard.passes.propagate.zero import offered
-from autoshard.passes.search import CostNetwork, Prepared, Solution, solve
+from autoshard.passes.search import CostNetwork, Prepared, Row, Solution, solve
 
 log = logging.getLogger("autoshard.plan")
+
+Prepare = Callable[[Network, CostNetwork, tuple[Row, ...], Sequence[Hashable | None] | None], Prepared]
+"""what makes of a network, with its costs, rows and labels, what is to be solved"""
 
 EFFORT = 0.1
 """of searches under a limit, as a part of what proofs take"""
@@ -50,12 +53,15 @@ class Planner:
         zero: Mapping[str, int] | None = None,
         flying: int = 0,
         effort: float = 1.0,
+        carried: frozenset[str] = frozenset(),
     ) -> None:
         """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
         :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts;
         ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; ``flying``: of a stage of a pipeline, the
-        micro-batches that it keeps something for at once; ``effort``: of the search, as a part of what proofs take."""
-        self.flying, self.effort = flying, effort
+        micro-batches that it keeps something for at once; ``effort``: of the search, as a part of what proofs take;
+        ``carried``: inputs that an earlier call gave back, such as caches, whose layouts are to be chosen."""
+        self.flying, self.effort, self.carried = flying, effort, carried
+        self.prepare: Prepare = _alone
         self.given, self.zero = given or {}, zero or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
@@ -74,8 +80,8 @@ class Planner:
 
     def cheapest(self) -> Assignment:
         """The fewest seconds, whatever memory it takes; the bound is to be found (:func:`proven`)."""
-        network, built = self._network(limited=not self.plain)
-        found = Prepared(built.network, built.hiding, built.alike).solve(effort=self.effort)
+        network, built = self.network(limited=not self.plain)
+        found = self.prepare(network, built.network, built.hiding, built.alike).solve(effort=self.effort)
         self.prices = found.prices
         return network.assignment(found)
 
@@ -86,8 +92,8 @@ class Planner:
         The bound of all such searches is :meth:`bound`. Raises :class:`~autoshard.errors.PlanError` where nothing is that
         small.
         """
-        network, built = self._network(limited=True)
-        prepared = self._with_bytes(built)
+        network, built = self.network(limited=True)
+        prepared = self._with_bytes(network, built)
         limits = *(row.limit for row in built.hiding), limit, limit if budget is None else budget
         start = (*self.prices, *(0.0,) * (len(limits) - len(self.prices))) if self.prices else None
         found = prepared.solve(limits, min(EFFORT, self.effort), prices=start)
@@ -100,20 +106,20 @@ class Planner:
         """A bound of what all assignments cost that hold no more than any limit that was tried; 0 where none was."""
         return min((found.proven().lower_bound for _, found in self._loosest.values()), default=0.0)
 
-    def _with_bytes(self, built: Built) -> Prepared:
+    def _with_bytes(self, network: Network, built: Built) -> Prepared:
         if self._even not in self._prepared:
             kept, stays = (replace(row, limit=0.0) for row in built.kept)
             self._prepared[self._even] = (
                 self._prepared[False].restricted(built.network.nodes)
                 if False in self._prepared
-                else Prepared(built.network, (*built.hiding, kept, stays), built.alike)
+                else self.prepare(network, built.network, (*built.hiding, kept, stays), built.alike)
             )
         return self._prepared[self._even]
 
     def least(self, share: float = 0.0) -> tuple[Assignment, float]:
         """What holds least at the end of the forward; and how much that is. ``share``: so much of what every operation
         works on counts too: plans that hold little may work on much."""
-        network, built = self._network(limited=True)
+        network, built = self.network(limited=True)
         row, seconds = built.kept[0], built.network
         work: list[float | np.ndarray] = [0.0] * len(seconds.nodes)
         numbers = {name: i for i, name in enumerate(network.variables)}
@@ -122,13 +128,13 @@ class Planner:
             work[i] = share * np.tile(own, len(seconds.nodes[i]) // len(own))
         nodes = tuple(_smallest(s, row.nodes[i]) + work[i] for i, s in enumerate(seconds.nodes))
         edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
-        found = Prepared(CostNetwork(nodes, edges), alike=built.alike).solve()
+        found = self.prepare(network, CostNetwork(nodes, edges), (), built.alike).solve()
         found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False, prove=None)
         return network.assignment(found), _used(built, found)
 
     def evenly(self) -> None:
         """From now on every choice does the same along all axes, as if the mesh had one."""
-        network, built = self._network(limited=True)
+        network, built = self.network(limited=True)
         nodes = []
         for variable, seconds in zip(network.variables.values(), built.network.nodes, strict=True):
             even = np.tile([len(set(choice)) == 1 for choice in variable.choices], len(variable.tags))
@@ -138,7 +144,7 @@ class Planner:
 
     def held(self, assignment: Assignment) -> float:
         """Bytes that the choices of ``assignment``, which makes nothing again, hold at the end of the forward."""
-        network, built = self._network(limited=True)
+        network, built = self.network(limited=True)
         nodes = []
         for (name, variable), seconds in zip(network.variables.items(), built.network.nodes, strict=True):
             allowed = network.states_of(name, variable, assignment)
@@ -151,14 +157,14 @@ class Planner:
         edges = tuple((a, b, forbidden[id(table)]) for a, b, table in built.network.edges)
         return _used(built, solve(CostNetwork(tuple(nodes), edges)))
 
-    def _network(self, limited: bool) -> tuple[Network, Built]:
+    def network(self, limited: bool) -> tuple[Network, Built]:
         """The network; ``limited``: with bytes, and with what may be made again. That one is kept."""
         if limited and self._limited is not None:
             return self._limited
         what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
         asked = self.graph.parameters if self.flying else self.constraints.keys()
         stages = offered(self.graph, self.mesh, self.zero, asked, limited)
-        more = self.optimizer, self.given, stages, max(1, self.flying)
+        more = self.optimizer, self.given, stages, max(1, self.flying), self.carried
         network = Network(*what, self.offer if limited else None, *more)
         built = network.build()
         states, (nodes, edges) = sum(map(len, built.network.nodes)), (built.network.nodes, built.network.edges)
@@ -171,6 +177,12 @@ class Planner:
 def proven(assignment: Assignment) -> Assignment:
     """With the bound of its solution."""
     return replace(assignment, solution=assignment.solution.proven())
+
+
+def _alone(
+    network: Network, costs: CostNetwork, rows: tuple[Row, ...], alike: Sequence[Hashable | None] | None
+) -> Prepared:
+    return Prepared(costs, rows, alike)
 
 
 def _used(built: Built, found: Solution) -> float:

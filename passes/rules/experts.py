@@ -13,7 +13,7 @@ from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import Facts, Rule, Site, Types
 from autoshard.passes.rules.factors import Dims, Factors, Space
 from autoshard.passes.rules.splits import exchanged
-from autoshard.runtime.experts import experts_op
+from autoshard.runtime.experts import exchanges_rows, experts_op
 
 EXCHANGE = "exchange"
 """the label of the strategy in which an axis cuts rows and experts, and rows travel"""
@@ -82,15 +82,19 @@ def _collectives(site: Site) -> tuple[Internal, ...]:
 
 
 def _of_parts(site: Site) -> tuple[Internal, ...]:
-    """Gates, and what they gate, from a cut of both as one dim: ranks exchange what they hold of the other."""
+    """Gates, and what they gate, from a cut of both as one dim: ranks exchange what they hold of the other, of the weights
+    or of the rows that went through them."""
     axes, first = site.axes("hidden"), site.in_type(3)
     if site.mesh.size_of(axes) == 1 or not site.node.argument("gated"):
         return ()
     hidden, dim = int(_hidden(site.node, site.graph)), 2 if site.node.argument("transposed") else 1
     local = site.inputs[3].max_local_shape(first.shape)
-    row = math.prod(n for d, n in enumerate(local) if d != dim) * first.dtype.itemsize
+    weights = math.prod(int(n) for d, n in enumerate(local) if d != dim)
+    rows = math.prod(map(int, site.inputs[1].max_local_shape(site.in_type(1).shape)))
+    of_rows = exchanges_rows(rows, weights)
+    row, grad = (rows, first.grad or site.in_type(0).grad) if of_rows else (weights, first.grad)
     ranks = tuple(site.mesh.size_of(a) for a in axes)
-    return exchanged(axes, row, 2 * hidden, (hidden, hidden), ranks, first.grad)
+    return exchanged(axes, row * first.dtype.itemsize, 2 * hidden, (hidden, hidden), ranks, grad)
 
 
 def _flops(node: Node, graph: Graph) -> float:

@@ -1,0 +1,45 @@
+"""The mesh for requests: a number of devices, and the mesh on which prompts and tokens take the fewest seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.devices.meshes import Search, divided, least_seconds, shapes
+from autoshard.hardware import Hardware
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.program import Program
+from autoshard.plans.plan import Plan
+from autoshard.plans.wishes import Wishes
+from autoshard.serving import Call, served
+
+
+def served_for(calls: Sequence[Call], devices: int, hardware: Hardware, wishes: Wishes, title: str) -> Plan:
+    """The plan of :func:`~autoshard.serving.served` on the best mesh of ``devices`` that was found, with the others in
+    ``candidates``. Meshes, and what is raised, as of :func:`~autoshard.devices.meshes.planned_for`."""
+    search = _Serving(max(calls, key=lambda c: c.times).graph, hardware, wishes, title, calls=calls)
+    for shape in shapes(devices, hardware.devices_per_node):
+        search.attempt(shape)
+    if search.best is not None:
+        search.attempt(divided(search.best.mesh.shape, hardware.devices_per_node))
+    return search.result()
+
+
+@dataclass
+class _Serving(Search):
+    calls: Sequence[Call] = ()
+
+    def seconds(self, plan: Plan) -> float:
+        assert plan.serving is not None
+        return plan.serving.total_s
+
+    def _floor(self, mesh: Mesh) -> float:
+        return sum(call.times * least_seconds(call.graph, mesh) for call in self.calls)
+
+    def _planned(self, mesh: Mesh, wishes: Wishes) -> tuple[Program, Plan, Graph]:
+        """Searched again where the axes got their names: ``wishes`` are to follow a plan, of one call."""
+        plan, found = served(self.calls, mesh, self.wishes, self.title)
+        assert plan.serving is not None
+        of_tokens = next(n for n, call in enumerate(found.calls) if call.name == plan.serving.decode.name)
+        return found.programs[of_tokens], plan, found.calls[of_tokens].graph

@@ -1,0 +1,169 @@
+"""Logits while text is generated: each rank keeps its part of the vocabulary, and only the token that is chosen travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+
+from autoshard import runtime
+from autoshard.layout import Layout, Replicate, Shard
+from autoshard.module.outputs import ABOUT
+
+Gather = Callable[[torch.Tensor, Layout, Sequence[int]], torch.Tensor]
+"""(this rank's part, its layout, the global shape) → the whole"""
+
+
+class Logits(torch.Tensor):
+    """Scores whose last dim is cut over ranks. What loops of generation do with them is done with the parts: the last
+    position is taken, they are divided, compared and masked; of argmax, topk and multinomial candidates are all that is
+    sent, of a softmax two numbers a row. Anything else gathers the whole, on all ranks.
+    """
+
+    _part: torch.Tensor
+    _layout: Layout
+    _comm: runtime.Communicator
+    _gather: Gather
+
+    @staticmethod
+    def of(
+        part: torch.Tensor, layout: Layout, shape: Sequence[int], comm: runtime.Communicator, gather: Gather
+    ) -> torch.Tensor:
+        """The tensor of this global shape."""
+        made = torch.Tensor._make_wrapper_subclass(Logits, tuple(shape), dtype=part.dtype, device=part.device)
+        made._part, made._layout, made._comm, made._gather = part, layout, comm, gather
+        return made
+
+    def like(
+        self, part: torch.Tensor, shape: Sequence[int] | None = None, layout: Layout | None = None
+    ) -> torch.Tensor:
+        """Another tensor in this layout, by its part."""
+        layout = self._layout if layout is None else layout
+        return Logits.of(part, layout, self.shape if shape is None else shape, self._comm, self._gather)
+
+    def whole(self) -> torch.Tensor:
+        """The plain tensor; all ranks have to ask."""
+        return self._full(self._part, self._layout, self.shape)
+
+    def _full(self, part: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
+        with runtime.bind(self._comm):
+            return self._gather(part, layout, shape) if layout.axes_with(Shard) else part
+
+    def _rows(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole of what was chosen from each row, of which this rank has that of its rows."""
+        vocabulary = dict.fromkeys(self._layout.axes_of(self.ndim - 1), Replicate())
+        return self._full(part, self._layout.replace(vocabulary), (*self.shape[:-1], *part.shape[self.ndim - 1 :]))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in ABOUT:
+                return func(*args, **kwargs)
+            if func in _LOCAL and isinstance(args[0], Logits):
+                made = _LOCAL[func](args[0], func, args[1:], kwargs)
+                if made is not None:
+                    return made
+            own, named = pytree.tree_map_only(Logits, Logits.whole, (tuple(args), kwargs))
+            return func(*own, **named)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        own, named = pytree.tree_map_only(Logits, Logits.whole, (tuple(args), dict(kwargs or {})))
+        return func(*own, **named)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Logits({list(self.shape)}, {self._layout})"
+
+
+def plain(tree: Any) -> Any:
+    """``tree`` with whole tensors, for who asked for scores."""
+    return pytree.tree_map_only(Logits, Logits.whole, tree)
+
+
+# --- what is done with the parts: None where it cannot be ---
+
+
+def _indexed(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Positions are taken of dims that are whole."""
+    index = args[0] if isinstance(args[0], tuple) else (args[0],)
+    if not all(isinstance(i, int | slice) for i in index) or len(index) > x.ndim:
+        return None
+    index = (*index, *[slice(None)] * (x.ndim - len(index)))
+    if any(x._layout.axes_of(d) and i != slice(None) for d, i in enumerate(index)):
+        return None
+    places = {d: n for n, d in enumerate(d for d, i in enumerate(index) if isinstance(i, slice))}
+    placed = {a: Shard(places[d]) for d in range(x.ndim) for a in x._layout.axes_of(d)}
+    shape = torch.empty(x.shape, device="meta")[index].shape
+    return x.like(x._part[index], shape, x._layout.replace(placed))
+
+
+def _each(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """What is done to every element; beside it numbers, other parts, and one number for all that a row has."""
+    last = x.ndim - 1
+    for other in pytree.tree_leaves((args, kwargs)):
+        if isinstance(other, Logits):
+            if (other.shape, other._layout) != (x.shape, x._layout):
+                return None
+        elif isinstance(other, torch.Tensor) and other.ndim:
+            rows_are_whole = not any(x._layout.axes_of(d) for d in range(last))
+            if other.ndim != x.ndim or other.shape[last] != 1 or not rows_are_whole:
+                return None
+    own, named = pytree.tree_map_only(Logits, lambda other: other._part, (tuple(args), dict(kwargs)))
+    return x.like(func(x._part, *own, **named))
+
+
+def _softmax(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    if not _along_last(x, args[:1], kwargs) or len(args) > 1 or not kwargs.keys() <= {"dim", "dtype", "_stacklevel"}:
+        return None
+    with runtime.bind(x._comm):
+        return x.like(runtime.softmax(x._part, x.ndim - 1, x._layout.axes_of(x.ndim - 1), kwargs.get("dtype")))
+
+
+def _argmax(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    if not _along_last(x, args, kwargs):
+        return None
+    with runtime.bind(x._comm):
+        return x._rows(runtime.argmax(x._part, x.ndim - 1, x.shape[-1], x._layout.axes_of(x.ndim - 1)))
+
+
+def _topk(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    given = {"dim": -1, **dict(zip(("k", "dim"), args, strict=False)), **kwargs}
+    if not _along_last(x, (), {"dim": given["dim"]}) or len(args) > 2 or given.keys() != {"k", "dim"}:
+        return None
+    with runtime.bind(x._comm):
+        found = runtime.topk(x._part, given["k"], x.ndim - 1, x.shape[-1], x._layout.axes_of(x.ndim - 1))
+    return torch.return_types.topk((x._rows(found[0]), x._rows(found[1])))
+
+
+def _multinomial(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    given = {**dict(zip(("num_samples",), args, strict=False)), **kwargs}
+    if len(args) > 1 or given != {"num_samples": 1}:
+        return None
+    dims = {d: axes for d in range(x.ndim) if (axes := x._layout.axes_of(d))}
+    with runtime.bind(x._comm):
+        return x._rows(runtime.multinomial(x._part, 1, x.shape, dims))
+
+
+def _along_last(x: Logits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    dims = [*args, *([kwargs["dim"]] if "dim" in kwargs else [])]
+    return len(dims) == 1 and dims[0] in (-1, x.ndim - 1) and kwargs.keys() <= {"dim", "dtype", "_stacklevel"}
+
+
+_T = torch.Tensor
+_LOCAL: Mapping[Any, Callable[..., Any]] = {
+    _T.__getitem__: _indexed,
+    **dict.fromkeys((_T.to, _T.float, _T.double, _T.clone, _T.detach, _T.contiguous), _each),
+    **dict.fromkeys((_T.__truediv__, _T.div, _T.__mul__, _T.mul, _T.masked_fill, _T.__lt__, _T.lt), _each),
+    **dict.fromkeys((F.softmax, torch.softmax, _T.softmax), _softmax),
+    **dict.fromkeys((torch.argmax, _T.argmax), _argmax),
+    **dict.fromkeys((torch.topk, _T.topk), _topk),
+    **dict.fromkeys((torch.multinomial, _T.multinomial), _multinomial),
+}

@@ -1,0 +1,214 @@
+"""The calls that a profile speaks of: the prompt that is given, and a token after it, with the caches that the prompt left."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autoshard.errors import CaptureError, PlanError
+from autoshard.passes.capture.exported.trees import flattened
+from autoshard.passes.ir.graph import Graph, Ref
+
+log = logging.getLogger("autoshard.plan")
+
+OBJECTIVES = ("step", "latency", "throughput")
+PREFILL, DECODE = "prefill", "decode"
+DEFAULT: Mapping[str, Any] = {DECODE: 1}
+"""the profile of an objective that has none"""
+
+Profile = Mapping[str, Any] | None
+"""name of a call → how often it comes, or (how often, args, kwargs)"""
+Capture = Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Graph]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kind of call, captured on tensors without data."""
+
+    name: str
+    times: float
+    graph: Graph
+    requests: int
+    tokens: int
+    carried: tuple[tuple[str, int], ...] = ()
+    """of a token's call: (input, output of the prompt's call that it is)"""
+
+
+def check_asked(objective: str, profile: Profile, training: bool, others: Mapping[str, Any]) -> None:
+    """Raise :class:`PlanError` for an objective or profile that is none, or with what serving does not know.
+
+    ``others``: what else was asked, by name; only what is false may stand beside them.
+    """
+    if objective not in OBJECTIVES:
+        raise PlanError(f"objective={objective!r} is none: {', '.join(map(repr, OBJECTIVES))}")
+    if objective == "step" and profile is None:
+        return
+    if profile is not None and not isinstance(profile, Mapping):
+        raise PlanError(f'profile is {{call: how often}}, such as {{"prefill": 1, "decode": 200}}, got {profile!r}')
+    what = f"objective={objective!r}" if profile is None else "profile"
+    if training:
+        raise PlanError(f"{what} is for inference: pass training=False")
+    if wrong := [name for name, value in others.items() if value]:
+        raise PlanError(f"{what} does not go with {wrong[0]}=: leave one of them out")
+    for name, given in (profile or {}).items():
+        times = given[0] if isinstance(given, tuple) and given else given
+        if isinstance(times, bool) or not isinstance(times, int | float) or not 0 <= times < float("inf"):
+            raise PlanError(f"profile: how often {name!r} comes is a number, or (number, args, kwargs), got {given!r}")
+        if not isinstance(given, tuple) and name not in (PREFILL, DECODE):
+            raise PlanError(
+                f"profile: {name!r} needs its arguments: {{{name!r}: (how often, args, kwargs)}}. Only {PREFILL!r}, the "
+                f"example, and {DECODE!r}, a token after it, are known without"
+            )
+    if profile is not None and not any(g[0] if isinstance(g, tuple) else g for g in profile.values()):
+        raise PlanError("profile: no call comes at all")
+
+
+def calls_of(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], objective: str, profile: Profile, capture: Capture
+) -> tuple[Call, ...]:
+    """The calls of a profile, captured; those that never come are left out. ``objective`` latency: of one request.
+
+    A token is read with the cache at its longest: after the prompt and all tokens but one. Raises :class:`CaptureError`
+    where its arguments are not known.
+    """
+    skeleton, given = without_data(model), _bound(model, args, kwargs)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        given["use_cache"] = True
+    found: list[Call] = []
+    for name, entry in (profile or DEFAULT).items():
+        times = entry[0] if isinstance(entry, tuple) else entry
+        if not times:
+            continue
+        if isinstance(entry, tuple):
+            own = _bound(model, *(*entry[1:], {})[:2]) if len(entry) > 1 else given
+            own = _meta(_alone(own) if objective == "latency" else own)
+            found.append(Call(name, float(times), capture(skeleton, (), own), *_size(own)))
+            continue
+        prompt = _meta(_alone(given) if objective == "latency" else given)
+        if name == PREFILL:
+            found.append(Call(name, float(times), capture(skeleton, (), prompt), *_size(prompt)))
+            continue
+        try:
+            found.append(_token(skeleton, prompt, float(times), capture))
+        except _UnknownError:
+            if profile is not None:
+                raise
+            found.append(Call("call", 1.0, capture(skeleton, (), prompt), *_size(prompt)))  # it makes no tokens
+    return tuple(found)
+
+
+class _UnknownError(CaptureError):
+    """A model of which it is not known how a token is asked for."""
+
+
+def without_data(model: nn.Module) -> nn.Module:
+    """A copy of the model on the meta device; its parameters take no memory."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        meta = tensor.detach().to("meta")
+        memo[id(tensor)] = (
+            nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+        )
+    return copy.deepcopy(model, memo)
+
+
+def _bound(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by name."""
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(f"the arguments do not fit the forward of {type(model).__name__}: {error}") from error
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise CaptureError("a profile needs arguments with names: this forward takes *args")
+        found |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return found
+
+
+def _alone(given: dict[str, Any]) -> dict[str, Any]:
+    """The same of the first request."""
+    leaves, spec = flattened(given)
+    requests, _ = _size(given)
+    one = [x[:1] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == requests else x for x in leaves]
+    found: dict[str, Any] = pytree.tree_unflatten(one, spec)
+    return found
+
+
+def _meta(given: dict[str, Any]) -> dict[str, Any]:
+    leaves, spec = flattened(given)
+    bare = [x.detach().to("meta") if isinstance(x, torch.Tensor) else x for x in leaves]
+    found: dict[str, Any] = pytree.tree_unflatten(bare, spec)
+    return found
+
+
+def _size(given: Mapping[str, Any]) -> tuple[int, int]:
+    """(requests, tokens of each) of a call."""
+    shape = next((x.shape for x in given.values() if isinstance(x, torch.Tensor) and x.ndim), (1,))
+    return int(shape[0]), int(shape[1]) if len(shape) > 1 else 1
+
+
+def _token(skeleton: nn.Module, prompt: dict[str, Any], times: float, capture: Capture) -> Call:
+    """The call for a token with the cache at its longest, from the shapes of what a prompt of that length gives back."""
+    requests, tokens = _size(prompt)
+    name = next((n for n, x in prompt.items() if isinstance(x, torch.Tensor) and x.ndim), "")
+    ids, length = prompt.get(name), tokens + max(0, round(times) - 1)
+    if ids is None or ids.ndim != 2 or ids.is_floating_point():
+        raise _UnknownError(_unknown("its first argument is not [requests, tokens]"))
+    others = {n: x for n, x in prompt.items() if not isinstance(x, torch.Tensor)}
+    masks = {n: x for n, x in prompt.items() if "mask" in n and isinstance(x, torch.Tensor) and x.shape == ids.shape}
+
+    def of_length(so_many: int) -> dict[str, Any]:
+        return {n: x.new_empty((requests, so_many)) for n, x in masks.items()}
+
+    longest = _meta({**others, name: ids.new_empty((requests, length)), **of_length(length)})
+    given = _given_back(skeleton, longest, capture)
+    parameters = inspect.signature(skeleton.forward).parameters
+    states = {n: x for n, x in _fields(given).items() if n in parameters and x is not None}
+    if not states:
+        raise _UnknownError(_unknown("it gives back nothing that is called as one of its arguments"))
+    own = {**others, name: ids.new_empty((requests, 1)), **of_length(length + 1), **states}
+    places = {id(x): i for i, x in enumerate(flattened(given)[0]) if isinstance(x, torch.Tensor)}
+    taken = [places.get(id(x)) for x in flattened(((), own))[0]]
+    made = capture(skeleton, (), own)
+    carried = tuple((n, i) for n, i in zip(made.flat_inputs, taken, strict=True) if n is not None and i is not None)
+    return Call(DECODE, times, made, requests, 1, carried)
+
+
+def _given_back(skeleton: nn.Module, given: dict[str, Any], capture: Capture) -> Any:
+    """The outputs of a call, without data: of Python that runs on the meta device, else of a capture."""
+    try:
+        with torch.no_grad():
+            return skeleton(**given)
+    except (RuntimeError, NotImplementedError) as error:
+        log.info("the model does not run without data: %s. It is captured", error)
+    graph = capture(skeleton, (), given)
+    leaves = [
+        torch.empty(tuple(map(int, t.shape)), dtype=t.dtype, device="meta")
+        if isinstance(out, Ref) and (t := graph.types[out.name])
+        else out
+        for out in graph.outputs
+    ]
+    return pytree.tree_unflatten(leaves, graph.out_spec)
+
+
+def _fields(given: Any) -> Mapping[str, Any]:
+    if isinstance(given, Mapping):
+        return given
+    return given._asdict() if hasattr(given, "_asdict") else dict(getattr(given, "__dict__", {}))
+
+
+def _unknown(why: str) -> str:
+    return (
+        f"what a step of decoding is called with is not known of this model: {why}. Give an example of it: "
+        f'profile={{"{PREFILL}": 1, "{DECODE}": (200, args, kwargs)}}'
+    )
