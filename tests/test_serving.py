@@ -113,25 +113,17 @@ def test_what_loops_ask_before_the_first_call() -> None:
 
 
 @pytest.mark.slow
-def test_other_loops_and_caches() -> None:
-    """Assisted decoding, both models sharded; a static cache; a criterion to stop of one's own."""
-    model, small = llama(layers=1), llama(layers=1)
-    with torch.no_grad():
-        for own, other in zip(small.parameters(), model.parameters(), strict=True):
-            own.copy_(other + torch.randn_like(own) / 20)
-    sharded, helper, one = serving(model, {"tp": 2}), serving(small, {"tp": 2}), TOKENS[:1]
-    given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(sharded.generate(one, assistant_model=helper, **given), model.generate(one, **given))
-
+def test_a_static_cache_and_a_criterion_to_stop() -> None:
     class Stop(transformers.StoppingCriteria):  # type: ignore[misc]
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             return torch.full((len(input_ids),), input_ids.shape[1] >= 8)
 
-    static = serving(model, {"tp": 2})
-    same_tokens(model, static, TOKENS, {"static": {"cache_implementation": "static", "disable_compile": True}})
-    assert len(static.programs) == 2
-    criteria = transformers.StoppingCriteriaList([Stop()])
-    same_tokens(model, sharded, TOKENS, {"stopped": {"do_sample": False, "stopping_criteria": criteria}})
+    model = llama(layers=1)
+    sharded = serving(model, {"tp": 2})
+    ways: dict[str, dict[str, Any]] = {"static": {"cache_implementation": "static", "disable_compile": True}}
+    ways["static"] |= {"do_sample": False, "stopping_criteria": transformers.StoppingCriteriaList([Stop()])}
+    same_tokens(model, sharded, TOKENS, ways)
+    assert len(sharded.programs) == 2
 
 
 @pytest.mark.slow
