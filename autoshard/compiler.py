@@ -33,7 +33,7 @@ from autoshard.plans.follow import assignment_of, check_precision
 from autoshard.plans.plan import Plan
 from autoshard.plans.stages import in_stages
 from autoshard.plans.wishes import Wishes
-from autoshard.progress import stage
+from autoshard.progress import seldom_collected, stage
 from autoshard.runtime.autocast import without_autocast
 
 
@@ -57,12 +57,14 @@ def compiled(
     return build(graph, mesh, wishes, title=title or type(model).__name__)
 
 
+@seldom_collected()
 def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
     """The first stage. ``options``: see :func:`capture`."""
     with stage("capture"):
         return capture(model, args, kwargs, **options)
 
 
+@seldom_collected()
 @without_autocast()  # its casts are in the graph
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""

@@ -1,11 +1,8 @@
-"""The planner against what others published and against this machine: ``python benchmarks/planner.py [steps | truth]``.
+"""The planner against what others published: ``python benchmarks/planner.py``. Against this machine: ``truth.py``.
 
-``steps``: training steps that were published, predicted for the same expert's plan. Models are planned with two and with
+Training steps that were published, predicted for the same expert's plan. Models are planned with two and with
 four layers; blocks are equal, so the step grows by the same for each further one. No constant of the model was solved
 for from these rows, but their sources (autoshard/hardware/presets.py) were chosen with the errors in view.
-
-``truth``: calibrates this machine, plans small models for two gloo ranks, and measures what was predicted: the ranking of
-the experts' plans and of the free one, and how far the free plan is from the fastest.
 """
 
 from __future__ import annotations
@@ -13,19 +10,15 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import autoshard
 from autoshard import Mesh
 from autoshard.compiler import captured, planned
 from autoshard.hardware import PRESETS, Hardware
@@ -206,97 +199,12 @@ def steps(names: Sequence[str]) -> None:
         )
 
 
-# --- truth here ---
-
-
-class Wide(nn.Module):
-    """A wide MLP with a small batch: its weights are what is large."""
-
-    def __init__(self, width: int = 1024, layers: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.relu(layer(x))
-        return x.square().mean()
-
-
-class Convolutions(nn.Module):
-    """Its activations are what is large."""
-
-    def __init__(self, channels: int = 32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(3 if i == 0 else channels, channels, 3, padding=1) for i in range(4))
-        self.head = nn.Linear(channels, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.relu(layer(x))
-        return self.head(x.mean((2, 3))).square().mean()
-
-
-def small_llama() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    tokens = torch.randint(0, 512, (4, 64))
-    config = LlamaConfig(vocab=512, width=128, hidden=512, heads=4, kv_heads=4, layers=2)
-    return Llama(config), (tokens,), {"labels": tokens}
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]] = {
-    "Llama": small_llama,
-    "wide MLP": lambda: (Wide(), (torch.rand(8, 1024),), {}),
-    "convolutions": lambda: (Convolutions(), (torch.rand(8, 3, 48, 48),), {}),
-}
-PLANS = (None, "ddp", "fsdp", "megatron", "replicate")
-
-
-def truth() -> None:
-    """One process per rank, each with one thread; all take turns of the plans of one model after another."""
-    ranks = 2
-    if "RANK" not in os.environ:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        os.environ["OMP_NUM_THREADS"] = "1"
-        sys.exit(subprocess.call([*command, __file__, "truth"]))
-    dist.init_process_group("gloo")
-    hardware = autoshard.calibrate()
-    first = dist.get_rank() == 0
-    if first:
-        print(hardware, f"\n\n{'model':14}{'plan':12}{'predicted':>12}{'measured':>12}", flush=True)
-    for name, make in MODELS.items():
-        found = []
-        for like in PLANS:
-            torch.manual_seed(0)
-            model, args, kwargs = make()
-            mesh = Mesh({"tp" if like == "megatron" else "dp": ranks}, hardware)
-            sharded = autoshard.compile(model, mesh, args, kwargs, like=like, training=True)
-            measured = autoshard.measure(sharded, args, kwargs, steps=15)
-            found.append((measured.predicted_s, measured.step_s))
-            if first:
-                print(
-                    f"{name:14}{like or 'free':12}{found[-1][0] * 1e3:9.2f} ms{found[-1][1] * 1e3:9.2f} ms", flush=True
-                )
-        if first:
-            free = found[0][1] / min(measured for _, measured in found)
-            print(f"{name:14}rank correlation {correlation(found):.2f}; the free plan takes {free:.2f} × the fastest\n")
-    dist.destroy_process_group()
-
-
-def correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's."""
-    ranks = torch.tensor(pairs, dtype=torch.float64).argsort(0).argsort(0).double().T
-    return float(torch.corrcoef(ranks)[0, 1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="?", choices=["steps", "truth"], default="steps")
     parser.add_argument("--only", nargs="*", default=[], help="rows whose name contains one of these")
     options = parser.parse_args()
     logging.getLogger("torch").setLevel(logging.ERROR)
-    if options.what == "steps":
-        steps(options.only)
-    else:
-        truth()
+    steps(options.only)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import six_models
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
@@ -44,7 +45,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
-from autoshard import models
 
 WARM_UP = 9
 """more calls than are compared with their inputs by default"""
@@ -67,17 +67,17 @@ class Task:
     rows: int
 
     @staticmethod
-    def of(name: str, batch: int, sequence: int) -> Task:
+    def of(name: str, batch: int = 0, sequence: int = 0) -> Task:
+        """``batch``, ``sequence``: 0 for the model's own."""
         torch.manual_seed(0)
-        reference = models.get(name)
-        sizes = {"seq": sequence} if name.split(":")[0] in ("llama", "gpt", "moe") else {}
-        args, kwargs = reference.inputs(batch=batch, **sizes)
-        return Task(name, tuple(args), dict(kwargs), batch)
+        sizes = {"batch": batch, "seq": sequence}
+        args, kwargs = six_models.get(name).inputs(**{n: size for n, size in sizes.items() if size})
+        return Task(name, tuple(args), dict(kwargs), len(args[0]))
 
     def model(self) -> nn.Module:
         """The same weights for everybody; no dropout, which ranks would draw differently."""
         torch.manual_seed(0)
-        return models.get(self.name).model().eval()
+        return six_models.get(self.name).model().eval()
 
     def mine(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """This rank's part of the batch."""
@@ -318,8 +318,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="contestants, separated by commas (default: all)")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each")
-    parser.add_argument("--batch", type=int, default=4, help="rows of the global batch")
-    parser.add_argument("--sequence", type=int, default=128, help="tokens of a row")
+    parser.add_argument("--batch", type=int, default=0, help="rows of the global batch (default: the model's)")
+    parser.add_argument("--sequence", type=int, default=0, help="tokens of a row (default: the model's)")
     parser.add_argument("--memory", action="store_true", help="peak of resident memory instead, one world each")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)

@@ -12,7 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from microbatch_cases import TOLERANCE, far, full, loss_of
 from pipeline_steps import Uneven, compare, made, tokens
+from state_harness import same_gradients
+from table_models import Looked
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.errors import HintError, MeshError, PlanError, RuntimeMismatchError
@@ -130,8 +133,7 @@ def first_without_gradients(mesh: autoshard.Mesh) -> None:
         sharded(*args)
     for m in (model, sharded):
         loss_of(m.train(False)(*args)).backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert max(far(x, gradients[n]) for n, x in sharded.full_gradients().items()) <= TOLERANCE
+    same_gradients(sharded, model)
 
 
 def any_lengths(mesh: autoshard.Mesh) -> None:
@@ -148,8 +150,7 @@ def any_lengths(mesh: autoshard.Mesh) -> None:
             losses.append(loss_of(m(*given)))
             losses[-1].backward()
         assert far(losses[1].detach(), losses[0].detach()) <= TOLERANCE
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        assert max(far(x, gradients[n]) for n, x in sharded.full_gradients().items()) <= TOLERANCE
+        same_gradients(sharded, model)
     assert len(sharded.programs) == 1
     with torch.no_grad():
         for rows, length in ((8, 12), (4, 7)):
@@ -205,10 +206,39 @@ def frozen(mesh: autoshard.Mesh) -> None:
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2, training=True)
     for m in (model, sharded):
         loss_of(m(*args)).backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    found = sharded.full_gradients()
-    assert found.keys() == gradients.keys()
-    assert max(far(found[n], x) for n, x in gradients.items()) <= TOLERANCE
+    same_gradients(sharded, model)
+
+
+def frozen_and_unfrozen(mesh: autoshard.Mesh) -> None:
+    """Flags and dtypes that change after compilation, on every stage or on some; norms stay those of stages."""
+    model, args = made("gpt")
+    model.eval()
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2, training=True)
+    for start in (("",), ("blocks.3", "norm"), ("blocks.0", "token_embedding"), ()):
+        for m in (model, sharded):
+            m.zero_grad()
+            for n, p in m.named_parameters():
+                p.requires_grad_(n.startswith(start))
+        losses = [loss_of(m(*args)) for m in (model, sharded)]
+        assert far(losses[1].detach(), losses[0].detach()) <= TOLERANCE
+        assert losses[1].requires_grad == losses[0].requires_grad == bool(start)
+        if start:
+            for loss in losses:
+                loss.backward()
+            same_gradients(sharded, model)
+    for dtype, rtol in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        for m in (model, sharded):
+            m.zero_grad()
+            m.requires_grad_(True).to(dtype)
+            loss_of(m(*args)).backward()
+        same_gradients(sharded, model, rtol)
+    if dist.is_initialized() and dist.get_world_size() == mesh.size_of("pp"):
+        with pytest.raises(RuntimeMismatchError, match="use autoshard"):
+            torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+        if "token_embedding.weight" in dict(sharded.named_parameters()):  # held by two stages
+            sharded.get_parameter("token_embedding.weight").requires_grad_(dist.get_rank() == 0)
+        with pytest.raises(RuntimeMismatchError, match="the ranks disagree on the state of the call"):
+            sharded(*args)
 
 
 def accumulates(mesh: autoshard.Mesh) -> None:
@@ -219,8 +249,20 @@ def accumulates(mesh: autoshard.Mesh) -> None:
     for part in (args, tuple(x[:4] for x in args)):
         for m in (model, sharded):
             (loss_of(m(*part)) / 2).backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert max(far(x, gradients[n]) for n, x in sharded.full_gradients().items()) <= TOLERANCE
+    same_gradients(sharded, model)
+
+
+def checkpointed(mesh: autoshard.Mesh) -> None:
+    """``torch.utils.checkpoint`` around a call: what it makes again is the call, not what a micro-batch of it saves."""
+    model, args = made("gpt")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2)
+    for reentrant in (False, True):
+        for m in (model, sharded):
+            m.zero_grad()
+            torch.manual_seed(3)
+            scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+            checkpoint(lambda s, m=m: loss_of(m(*args)) * s, scale, use_reentrant=reentrant).backward()
+        same_gradients(sharded, model)
 
 
 def like_an_expert(mesh: autoshard.Mesh) -> None:
@@ -291,6 +333,39 @@ class Short(nn.Module):
         return self.weight.square()
 
 
+def tables(mesh: autoshard.Mesh) -> None:
+    """Owned tables with sparse gradients in the first stage: full gradients, one verdict of a scaler, weights after a step."""
+    torch.manual_seed(0)
+    args = torch.randint(9, (8, 4)), torch.randint(2, (8,)).double()
+    model = Looked().double()
+    axes = mesh.axes[1:]
+    sharded = autoshard.compile(
+        copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2, like=dict.fromkeys(axes, "table-wise") or None
+    )
+    assert all(sharded.plan.layouts["tables.0.weight"].owner for _ in axes)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    for spoilt, scale in ((True, 4.0), (False, 8.0)):
+        optimizer = torch.optim.SGD(sharded.parameters(), 0.1)
+        optimizer.zero_grad()
+        scaler.scale(sharded(*args)).backward()
+        for n, p in sharded.named_parameters():
+            if spoilt and n == "tables.0.weight":
+                assert p.grad is not None
+                getattr(p.grad, "_local_tensor", p.grad)._values().fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+    theirs = torch.optim.SGD(model.parameters(), 0.1)
+    model(*args).backward()
+    for n, p in model.named_parameters():
+        assert p.grad is not None
+        found = sharded.full_gradients()[n]
+        assert found.is_sparse == p.grad.is_sparse
+        assert far(found.to_dense(), p.grad.to_dense()) <= TOLERANCE, n
+    theirs.step()
+    assert max(far(sharded.full_state_dict()[n], x) for n, x in model.state_dict().items()) <= TOLERANCE
+
+
 CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "gpt_1f1b": trains("gpt", 4),
     "gpt_gpipe": trains("gpt", 2, schedule="gpipe"),
@@ -316,8 +391,11 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "state": state,
     "deferred": deferred,
     "frozen": frozen,
+    "frozen_and_unfrozen": frozen_and_unfrozen,
     "accumulates": accumulates,
+    "checkpointed": checkpointed,
     "like_an_expert": like_an_expert,
     "gradients_of_inputs": gradients_of_inputs,
     "refused": refused,
+    "tables": tables,
 }

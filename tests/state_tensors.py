@@ -19,6 +19,9 @@ import autoshard
 def converted_to_another_dtype(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, Net, ids())
     steps(model, sharded, ids())
+    seen: list[torch.dtype] = []
+    both(model, sharded, lambda m: m.layers[0].up.weight.register_hook(lambda g: g * 2))
+    both(model, sharded, lambda m: m.head.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype)))
     both(model, sharded, lambda m: m.float())
     for p in sharded.parameters():
         assert p.dtype == torch.float32
@@ -27,6 +30,7 @@ def converted_to_another_dtype(mesh: autoshard.Mesh) -> None:
         full(module(ids())[0]).backward()
     close(sharded(ids())[0], model(ids())[0], rtol=1e-5)
     same_gradients(sharded, model, 1e-4)
+    assert seen == [torch.float32] * 2
     both(model, sharded, lambda m: m.to(torch.float64))
     both(model, sharded, lambda m: m.zero_grad())
     assert sharded(ids())[0].dtype == torch.float64

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from state_harness import Net, Smooth, both, case, close, full, ids, pair, refused, steps
+from state_harness import Net, Smooth, both, case, close, full, ids, pair, refused, rows, steps
 from torch import nn
 
 import autoshard
@@ -72,9 +72,9 @@ def autocast_around_the_call(mesh: autoshard.Mesh) -> None:
         model, exact, sharded = autocast_pair(mesh, inside, hints={"up": "colwise", "x": autoshard.Shard(0)})
         assert sharded.collectives
         truths: dict[int, list[torch.Tensor]] = {}
-        for rows, dtype in ((4, torch.bfloat16), (4, None), (4, torch.float16), (4, torch.bfloat16)):
-            x = mixed_inputs(rows)
-            truth = truths.setdefault(rows, mixed_run(exact, x.double(), None))
+        for n, dtype in ((4, torch.bfloat16), (4, None), (4, torch.float16), (4, torch.bfloat16)):
+            x = mixed_inputs(n)
+            truth = truths.setdefault(n, mixed_run(exact, x.double(), None))
             for ours, theirs, true in zip(mixed_run(sharded, x, dtype), mixed_run(model, x, dtype), truth, strict=True):
                 assert ours.dtype == theirs.dtype
                 worst = max(1.5 * error(theirs, true), 2e-6 if dtype is None else 2e-3)
@@ -143,6 +143,30 @@ def the_default_dtype(mesh: autoshard.Mesh) -> None:
                 close(sharded(x), model(x), rtol=1e-6)
     finally:
         torch.set_default_dtype(before)
+
+
+class OfItsOwn(nn.Module):
+    """Makes tensors under a default dtype that it sets; ``whole``: of integers."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.lin, self.whole = nn.Linear(8, 8), whole
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float16)
+        try:
+            table = torch.arange(8) / 3 if self.whole else torch.tensor(0.1) * torch.full((8,), 0.1)
+            return ((self.lin(x) + table).square().mean(),)
+        finally:
+            torch.set_default_dtype(before)
+
+
+@case
+def another_default_dtype_inside(mesh: autoshard.Mesh) -> None:
+    steps(*pair(mesh, lambda: OfItsOwn(False), rows()), rows())
+    with refused("on integers under a default dtype that it sets itself"):
+        pair(mesh, lambda: OfItsOwn(True), rows())
 
 
 @case

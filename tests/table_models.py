@@ -71,6 +71,22 @@ class Towers(nn.Module):
         return F.cross_entropy(scores, torch.arange(len(item)))
 
 
+class Looked(nn.Module):
+    """Tables with sparse gradients, and equal layers over what is looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(n, 8, sparse=True) for n in ROWS[:4])
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4))
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, fields: Tensor, clicks: Tensor) -> Tensor:
+        x = torch.cat([table(fields[:, i]) for i, table in enumerate(self.tables)], 1)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.binary_cross_entropy_with_logits(self.head(x).squeeze(1), clicks)
+
+
 def fields(kind: type[nn.Module], sparse: bool, batch: int) -> Call:
     torch.manual_seed(0)
     columns = torch.stack([torch.randint(n, (batch,)) for n in ROWS], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard.passes.capture.export import capture
+from autoshard.passes.capture.translate import decompose
 
 
 class Calling(nn.Module):
@@ -40,15 +42,9 @@ def test_parts_of_parts_need_no_further_trace(
     function: Callable[[Tensor], Tensor], origins: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each run traces the whole program twice, which is most of the time that a compilation takes."""
-    runs = []
-    original = torch.export.ExportedProgram.run_decompositions
-
-    def counted(self: torch.export.ExportedProgram, table: object) -> torch.export.ExportedProgram:
-        runs.append(table)
-        return original(self, table)
-
-    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", counted)
+    runs = Mock(wraps=decompose._decompose_exported_program)
+    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
     graph = capture(Calling(function), (torch.randn(6, 8, dtype=torch.float64),))
-    assert len(runs) == 1
+    assert runs.call_count == 1
     assert {node.origin for node in graph.nodes} - {""} == origins  # the user's own op, also of the parts of a part
     assert not {str(node.op) for node in graph.nodes} & origins

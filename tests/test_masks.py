@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_equal_training, captured_once, collectives
+from harness import assert_equal_training, captured_once, collectives, ideal
 from torch import nn
 
 import autoshard
@@ -38,6 +39,16 @@ def _minus(seen: torch.Tensor, by: float = -torch.inf) -> torch.Tensor:
     return torch.zeros(S, S, dtype=torch.float64).masked_fill(~seen, by)
 
 
+def _document(x: torch.Tensor) -> torch.Tensor:
+    """Numbers of documents [b, S]."""
+    return (x[:, 0, :, 0] > 0.5).long().cumsum(-1)
+
+
+def _alike(documents: torch.Tensor, dim: int) -> torch.Tensor:
+    """Whether a row and a column are of one document; the dim of columns is the last, that of rows comes in."""
+    return documents.squeeze(dim - 1).unsqueeze(-1) == documents
+
+
 MASKS: dict[str, tuple[Mask, Band | None]] = {
     "tril": (lambda x: torch.tril(torch.ones(S, S, dtype=torch.bool)), CAUSAL),
     "triu of -inf": (lambda x: torch.full((S, S), -torch.inf, dtype=x.dtype).triu(1), CAUSAL),
@@ -57,6 +68,10 @@ MASKS: dict[str, tuple[Mask, Band | None]] = {
     "cut from a longer one": (lambda x: torch.ones(20, 20, dtype=torch.bool).tril()[4 : 4 + S, 4 : 4 + S], CAUSAL),
     "later rows": (lambda x: torch.ones(20, S, dtype=torch.bool).tril()[2 : 2 + S], Band(None, 2)),
     "documents": (lambda x: (_columns() <= _rows()) & (x[:, 0, :, 0] > 0)[:, None, None, :], CAUSAL),
+    "packed": (lambda x: _alike(_document(x)[:, None], 2).logical_and(_columns() <= _rows())[:, None], CAUSAL),
+    "packed of both sides": (lambda x: _alike(_document(x)[:, None, None], 3), ALL),
+    "packed alike": (lambda x: (_columns() <= _rows()) & _alike(_document(x)[0, None], 1), CAUSAL),
+    "packed otherwise": (lambda x: _alike(_document(x)[:, None], 2).logical_or(_columns() == 0)[:, None], None),
     "ALiBi": (lambda x: (_columns() - _rows()).to(x.dtype) * 0.1, None),
     "little added": (lambda x: _minus(_columns() <= _rows(), -3.0), None),
     "rows that see none": (lambda x: _minus(_columns() < _rows(), torch.finfo(x.dtype).min), None),
@@ -90,8 +105,11 @@ def test_is_recognised(name: str) -> None:
     """Only what is one; a part of the mask that depends on the data stays."""
     node, band = attention(name), MASKS[name][1]
     assert band_of(node) == (ALL if band is None else band)
-    assert (node.argument("attn_mask") is None) == (band is not None and name != "documents")
-    assert (node.op is banded_op._opoverload) == (band not in (None, ALL, CAUSAL) or name == "documents")
+    mask = node.argument("attn_mask")
+    assert (mask is None) == (band is not None and name != "documents" and "packed" not in name)
+    assert (node.op is banded_op._opoverload) == (
+        band not in (None, ALL, CAUSAL) or (mask is not None and band is not None)
+    )
 
 
 def test_positions_are_what_runs() -> None:
@@ -127,7 +145,11 @@ def test_positions_are_what_runs() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["window of both sides", "documents", *(pytest.param(n, marks=pytest.mark.slow) for n in ("window", "later rows"))],
+    [
+        "window of both sides",
+        "packed",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("documents", "packed alike", "window", "later rows")),
+    ],
 )
 def test_in_a_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of rows, on uneven chunks, with fewer key heads than query heads."""
@@ -138,6 +160,26 @@ def test_in_a_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             report = assert_equal_training(module, axes, (x,), like=like, steps=1)
         (labels,) = (c.labels for c in report.plan.choices.values() if "attention" in c.op)
         assert {"ring", "folded ring"} & set(labels)
+
+
+def test_documents_are_numbers() -> None:
+    """No matrix of pairs is made of them; each query's and key's own number is compared with those of a tile."""
+    sharded = autoshard.compile(Masked(MASKS["packed"][0]), {"cp": 2}, (torch.randn(2, S, 8),), like="ring")
+    assert "eq(" not in sharded.source
+    assert "attn_mask=" in sharded.source
+
+
+@pytest.mark.parametrize("name", ["packed", pytest.param("window", marks=pytest.mark.slow)])
+def test_in_micro_batches(name: str) -> None:
+    """Windows and documents are operations of a runtime's own, on whole batches and on parts."""
+    model, x = Masked(MASKS[name][0]).double(), torch.randn(4, S, 8, dtype=torch.float64)
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({"dp": 2}), (x,), micro_batches=2)
+    losses = [module(x) for module in (model, sharded)]
+    torch.testing.assert_close(*losses, rtol=1e-9, atol=1e-12)
+    for loss in losses:
+        loss.backward()
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(sharded.get_parameter(n).grad, p.grad, rtol=1e-9, atol=1e-12, msg=n)
 
 
 @pytest.mark.parametrize(("window", "rows"), [(2, 1), (6, 3 + 2), pytest.param(9, 3 + 3 + 2, marks=pytest.mark.slow)])

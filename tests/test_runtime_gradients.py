@@ -6,6 +6,7 @@ import torch
 
 from autoshard.runtime.gradients import Gradients
 from autoshard.runtime.in_process import World
+from autoshard.runtime.spare import CALLS, LEAST, Spare
 
 MESH = {"dp": 2, "tp": 2}
 
@@ -36,3 +37,30 @@ def test_one_kind_of_parts_stays_as_it_is() -> None:
     assert gradients.summands == {0: ("dp",)}
     assert gradients.finish([part])[0] is part
     assert gradients.summands == {}
+
+
+def test_a_buffer_is_used_again_when_nobody_sees_it() -> None:
+    spare, like, size = Spare(), torch.empty(0), LEAST // 4
+
+    def take(call: int) -> torch.Tensor:
+        return spare.take(like, size, torch.float32, call)
+
+    first = take(1)
+    place, gradient = first.data_ptr(), first[8:12].view(2, 2).detach()
+    del first
+    second = take(1)
+    assert second.data_ptr() != place, "a gradient is still there"
+    gradient.fill_(7.0)
+    second.zero_()
+    assert gradient.tolist() == [[7.0, 7.0], [7.0, 7.0]]
+    del gradient
+    assert take(2).data_ptr() == place
+    del second
+    take(2 + CALLS + 1)
+    assert [call for kept in spare._kept.values() for call, _ in kept] == [2 + CALLS + 1], "what nobody takes is freed"
+    spare.clear()
+    assert not spare._kept
+    assert take(9).numel() == size
+    assert spare.take(like, 4, torch.float32, 1).data_ptr() not in {
+        x.data_ptr() for k in spare._kept.values() for _, x in k
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -113,6 +113,34 @@ def test_tables_lie_whole_on_one_rank_each(name: str, mesh: str, optimizer: str 
     assert sharded.source.count("runtime.table_wise(") <= 4, "one for all tables that are pooled alike"
 
 
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [
+        (lambda: dlrm(sparse=True, batch=1), {"dp": 2, "x": 2}),
+        pytest.param(lambda: towers(sparse=False, batch=3), {"x": 4}, marks=pytest.mark.slow),
+        pytest.param(lambda: towers(sparse=True, batch=3), {"x": 2, "dp": 2}, marks=pytest.mark.slow),
+        pytest.param(lambda: fields(DCN, True, 2), {"x": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_batch_of_fewer_rows_than_ranks(case: Callable[[], Call], mesh: dict[str, int]) -> None:
+    model, args = case()
+    optimizer = "SGD" if any(getattr(m, "sparse", False) for m in model.modules()) else None
+    sharded = trains_alike((model, args), mesh, optimizer, like=like_of(mesh, "table-wise"))
+    assert owners(sharded).keys() == {n for n, _ in sharded.named_parameters() if n.partition(".")[0] in TABLES}
+    assert "summed=True" in sharded.source
+
+
+def test_a_table_wise_plan_serves_any_batch() -> None:
+    model, (dense, ids, labels) = dlrm(sparse=True)
+    sharded = autoshard.compile(model, ideal({"x": 4}), (dense, ids, labels), like="table-wise")
+    before = owners(sharded)
+    for rows in (1, 0):
+        args = dense[:rows], ids[:rows], labels[:rows]
+        torch.testing.assert_close(loss_of(sharded, args), loss_of(model, args), rtol=1e-9, atol=1e-12, equal_nan=True)
+    assert before
+    assert owners(sharded) == before
+
+
 TABLES = {"tables", "linear", "seen", "liked", "tags", "items"}
 
 
@@ -190,9 +218,10 @@ def test_tables_are_laid_out_by_their_size_without_hints() -> None:
         model, ids = Skewed(), torch.zeros(65536, 21, 10, dtype=torch.int64)
     plan = autoshard.plan(model, {"x": 8}, (ids,))
     layouts = [plan.layouts[f"tables.{i}.weight"] for i in range(21)]
-    assert str(layouts[0]) == "S(1)@x", "the giant does not fit on a rank"
+    assert str(layouts[0]) in ("S(0)@x", "S(1)@x"), "the giant does not fit on a rank"
+    assert plan.lower_bound <= plan.cost.total_s * (1 + 1e-9)
     assert sorted(x.owner["x"] for x in layouts[1:17]) == sorted([*range(8)] * 2), "two on every rank"
-    assert {str(x) for x in layouts[17:]} == {"I@x"}, "what is tiny is everywhere"
+    assert all(x.owner or str(x) == "I@x" for x in layouts[17:]), "what is tiny is not cut"
     table = 400_000_000 * 16 * 4 / 8
     assert plan.memory.gradients < 0.05 * table, "rows that are looked up, not tables"
     assert autoshard.Plan.from_json(plan.to_json()).layouts["tables.1.weight"] == layouts[1]

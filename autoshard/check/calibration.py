@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,9 @@ from autoshard.hardware import Hardware, Link, Rate, free_memory
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.runtime.move import Move
 from autoshard.runtime.process_group import TorchCommunicator
+
+SHORT, LONG, MOST = 0.002, 0.05, 1000
+"""seconds that a repetition takes at least where every rank has a core, and where ranks share cores; the most calls in it"""
 
 
 def _move(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
@@ -89,7 +91,7 @@ def _measured(quick: bool) -> Hardware:
     """Every rank measures; what they found is put together as the slowest rank's."""
     world = dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    clock = _Clock(device, 3 if quick else 9)
+    clock = _Clock(device, 8 if quick else 16)
     dtypes = [torch.float32, torch.bfloat16] if quick else [torch.float32, torch.float64, torch.bfloat16]
     speeds = [(dtype, _agreed(_product_speed(clock, dtype, quick), min)) for dtype in dtypes]
     bandwidth = _agreed(_bandwidth(clock), min)
@@ -131,24 +133,37 @@ def _agreed(value: float, pick: Callable[[Sequence[float]], float]) -> float:
 
 
 class _Clock:
-    """Medians of repetitions, after one to warm up."""
+    """The least of several repetitions, after one to warm up: what other work on the machine adds is not the machine's.
+
+    Where ranks share cores a repetition goes on for so long that all of them have their turns in it: what is measured
+    then is what a rank has of a core, as in training.
+    """
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
+        shared = device.type == "cpu" and _on_this_machine() * torch.get_num_threads() > (os.cpu_count() or 1)
+        self.long = LONG if shared else SHORT
 
     def seconds(self, call: Callable[[], object], together: bool = False) -> float:
-        """Of one call. ``together``: all ranks begin at once."""
+        """Of one call. ``together``: all ranks begin at once, and call equally often."""
+        self._took(call, 1)
+        often = max(1, min(MOST, round(self.long / self._took(call, 1))))
+        if together:
+            often = round(_agreed(often, max))
         found = []
-        for i in range(self.repeats + 1):
+        for _ in range(self.repeats):
             if together:
                 dist.barrier()
-            self._wait()
-            begin = time.perf_counter()
+            found.append(self._took(call, often))
+        return min(found)
+
+    def _took(self, call: Callable[[], object], often: int) -> float:
+        self._wait()
+        begin = time.perf_counter()
+        for _ in range(often):
             call()
-            self._wait()
-            if i:
-                found.append(time.perf_counter() - begin)
-        return statistics.median(found)
+        self._wait()
+        return (time.perf_counter() - begin) / often
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -166,10 +181,10 @@ def _product_speed(clock: _Clock, dtype: torch.dtype, quick: bool) -> float:
 
 
 def _bandwidth(clock: _Clock) -> float:
-    """Bytes per second that an addition reads and writes, of tensors that fit in no cache, into new memory."""
+    """Bytes per second that an addition reads and writes, of tensors that fit in no cache."""
     n = 1 << (28 if clock.device.type == "cuda" else 23)
-    a, b = (torch.ones(n, device=clock.device) for _ in range(2))
-    return 3 * 4 * n / clock.seconds(lambda: a + b, together=True)
+    a, b, out = (torch.ones(n, device=clock.device) for _ in range(3))
+    return 3 * 4 * n / clock.seconds(lambda: torch.add(a, b, out=out), together=True)
 
 
 def _launch(clock: _Clock) -> float:

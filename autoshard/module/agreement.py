@@ -86,10 +86,22 @@ class Agreement:
     def numbers_of(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         """For every rank the checksums of its ``tensors``; -1 for those on the meta device."""
         numbers = [-1 if x.is_meta else int(checksum(x)) & _POSITIVE for x in tensors]
-        if not numbers:
+        return self._rows(numbers, "the comparison of tensors")
+
+    def known(self, mine: Sequence[int]) -> list[int]:
+        """Of bytes that some ranks know, and that are 0 on others, what the first one knows."""
+        self.finish()
+        self.notes.claims = tuple  # not known yet
+        words = [int.from_bytes(mine[at : at + 7], "little") for at in range(0, len(mine), 7)]
+        rows = self._rows(words, "what ranks know of their tensors")
+        each = [b"".join(n.to_bytes(7, "little") for n in row) for row in rows]
+        return [next(filter(None, told), 0) for told in zip(*each, strict=True)][: len(mine)]
+
+    def _rows(self, mine: Sequence[int], what: str) -> list[list[int]]:
+        if not mine:
             return [[] for _ in range(self.ranks)]
-        work, found = self._numbers(_cpu(numbers))
-        self._wait(work, "the comparison of tensors")
+        work, found = self._numbers(_cpu(mine))
+        self._wait(work, what)
         rows: list[list[int]] = found.tolist()
         return rows
 

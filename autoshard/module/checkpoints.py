@@ -40,7 +40,7 @@ def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> 
     unknown = sorted(files.keys() - whole.keys())
     if missing or unknown:
         raise PlanError(f"the files in {folder} do not fit: missing {missing[:5]}, unknown {unknown[:5]}")
-    for name, tensor in own.items():
+    for name, tensor in whole.items():  # of other stages too: all ranks raise, or none
         with safe_open(files[names[name]], "pt") as file:  # type: ignore[index]
             shape = file.get_slice(names[name]).get_shape()
         if shape != list(tensor.shape):

@@ -73,7 +73,7 @@ class DistributedModule(ShardedModule):
         set_(self, "_home", next((t.device for _, t in named_tensors(model) if not t.is_meta), torch.device("cpu")))
         set_(self, "_turns", Turns(waits=False))
         one_verdict()
-        mend()
+        mend(device_mesh)
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())
@@ -320,6 +320,8 @@ class DistributedModule(ShardedModule):
         program, loaded = executable.compiled.program, self._load_program(executable)
         module = loaded.module
         self._comm.deferred = self._deferred
+        if not loaded.recorded:
+            self._comm.spare.clear()
         module.bind_tensors(loaded.tensors(self.tensor))
         try:
             named = zip(executable.compiled.source.inputs, inputs, strict=True)

@@ -1,44 +1,96 @@
-"""What torch's DTensor computes wrongly, refuses or is slow at, and scripts and optimizers ask of parameters and outputs."""
+"""What torch's DTensor computes wrongly, refuses or is slow at, and scripts and optimizers ask of parameters and outputs.
+
+DTensors on meshes that no sharded module runs on are left as they are.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.utils._pytree as pytree
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import _muon
 
 from autoshard.module.dtensor_views import VIEWS, indexed, set_through, set_whole
+from autoshard.module.owned import is_owned
 
 aten = torch.ops.aten
 
 _FUSED = (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
 
 
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_MESHES: set[DeviceMesh] = set()
+"""those that sharded modules run on: DTensors on others are left to torch"""
+
+
+def mend(mesh: DeviceMesh) -> None:
+    """Mend them for DTensors on ``mesh``."""
+    _MESHES.add(mesh)
+    _mend()
+
+
+def is_ours(x: object) -> TypeGuard[DTensor]:
+    """Whether ``x`` is a DTensor on the mesh of a sharded module."""
+    return isinstance(x, DTensor) and (x.device_mesh in _MESHES or is_owned(x))
+
+
 @functools.cache
-def mend() -> None:
-    """Mend them, once in a process."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[aten._local_scalar_dense.default] = _number
+def _mend() -> None:
+    _handle(aten._local_scalar_dense.default, _number)
     for op in (aten.pow_.Scalar, aten._foreach_mul_.List):  # Adafactor
-        handlers[op] = _on_whole
+        _handle(op, _on_whole)
     for packet in _FUSED:
-        handlers |= {getattr(packet, name): _step_on_parts for name in packet.overloads()}
+        for name in packet.overloads():
+            _handle(getattr(packet, name), _step_on_parts)
     for op in (aten.index_put_.default, aten._foreach_copy_.default):
-        handlers[op] = _on_parts
+        _handle(op, _on_parts)
     for op in VIEWS:
-        handlers[op] = _view
+        _handle(op, _view)
     for op in (aten.copy_.default, aten.fill_.Tensor):
-        handlers[op] = _set
+        _handle(op, _set)
+    _handle(aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
     _muon._zeropower_via_newtonschulz = _whole_matrix(_muon._zeropower_via_newtonschulz)
 
 
+_BEFORE: dict[Any, Handler | None] = {}
+"""torch's own handlers of ops"""
+
+
+def _handle(op: Any, handler: Handler) -> None:
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    _BEFORE[op] = handlers.get(op)
+
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ours = any(any(map(is_ours, x)) if isinstance(x, list | tuple) else is_ours(x) for x in args)
+        return (handler if ours else _as_it_was)(op, args, kwargs)
+
+    handlers[op] = handle
+
+
+def _as_it_was(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As DTensor has it without our handler."""
+    before, handlers = _BEFORE[op], DTensor._op_dispatcher._custom_op_handlers
+    if before is not None:
+        return before(op, args, kwargs)
+    ours = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = ours
+
+
 def _set_data(x: DTensor, new: torch.Tensor) -> None:
     """``x.data = new``: DTensor's own is lost, since it sets the data of the outer tensor alone."""
+    if not is_ours(x):
+        torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+        return
     if not isinstance(new, DTensor):
         new = distribute_tensor(new.detach(), x.device_mesh, x.placements, src_data_rank=None)
     torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
@@ -49,7 +101,7 @@ def _whole_matrix(orthogonal: Callable[..., torch.Tensor]) -> Callable[..., torc
     """Muon's iteration on whole matrices. On parts it would round in bfloat16 in another order, and more than once."""
 
     def wrapped(gradient: torch.Tensor, *args: Any) -> torch.Tensor:
-        if not isinstance(gradient, DTensor):
+        if not is_ours(gradient):
             return orthogonal(gradient, *args)
         made = orthogonal(gradient.full_tensor(), *args)
         return distribute_tensor(made, gradient.device_mesh, gradient.placements, src_data_rank=None)
@@ -72,14 +124,14 @@ def _on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             set_whole(op, args, kwargs, args[0])
         return args[0]
     if not together:
-        return _as_it_was(op, args, kwargs, _on_parts)
+        return _as_it_was(op, args, kwargs)
     own, named = pytree.tree_map_only(DTensor, lambda x: x.to_local(), (args, kwargs))
     op(*own, **named)
     return args[0] if isinstance(args[0], torch.Tensor) else None
 
 
 def _view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return indexed(args[0], _as_it_was(op, args, kwargs, _view), op, args[1:])
+    return indexed(args[0], _as_it_was(op, args, kwargs), op, args[1:])
 
 
 def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,7 +145,7 @@ def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if op is aten.fill_.Tensor and isinstance(x, DTensor) and not any(p.is_partial() for p in x.placements):
         op(x.to_local(), *pytree.tree_map_only(DTensor, lambda y: y.full_tensor(), args[1:]))
         return x
-    return _as_it_was(op, args, kwargs, _set)
+    return _as_it_was(op, args, kwargs)
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,7 +160,7 @@ def _on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(p.is_partial() for p in x.placements):
             whole = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
             x._local_tensor, x._spec = whole._local_tensor, whole._spec
-    return _as_it_was(op, args, kwargs, _on_whole)
+    return _as_it_was(op, args, kwargs)
 
 
 def _step_on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,7 +169,7 @@ def _step_on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """
     lists = [x for x in args if isinstance(x, list | tuple) and x]
     if not all(map(_alike, zip(*lists, strict=False))):
-        return _as_it_was(op, args, kwargs, _step_on_parts)
+        return _as_it_was(op, args, kwargs)
     parts = ([_part(x) for x in a] if isinstance(a, list | tuple) else a for a in args)
     with torch.no_grad():
         return op(*parts, **kwargs)
@@ -143,11 +195,8 @@ def _part(x: Any) -> torch.Tensor:
     return local
 
 
-def _as_it_was(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Callable[..., Any]) -> Any:
-    """As DTensor has it without ``handler``."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    del handlers[op]
-    try:
-        return op(*args, **kwargs)
-    finally:
-        handlers[op] = handler
+def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """On this rank's parts; what all ranks found is put together by :func:`~autoshard.module.gradients.one_verdict`."""
+    given, found, inverse = args
+    parts = [g.to_local() if isinstance(g, DTensor) else g for g in given]  # of sparse ones the scaler gives the values
+    op([x._values() if x.is_sparse else x for x in parts], found, inverse, **kwargs)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.module.base import ShardedModule
-from autoshard.module.owned import is_owned
+from autoshard.module.dtensor_ops import is_ours
 from autoshard.runtime.process_group import all_gather_single
 
 Found = dict[torch.device, torch.Tensor]
@@ -71,48 +71,28 @@ def _values(x: torch.Tensor) -> torch.Tensor:
     return x.coalesce().values() if x.is_sparse else x
 
 
+@functools.cache
 def one_verdict() -> None:
     """Let :class:`torch.amp.GradScaler` come to the same verdict on every rank, whatever the order of the parameters.
 
     DTensor's own handler asks the ranks among which the *first* gradient is cut. Where that one is whole and another
     is not, ranks decide each for themselves, and take other scales and steps. Ranks of other stages have other
-    gradients, in other dtypes, or none: what all of them found is put together once for each optimizer.
+    gradients, in other dtypes, or none; of tables some ranks hold other rows, or none. So what each found in its own
+    parts is put together once for each optimizer.
     """
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = _check_and_unscale
-    if not hasattr(torch.amp.GradScaler._unscale_grads_, "__wrapped__"):
-        torch.amp.GradScaler._unscale_grads_ = _over_stages(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
+    torch.amp.GradScaler._unscale_grads_ = _together(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
 
 
-def _over_stages(unscale: Callable[..., Found]) -> Callable[..., Found]:
+def _together(unscale: Callable[..., Found]) -> Callable[..., Found]:
     @functools.wraps(unscale)
-    def over_stages(
+    def together(
         scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, fp16: bool
     ) -> Found:
         by_device = unscale(scaler, optimizer, inverse, found, fp16)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        group = next((p.stages for p in parameters if hasattr(p, "stages")), None)
-        # of sparse gradients each rank has looked at its own rows
-        rows = any(isinstance(p.grad, DTensor) and p.grad.is_sparse for p in parameters)
-        if group is None and not rows:
-            return by_device
-        by_device = by_device or {found.device: found}
-        for x in by_device.values():
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+        if any(is_ours(p) for group in optimizer.param_groups for p in group["params"]):
+            by_device = by_device or {found.device: found}
+            for x in by_device.values():
+                dist.all_reduce(x, dist.ReduceOp.MAX)
         return by_device
 
-    return over_stages
-
-
-def _check_and_unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given, found, inverse = args
-    gradients = [g for g in given if isinstance(g, DTensor)]
-    parts = [g.to_local() if isinstance(g, DTensor) else g for g in given]  # of sparse ones the scaler gives the values
-    op([x._values() if x.is_sparse else x for x in parts], found, inverse, **kwargs)
-    mesh = next((g.device_mesh for g in gradients if not is_owned(g)), None)
-    if mesh is None:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return
-    for i in range(mesh.ndim):
-        if any(is_owned(g) or not g.placements[i].is_replicate() for g in gradients):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(i))
+    return together

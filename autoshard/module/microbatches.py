@@ -49,7 +49,7 @@ class MicroBatchRun:
         made: list[Leaves] = []
         written: dict[str, torch.Tensor] = {}
         states, before = _random_states(), self.defer(True)
-        with self.leaves() if micro.loss is not None else nullcontext([]) as pairs:
+        with self.leaves() if micro.loss is not None else nullcontext([]) as pairs, unseen():
             wanted = [*pairs, *((x, given[n]) for n, x in inputs.items() if x.requires_grad)]
             try:
                 for index in range(micro.count):
@@ -65,6 +65,20 @@ class MicroBatchRun:
                 self.enter(0, 1)
                 self.defer(before)
         return delivered(micro, made, wanted), written
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Inside, hooks on saved tensors that the caller has set see nothing.
+
+    Those of ``torch.utils.checkpoint`` would run the whole step again in the backward of each of its micro-batches.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def beforehand(

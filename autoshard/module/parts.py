@@ -96,7 +96,16 @@ class Fixed(nn.Module):
         )
 
     # What classes of their own do about tensors is for modules that run.
-    _apply = nn.Module._apply
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """As torch's, which loses the hooks of DTensors: another tensor is swapped into these."""
+        made = nn.Module._apply(self, fn, recurse)
+        held: list[Any] = list(self._parameters.values())
+        for p in held:
+            if isinstance(p, DTensor):
+                for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                    setattr(p, hooks, getattr(p, hooks))
+        return made
+
     _save_to_state_dict = nn.Module._save_to_state_dict
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state

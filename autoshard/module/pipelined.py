@@ -15,21 +15,23 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
 from autoshard.errors import PlanError
-from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule, default_device_type
 from autoshard.module.executable import Executable
-from autoshard.module.microbatches import beforehand, delivered, part_of
+from autoshard.module.microbatches import beforehand, delivered, part_of, unseen
 from autoshard.module.pipeline import Lengths, ProgramPipeline, form_of
 from autoshard.module.stage_gradients import mark
 from autoshard.passes.ir.graph import Ref
 from autoshard.plans.stages_together import rest
-from autoshard.runtime import generators
+from autoshard.runtime import generators, sparse
 from autoshard.runtime.along import Along
 from autoshard.runtime.pipeline import packed, unpacked
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+_DTYPES = [None, *sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)]
+"""all there are, in one order on every rank"""
 
 
 class PipelinedModule(DistributedModule):
@@ -56,11 +58,7 @@ class PipelinedModule(DistributedModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """See :meth:`ShardedModule.__deepcopy__`. What runs the rank modules is its own."""
         memo[id(self._pipelines)] = {}
-        made = super().__deepcopy__(memo)
-        for p in made._of.tensors():
-            if isinstance(p, nn.Parameter):
-                self._marked(p)
-        return made
+        return super().__deepcopy__(memo)
 
     def _shared(self) -> list[Any]:
         """See :meth:`Compiling._shared`."""
@@ -68,16 +66,10 @@ class PipelinedModule(DistributedModule):
 
     # --- tensors ---
 
-    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
-        made = super()._parameter(p, layout, initial)
-        self._marked(made)
-        return made
-
-    def _marked(self, p: nn.Parameter) -> None:
-        """Let a parameter be known as a stage's, where there are others."""
-        if self._along.ranks > 1:
-            p.stages = self._along.group  # type: ignore[attr-defined]
-            if p.requires_grad:
+    def _mark(self) -> None:
+        """Let gradients be known as those of a stage, where there are others."""
+        for p in self.parameters() if self._along.ranks > 1 else ():
+            if p.requires_grad and mark not in (p._post_accumulate_grad_hooks or {}).values():
                 p.register_post_accumulate_grad_hook(mark)
 
     def _holds(self, name: str) -> bool:
@@ -119,7 +111,9 @@ class PipelinedModule(DistributedModule):
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """See :meth:`ShardedModule.whole_state_dict`."""
         own = self.state_dict(keep_vars=True)
-        return {n: own.get(n, x) for n, x in self._of.model.state_dict().items()} if self._of.adopted else own
+        if not self._of.adopted:
+            return own
+        return {n: own.get(n, x) for n, x in self._of.model.state_dict(keep_vars=True).items()}
 
     def whole_names(self) -> list[str]:
         """Original names of all parameters of the model, each tensor once."""
@@ -140,10 +134,14 @@ class PipelinedModule(DistributedModule):
         """Original parameter name → full gradient (parameters without one are left out), on every rank. Collective."""
         own = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         names = dict(self._of.model.named_parameters())
-        there = torch.tensor([n in own for n in names], dtype=torch.int32, device=self._device)
+        kinds = [(n in own, n in own and own[n].is_sparse) for n in names]
+        there = torch.tensor(kinds, dtype=torch.int32, device=self._device)
         self._along.add_up(there, range(self._along.ranks), "which gradients there are")
-        pairs = zip(names.items(), there.tolist(), strict=True)
-        return {n: self.everywhere(n, x, own.get(n)) for (n, x), known in pairs if known}
+        found = {}
+        for (n, x), (known, rows) in zip(names.items(), there.tolist(), strict=True):
+            if known:
+                found[n] = self._rows_everywhere(n, x, own.get(n)) if rows else self.everywhere(n, x, own.get(n))
+        return found
 
     def everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
         """The full tensor of a name on every rank; ``own``: this rank's, if it holds it. Collective."""
@@ -153,7 +151,42 @@ class PipelinedModule(DistributedModule):
         self._along.tell(self._stage_of(name), full, name)
         return full
 
+    def _rows_everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+        """As :meth:`everywhere`, of a sparse gradient: its rows and their numbers. Collective."""
+        numbers, rows = sparse.rows_of(self._full(own).to(self._device)) if own is not None else (None, None)
+        count = torch.tensor(0 if numbers is None else len(numbers), device=self._device)
+        self._along.tell(self._stage_of(name), count, name)
+        if numbers is None or rows is None:
+            numbers = torch.empty(int(count), dtype=torch.int64, device=self._device)
+            rows = torch.empty(int(count), *like.shape[1:], dtype=like.dtype, device=self._device)
+        for part in (numbers, rows):
+            self._along.tell(self._stage_of(name), part, name)
+        return sparse.from_rows(numbers, rows, like.shape[0]).coalesce()
+
     # --- running ---
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._follow_others()
+        return super()._called(args, kwargs)
+
+    def specialise(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
+    ) -> Executable:
+        """See :meth:`Compiling.specialise`."""
+        with self._comm.notes.told():
+            self._follow_others()
+        return super().specialise(args, kwargs, number, recorded)
+
+    def _follow_others(self) -> None:
+        """Know what tensors of other stages are now: their dtypes, and whether they are trained. Collective."""
+        if not self._of.adopted:
+            return
+        held = self._of.held()
+        own = [0 if n in self._of.elsewhere else 2 * _DTYPES.index(x.dtype) + x.requires_grad for n, x in held.items()]
+        for (name, x), told in zip(held.items(), self._agreement.known(own), strict=True):
+            if name in self._of.elsewhere and told:
+                x.data = x.data.to(_DTYPES[told // 2])
+                x.requires_grad_(bool(told % 2))
 
     @property
     def _places(self) -> Sequence[Sequence[int]]:
@@ -167,6 +200,8 @@ class PipelinedModule(DistributedModule):
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
         pipeline, micro = self._pipeline(executable, inputs), executable.compiled.micro_batches
         training = pipeline.training
+        if training:
+            self._mark()
         if micro is not None:
             given |= beforehand(micro, given, self.tensor)
         pipeline.run = partial(self._run_stage, pipeline, given)
@@ -174,7 +209,7 @@ class PipelinedModule(DistributedModule):
         own = generators.states(cuda=self._device.type == "cuda")
         before = self._defer(True)
         try:
-            with contextlib.ExitStack() as inside:
+            with contextlib.ExitStack() as inside, unseen():
                 pairs: Pairs = inside.enter_context(self._of.standing_in()) if training else []
                 begin = self._beginning(pipeline)
                 with runtime.bind(self._comm):

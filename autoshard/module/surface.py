@@ -50,7 +50,7 @@ def _of_generation(kind: Any) -> dict[str, Any]:
         comm = self.__dict__.get("_comm")
         if not isinstance(comm, runtime.TorchCommunicator):
             return kind.generate(self, *args, **kwargs)
-        with runtime.synchronised_rng(comm):
+        with comm.notes.told(), runtime.synchronised_rng(comm):  # what the caller adds may fail between calls
             comm.random_states()  # the ranks agree: with other seeds they would sample other tokens
             return kind.generate(self, *args, **kwargs)
 

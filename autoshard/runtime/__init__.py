@@ -56,6 +56,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_together",
     "bind",
+    "cast_table",
     "current",
     "device",
     "dropout",
@@ -122,6 +123,7 @@ from autoshard.runtime.reduce import (
 from autoshard.runtime.ring import banded_rows, ring_attention
 from autoshard.runtime.scan import cummax, cummin, cumprod, cumsum, logcumsumexp
 from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax
+from autoshard.runtime.sparse import cast_table
 from autoshard.runtime.tables import table_wise
 
 __all__ += [

@@ -8,6 +8,11 @@ import torch
 import torch.nn.functional as F
 
 
+def is_documents(mask: torch.Tensor) -> bool:
+    """Whether a mask says of which document every position is."""
+    return not mask.dtype.is_floating_point and mask.dtype != torch.bool
+
+
 @torch.library.custom_op("autoshard::banded_attention", mutates_args=())
 def banded_op(
     query: torch.Tensor,
@@ -22,7 +27,8 @@ def banded_op(
     """``scaled_dot_product_attention`` in which a query sees the keys from ``before`` positions before it to ``after`` behind.
 
     query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d]; None: all keys on that side. ``attn_mask`` [..., s, t]
-    hides more: bool, or added to the scores; it gets no gradient.
+    hides more: bool, or added to the scores; it gets no gradient. Integers [..., 1, t], with s = t, are numbers of documents:
+    a query sees the keys of its own.
     """
     return _attention(query, key, value, attn_mask, before, after, scale, enable_gqa)
 
@@ -44,6 +50,8 @@ def _attention(
     if after is not None:
         shown &= column <= row + after
     if mask is not None:
+        if is_documents(mask):
+            mask = mask.mT == mask
         shown = shown & mask if mask.dtype == torch.bool else mask.masked_fill(~shown, -torch.inf)
     return F.scaled_dot_product_attention(query, key, value, shown, scale=scale, enable_gqa=grouped)
 

@@ -128,12 +128,12 @@ class FlatBucket(Bucket):
         verb, dtype = moves[0].verb, dtype or xs[0].dtype
         if verb in LOCAL:
             parts = [self.comm.local(m, x) for m, x in zip(moves, xs, strict=True)]
-            buffer = _flat(parts, dtype)
+            buffer = self._flat(parts, dtype)
             return buffer, None, _views(buffer, [p.shape for p in parts])
         self._announce(moves, xs, phase, dtype)
         with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
             if verb == "all_reduce":
-                buffer = _flat(xs, dtype)
+                buffer = self._flat(xs, dtype)
                 return buffer, self._all_reduce(buffer, moves[0].axes), _views(buffer, [x.shape for x in xs])
             if verb == "reduce_scatter":
                 return self._reduce_scatter(moves, xs, dtype)
@@ -159,6 +159,10 @@ class FlatBucket(Bucket):
                 return self._all_reduce(buffer, self.replicas)
 
         return begin
+
+    def _flat(self, xs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        out = self.comm.buffer(xs[0], sum(x.numel() for x in xs), dtype)
+        return torch.cat([x.reshape(-1) for x in xs], out=out)
 
     def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
         return self.comm.begin(self.comm.process_group(axes), dist.all_reduce, buffer)
@@ -239,11 +243,6 @@ class FlatBucket(Bucket):
         """Shapes of the chunks of rank number ``k`` of the group."""
         lengths = [self.comm.chunks(m.size, m.axes)[k][1] for m in moves]
         return [[*s[: m.dim], n, *s[m.dim + 1 :]] for m, s, n in zip(moves, shapes, lengths, strict=True)]
-
-
-def _flat(xs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    out = xs[0].new_empty(sum(x.numel() for x in xs), dtype=dtype)
-    return torch.cat([x.reshape(-1) for x in xs], out=out)
 
 
 def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:

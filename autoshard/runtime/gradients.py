@@ -17,7 +17,10 @@ from autoshard.runtime.communicator import Communicator
 from autoshard.runtime.flat_bucket import FlatBucket
 
 SMALL = 2**20
-"""bytes of gradients below which a bucket goes with the next one"""
+"""bytes of gradients below which a bucket goes with the next one: of the first that is sent, and of those in shards"""
+
+LARGE = 25 * 2**20
+"""of all-reduces while another is under way, as in DistributedDataParallel"""
 
 UNDER_WAY = 2
 """reduce-scatters that may be under way: each holds whole gradients, sent and received, until it is waited for"""
@@ -56,7 +59,8 @@ class Gradients:
         if self.held and not self.held[0][0].joins(bucket):
             self._flush()
         self.held.append((bucket, numbers, gradients))
-        if sum(g.nbytes for *_, given in self.held for g in given if g is not None) >= SMALL:
+        enough = LARGE if self.works and not bucket.gathers else SMALL
+        if sum(g.nbytes for *_, given in self.held for g in given if g is not None) >= enough:
             self._flush()
 
     def _flush(self) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from autoshard.runtime.collectives import all_reduce, offset
 from autoshard.runtime.communicator import Axes
+from autoshard.runtime.row_sums import row_sums
 from autoshard.runtime.softmax import maximum, wide
 from autoshard.runtime.summed import begin_sum
 
@@ -25,6 +26,7 @@ def cross_entropy(
     class_axes: Axes = (),
     batch_axes: Axes = (),
     samples: int = 0,
+    pieces: bool = False,
 ) -> torch.Tensor:
     """``F.cross_entropy`` of logits [n, c, ...] or [c]: classes cut by ``class_axes``, samples by ``batch_axes``.
 
@@ -32,13 +34,14 @@ def cross_entropy(
     The result is I along ``class_axes`` (backward: nothing on the wire) and along ``batch_axes`` S for
     ``reduction="none"``, else P: with "mean" every rank divides by the count of all ranks, an all-reduce of one
     number, or by ``samples`` for probabilities. Along ``class_axes`` the forward all-reduces the
-    maxima, then sum-exp and the target's logit packed (Megatron-LM).
+    maxima, then sum-exp and the target's logit packed (Megatron-LM). Of class indices ``pieces`` of the samples are
+    worked on one after another; over cut classes they are in any case.
     """
     mean = reduction == "mean"
     known = not mean or target.is_floating_point()
     count = None if known else _count(logits, target, weight, ignore_index, batch_axes)
-    if class_axes:
-        loss = _over_cut_classes(logits, target, weight, ignore_index, label_smoothing, classes, class_axes)
+    if class_axes or pieces:
+        loss = _over_classes(logits, target, weight, ignore_index, label_smoothing, classes, class_axes)
         loss = loss if reduction == "none" else loss.sum()
     else:
         summed = "none" if reduction == "none" else "sum"
@@ -74,7 +77,7 @@ def nll_loss(
     return (loss if count is None else loss / count()).to(log_probabilities.dtype)
 
 
-def _over_cut_classes(
+def _over_classes(
     logits: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None,
@@ -85,20 +88,18 @@ def _over_cut_classes(
 ) -> torch.Tensor:
     """Cross entropy per sample. With x the shifted logits: loss = Σ_c p_c·w_c·(log Σ exp x - x_c)."""
     dim = min(logits.dim() - 1, 1)
-    x = wide(logits)
-    x = x - maximum(x, dim, axes)
-    start, length = offset(classes, axes), x.shape[dim]
-    share = None if weight is None else _along(weight[start : start + length], dim, x.dim())
-    sums = [x.exp().sum(dim)]
+    top = wide(maximum(logits, dim, axes))
+    start, length = offset(classes, axes), logits.shape[dim]
+    share = None if weight is None else weight[start : start + length]
     if target.is_floating_point():
+        x = wide(logits) - top
         p = target * (1 - smoothing) + smoothing / classes
-        p = p if share is None else p * share
-        exponentials, total, dot = all_reduce(torch.stack([*sums, p.sum(dim), (p * x).sum(dim)]), axes).unbind()
+        p = p if share is None else p * _along(share, dim, x.dim())
+        sums = torch.stack([x.exp().sum(dim), p.sum(dim), (p * x).sum(dim)])
+        exponentials, total, dot = all_reduce(sums, axes).unbind()
         return exponentials.log() * total - dot
-    sums.append(_pick(x, dim, target - start))
-    if smoothing:
-        sums.append((x if share is None else x * share).sum(dim))
-    exponentials, picked, *rest = all_reduce(torch.stack(sums), axes).unbind()
+    sums = row_sums(logits, top, target - start, share, bool(smoothing))
+    exponentials, picked, *rest = all_reduce(sums, axes).unbind()
     log_sum = exponentials.log()
     valid = target != ignore_index
     loss = log_sum - picked
@@ -126,7 +127,9 @@ def _count(
     Its sum is under way while the loss is computed.
     """
     valid = target != ignore_index
-    counted = valid.to(wide(values).dtype) if weight is None else wide(weight)[target.where(valid, 0)] * valid
+    counted = (
+        valid.to(wide(values.new_empty(0)).dtype) if weight is None else wide(weight)[target.where(valid, 0)] * valid
+    )
     return begin_sum(counted.sum(), axes)
 
 

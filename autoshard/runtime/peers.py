@@ -82,8 +82,10 @@ class Notes:
         return ""
 
     def _other_call(self) -> str:
-        """In what this rank's call differs from that of the rank which waited in it first."""
+        """In what this rank's call differs from that of the rank which waited in it first; "" where it is not known yet."""
         mine = {what: number for what, number, *peers in self.claims() if not peers}
+        if not mine:
+            return ""
         said = _store().compare_set(f"{self._key(self.call)}/claims", "", json.dumps([dist.get_rank(), mine]))
         first, theirs = json.loads(said)
         differing = [what for what in mine.keys() | theirs.keys() if mine.get(what) != theirs.get(what)]

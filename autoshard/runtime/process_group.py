@@ -17,6 +17,7 @@ from autoshard.runtime.move import LOCAL, Move, Splits, piece, together
 from autoshard.runtime.peers import Notes, lost, wait
 from autoshard.runtime.profiling import collective_name, named, recorded
 from autoshard.runtime.relay import Arrival, Hop
+from autoshard.runtime.spare import Spare
 from autoshard.runtime.wire import raw
 
 # Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
@@ -94,6 +95,7 @@ class TorchCommunicator(Communicator):
         """set inside :func:`synchronised_rng`"""
         self._at: tuple[Move | None, str] = (None, "a collective")
         self.notes = Notes()
+        self.spare = Spare()
 
     @classmethod
     def of(cls, mesh: Any) -> TorchCommunicator:
@@ -134,6 +136,10 @@ class TorchCommunicator(Communicator):
             handle = dist.new_group(sorted(self.ranks), backend="gloo", use_local_synchronization=True)
             self._host = world._replace(handle=handle, gloo=True)
         return self._host
+
+    def buffer(self, like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat buffer of ``size`` elements where ``like`` is, for gradients that are to be kept."""
+        return self.spare.take(like, size, dtype, self.notes.call)
 
     def during(self, move: Move | None, phase: str) -> None:
         """The collectives that follow are for this move in this phase; for none: ``phase`` says for what."""

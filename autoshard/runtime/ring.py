@@ -79,13 +79,13 @@ def banded_rows(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
     *,
-    queries: int,
+    queries: int | None = None,
     axes: Axes = (),
     before: int | None = None,
     after: int | None = None,
     folded: bool = False,
 ) -> torch.Tensor:
-    """Attention of queries, cut by ``axes`` from a global length ``queries``, over whole keys and values.
+    """Attention of queries over whole keys and values; ``queries``: their global length, where ``axes`` cut them.
 
     A query sees the keys from ``before`` positions before it to ``after`` behind it; None: all. ``attn_mask`` hides more,
     cut by its rows where it has any. ``folded``: as in :func:`ring_attention`; queries alone are swapped.
@@ -93,7 +93,7 @@ def banded_rows(
     comm = current()
     names = comm.active(axes)
     folded = folded and bool(names)
-    rows = spans(queries, tuple(comm.mesh[a] for a in names), folded)
+    rows = spans(query.shape[-2] if queries is None else queries, tuple(comm.mesh[a] for a in names), folded)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     move = named(Move("S", "S", names, order=names), always=True)
     job = Job(move, comm.index(names), rows, (((0, key.shape[-2]),),), Band(before, after), scale, folded)

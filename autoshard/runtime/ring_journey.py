@@ -10,10 +10,11 @@ import torch
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime import tile
+from autoshard.runtime.banded import is_documents
 from autoshard.runtime.move import Move
 from autoshard.runtime.random import scaled
 from autoshard.runtime.relay import Arrival, Hop, Journey, Tensors
-from autoshard.runtime.ring_order import Band, Stop, Tile, blocks, carried, length_of, stops, tiles
+from autoshard.runtime.ring_order import Band, Stop, Tile, blocks, carried, length_of, longest, stops, tiles
 from autoshard.runtime.softmax import wide
 from autoshard.runtime.tile import Masking
 from autoshard.runtime.window import Chunks, Interval
@@ -61,7 +62,7 @@ class Job(NamedTuple):
 
     def longest(self, stop: Stop) -> int:
         """Of the keys of all ranks."""
-        return max(length_of(self.columns_at(stop, r)) for r in range(len(self.columns)))
+        return longest(self.rows, self.columns, self.band, stop)
 
     def onward(self, xs: Tensors, of: Stop, to: Stop) -> Hop:
         """Something of the keys that are here at ``of`` to the rank where they stop next; the same comes."""
@@ -205,7 +206,10 @@ def _tiles(
         bias, noise, aligned = None, None, t.aligned and mask is None
         if t.partial or aligned is not t.aligned:
             bias = _shown(t, job.band, query.device)
-        if mask is not None:
+        if mask is not None and is_documents(mask):
+            own = mask.narrow(-1, *t.rows).mT == mask.narrow(-1, *t.columns)
+            bias = own if bias is None else bias & own
+        elif mask is not None:
             more = mask if mask.shape[-1] == 1 else mask.narrow(-1, *t.columns)
             more = more if mask.dim() < 2 or mask.shape[-2] == 1 else more.narrow(-2, *rows)
             bias = (

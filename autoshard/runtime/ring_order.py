@@ -147,11 +147,19 @@ def stops(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band) -> 
     return (Stop(), *(Stop(i, i) for i in seen))
 
 
-@lru_cache(maxsize=4096)
 def carried(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band, stop: Stop, holder: int) -> Chunks:
     """The keys of rank ``holder`` that come to ``stop``: of a window those that it shows there."""
-    if band.before is None or not stop.offset:
-        return columns[holder]
+    whole = band.before is None or not stop.offset
+    return columns[holder] if whole else _shown(rows, columns, band, stop, holder)
+
+
+def longest(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band, stop: Stop) -> int:
+    """The most keys that any rank sends to ``stop``."""
+    return max(length_of(carried(rows, columns, band, stop, r)) for r in range(len(columns)))
+
+
+@lru_cache(maxsize=4096)
+def _shown(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band, stop: Stop, holder: int) -> Chunks:
     seen = [t.columns for t in tiles(rows[(holder + stop.offset) % len(rows)], columns[holder], band)]
     if not seen:
         return ((columns[holder][0][0], 0),)
@@ -159,10 +167,11 @@ def carried(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band, s
     return ((first, max(map(sum, seen)) - first),)
 
 
+@lru_cache(maxsize=1024)
 def work(
     queries: int, keys: int, ranks: tuple[int, ...], folded: bool, cut_keys: bool = True, band: Band = CAUSAL
-) -> list[float]:
+) -> tuple[float, ...]:
     """Pairs of query and key that each rank computes under a mask. ``cut_keys``: whether keys are cut, too."""
     rows = spans(queries, ranks, folded)
     columns = spans(keys, ranks, folded) if cut_keys else (((0, keys),),)
-    return [sum(t.pairs for c in columns for t in tiles(mine, c, band)) for mine in rows]
+    return tuple(sum(t.pairs for c in columns for t in tiles(mine, c, band)) for mine in rows)

@@ -7,6 +7,7 @@ are lists of rows. An all-gather of rows and their numbers carries each of them;
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -92,3 +93,20 @@ def local(move: Move, x: torch.Tensor, chunks: ChunksOf, number: int) -> torch.T
             numbers, rows = rows_of(x)
             return from_rows(numbers[:0], rows[:0], x.shape[0])
     return x
+
+
+def cast_table(table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``table`` in another dtype; its sparse gradient comes back in the table's own."""
+    found: torch.Tensor = _Cast.apply(table, dtype)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = table.dtype
+        return table.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.to(ctx.dtype), None

@@ -55,10 +55,12 @@ def table_wise(
     last_offset: bool = False,
     padding: Sequence[int | None] = (),
     sparse: bool = False,
+    summed: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Per table [rows, d], whole on its owner and empty elsewhere, the results [b/n S, d] of the bags in ``indices``.
 
-    Indices are whole along ``axes``, whose ranks the ``owners`` number; results are cut along the batch. ``mode``: how
+    Indices are whole along ``axes``, whose ranks the ``owners`` number; results are cut along the batch, or [b, d] P where
+    they are ``summed``: for a batch of fewer rows than ranks, the owner's rows and zeros elsewhere. ``mode``: how
     rows of a bag become one, "sum", "mean" or "max". ``padding``: per table a row that is none; of an index outside of a bag
     (``offsets`` absent) one that only gets no gradient.
     """
@@ -78,6 +80,8 @@ def table_wise(
         mine = [i for i in group if owners[i] == me]
         found.append(_looked_up([tables[i] for i in group], [given[i] for i in mine], mode, pads[group[0]], sparse))
         order.append(tuple(group))
+    if summed:
+        return _summands(found, order, [owner == me for owner in owners], given)
     sent, received = _splits(order, owners, chunks, [t.shape[1] for t in tables], ranks, me)
     parts = [
         out.view(out.shape[0] // given[group[0]].number, given[group[0]].number, out.shape[1])[
@@ -94,6 +98,25 @@ def table_wise(
         else (torch.cat(parts))
     )
     return _placed(moved, order, owners, [c[me][1] for c in chunks], [t.shape[1] for t in tables], ranks)
+
+
+def _summands(
+    found: Sequence[torch.Tensor], order: Sequence[Sequence[int]], mine: Sequence[bool], bags: Sequence[Bags]
+) -> tuple[torch.Tensor, ...]:
+    """What was looked up, as the result [b, d] of every table; zeros where its owner is another rank."""
+    results: dict[int, torch.Tensor] = {}
+    for group, out in zip(order, found, strict=True):
+        number, start = bags[group[0]].number, 0
+        weights = [bags[i].weights for i in group]
+        joined = [x.reshape(-1)[:0].reshape(0, out.shape[1]) for x in weights if x is not None and x.requires_grad]
+        for i in group:
+            length = number * mine[i]
+            zeros = out.new_zeros(number - length, out.shape[1])
+            results[i] = torch.cat(
+                [out.narrow(0, start, length), zeros, *joined]
+            )  # tables elsewhere get gradients, too
+            start += length
+    return tuple(results[i] for i in range(len(bags)))
 
 
 def _alike(tables: Sequence[torch.Tensor], padding: Sequence[int | None], bags: Sequence[Bags]) -> list[list[int]]:

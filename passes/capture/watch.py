@@ -23,6 +23,7 @@ from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.steering import Steering
 from autoshard.passes.capture.exported.arguments import Example
 from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, Refusals
+from autoshard.passes.capture.refusals.default_dtype import DefaultDtype
 from autoshard.passes.capture.refusals.draws import Draws
 from autoshard.passes.capture.refusals.gradients import Gradients
 from autoshard.passes.capture.repeats.observer import Repeats
@@ -61,7 +62,7 @@ def concerns(
     refusals, loops = Refusals(), Loops(learnt)
     steering = () if example is None else (Steering(example),)
     return (
-        repeats, numbers, Draws(refusals), Caches(),
+        repeats, numbers, Draws(refusals), DefaultDtype(refusals), Caches(),
         PackedSequences(), Gradients(training, refusals), CustomFunctions(training, refusals),
         Checkpoints(training, refusals),
         NoGrad(), Conversions(), Scripted(), FlexAttention(), Experts(), Autocast(), Bodies(),

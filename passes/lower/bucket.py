@@ -22,7 +22,8 @@ from autoshard.passes.lower.blocks import runs
 from autoshard.passes.rules.facts import is_view, saves_operand
 
 BUCKET_BYTES = 25 * 2**20
-"""a bucket is closed when it holds this many bytes per rank, on links without latency (DistributedDataParallel's default)"""
+"""a bucket is closed when it holds this many bytes per rank, on links without latency (DistributedDataParallel's default),
+and never before where nothing is gathered: its gradients are there anyway"""
 LEAST, MOST = 2**20, 256 * 2**20
 """bounds of what follows from a link"""
 LATENCY = 0.1
@@ -128,9 +129,9 @@ def _units(statements: Iterable[Statement], program: Program, zero: Mapping[str,
         stage = zero.get(s.value) if function == "gather_parameters" else None
         axes = s.call.args[-1]
         key = function, axes, *alike, program.types[s.value].dtype, depth, stage
-        if key not in open_ or sum(_bytes(member, program) for member in open_[key]) >= bucket_bytes(
-            program.mesh, axes
-        ):
+        full = bucket_bytes(program.mesh, axes)
+        full = full if function == "gather_parameters" else max(full, BUCKET_BYTES)
+        if key not in open_ or sum(_bytes(member, program) for member in open_[key]) >= full:
             open_[key] = []
             units.append(open_[key])
         open_[key].append(s)

@@ -71,8 +71,11 @@ class _Casts:
         return any(self._sums(s) or any(map(self._sums_later, s.outputs)) for s in found)
 
     def _summing(self, s: Statement, step: Step) -> Statement:
-        """A sum of gradients; the cast is in it, unless another sum follows."""
+        """A sum of gradients; the cast is in it, unless another sum follows or rows of a sparse gradient are summed."""
         type_, kwargs = self.mixed[s.value], {**s.call.kwargs}
+        if type_.sparse:
+            self.raw.update(s.outputs)
+            return replace(s, step=self._wide(step, type_))
         if any(map(self._sums_later, s.outputs)):
             self.raw.update(s.outputs)
             step = self._wide(step, type_)
@@ -92,5 +95,11 @@ class _Casts:
         self.cast[name] = made = f"{name}__read"
         self.layouts[made], self.types[made] = layout, self.types[name]
         step = Step("cast", (), layout, layout, self.types[name].shape)
-        call = Call(aten._to_copy.default, (Ref(name),), {"dtype": self.types[name].dtype})
+        dtype = self.types[name].dtype
+        of_rows = self.types[name].sparse  # autograd casts no sparse gradient back
+        call = (
+            Call("cast_table", (Ref(name), dtype), {})
+            if of_rows
+            else Call(aten._to_copy.default, (Ref(name),), {"dtype": dtype})
+        )
         return Statement((made,), call, (layout,), reader.node, reader.block, step, value, True)

@@ -36,6 +36,6 @@ def tables_together(program: Program) -> Program:
 
 def _key(s: Statement, program: Program, level: int) -> Any:
     kwargs: Mapping[str, Any] = s.call.kwargs
-    form = [(name, kwargs.get(name)) for name in ("last_offset", "sparse")]
+    form = [(name, kwargs.get(name)) for name in ("last_offset", "sparse", "summed")]
     has = [name in kwargs for name in ("offsets", "weights")]
     return level, repr((s.call.args[3:], form, has)), program.types[s.outputs[0]].dtype, s.again

@@ -29,7 +29,8 @@ from autoshard.passes.lower.precision import in_precision
 from autoshard.passes.lower.tables import tables_together
 from autoshard.passes.lower.together import together
 from autoshard.passes.memory.simulate import simulate
-from autoshard.passes.propagate.planner import Planner
+from autoshard.passes.propagate.planner import Planner, proven
+from autoshard.passes.search.network import GAP
 
 log = logging.getLogger("autoshard.plan")
 
@@ -58,28 +59,25 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     """
     mesh, optimizer, flying = planner.mesh, planner.optimizer, planner.flying
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
-    closest = tried(planner.cheapest(), optimizer, flying)
-    if closest[1].peak <= budget:
-        return closest
-    best: tuple[Program, Memory] | None = None
-    bound = math.inf
+    program, memory = tried(planner.cheapest(), optimizer, flying)
+    if memory.peak <= budget:
+        return replace(program, assignment=proven(program.assignment)), memory
+    closest, best = (_bounded(program, 0.0), memory), None
     for program, memory in _searched(planner, budget, *closest):
-        bound = min(bound, program.assignment.solution.lower_bound or math.inf)
         closest = min(closest, (program, memory), key=lambda found: found[1].peak)
         if memory.peak <= budget and (best is None or _seconds(program) < _seconds(best[0])):
             best = program, memory
     if best is None:
         raise PlanError(_does_not_fit(closest[1], budget, mesh))
-    return _bounded(best[0], bound), best[1]
+    return _bounded(best[0], planner.bound()), best[1]
 
 
 def _bounded(program: Program, bound: float) -> Program:
     """With a bound of what all cost that hold no more than any limit that was tried."""
-    assignment = program.assignment
-    found = assignment.solution
-    if not found.lower_bound > bound:
-        return program
-    return replace(program, assignment=replace(assignment, solution=replace(found, lower_bound=bound, exact=False)))
+    found = program.assignment.solution
+    closed = 0.0 < found.cost - bound <= GAP * found.cost
+    found = replace(found, lower_bound=min(bound, found.cost), exact=closed, prove=None)
+    return replace(program, assignment=replace(program.assignment, solution=found))
 
 
 Found = Generator[tuple[Program, Memory], None, "Ended"]

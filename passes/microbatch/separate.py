@@ -231,7 +231,9 @@ def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> Call
     placed = tuple((canonical(p, graph.types[n].grad),) for n, p in pairs)
     call = rule.local(site_of(node, graph, mesh, (strategy,), placed))
     if rule.named and call.fn == rule.named and call.kwargs.keys() <= {a.name for a in node.op._schema.arguments}:
-        return Call(node.op, call.args, call.kwargs)
+        given = {a.name for a in node.op._schema.arguments[: len(call.args)]}
+        same = {k: v for k, v in node.kwargs.items() if k not in given and not isinstance(v, Ref)}
+        return Call(node.op, call.args, {**same, **call.kwargs})
     return call
 
 

@@ -29,7 +29,7 @@ from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import AGAIN, NEEDED, KeepTables, Side, is_passive, passive_tags, tail_of
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
-from autoshard.passes.propagate.owners import owned_states, place_of, skewed, with_owners
+from autoshard.passes.propagate.owners import owned_states, place_of, with_owners
 from autoshard.passes.propagate.states import free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row, Solution
@@ -299,7 +299,8 @@ class Network:
             state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
             left = costs.row_bytes(type_, states, self.mesh) if type_.sparse else size
-            size, state, seconds, left = skewed(type_, states, self.mesh, size, state, seconds, left)
+            skew = np.array([costs.skew(type_, placed, self.mesh) for placed in states])
+            size, state, left = size * skew, state * skew, left * skew
             parts = Parts(once=np.tile(seconds, count)) if type_.grad else ZERO
             stays = size + state + (left if trained else 0.0)
             held = stays if self.graph.passes > 1 else size + state  # gradients of the passes before the last are there

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from autoshard.layout import I, Layout, Owned, R, Shard
 from autoshard.mesh import Mesh
@@ -24,14 +21,6 @@ def owned_states(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
     whole = I if type_.grad else R
     choices = ((whole, Owned()) if ranks > 1 else (whole,) for ranks in mesh.shape)
     return tuple(p for p in itertools.product(*choices) if any(isinstance(x, Owned) for x in p)) if type_.tables else ()
-
-
-def skewed(type_: TensorType, states: Sequence[Placements], mesh: Mesh, *figures: np.ndarray) -> tuple[np.ndarray, ...]:
-    """``figures`` per state as those of the busiest rank, which has more of tables like this one than all on average: of 6
-    on 4 ranks some have 2 and not 1.5."""
-    ranks = [math.prod(n for p, n in zip(s, mesh.shape, strict=True) if isinstance(p, Owned)) for s in states]
-    skew = np.array([n * math.ceil(type_.tables / n) / type_.tables if n > 1 else 1.0 for n in ranks])
-    return tuple(x * skew for x in figures)
 
 
 def place_of(chosen: Any, choices: Sequence[Any]) -> int:

@@ -18,7 +18,7 @@ from autoshard.passes.propagate.network import Built, Network
 from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
 from autoshard.passes.propagate.recompute import Recompute, hinted, offer
 from autoshard.passes.propagate.zero import offered
-from autoshard.passes.search import CostNetwork, Solution, solve
+from autoshard.passes.search import CostNetwork, Prepared, Solution, solve
 
 log = logging.getLogger("autoshard.plan")
 
@@ -31,7 +31,7 @@ def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | L
 
     Raises :class:`~autoshard.errors.HintError` from constraints.
     """
-    return Planner(graph, mesh, constraints).cheapest()
+    return proven(Planner(graph, mesh, constraints).cheapest())
 
 
 class Planner:
@@ -65,12 +65,17 @@ class Planner:
         """whether nothing has to be made again"""
         self.prices: tuple[float, ...] = ()
         """of the rows, in the last search: where the next one begins"""
-        self.built: dict[bool, tuple[Network, Built]] = {}
+        self._limited: tuple[Network, Built] | None = None
+        self._even = False
+        self._prepared: dict[bool, Prepared] = {}
+        """even → the network with its bytes"""
+        self._loosest: dict[bool, tuple[float, Solution]] = {}
+        """even → the largest limit that was tried, and what was found under it"""
 
     def cheapest(self) -> Assignment:
-        """The fewest seconds, whatever memory it takes."""
+        """The fewest seconds, whatever memory it takes; the bound is to be found (:func:`proven`)."""
         network, built = self._network(limited=not self.plain)
-        found = solve(built.network, rows=built.hiding, effort=self.effort, alike=built.alike)
+        found = Prepared(built.network, built.hiding, built.alike).solve(effort=self.effort)
         self.prices = found.prices
         return network.assignment(found)
 
@@ -78,16 +83,32 @@ class Planner:
         """The fewest seconds where what the choices hold at the end of the forward is at most ``limit`` bytes per rank, and
         at the end of the backward at most ``budget`` (None: ``limit``); and what they hold at the end of the forward.
 
-        Raises :class:`~autoshard.errors.PlanError` where nothing is that small.
+        The bound of all such searches is :meth:`bound`. Raises :class:`~autoshard.errors.PlanError` where nothing is that
+        small.
         """
         network, built = self._network(limited=True)
-        kept, stays = built.kept
-        rows = [*built.hiding, replace(kept, limit=limit), replace(stays, limit=limit if budget is None else budget)]
-        start = (*self.prices, *(0.0,) * (len(rows) - len(self.prices))) if self.prices else None
-        effort = min(EFFORT, self.effort)
-        found = solve(built.network, rows=rows, effort=effort, alike=built.alike, prices=start)
+        prepared = self._with_bytes(built)
+        limits = *(row.limit for row in built.hiding), limit, limit if budget is None else budget
+        start = (*self.prices, *(0.0,) * (len(limits) - len(self.prices))) if self.prices else None
+        found = prepared.solve(limits, min(EFFORT, self.effort), prices=start)
         self.prices = found.prices
-        return network.assignment(found), _used(built, found)
+        if self._even not in self._loosest or limit > self._loosest[self._even][0]:
+            self._loosest[self._even] = limit, found
+        return network.assignment(replace(found, prove=None)), _used(built, found)
+
+    def bound(self) -> float:
+        """A bound of what all assignments cost that hold no more than any limit that was tried; 0 where none was."""
+        return min((found.proven().lower_bound for _, found in self._loosest.values()), default=0.0)
+
+    def _with_bytes(self, built: Built) -> Prepared:
+        if self._even not in self._prepared:
+            kept, stays = (replace(row, limit=0.0) for row in built.kept)
+            self._prepared[self._even] = (
+                self._prepared[False].restricted(built.network.nodes)
+                if False in self._prepared
+                else Prepared(built.network, (*built.hiding, kept, stays), built.alike)
+            )
+        return self._prepared[self._even]
 
     def least(self, share: float = 0.0) -> tuple[Assignment, float]:
         """What holds least at the end of the forward; and how much that is. ``share``: so much of what every operation
@@ -101,8 +122,8 @@ class Planner:
             work[i] = share * np.tile(own, len(seconds.nodes[i]) // len(own))
         nodes = tuple(_smallest(s, row.nodes[i]) + work[i] for i, s in enumerate(seconds.nodes))
         edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
-        found = solve(CostNetwork(nodes, edges), alike=built.alike)
-        found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False)
+        found = Prepared(CostNetwork(nodes, edges), alike=built.alike).solve()
+        found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False, prove=None)
         return network.assignment(found), _used(built, found)
 
     def evenly(self) -> None:
@@ -112,8 +133,8 @@ class Planner:
         for variable, seconds in zip(network.variables.values(), built.network.nodes, strict=True):
             even = np.tile([len(set(choice)) == 1 for choice in variable.choices], len(variable.tags))
             nodes.append(np.where(even, seconds, np.inf))
-        self.prices = ()
-        self.built[True] = network, replace(built, network=replace(built.network, nodes=tuple(nodes)))
+        self.prices, self._even = (), True
+        self._limited = network, replace(built, network=replace(built.network, nodes=tuple(nodes)))
 
     def held(self, assignment: Assignment) -> float:
         """Bytes that the choices of ``assignment``, which makes nothing again, hold at the end of the forward."""
@@ -131,23 +152,25 @@ class Planner:
         return _used(built, solve(CostNetwork(tuple(nodes), edges)))
 
     def _network(self, limited: bool) -> tuple[Network, Built]:
-        """The network; ``limited``: with bytes, and with what may be made again."""
-        if limited not in self.built:
-            what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
-            asked = self.graph.parameters if self.flying else self.constraints.keys()
-            stages = offered(self.graph, self.mesh, self.zero, asked, limited)
-            more = self.optimizer, self.given, stages, max(1, self.flying)
-            network = Network(*what, self.offer if limited else None, *more)
-            built = network.build()
-            self.built[limited] = network, built
-            states = sum(map(len, built.network.nodes))
-            log.info(
-                "cost network: %d variables, %d states, %d edges",
-                len(built.network.nodes),
-                states,
-                len(built.network.edges),
-            )
-        return self.built[limited]
+        """The network; ``limited``: with bytes, and with what may be made again. That one is kept."""
+        if limited and self._limited is not None:
+            return self._limited
+        what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
+        asked = self.graph.parameters if self.flying else self.constraints.keys()
+        stages = offered(self.graph, self.mesh, self.zero, asked, limited)
+        more = self.optimizer, self.given, stages, max(1, self.flying)
+        network = Network(*what, self.offer if limited else None, *more)
+        built = network.build()
+        states, (nodes, edges) = sum(map(len, built.network.nodes)), (built.network.nodes, built.network.edges)
+        log.info("cost network: %d variables, %d states, %d edges", len(nodes), states, len(edges))
+        if limited:
+            self._limited = network, built
+        return network, built
+
+
+def proven(assignment: Assignment) -> Assignment:
+    """With the bound of its solution."""
+    return replace(assignment, solution=assignment.solution.proven())
 
 
 def _used(built: Built, found: Solution) -> float:

@@ -217,6 +217,6 @@ FACTS = Facts(
 _SPELLED = "... heads queries _, ... heads keys _, ... heads keys embed, ... queries keys -> ... heads queries embed"
 
 RULES: tuple[Rule, ...] = tuple(
-    Rule(op, _strategies, _local, _flops, _SPELLED, _collectives, facts=FACTS)
-    for op in (aten.scaled_dot_product_attention.default, banded_op._opoverload)
+    Rule(op, _strategies, _local, _flops, _SPELLED, _collectives, facts=FACTS, named=named)
+    for op, named in ((aten.scaled_dot_product_attention.default, ""), (banded_op._opoverload, "banded_rows"))
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autoshard.errors import PlanError
-from autoshard.layout import Owned, R, Shard
+from autoshard.layout import Owned, P, R, Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, Local, spell
@@ -21,30 +21,42 @@ LOOK_UPS = frozenset(
 )
 TABLE = "table"
 """the label of the strategy in which an axis gives tables, each whole, to ranks, and what they look up to all"""
+TABLE_SUMS = "table sums"
+"""the same with what the owner looks up as a summand, of which others have zeros: the batch may be of any length"""
 
 
 def _table_wise(node: Node, graph: Graph, factors: Factors) -> Space:
-    """The strategies of ``factors``, and that of a table that lies whole on one rank where it may."""
+    """The strategies of ``factors``, and those of a table that lies whole on one rank where it may."""
     if not graph.types[node.inputs[node.positions["weight"]]].tables:
         return factors
     placed = tuple(Owned() if name == "weight" else R for name in node.positions)
     batch = graph.shape(node.outputs[0])[0]
     apart = frozenset({"vocab", "embed"})
-    whole = Strategy(TABLE, placed, (Shard(0),), batch, divides=True, apart=apart, joins="none", innermost=True)
-    return (*factors.strategies(node, graph), whole)
+    whole = Strategy(
+        TABLE, placed, (Shard(0),), batch, divides=True, apart=apart | {TABLE_SUMS}, joins="none", innermost=True
+    )
+    sums = Strategy(TABLE_SUMS, placed, (P,), divides=True, apart=apart)
+    return (*factors.strategies(node, graph), whole, sums)
 
 
 def _local_table(site: Site, mode: str, **bags: object) -> Call:
     """``bags``: keyword arguments of ``runtime.table_wise``, without those that are None."""
-    axes, node = site.axes(TABLE), site.node
+    axes, node = _axes_of_owners(site), site.node
     owners, owner = site.inputs[node.positions["weight"]].owner, 0
     for axis in axes:
         owner = owner * site.mesh.size_of(axis) + owners[axis]
     given = {k: v for k, v in bags.items() if v not in (None, (None,), False)}
     if gives_sparse(site):
         given["sparse"] = True
+    if not site.axes(TABLE):
+        given["summed"] = True
     tables, indices = (node.argument("weight"),), (node.argument("indices"),)
     return Call("table_wise", (tables, indices, (owner,), spell(axes), mode), given)
+
+
+def _axes_of_owners(site: Site) -> tuple[str, ...]:
+    """The axes along which the table has an owner."""
+    return site.axes(TABLE) or site.axes(TABLE_SUMS)
 
 
 def _exchanged(site: Site) -> tuple[Internal, ...]:
@@ -75,7 +87,7 @@ def _pooled(node: Node, graph: Graph) -> Space:
 def _local_pooled(site: Site) -> Call:
     node, axes = site.node, site.axes_of("weight", 0)
     mode, padding = node.argument("mode"), node.argument("padding_idx")
-    if site.axes(TABLE):
+    if _axes_of_owners(site):
         return _local_table(site, mode, padding=(padding if padding >= 0 else None,))
     extra: dict[str, object] = {"padding_idx": padding} if padding >= 0 else {}
     if gives_sparse(site):
@@ -103,7 +115,7 @@ def _embedding(node: Node, graph: Graph) -> Space:
 
 def _local_embedding(site: Site) -> Call:
     axes, sparse, padding = site.axes_of("weight", 0), gives_sparse(site), site.node.argument("padding_idx")
-    if site.axes(TABLE):
+    if _axes_of_owners(site):
         return _local_table(site, "sum", padding=(padding if padding >= 0 else None,))
     if not axes:
         return site.unchanged() if sparse == site.node.argument("sparse") else site.unchanged(sparse=sparse)
@@ -158,7 +170,7 @@ def bag_length(node: Node, graph: Graph) -> int:
 def _local_bag(site: Site) -> Call:
     node = site.node
     weight, indices, offsets = (node.argument(a) for a in ("weight", "indices", "offsets"))
-    if site.axes(TABLE):
+    if _axes_of_owners(site):
         return _local_table_of_bags(site)
     if bags := site.axes("bags"):
         captured = next(n for n in site.graph.nodes if n.name == node.name)

@@ -30,6 +30,8 @@ from autoshard.passes.rules.factors import (
 aten = torch.ops.aten
 
 REDUCTIONS = ("none", "mean", "sum")
+LARGE = 1 << 27
+"""elements of a rank's logits from which on a cross entropy works on pieces of them"""
 
 
 # --- cross entropy and negative log likelihood: [n, c, ...] or [c] ---
@@ -96,7 +98,8 @@ def _local_classification(function: str) -> Callable[[Site], Call]:
         class_axes = site.inputs[0].axes_of(class_dim)
         batch_axes = _batch_axes(site)
         reduction = REDUCTIONS[node.argument("reduction")]
-        if not class_axes and (reduction != "mean" or not batch_axes):
+        pieces = _in_pieces(site)
+        if not class_axes and not pieces and (reduction != "mean" or not batch_axes):
             return site.unchanged()
         extra: dict[str, Any] = {}
         for name, default in (("weight", None), ("ignore_index", -100), ("label_smoothing", 0.0)):
@@ -111,9 +114,18 @@ def _local_classification(function: str) -> Callable[[Site], Call]:
             extra["batch_axes"] = spell(batch_axes)
         if reduction == "mean" and site.in_type(1).dtype.is_floating_point:
             extra["samples"] = math.prod(shape) // shape[class_dim]
+        if pieces and not class_axes:
+            extra["pieces"] = True
         return Call(function, (node.argument("self"), node.argument("target")), extra)
 
     return local
+
+
+def _in_pieces(site: Site) -> bool:
+    """Whether a cross entropy works on pieces of the samples: else probabilities and their gradient are as large as logits."""
+    integers = not site.in_type(1).dtype.is_floating_point
+    large = math.prod(site.local_shape("self")) >= LARGE
+    return site.node.op is aten.cross_entropy_loss.default and site.grad and integers and large
 
 
 # --- softmax ---

@@ -18,7 +18,7 @@ from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import Site
 from autoshard.runtime.banded import banded_op
-from autoshard.runtime.ring_order import ALL, CAUSAL, ROWS, Band, carried, length_of, spans, stops, work
+from autoshard.runtime.ring_order import ALL, CAUSAL, ROWS, Band, longest, spans, stops, work
 
 ATTENTION = frozenset({torch.ops.aten.scaled_dot_product_attention.default, banded_op._opoverload})
 
@@ -87,9 +87,9 @@ def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ..
     seen = {name: n for name, n in band._asdict().items() if n is not None}
     mask = {} if node.argument("attn_mask") is None else {"attn_mask": node.argument("attn_mask")}
     if label not in LABELS:
-        cut = {"axes": spell(axes)} if axes else {}
+        cut: dict[str, Any] = {"queries": shape[-2], "axes": spell(axes)} if axes else {}
         order = {"folded": True} if label == FOLDED_ROWS else {}
-        return Call("banded_rows", operands, {**mask, **scale, "queries": shape[-2], **cut, **seen, **order})
+        return Call("banded_rows", operands, {**mask, **scale, **cut, **seen, **order})
     extra: dict[str, Any] = {"is_causal": True} if band == CAUSAL else seen
     extra |= {**mask, **scale, "queries": shape[-2], "keys": shape[-1], "axes": spell(axes)}
     if label == FOLDED:
@@ -151,7 +151,7 @@ def _at_a_time(band: Band, keys: int) -> int:
 def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Internal, ...]:
     """Hops of keys and values, and in the backward those of their gradients behind them; swaps of a folded order."""
     axes = site.axes(label)
-    ranks, n = tuple(site.mesh.size_of(a) for a in axes), site.mesh.size_of(axes)
+    ranks = tuple(site.mesh.size_of(a) for a in axes)
     folded, around = label in (FOLDED, FOLDED_ROWS), label in LABELS
     rows, columns = (spans(int(size), ranks, folded) for size in (queries, keys))
     element = site.in_type(0).dtype.itemsize
@@ -160,7 +160,7 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
     result = query // _features(site, "query")[-1] * _features(site, "value")[-1]
     band = band_of(site.node)
     there = stops(rows, columns, band)
-    lengths = [max(length_of(carried(rows, columns, band, stop, r)) for r in range(n)) for stop in there]
+    lengths = [longest(rows, columns, band, stop) for stop in there]
 
     def hops(phase: str, what: str, size: int, beside: float, last: float) -> list[Internal]:
         each = [beside] * (len(there) - 2) + [last]

@@ -133,7 +133,8 @@ class Dual:
         self.bound += least
         self.node[i] -= least
         # Rounding noise must not drop the strategy of an optimum that equals ``upper``: the bound would pass it.
-        stay = np.flatnonzero(self.node[i] <= upper - self.bound + _NOISE * abs(upper))
+        most = upper - self.bound + _NOISE * abs(upper)
+        stay = np.flatnonzero(np.isfinite(self.node[i]) if math.isinf(most) else self.node[i] <= most)
         if 0 < len(stay) < len(self.node[i]):
             self._restrict(i, stay)
         if ahead:

@@ -50,7 +50,7 @@ class _Borders:
         if borders not in self.tried:
             part = self.part.restricted({i: self.choices[k, i : i + 1] for i, k in self._fixed(borders)})
             elimination = Elimination(part.problem, by_join)
-            choice, _ = elimination.solve(part.prices[None])
+            choice, _ = elimination.solve(part.prices)
             self.search.solved += 1
             self.search.work += elimination.work
             cost, over = self.search.offer(part.original(choice))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 from autoshard.errors import PlanError
 
 Array = NDArray[np.float64]
+
+GAP = 1e-9
+"""between the cost and its bound, as a part of the cost: what counts as none"""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,16 @@ class Solution:
     stats: dict[str, Any] = field(default_factory=dict)
     prices: tuple[float, ...] = ()
     """of the rows, where there are some: those that gave the bound"""
+    prove: Callable[[], float] | None = None
+    """finds the bound, which takes a while, where ``lower_bound`` is none yet: see :meth:`proven`"""
+
+    def proven(self) -> Solution:
+        """With its bound."""
+        if self.prove is None:
+            return self
+        lower = self.prove()
+        closed = self.cost - lower <= GAP * abs(self.cost)
+        return replace(self, lower_bound=min(lower, self.cost), exact=closed, prove=None)
 
 
 @dataclass(frozen=True)

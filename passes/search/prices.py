@@ -17,7 +17,7 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.dominance import Dominance
-from autoshard.passes.search.network import Array, CostNetwork, Solution
+from autoshard.passes.search.network import GAP, Array, CostNetwork, Solution
 from autoshard.passes.search.relaxation import Elimination, easy
 from autoshard.passes.search.stacked import Choice, Stacked
 from autoshard.passes.search.tables import Classes
@@ -28,8 +28,7 @@ Relaxed = Callable[[CostNetwork, float, Choice | None], Solution]
 Prices = Sequence[float] | None
 """of rows"""
 
-# The gap that counts as none, and the part of the bound that a step must promise to be made.
-GAP = 1e-9
+# The part of the bound that a step must promise to be made.
 LEAST_STEP = 1e-6
 # A row may be exceeded by this part of what its amounts sum to at most: the rounding of the sum.
 SLACK = 1e-13
@@ -42,6 +41,23 @@ class Cut:
     choice: Choice
     cost: float
     slope: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """``whole`` without the strategies that are beaten at all prices, whatever its limits."""
+
+    whole: Stacked
+
+    @cached_property
+    def left(self) -> tuple[Stacked, tuple[Classes, ...]]:
+        """The problem that is left, and what its strategies were called before. PlanError: a node has none."""
+        problem, numbers = Dominance(self.whole).run()
+        return problem, tuple(numbers)
+
+    @cached_property
+    def elimination(self) -> Elimination | None:
+        return easy(self.left[0])
 
 
 @dataclass
@@ -60,17 +76,21 @@ class Part:
     mixture: list[tuple[float, Cut]] = field(default_factory=list)
     known: dict[tuple[bytes, float], tuple[Choice, float, bool]] = field(default_factory=dict)
     """what was found at some prices, and unit of the cost"""
+    reduced: Reduced | None = None
+    """whose problem it has, but for the limits"""
 
     @cached_property
     def elimination(self) -> Elimination | None:
-        return easy(self.problem)
+        return easy(self.problem) if self.reduced is None else self.reduced.elimination
 
     def restricted(self, kept: Mapping[int, Classes]) -> Part:
         """With only some strategies of the nodes named."""
         numbers = tuple(number[kept[i]] if i in kept else number for i, number in enumerate(self.numbers))
         left = {i: set(numbers[i].tolist()) for i in kept}
         cuts = [cut for cut in self.cuts if all(cut.choice[i] in strategies for i, strategies in left.items())]
-        return replace(self, problem=self.problem.restricted(kept), numbers=numbers, cuts=cuts, mixture=[], known={})
+        return replace(
+            self, problem=self.problem.restricted(kept), numbers=numbers, cuts=cuts, mixture=[], known={}, reduced=None
+        )
 
     def original(self, choice: Sequence[int]) -> Choice:
         """A choice of the problem in the numbers of the first."""
@@ -84,17 +104,26 @@ class Part:
 class Search:
     """The state of one search: the best choice, a bound of what all cost, and the part of the choices that is left."""
 
-    def __init__(self, problem: Stacked, relaxed: Relaxed, deadline: float, prices: Prices = None) -> None:
-        """``prices``: to begin with."""
+    def __init__(
+        self,
+        problem: Stacked,
+        relaxed: Relaxed,
+        deadline: float,
+        prices: Prices = None,
+        reduced: Reduced | None = None,
+    ) -> None:
+        """``prices``: to begin with; ``reduced``: of the problem under these or other limits."""
         self.first = problem
         self.relaxed, self.deadline = relaxed, deadline
         self.total, self.bound = math.inf, -math.inf
         self.choice: Choice | None = None
         self.slack = SLACK * problem.scale
         self.solved = self.work = 0
-        left, numbers = Dominance(problem).run()
+        reduced = reduced or Reduced(problem)
+        left, numbers = reduced.left
+        left = replace(left, limits=problem.limits)
         start = np.zeros(len(problem.limits)) if prices is None else np.minimum(np.array(prices), problem.prices)
-        self.part = Part(left, tuple(numbers), start)
+        self.part = Part(left, numbers, start, reduced=reduced)
         self.seen: dict[Choice, None] = {}
         self.begin = time.perf_counter()
         self.stats: dict[str, object] = {"rows": len(problem.limits)}
@@ -120,7 +149,7 @@ class Search:
         self.solved += 1
         if part.elimination is not None:
             self.work += part.elimination.work
-            choice, value = part.elimination.solve(prices[None], unit)
+            choice, value = part.elimination.solve(prices, unit)
             return part.original(choice), value, True
         known = min(part.cuts, key=lambda cut: unit * cut.cost + float(prices @ cut.slope), default=None)
         start = None if known is None else part.renumbered(known.choice)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,6 +51,13 @@ class Stacks:
         if ("transposed", number) not in self._by_parts:
             self._by_parts["transposed", number] = self.of(self.arrays[number].swapaxes(-1, -2))
         return self._by_parts["transposed", number]
+
+    def beside(self, number: int, axis: int) -> int:
+        """Of a stack of pairs, what the other node's strategies have beside the only one along ``axis``."""
+        key = ("beside", number, axis)
+        if key not in self._by_parts:
+            self._by_parts[key] = self.of(self.arrays[number].take([0], axis + 1).squeeze(axis + 1))
+        return self._by_parts[key]
 
     def summed(self, counts: Mapping[int, int]) -> int:
         """The sum of so many of each."""
@@ -168,6 +177,37 @@ class Stacked:
         return replace(self, sizes=sizes, factors=factors)
 
 
+class Open(NamedTuple):
+    """A problem in which only what is undecided has nodes."""
+
+    problem: Stacked
+    nodes: Classes
+    """of the whole problem, those with several strategies"""
+    decided: Array
+    """cost and quantities of what lies between the others"""
+
+
+def undecided(problem: Stacked) -> Open:
+    """``problem`` without the nodes that have one strategy; what these have with others counts with the others."""
+    nodes = [i for i, n in enumerate(problem.sizes) if n > 1]
+    at = {i: k for k, i in enumerate(nodes)}
+    store, counts, decided = problem.store, dict[Scope, Counter[int]](), Counter[int]()
+    for i in nodes:
+        counts[at[i],] = Counter()
+    for scope, number in problem.factors.items():
+        where = tuple(at[i] for i in scope if i in at)
+        if len(where) < len(scope) == 2 and where:
+            number = store.beside(number, 1 if scope[0] in at else 0)
+        (counts.setdefault(where, Counter()) if where else decided)[number] += 1
+    total = np.zeros(1 + len(problem.limits))
+    for number, many in sorted(decided.items()):
+        stack = store.arrays[number]
+        total[: len(stack)] += many * stack.reshape(-1)
+    factors = {where: store.summed(counter) for where, counter in sorted(counts.items())}
+    left = replace(problem, sizes=tuple(problem.sizes[i] for i in nodes), factors=factors)
+    return Open(left, np.array(nodes, dtype=np.intp), total)
+
+
 def value(stack: Array, weights: Array, unit: float) -> Array:
     """Cost times ``unit`` plus amounts times ``weights``; what is forbidden stays so."""
     table: Array = np.where(np.isinf(stack[0]), np.inf, 0.0) if unit == 0 else stack[0] * unit
@@ -184,9 +224,9 @@ def classes(stack: Array) -> tuple[Classes, Classes]:
     return found, np.unique(found, return_index=True)[1]
 
 
-def stack_rows(network: CostNetwork, rows: Sequence[Row]) -> Stacked:
-    """The network with its rows."""
-    stacks = Stacks()
+def stack_rows(network: CostNetwork, rows: Sequence[Row], stacks: Stacks | None = None) -> Stacked:
+    """The network with its rows. ``stacks``: those of another one that shares tables with it, and lives on."""
+    stacks = stacks or Stacks()
     for k, row in enumerate(rows):
         _check(network, row, k)
     factors: dict[Scope, int] = {}

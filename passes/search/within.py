@@ -15,10 +15,10 @@ from autoshard.passes.search.branch import branch
 from autoshard.passes.search.eliminate import Eliminator
 from autoshard.passes.search.milp import Limit, solve_core
 from autoshard.passes.search.mixture import mix
-from autoshard.passes.search.network import Solution
-from autoshard.passes.search.prices import GAP, Part, Prices, Relaxed, Search, maximise_bound
+from autoshard.passes.search.network import GAP, Solution
+from autoshard.passes.search.prices import Part, Prices, Reduced, Relaxed, Search, maximise_bound
 from autoshard.passes.search.prune import NO_CHOICE
-from autoshard.passes.search.stacked import Choice, Stacked
+from autoshard.passes.search.stacked import Choice, Stacked, undecided, value
 from autoshard.passes.search.tables import Classes, Tables
 
 # Iterations of the bound, at first and when strategies that are too dear are gone, for effort 1.
@@ -44,19 +44,26 @@ FIRST_LOOK = 0.002
 MAX_LOOKS = 6
 
 
-def solve_within(problem: Stacked, relaxed: Relaxed, limit: float, effort: float, prices: Prices = None) -> Solution:
+def solve_within(
+    reduced: Reduced, problem: Stacked, relaxed: Relaxed, limit: float, effort: float, prices: Prices = None
+) -> Solution:
     """The cheapest choice of ``problem``; see :func:`searched`."""
-    return searched(problem, relaxed, limit, effort, prices).solution()
+    return searched(problem, relaxed, limit, effort, prices, reduced).solution()
 
 
 def solve_alike(
-    problem: Stacked, tied: Tied, relaxed: Relaxed, limit: float, effort: float, prices: Prices = None
+    reduced: Reduced,
+    problem: Stacked,
+    tied: Tied,
+    relaxed: Relaxed,
+    limit: float,
+    effort: float,
+    prices: Prices = None,
 ) -> Solution:
-    """The cheapest choice found of ``problem``, whose alike nodes choose alike but where that costs; its bound is of all.
-
-    See :func:`searched`.
+    """The cheapest choice found of ``problem``, whose alike nodes choose alike but where that costs; its bound is of all,
+    and still to be found. ``reduced``: of the tied problem; else see :func:`searched`.
     """
-    search = Search(tied.problem, relaxed, time.perf_counter() + limit, prices)
+    search = Search(tied.problem, relaxed, time.perf_counter() + limit, prices, reduced)
     begun(search, effort)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
@@ -77,18 +84,28 @@ def solve_alike(
             part.bound, part.prices = value, np.array(each.prices)
         if len(search.seen) == len(seen):
             break
-    lower = bound(problem.priced(part.prices), tied.of) - float(part.prices @ problem.limits)
-    found.stats["solved"] = search.solved
-    closed = found.cost - lower <= GAP * abs(found.cost)
-    return replace(found, exact=closed, lower_bound=min(lower, found.cost), prices=tuple(part.prices.tolist()))
+    found.stats["solved"], at = search.solved, part.prices
+
+    def prove() -> float:
+        return bound(problem.priced(at), tied.of) - float(at @ problem.limits)
+
+    return replace(found, lower_bound=-math.inf, prices=tuple(at.tolist()), prove=prove)
 
 
-def searched(problem: Stacked, relaxed: Relaxed, limit: float, effort: float, prices: Prices = None) -> Search:
+def searched(
+    problem: Stacked,
+    relaxed: Relaxed,
+    limit: float,
+    effort: float,
+    prices: Prices = None,
+    reduced: Reduced | None = None,
+) -> Search:
     """The search for the cheapest choice of ``problem``, when it has ended with one.
 
-    ``relaxed`` solves a network without rows; ``limit``: seconds; ``prices``: of the rows, near the best.
+    ``relaxed`` solves a network without rows; ``limit``: seconds; ``prices``: of the rows, near the best; ``reduced``: the
+    problem's, if it is known.
     """
-    search = Search(problem, relaxed, time.perf_counter() + limit, prices)
+    search = Search(problem, relaxed, time.perf_counter() + limit, prices, reduced)
     stats = search.stats
     begun(search, effort)
     if _entries(search.part.problem) <= SMALL:
@@ -191,11 +208,16 @@ def _look(search: Search, target: float, effort: float, sweeps: int) -> bool:
 
 def _within_reach(part: Part, upper: float, sweeps: int) -> list[Classes]:
     """Per node the strategies that some choice of cost up to ``upper`` may contain, by message passing."""
-    network = Eliminator.of(part.problem.priced(part.prices), Tables())
-    dual = Dual(network, constant=-float(part.prices @ part.problem.limits))
+    left = undecided(part.problem)
+    network = Eliminator.of(left.problem.priced(part.prices), Tables())
+    decided = float(value(left.decided, part.prices, 1.0))
+    dual = Dual(network, constant=decided - float(part.prices @ part.problem.limits))
     for _ in range(sweeps):
         dual.sweep(upper)
-    return [dual.kept[i] for i in range(len(part.problem.sizes))]
+    kept = [np.zeros(1, dtype=np.intp)] * len(part.problem.sizes)
+    for k, i in enumerate(left.nodes.tolist()):
+        kept[i] = dual.kept[k]
+    return kept
 
 
 def solve_programme(search: Search, kept: list[Classes], target: float, effort: float) -> tuple[float, bool]:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,17 @@ class Net(nn.Module):
             x = block(x)
         return x.square().mean()
 
+    # As models of transformers have them.
+    config, main_input_name = None, "x"
+
+    def get_encoder(self) -> Any:
+        return self
+
+    def generate(self, x: torch.Tensor, between: Callable[[], None]) -> Any:
+        self(x)
+        between()
+        return self(x)
+
 
 def fail(*args: object) -> None:
     raise MemoryError("no memory left")
@@ -61,6 +73,8 @@ def main() -> None:
         for step in range(STEPS):
             dist.barrier()
             begin = time.monotonic()
+            if how == "generate" and step == STEPS - 1:
+                sharded.generate(X, fail if rank == 1 else lambda: None)
             if rank == 1 and step == STEPS - 1:
                 if how == "raise":  # where its next collective would begin
                     collectives.update(dict.fromkeys(right, fail))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from table_models import DCN, fields, towers
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
 from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
@@ -110,4 +111,35 @@ def sparse_rows_and_replicas() -> None:
     trained(case, compiled(reference, args, "ddp", micro_batches=2), "SGD")
 
 
-TABLES = {f.__name__: f for f in (tables_of_one_owner, jagged_bags_of_one_owner, sparse_rows_and_replicas)}
+def tables_in_parts_and_lower_precision() -> None:
+    """Sparse gradients of owned tables: left until a later sum, of micro-batches, cast back from bfloat16."""
+    reference, args = fields(DCN, True, 8)
+    sharded = compiled(reference, args, "table-wise", micro_batches=2)
+    for _ in range(2):
+        reference(*args).backward()
+    with sharded.no_sync():
+        sharded(*args).backward()
+    sharded(*args).backward()
+    same(sharded.full_gradients(), {n: p.grad for n, p in reference.named_parameters()})
+    reference.zero_grad()
+    reference(*args).backward()
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for like in ("table-wise", "ddp"):
+        sharded = compiled(reference, args, like, mixed_precision=half)
+        sharded(*args).backward()
+        for name, found in sharded.full_gradients().items():
+            expected = reference.get_parameter(name).grad
+            assert found.is_sparse == expected.is_sparse
+            assert found.dtype == expected.dtype
+            torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=0.1, atol=0.02, msg=name)
+
+
+TABLES = {
+    f.__name__: f
+    for f in (
+        tables_of_one_owner,
+        jagged_bags_of_one_owner,
+        sparse_rows_and_replicas,
+        tables_in_parts_and_lower_precision,
+    )
+}

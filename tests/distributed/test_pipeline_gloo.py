@@ -10,7 +10,15 @@ import pytest
 import world
 from pipeline_cases import CASES
 
-FAST = {"gpt_1f1b", "other_outputs", "any_lengths", "interleaved_without_gradients", "one_verdict"}
+FAST = {
+    "gpt_1f1b",
+    "frozen_and_unfrozen",
+    "checkpointed",
+    "other_outputs",
+    "any_lengths",
+    "interleaved_without_gradients",
+    "one_verdict",
+}
 OWN = ("resumed_elsewhere", "one_fails", "local_inputs", "saved", "generates", "t5", "whisper")
 """cases of pipeline_worker.py alone"""
 WORLDS = [

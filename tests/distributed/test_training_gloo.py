@@ -32,11 +32,13 @@ CONTRACT = (
     "different_inputs_are_refused",
     "wrong_mesh_size",
     "device_mesh",
+    "other_dtensors",
     "profiled",
     "one_program_for_all_lengths",
     "tables_of_one_owner",
     "jagged_bags_of_one_owner",
     "sparse_rows_and_replicas",
+    "tables_in_parts_and_lower_precision",
 )
 IN_BOTH = {
     "train_gpt",

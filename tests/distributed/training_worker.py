@@ -34,7 +34,7 @@ from profiles import assert_as_predicted, names_of
 from state_cases import CASES
 from table_checks import TABLES
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import autoshard
 from autoshard import compiler
@@ -262,6 +262,24 @@ def device_mesh() -> None:
     sharded = autoshard.compile(model, torch_mesh, args, kwargs)
     assert (sharded.mesh.axes, sharded.mesh.shape) == (tuple(axes), tuple(axes.values()))
     assert abs(float(loss_of(sharded(*args, **kwargs)).detach()) - expected) <= TOLERANCE * abs(expected)
+
+
+def other_dtensors() -> None:
+    """DTensors on a mesh that no sharded module runs on are torch's own, and those of a module are not."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mine = dist.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("mine",))
+    sharded = autoshard.compile(nn.Linear(4, 4 * ranks), mesh(), (torch.ones(8, 4),), hints={"*": "colwise"})
+    (number,) = {p.device_mesh for p in sharded.parameters()}
+    for on, summed in ((mine, False), (number, True)):
+        parts = [Partial()] * on.ndim
+        total = DTensor.from_local(torch.tensor(rank + 1.0), on, parts, run_check=False)
+        assert total.item() == (sum(range(1, ranks + 1)) if summed else rank + 1)
+        x = DTensor.from_local(torch.ones(2, 2), on, [*parts[1:], Shard(0)], run_check=False)
+        if on.ndim == 1:
+            x[0].zero_()
+            assert float(x.to_local().sum()) == (4 if not summed else 2 if rank == 0 else 4)
+        x.data = DTensor.from_local(torch.zeros(2, 2), on, [*parts[1:], Shard(0)], run_check=False)
+        assert float(x.to_local().detach().sum()) == (0 if summed else 4)
 
 
 def profiled() -> None:

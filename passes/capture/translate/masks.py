@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from autoshard.passes.capture.translate.canonical import remove_dead
+from autoshard.passes.capture.translate.documents import documents_of
 from autoshard.passes.capture.translate.positions import Linear, Positions, Stripes
-from autoshard.passes.ir.graph import Graph, Node, Ref
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.sizes import Size
 from autoshard.runtime.banded import banded_op
 from autoshard.runtime.ring_order import ALL, CAUSAL, Band
@@ -30,13 +31,19 @@ HIDDEN = -1e9
 
 def by_position(graph: Graph) -> Graph:
     """``graph`` in which attention knows which keys a query sees by their positions, and masks say the rest."""
-    positions, nodes = Positions(graph), dict[str, Node]()
+    positions, nodes, types = Positions(graph), list[Node](), dict(graph.types)
     for node in graph.nodes:
+        made = [node]
         if node.op is ATTENTION:
-            nodes[node.name] = _sharing(node, graph)
+            made = [_sharing(node, graph)]
             if node.argument("attn_mask") is not None and not node.argument("is_causal"):
-                nodes[node.name] = _changed(nodes[node.name], graph, positions)
-    return remove_dead(replace(graph, nodes=tuple(nodes.get(n.name, n) for n in graph.nodes))) if nodes else graph
+                made = _changed(made[0], graph, positions)
+        if len(made) > 1:
+            (row,) = made[0].outputs
+            types[row] = TensorType(tuple(made[0].args[1]), graph.types[made[0].inputs[0]].dtype)
+        nodes += made
+    found = tuple(nodes)
+    return graph if found == graph.nodes else remove_dead(replace(graph, nodes=found, types=types))
 
 
 def _sharing(node: Node, graph: Graph) -> Node:
@@ -64,8 +71,8 @@ def _repeated(heads: Ref, graph: Graph) -> Ref | None:
     return chain[-1] if plain else None
 
 
-def _changed(node: Node, graph: Graph, positions: Positions) -> Node:
-    """The attention without what its mask says of positions."""
+def _changed(node: Node, graph: Graph, positions: Positions) -> list[Node]:
+    """The attention without what its mask says of positions; before it the numbers of documents, if it says them."""
     mask = node.argument("attn_mask")
     lengths = graph.shape(node.inputs[0])[-2], graph.shape(node.inputs[1])[-2]
     bands, rest = list[Band](), list[Ref]()
@@ -74,16 +81,21 @@ def _changed(node: Node, graph: Graph, positions: Positions) -> Node:
         bands.append(ALL if band is None else band)
         if band is None:
             rest.append(part)
+    documents = None
+    if len(rest) == 1 and (packed := _packed(rest[0], node, graph, positions)) is not None:
+        documents, band = packed
+        bands.append(band)
     band = _within(bands)
-    if (rest and band == ALL) or (rest and graph.types[mask.name].grad):
-        return node
+    if rest and documents is None and (band == ALL or graph.types[mask.name].grad):
+        return [node]
     left = None if not rest else rest[0] if len(rest) == 1 else mask
     if left is None and band in (ALL, CAUSAL):
         args, kwargs = node.with_arguments(attn_mask=None, is_causal=band == CAUSAL)
-        return replace(node, args=args, kwargs=_without_defaults(node, kwargs))
+        return [replace(node, args=args, kwargs=_without_defaults(node, kwargs))]
     (query, *_), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     if node.argument("dropout_p") or query[:-2] != result[:-2]:
-        return node
+        return [node]
+    numbers = _numbered(node, documents, graph) if documents is not None else []
     given = {
         "before": band.before,
         "after": band.after,
@@ -91,7 +103,39 @@ def _changed(node: Node, graph: Graph, positions: Positions) -> Node:
         "enable_gqa": node.argument("enable_gqa") or None,
     }
     kwargs = {name: value for name, value in given.items() if value is not None}
-    return replace(node, op=banded_op._opoverload, args=(*node.args[:3], left), kwargs=kwargs)
+    left = Ref(numbers[0].outputs[0]) if numbers else left
+    return [*numbers, replace(node, op=banded_op._opoverload, args=(*node.args[:3], left), kwargs=kwargs)]
+
+
+def _packed(part: Ref, node: Node, graph: Graph, positions: Positions) -> tuple[Ref, Band] | None:
+    """The documents [b, t] or [t] of an attention [b, h, t, e], and the keys that positions show, if ``part`` says no more."""
+    query, inside = graph.shape(node.inputs[0]), part
+    producer = graph.producers.get(inside.name)
+    while producer is not None and producer.op is aten.unsqueeze.default:
+        inside = producer.args[0]
+        producer = graph.producers.get(inside.name)
+    bands, found = list[Band](), list[Ref]()
+    for one in _parts(inside, graph):
+        band = _band(one, (query[-2], graph.shape(node.inputs[1])[-2]), graph, positions)
+        documents = documents_of(one, graph) if band is None else None
+        if band is None and documents is None:
+            return None
+        bands += [] if band is None else [band]
+        found += [] if documents is None else [documents]
+    *lead, rows, columns = graph.shape(node.argument("attn_mask"))
+    if len(found) != 1 or len(query) != 4 or (rows, columns) != graph.shape(inside)[-2:]:
+        return None
+    *batch, _ = graph.shape(found[0])
+    of_batch = tuple(lead) == (*batch, 1) if batch else all(n == 1 for n in lead)
+    return (found[0], _within(bands)) if of_batch else None
+
+
+def _numbered(node: Node, documents: Ref, graph: Graph) -> list[Node]:
+    """What gives the numbers of documents [b, t] or [t] a mask's dims [b, 1, 1, t]."""
+    *batch, keys = graph.shape(documents)
+    name = f"{node.name}_documents"
+    shape = [*(batch or [1]), 1, 1, keys]
+    return [replace(node, name=name, op=aten.reshape.default, args=(documents, shape), kwargs={}, outputs=(name,))]
 
 
 def _without_defaults(node: Node, kwargs: dict[str, Any]) -> dict[str, Any]:

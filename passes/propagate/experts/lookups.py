@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.op_space import Asked, axis_strategies
-from autoshard.passes.rules.embedding import LOOK_UPS
+from autoshard.passes.rules.embedding import LOOK_UPS, TABLE, TABLE_SUMS
 
 
 def by_table(graph: Graph, label: str, dims: frozenset[int]) -> tuple[dict[str, Asked], dict[str, frozenset[int]]]:
     """(what is asked of look-ups, the dims along which tables lie): those that can be cut by the strategy ``label``."""
+    cuts = frozenset({label, TABLE_SUMS} if label == TABLE else {label})
     asked: dict[str, Asked] = {}
     found: dict[str, frozenset[int]] = {}
     for name in sorted(graph.parameters):
@@ -17,5 +18,5 @@ def by_table(graph: Graph, label: str, dims: frozenset[int]) -> tuple[dict[str, 
             continue
         if all(label in {s.label for s in axis_strategies(n, graph)} for n in nodes):
             found[name] = dims
-            asked |= {n.name: Asked(frozenset({label})) for n in nodes}
+            asked |= {n.name: Asked(cuts) for n in nodes}
     return asked, found

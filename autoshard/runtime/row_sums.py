@@ -1,0 +1,111 @@
+"""The sums over classes that a cross entropy consists of: of the logits nothing but themselves is kept for the backward.
+
+A piece of the rows is worked on at a time, forward and backward, so that neither probabilities nor anything else of the size
+of the logits is there beside them, but for their gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from autoshard.runtime.softmax import wide
+
+PIECE = 1 << 23
+"""elements that are worked on at once, at least a row"""
+
+
+def row_sums(
+    logits: torch.Tensor, top: torch.Tensor, index: torch.Tensor, share: torch.Tensor | None, smoothed: bool
+) -> torch.Tensor:
+    """[2 or 3, n, …]: sums of the rows of ``logits`` [n, c, …] less ``top`` [n, 1, …], or of [c] less [1].
+
+    They are those of exponentials; the entry at ``index`` [n, …], or 0 where that is none of them; if ``smoothed``, that
+    of all entries, weighted by ``share`` [c] where it is given.
+    """
+    found: torch.Tensor = _RowSums.apply(logits, top, index, share, smoothed)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _RowSums(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        top: torch.Tensor,
+        index: torch.Tensor,
+        share: torch.Tensor | None,
+        smoothed: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(logits, top, index, share)
+        ctx.smoothed = smoothed
+        sums = top.new_empty(2 + smoothed, *index.shape)
+        for rows in _pieces(logits):
+            sums[:, rows] = _sums(logits[rows], top[rows], index[rows], share, smoothed)
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        logits, top, index, share = ctx.saved_tensors
+        if torch.is_grad_enabled():  # it is to be differentiated
+            sums = _sums(logits, top, index, share, ctx.smoothed)
+            return *torch.autograd.grad(sums, logits, gradient, create_graph=True), None, None, None, None
+        found = torch.empty_like(logits)
+        for rows in _pieces(logits):
+            found[rows] = _gradient(logits[rows], top[rows], index[rows], share, gradient[:, rows])
+        return found, None, None, None, None
+
+
+def _pieces(logits: torch.Tensor) -> Iterator[Any]:
+    """Places of rows; of tensors without data those of the first piece, which takes as much memory as others."""
+    if logits.dim() == 1:
+        yield ...
+        return
+    count = logits.shape[0]
+    step = max(1, PIECE * count // max(1, logits.numel()))
+    yield from (slice(start, start + step) for start in range(0, min(count, step) if logits.is_meta else count, step))
+
+
+def _sums(
+    logits: torch.Tensor, top: torch.Tensor, index: torch.Tensor, share: torch.Tensor | None, smoothed: bool
+) -> torch.Tensor:
+    x, dim = wide(logits) - top, _dim(logits)
+    at, here = _places(index, x.shape[dim])
+    picked = x.gather(dim, at).squeeze(dim) if x.shape[dim] else x.sum(dim)
+    sums = [x.exp().sum(dim), picked.masked_fill(~here, 0)]
+    if smoothed:
+        sums.append((x if share is None else x * _along(share, x)).sum(dim))
+    return torch.stack(sums)
+
+
+def _gradient(
+    logits: torch.Tensor, top: torch.Tensor, index: torch.Tensor, share: torch.Tensor | None, gradient: torch.Tensor
+) -> torch.Tensor:
+    """That of ``logits``, given those of the sums [2 or 3, n, …]."""
+    dim = _dim(logits)
+    exponentials, picked, *rest = (g.unsqueeze(dim) for g in gradient)
+    found = (wide(logits) - top).exp_().mul_(exponentials)
+    if found.shape[dim]:
+        at, here = _places(index, found.shape[dim])
+        found.scatter_add_(dim, at, picked.masked_fill(~here.unsqueeze(dim), 0))
+    if rest:
+        found += rest[0] if share is None else rest[0] * _along(share, found)
+    return found
+
+
+def _dim(logits: torch.Tensor) -> int:
+    """That of the classes."""
+    return min(logits.dim() - 1, 1)
+
+
+def _places(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(``index`` with a dim for the classes, 0 where it is none of ``size``; whether it is one)."""
+    here = (index >= 0) & (index < size)
+    return index.where(here, 0).unsqueeze(min(index.dim(), 1)), here
+
+
+def _along(share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``share`` [c] as a tensor that varies along the classes of ``x``."""
+    return share.view([-1 if d == _dim(x) else 1 for d in range(x.dim())])

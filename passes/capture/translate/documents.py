@@ -1,0 +1,59 @@
+"""Masks of packed documents: a query sees the keys of its own document, of which every position has the number."""
+
+from __future__ import annotations
+
+import torch
+
+from autoshard.passes.ir.graph import Graph, Ref
+
+aten = torch.ops.aten
+
+_VIEWS = frozenset(
+    {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.reshape.default, aten.expand.default}
+)
+
+
+def documents_of(mask: Ref, graph: Graph) -> Ref | None:
+    """The integers [b, t] or [t] of which ``mask`` [b, 1, t, t], [b, t, t] or [t, t] says where two are equal, else None."""
+    compares, shape = graph.producers.get(mask.name), graph.shape(mask)
+    while compares is not None and compares.op is aten.unsqueeze.default:
+        mask = compares.args[0]
+        compares = graph.producers.get(mask.name)
+    if compares is None or compares.op is not aten.eq.Tensor or len(shape) < 2 or shape[-1] != shape[-2]:
+        return None
+    inner, keys = graph.shape(mask), shape[-1]
+    if inner[-2:] != shape[-2:]:
+        return None
+    found = set[str]()
+    for operand in compares.args:
+        if not isinstance(operand, Ref) or graph.types[operand.name].dtype.is_floating_point:
+            return None
+        found.add(_source(operand, graph).name)
+    if len(found) != 1:
+        return None
+    (name,) = found
+    of = graph.shape(name)
+    forms = {_lies(operand, graph, of) for operand in compares.args}
+    fits = shape in ((*of[:-1], 1, keys, keys), (*of[:-1], keys, keys))
+    return Ref(name) if of[-1:] == (keys,) and len(of) in (1, 2) and forms == {"rows", "columns"} and fits else None
+
+
+def _source(x: Ref, graph: Graph) -> Ref:
+    """What ``x`` is the elements of, in the same order, with as many dims longer than 1 or more."""
+    producer = graph.producers.get(x.name)
+    while producer is not None and producer.op in _VIEWS:
+        before = producer.args[0]
+        if graph.types[before.name].numel != graph.types[x.name].numel or len(graph.shape(before)) < 1:
+            break
+        x, producer = before, graph.producers.get(before.name)
+    return x
+
+
+def _lies(x: Ref, graph: Graph, of: tuple[int, ...]) -> str:
+    """Whether ``x`` has the dims of ``of`` and a 1 behind or before the last one; "" for anything else."""
+    *batch, first, last = (1, *graph.shape(x))
+    batch = [n for n in batch if n != 1]
+    whole = [n for n in of[:-1] if n != 1]
+    if batch != whole:
+        return ""
+    return "rows" if (first, last) == (of[-1], 1) else "columns" if (first, last) == (1, of[-1]) else ""
