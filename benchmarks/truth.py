@@ -5,7 +5,7 @@
 
 The machine is calibrated with as many ranks first, once, with a thread each. Then a world for each model, whose plans take
 turns: forward, backward and fused AdamW. Predicted: ``plan.cost.total_s``. Measured: the median step of the slowest rank, and
-processor time of the busiest one, which other work on the machine disturbs less. ρ: Spearman's rank correlation.
+the least processor time of the busiest one, which other work on the machine disturbs less. ρ: Spearman's rank correlation.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def work(options: argparse.Namespace) -> None:
 def report(name: str, predicted: dict[str, float], times: dict[str, Times]) -> None:
     """One line for each plan, the fastest first."""
     wall = {plan: statistics.median(t.wall) for plan, t in times.items()}
-    cpu = {plan: statistics.median(t.cpu) for plan, t in times.items()}
+    cpu = {plan: min(t.cpu) for plan, t in times.items()}
     print(f"\n{name:22}{'predicted':>12}{'measured':>12}{'CPU':>10}   ms")
     for plan in sorted(wall, key=wall.__getitem__):
         print(f"  {plan:20}{predicted[plan] * 1e3:12.2f}{wall[plan] * 1e3:12.2f}{cpu[plan] * 1e3:10.2f}")

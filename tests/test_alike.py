@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, Row, solve, solver
+from autoshard.passes.search import CostNetwork, Prepared, Row, prepared, solve
 from autoshard.passes.search.alike import bound
 
 
 @pytest.fixture(autouse=True)
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solver, "LARGE", 0)
+    monkeypatch.setattr(prepared, "LARGE", 0)
 
 
 def layers(seed: int, count: int) -> tuple[CostNetwork, tuple[Row, ...], list[Hashable | None]]:
@@ -93,3 +93,28 @@ def test_labels_of_unlike_tables_tie_nothing() -> None:
     network, rows, labels = layers(3, 4)
     other = CostNetwork(tuple(a + 0.01 * i for i, a in enumerate(network.nodes)), network.edges)
     assert solve(other, rows=rows, alike=labels).cost == solve(other, rows=rows).cost
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_prepared_once_serves_all_limits(tied: bool) -> None:
+    """As if prepared for each of them, whichever came before; the bound is found when it is asked for."""
+    waited = set()
+    for seed in range(8):
+        network, rows, labels = layers(seed, 4)
+        alike = labels if tied else None
+        prepared = Prepared(network, rows, alike)
+        for share in (1.0, 0.8, 1.3, 1.0):
+            limits = share * rows[0].limit, rows[1].limit
+            alone = (Row(rows[0].nodes, rows[0].edges, limits[0]), rows[1])
+            try:
+                found = prepared.solve(limits)
+            except PlanError:
+                with pytest.raises(PlanError):
+                    solve(network, rows=alone, alike=alike)
+                continue
+            waited.add(found.prove is not None)
+            proven, fresh = found.proven(), solve(network, rows=alone, alike=alike)
+            assert (proven.cost, proven.lower_bound, proven.exact) == (fresh.cost, fresh.lower_bound, fresh.exact)
+            assert proven.prove is None
+            assert proven.lower_bound <= best(network, alone) + 1e-9
+    assert waited == {tied}

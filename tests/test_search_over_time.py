@@ -15,7 +15,7 @@ from autoshard.passes.search.descent import Best
 from autoshard.passes.search.domains import Domains, least_between
 from autoshard.passes.search.lives import Lives
 from autoshard.passes.search.neighbourhood import Neighbourhoods
-from autoshard.passes.search.solver import _cheaper
+from autoshard.passes.search.solver import cheaper
 
 
 def problem(seed: int, nodes: int, limit: float, alive: int = 3, never: float = 0.15) -> tuple[CostNetwork, Memory]:
@@ -87,7 +87,7 @@ def test_neighbourhoods_alone_come_near_the_best() -> None:
     start = tuple(int(np.argmin(usage)) for usage in memory.usage)
     best = Best(lives, start)
     assert best.forbidden
-    near = Neighbourhoods(best, _cheaper, math.inf, [start], list(network.nodes), [0.0] * 40)
+    near = Neighbourhoods(best, cheaper, math.inf, [start], list(network.nodes), [0.0] * 40)
     near.sizes = dict.fromkeys(itertools.product((False, True), repeat=2), 12.0)
     for _ in range(60):
         near.step()
@@ -98,7 +98,7 @@ def test_the_time_limit_holds_for_a_large_problem(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(time, "perf_counter", time.process_time)  # whatever else the machine does
     network, memory = problem(2, nodes=3000, limit=40.0, alive=4, never=0.0)
     begin = time.process_time()
-    found = solve(network, memory=memory, time_limit=2.0)
+    found = solve(network, memory=memory, time_limit=1.5)
     assert time.process_time() - begin < 2.5
     lives = Lives.of(network, memory)
     assert lives.judge(found.choice)[:2] == (0, 0.0)

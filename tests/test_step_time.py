@@ -188,6 +188,25 @@ def test_a_last_wave_of_one_tile_takes_as_long_as_a_full_one() -> None:
     assert replace(H100, units=0).product_seconds(1e12, (128 * 133, 256), torch.bfloat16) == pytest.approx(full)
 
 
+def test_narrow_products_and_convolutions_reach_what_was_measured() -> None:
+    here = replace(H100, units=0, products=((4, 0.2), (64, 0.8)), convolutions=1.5)
+
+    def slower(rows: int, summed: int, columns: int) -> float:
+        taken = [
+            h.product_seconds(2.0 * rows * summed * columns, (rows, columns), torch.bfloat16)
+            for h in (here, replace(here, products=()))
+        ]
+        return taken[1] / taken[0]
+
+    assert slower(2, 512, 512) == pytest.approx(0.2)
+    assert slower(16, 512, 512) == slower(512, 16, 512) == slower(512, 512, 16) == pytest.approx(0.5)
+    assert slower(64, 512, 512) == pytest.approx(0.8)
+    assert slower(65, 512, 512) == 1.0
+    whole = here.product_seconds(1e12, (8, 4, 4), torch.bfloat16, convolution=True)
+    assert whole * 1.5 == pytest.approx(replace(here, products=()).product_seconds(1e12, (8, 4, 4), torch.bfloat16))
+    assert Hardware.from_dict(json.loads(json.dumps(here.to_dict()))) == here
+
+
 def test_chains_of_elementwise_operations_are_one_kernel() -> None:
     graph = mlp(layers=2)
     touched = traffic(graph)

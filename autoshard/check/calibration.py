@@ -29,6 +29,9 @@ from autoshard.runtime.process_group import TorchCommunicator
 SHORT, LONG, MOST = 0.002, 0.05, 1000
 """seconds that a repetition takes at least where every rank has a core, and where ranks share cores; the most calls in it"""
 
+NARROW = (4, 16, 64)
+"""lengths of the shortest dim of products"""
+
 
 def _move(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
     """The move of ``size`` elements, and the shape of what a rank brings."""
@@ -118,6 +121,8 @@ def _measured(quick: bool) -> Hardware:
         overlap=_agreed(_overlap(clock), min) if world > 1 else 0.0,
         memory_efficiency=1.0,
         dtypes=tuple((str(dtype).removeprefix("torch."), speed) for dtype, speed in speeds),
+        products=tuple((n, _agreed(_narrow_speed(clock, n), min) / speeds[0][1]) for n in NARROW),
+        convolutions=_agreed(_convolution_speed(clock), min) / speeds[0][1],
     )
 
 
@@ -178,6 +183,31 @@ def _product_speed(clock: _Clock, dtype: torch.dtype, quick: bool) -> float:
         a, b = (torch.rand(n, n, device=clock.device).to(dtype) for _ in range(2))
         speeds.append(2.0 * n**3 / clock.seconds(partial(torch.matmul, a, b), together=True))
     return max(speeds)
+
+
+def _narrow_speed(clock: _Clock, n: int) -> float:
+    """FLOP/s of the three products of a linear layer for ``n`` rows, in float32."""
+    width = 4096 if clock.device.type == "cuda" else 512
+    x, weight = torch.rand(n, width, device=clock.device), torch.rand(width, width, device=clock.device)
+
+    def products() -> None:
+        y = x @ weight.t()
+        y @ weight
+        y.t() @ x
+
+    return 3 * 2.0 * n * width**2 / clock.seconds(products, together=True)
+
+
+def _convolution_speed(clock: _Clock) -> float:
+    """FLOP/s of a convolution, forward and backward, in float32."""
+    channels, side, batch = (256, 32, 32) if clock.device.type == "cuda" else (48, 32, 1)
+    x = torch.rand(batch, channels, side, side, device=clock.device, requires_grad=True)
+    layer = torch.nn.Conv2d(channels, channels, 3, padding=1).to(clock.device)
+
+    def step() -> None:
+        torch.autograd.backward(layer(x).sum())
+
+    return 3 * 2.0 * batch * side**2 * 9 * channels**2 / clock.seconds(step, together=True)
 
 
 def _bandwidth(clock: _Clock) -> float:

@@ -30,8 +30,8 @@ from autoshard.plans.stages import CHUNKS, budget_of
 from autoshard.plans.wishes import Wishes
 
 AXIS = "pp"
-EFFORT = 0.1
-"""of the search for an estimate, as a part of what proofs take"""
+EFFORT = 0.09
+"""of the search for an estimate, as a part of what proofs take: too little for branches"""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,10 @@ class Hardware:
     """whether chains of elementwise operations run as one kernel (torch.compile)"""
     dtypes: tuple[tuple[str, float], ...] = ()
     """(dtype, FLOP/s) where products were measured; else a wider float runs at half the speed per doubling"""
+    products: tuple[tuple[int, float], ...] = ()
+    """(length, share): what products reach of ``flops`` whose shortest dim is this long; beyond the longest, all of it"""
+    convolutions: float = 1.0
+    """what convolutions reach, relative to products"""
 
     def route(self, inside: int, nodes: int) -> Route:
         """The links of a group with ``inside`` ranks on each of ``nodes`` nodes."""
@@ -64,9 +68,27 @@ class Hardware:
         """Time to read and write ``moved`` bytes."""
         return moved / (self.memory_bandwidth * (self.memory_efficiency or self.efficiency))
 
-    def product_seconds(self, flops: float, result: tuple[int, ...], dtype: torch.dtype) -> float:
-        """Time of ``flops`` operations of a matrix product whose result has this local shape."""
-        return flops * self._waves(result) / (self.peak(dtype) * self.efficiency)
+    def product_seconds(
+        self, flops: float, result: tuple[int, ...], dtype: torch.dtype, convolution: bool = False
+    ) -> float:
+        """Time of ``flops`` operations of a matrix product, or a convolution, whose result has this local shape."""
+        share = self.convolutions if convolution else self._share(flops, result)
+        return flops * self._waves(result) / (self.peak(dtype) * self.efficiency * share)
+
+    def _share(self, flops: float, result: tuple[int, ...]) -> float:
+        """What a product reaches by its shortest dim: of the rows and columns of its result, and the one it sums over."""
+        if not self.products or len(result) < 2 or not flops:
+            return 1.0
+        rows, columns = math.prod(result[:-1]), result[-1]
+        shortest = max(1.0, min(rows, columns, flops / (2 * rows * columns) if rows * columns else 1.0))
+        known = [*sorted(self.products), (math.inf, 1.0)]
+        if shortest <= known[0][0]:
+            return known[0][1]
+        below, above = next(p for p in itertools.pairwise(known) if shortest <= p[1][0])
+        if math.isinf(above[0]):
+            return 1.0
+        part = math.log(shortest / below[0]) / math.log(above[0] / below[0])
+        return below[1] + part * (above[1] - below[1])
 
     def _waves(self, result: tuple[int, ...]) -> float:
         """Tiles that there is time for over tiles that there are: 1 where the last wave is full.
@@ -102,7 +124,7 @@ class Hardware:
         Raises KeyError, TypeError or ValueError where it is no hardware.
         """
         known = {f.name: data[f.name] for f in fields(Hardware) if f.name in data}
-        for name in ("attention", "dtypes"):
+        for name in ("attention", "dtypes", "products"):
             known[name] = tuple(tuple(row) for row in known.get(name, ()))
         for name in ("node", "network"):
             link = data[name]

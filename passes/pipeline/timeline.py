@@ -206,44 +206,69 @@ def timeline(orders: Orders, stages: Sequence[StageSeconds]) -> Timeline:
     A message leaves when it is made and goes beside the work of both ranks; between two ranks there is one at a time
     in each direction. Raises :class:`ValueError` where an order never ends.
     """
-    ranks, last = len(orders), len(stages) - 1
+    steps, count = _steps(orders, len(stages) - 1)
+    ranks = len(orders)
     free, done = [0.0] * ranks, [0] * ranks
     wires: dict[tuple[int, int], float] = {}
-    ready: dict[Action, float] = {}
+    ready: list[float | None] = [None] * count
+    took = {kind: [s.of(kind) for s in stages] for kind in "FBIW"}
+    send, send_back = [s.send for s in stages], [s.send_back for s in stages]
     spans: list[list[Span]] = [[] for _ in orders]
     messages: list[Message] = []
-
-    def needs(a: Action) -> Action | None:
-        """What ``a`` waits for, beside its own rank."""
-        if a.kind == "F":
-            return Action("F", a.stage - 1, a.batch) if a.stage else None
-        return Action(a.kind, a.stage + 1, a.batch) if a.kind != "W" and a.stage < last else None
-
-    def send(a: Action, source: int, target: int, seconds: float) -> None:
-        start = max(free[source], wires.get((source, target), 0.0)) if seconds else free[source]
-        ready[a] = end = start + seconds
-        if seconds:
-            wires[source, target] = end
-            messages.append(Message(a, source, target, start, end))
-
     waiting = list(range(ranks))
     while waiting:
         rank = waiting.pop()
-        while done[rank] < len(orders[rank]):
-            a = orders[rank][done[rank]]
-            before = needs(a)
-            if before is not None and before not in ready:
-                break
-            start = free[rank] if before is None else max(free[rank], ready[before])
-            free[rank] = start + stages[a.stage].of(a.kind)
-            spans[rank].append(Span(a, start, free[rank]))
+        now, own = free[rank], steps[rank]
+        for a, number, needs, target in own[done[rank] :]:
+            start = now
+            if needs >= 0:
+                there = ready[needs]
+                if there is None:
+                    break
+                start = max(now, there)
+            now = start + took[a.kind][a.stage]
+            spans[rank].append(Span(a, start, now))
             done[rank] += 1
-            step = {"F": 1, "W": 0}.get(a.kind, -1)
-            if step and 0 <= a.stage + step <= last:
-                target = (a.stage + step) % ranks
-                send(a, rank, target, stages[a.stage].send if step > 0 else stages[a.stage].send_back)
-                if target != rank:
-                    waiting.append(target)
+            if target < 0:
+                continue
+            seconds = send[a.stage] if a.kind == "F" else send_back[a.stage]
+            leaves = max(now, wires.get((rank, target), 0.0)) if seconds else now
+            ready[number] = leaves + seconds
+            if seconds:
+                wires[rank, target] = leaves + seconds
+                messages.append(Message(a, rank, target, leaves, leaves + seconds))
+            if target != rank:
+                waiting.append(target)
+        free[rank] = now
     if any(n < len(order) for n, order in zip(done, orders, strict=True)):
         raise ValueError("the orders of a schedule wait for each other")
     return Timeline(tuple(map(tuple, spans)), tuple(messages))
+
+
+class _Step(NamedTuple):
+    """An action by numbers."""
+
+    action: Action
+    number: int
+    needs: int
+    """the number of the action whose message it waits for; -1: none"""
+    target: int
+    """the rank that it sends to; -1: none"""
+
+
+@lru_cache(maxsize=64)
+def _steps(orders: Orders, last: int) -> tuple[tuple[tuple[_Step, ...], ...], int]:
+    """Per rank its actions by numbers, and how many these are, with that of an action that never comes.
+
+    ``last``: the last stage.
+    """
+    numbers = {action: i for i, action in enumerate(a for order in orders for a in order)}
+    never = len(numbers)
+
+    def step(a: Action) -> _Step:
+        way = {"F": 1, "W": 0}.get(a.kind, -1)
+        before, after = a.stage - way, a.stage + way
+        needs = numbers.get(Action(a.kind, before, a.batch), never) if way and 0 <= before <= last else -1
+        return _Step(a, numbers[a], needs, after % len(orders) if way and 0 <= after <= last else -1)
+
+    return tuple(tuple(map(step, order)) for order in orders), never + 1

@@ -20,6 +20,7 @@ from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.fusion import Traffic
 from autoshard.passes.rules import ring
 from autoshard.passes.rules.base import Rule
+from autoshard.passes.rules.conv import RULES as CONVOLUTIONS
 from autoshard.passes.rules.embedding import LOOK_UPS, TABLE, TABLE_SUMS
 from autoshard.passes.rules.facts import facts_of, is_view
 
@@ -27,6 +28,7 @@ aten = torch.ops.aten
 
 LOOKS_UP = frozenset({aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor})
 """operations that read of their first operand no more than they give"""
+CONVOLVES = frozenset(rule.op for rule in CONVOLUTIONS)
 LINE = 64
 """bytes that memory gives at least"""
 
@@ -144,9 +146,10 @@ def node_seconds(
             launch *= tiling.tiles + ring.MERGE_KERNELS * (tiling.tiles - 1)
             moved += 3 * (tiling.tiles - 1) * math.prod(shapes[-1]) * max(4, dtype.itemsize)
     else:
-        ahead = device.product_seconds(forward, shapes[-1], dtype) if flops else 0.0
+        convolves = node.op in CONVOLVES
+        ahead = device.product_seconds(forward, shapes[-1], dtype, convolves) if flops else 0.0
         each = (work - forward) / max(1, len(wanting))
-        back = math.fsum(device.product_seconds(each, x, dtype) for x in wanting) if flops else 0.0
+        back = math.fsum(device.product_seconds(each, x, dtype, convolves) for x in wanting) if flops else 0.0
     seconds = launch + max(ahead, device.memory_seconds(moved))
     if not trained:
         return Seconds(seconds, 0.0, (launch, 0.0))

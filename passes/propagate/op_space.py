@@ -71,10 +71,14 @@ class Asked:
     """whether it may run whole as well"""
     sums: bool = True
     """whether it may work on summands of its operands"""
+    invariant: bool = True
+    """whether it may work on whole values whose gradients are whole, too (I), where it works on whole values"""
 
     def allows(self, strategy: Strategy) -> bool:
         if strategy.divides:
             return strategy.label in self.cuts
+        if strategy.label == "I" and not self.invariant:
+            return False
         return self.sums or not any(isinstance(p, Partial) for p in strategy.inputs)
 
 

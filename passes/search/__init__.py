@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from autoshard.passes.search.network import CostNetwork, Memory, Row, Solution
-from autoshard.passes.search.solver import Prepared, solve
+from autoshard.passes.search.prepared import Prepared, solve
 
 __all__ = ["CostNetwork", "Memory", "Prepared", "Row", "Solution", "solve"]

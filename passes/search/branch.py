@@ -25,10 +25,14 @@ BRANCHES = 24
 WORK = 4_000_000_000
 # Mixtures tried in each of them.
 MIXTURES = 2
+# With less effort there are none.
+LEAST_EFFORT = 0.1
 
 
 def branch(search: Search, enough: float, effort: float) -> int:
     """Narrow the gap of a search to ``enough``; returns how many branches were looked at."""
+    if effort < LEAST_EFFORT:
+        return 0
     leaves: list[tuple[float, int, Part]] = [(search.part.bound, 0, search.part)]
     made, most = 0, search.work + WORK * effort
     while leaves and made < BRANCHES * effort and search.work < most and not search.late:

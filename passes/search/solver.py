@@ -1,34 +1,26 @@
-"""The search: prune, eliminate, bound and prune again, suppose that the bound is nearly met, then eliminate what is left
-or give it to the MILP solver.
+"""The search without rows: prune, eliminate, bound and prune again, suppose that the bound is nearly met, then eliminate
+what is left or give it to the MILP solver.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 
 from autoshard.errors import PlanError
-from autoshard.passes.search.alike import Tied, tie
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.eliminate import Eliminator, Step
-from autoshard.passes.search.grid import on_grid
-from autoshard.passes.search.lives import Lives
 from autoshard.passes.search.milp import entries, solve_core
-from autoshard.passes.search.network import Array, CostNetwork, Memory, Row, Solution
-from autoshard.passes.search.over_time import solve_over_time
-from autoshard.passes.search.prices import Reduced
+from autoshard.passes.search.network import CostNetwork, Solution
 from autoshard.passes.search.prune import EASY_COMPARISONS, MAX_COMPARISONS, NO_CHOICE, Pruner, restrict
-from autoshard.passes.search.stacked import Choice, Stacked, Stacks, stack_rows
+from autoshard.passes.search.stacked import Choice
 from autoshard.passes.search.tables import Tables
-from autoshard.passes.search.within import solve_alike, solve_within
 
 # Entries of the largest join while bounds may still prune, that elimination computes without a second thought, and at all
 # (the MILP's turn beyond).
@@ -52,14 +44,15 @@ LEAST_PROGRESS = 0.02
 # An integer programme of more entries than this takes minutes: a choice this close to the bound is taken without it.
 LARGE_CORE = 100_000
 CLOSE = 1e-4
-# Entries of all tables from which on equal layers are searched as one.
-LARGE = 5_000_000
 # A choice that is known is to be found again: what costs so much more, as a part of its cost, is of interest too.
 START = 1e-6
 # Part of the cost that is rounding noise of message passing.
 TOLERANCE = 1e-11
 # Parts of the gap between bound and best choice that the optimum is supposed to lie above the bound, one after another.
 GUESSES = (1e-3, 1e-2, 1e-1)
+# Bits kept for the sum of all costs: float64 has 53, messages and sums need no more than the rest.
+GRID_BITS = 50
+
 
 Result = TypeVar("Result")
 
@@ -84,98 +77,12 @@ class _Run:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def solve(
-    network: CostNetwork,
-    *,
-    rows: Sequence[Row] = (),
-    memory: Memory | None = None,
-    effort: float = 1.0,
-    time_limit: float | None = None,
-    alike: Sequence[Hashable | None] | None = None,
-    prices: Sequence[float] | None = None,
-) -> Solution:
-    """The cheapest strategy per node; ties go to the lowest index.
-
-    ``rows``: sums that cost, or must not, exceed a limit, see :class:`Row`; cost and bound then include what the excess
-    costs. ``memory``: see :class:`Memory` (instead of rows). ``effort`` scales the work that is spent on the proof where
-    rows bind: the same work, and so the same choice, in every run. ``time_limit``: seconds after which the best choice so
-    far is returned, with ``exact=False`` and a valid lower bound. ``alike``: a label per node, equal for those of equal
-    layers that should choose alike where the network is large; None: unlike all others. ``prices``: of the rows, where the
-    search for the best begins. Costs are rounded to 2^-50 of the sum of the tables'
-    ranges, so that float64 sums are exact and do not depend on their order: forbid with ``inf``, not with a huge number.
-    Raises PlanError when no choice is feasible, with the least usage found.
-    """
-    begin, limit = time.perf_counter(), math.inf if time_limit is None else time_limit
-    if memory is not None and memory.intervals is not None:
-        lives = Lives.of(network, memory)
-        if lives.count:
-            return solve_over_time(lives, _cheaper, limit - (time.perf_counter() - begin), effort)
-        return _plainly(network, time.perf_counter() + limit)
-    if memory is not None:
-        rows = [*rows, Row(memory.usage, (None,) * len(network.edges), memory.limit)]
-    return Prepared(network, tuple(rows), alike).solve(None, effort, limit, prices).proven()
+def plainly(network: CostNetwork, deadline: float, milp: bool = True, start: Choice | None = None) -> Solution:
+    return _solve(on_grid(network, grid(network)), network, Pruner(Tables()), deadline, milp, start)
 
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A network to be solved under several limits of its rows: what these searches have in common is made once."""
-
-    network: CostNetwork
-    rows: tuple[Row, ...] = ()
-    alike: Sequence[Hashable | None] | None = None
-    stacks: Stacks = field(default_factory=Stacks)
-
-    def restricted(self, nodes: tuple[Array, ...]) -> Prepared:
-        """With other vectors of the nodes."""
-        return replace(self, network=replace(self.network, nodes=nodes))
-
-    def solve(
-        self,
-        limits: Sequence[float] | None = None,
-        effort: float = 1.0,
-        time_limit: float = math.inf,
-        prices: Sequence[float] | None = None,
-    ) -> Solution:
-        """See :func:`solve`; ``limits``: of the rows, None: their own. The bound may be still to be found."""
-        if self._tied is None and not self.rows:
-            return _plainly(self.network, time.perf_counter() + time_limit)
-        problem = self._problem if limits is None else replace(self._problem, limits=np.array(limits))
-        if self._tied is not None:
-            tied = replace(self._tied, problem=replace(self._tied.problem, limits=problem.limits))
-            with contextlib.suppress(PlanError):  # then layers must differ, if there is a choice at all
-                return solve_alike(self._reduced_tied, problem, tied, _relaxed, time_limit, effort, prices)
-        if all(math.isinf(row.price) for row in self.rows):  # where there is room to spare nothing changes
-            found = _plainly(self.network, time.perf_counter() + time_limit, milp=False)
-            if found.exact and (problem.used(found.choice) <= problem.limits).all():
-                return found
-        return solve_within(self._reduced, problem, _relaxed, time_limit, effort, prices)
-
-    @cached_property
-    def _problem(self) -> Stacked:
-        return stack_rows(self.network, self.rows, self.stacks)
-
-    @cached_property
-    def _tied(self) -> Tied | None:
-        """The problem in terms of its distinct layers, where it is large."""
-        large = sum(matrix.size for *_, matrix in self.network.edges) >= LARGE
-        return None if self.alike is None or not large else tie(self._problem, self.alike)
-
-    @cached_property
-    def _reduced(self) -> Reduced:
-        return Reduced(self._problem)
-
-    @cached_property
-    def _reduced_tied(self) -> Reduced:
-        assert self._tied is not None
-        return Reduced(self._tied.problem)
-
-
-def _plainly(network: CostNetwork, deadline: float, milp: bool = True, start: Choice | None = None) -> Solution:
-    return _solve(on_grid(network), network, Pruner(Tables()), deadline, milp, start)
-
-
-def _relaxed(priced: CostNetwork, deadline: float, start: Choice | None) -> Solution:
-    return _plainly(priced, deadline, milp=False, start=start)
+def relaxed(priced: CostNetwork, deadline: float, start: Choice | None) -> Solution:
+    return plainly(priced, deadline, milp=False, start=start)
 
 
 def _solve(
@@ -211,17 +118,18 @@ def _solve(
     return Solution(chosen, cost, cost if exact else min(run.bound, cost), exact, stats)
 
 
-def _cheaper(network: CostNetwork, upper: float, deadline: float) -> Solution:
+def cheaper(network: CostNetwork, upper: float, deadline: float) -> Solution:
     """The cheapest choice as far as the quick methods find it; an empty one if none is known to cost less than ``upper``."""
     pruner = Pruner(Tables(), deadline)
-    work = Eliminator.of(on_grid(network), pruner.tables)
+    work = Eliminator.of(on_grid(network, grid(network)), pruner.tables)
     run = _Run(work, pruner, deadline, milp=False, upper=upper)
     run.most_sweeps = FEW_SWEEPS
     run.most_joined = min(JOINED, JOINED_PER_SECOND * max(deadline - time.perf_counter(), 0.0))
     try:
         exact = _search(run)
     except PlanError:
-        return Solution((), math.inf, run.bound if time.perf_counter() > deadline else math.inf, False)
+        late = time.perf_counter() > deadline
+        return Solution((), math.inf, run.bound if late else math.inf, False)
     if not exact and not run.incumbent:
         return Solution((), math.inf, run.bound, False)
     choice = work.back_substitute(dict(run.incumbent), run.mark)
@@ -243,6 +151,28 @@ def _search(run: _Run) -> bool:
         left = work.strategies
         _timed(run, "bound", tighten)
     return not _too_dear(run) and _timed(run, "core", finish)
+
+
+def grid(network: CostNetwork) -> int:
+    """The exponent of the power of two whose multiples add up exactly, whatever the choice."""
+    arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
+    largest = {key: _largest(array) for key, array in arrays.items()}
+    total = sum(largest[id(a)] for a in network.nodes) + sum(largest[id(edge[2])] for edge in network.edges)
+    return math.frexp(total)[1] - GRID_BITS
+
+
+def on_grid(network: CostNetwork, exponent: int) -> CostNetwork:
+    """The network with costs rounded to multiples of 2^exponent. Shared arrays stay shared."""
+    arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
+    rounded = {key: np.ldexp(np.rint(np.ldexp(array, -exponent)), exponent) for key, array in arrays.items()}
+    return CostNetwork(
+        tuple(rounded[id(a)] for a in network.nodes), tuple((i, j, rounded[id(a)]) for i, j, a in network.edges)
+    )
+
+
+def _largest(array: np.ndarray) -> float:
+    finite = array[np.isfinite(array)]
+    return float(np.abs(finite).max()) if finite.size else 0.0
 
 
 def quickly_reduce(run: _Run) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.propagate.experts.data import batch_of
 from autoshard.passes.propagate.experts.families import Families, Family, Product, products
 from autoshard.passes.propagate.experts.lookups import by_table
@@ -19,7 +19,7 @@ from autoshard.passes.propagate.experts.patterns import styled
 from autoshard.passes.propagate.experts.sequence import along_sequence, rings_of
 from autoshard.passes.propagate.experts.tensor import paired, with_sequence
 from autoshard.passes.propagate.hints import OWNER, Constraint, Limit
-from autoshard.passes.propagate.op_space import Asked, AskedOf
+from autoshard.passes.propagate.op_space import Asked, AskedOf, axis_strategies
 from autoshard.passes.rules.embedding import TABLE
 
 WHOLE: frozenset[int] = frozenset()
@@ -78,6 +78,18 @@ class Context:
         families = self.families
         return {n.name: families.asked(n, families.labels(n, wanted)) for n in self.graph.nodes}
 
+    def by_batch(self) -> dict[str, Asked]:
+        """Every operation cut along the batch where it can.
+
+        What no input goes into (positions looked up) is whole, its gradient a summand on every rank: so the sum
+        over the ranks is that of the parameters' gradients, which go together, and no message on the way.
+        """
+        families, found = self.families, self.along(self.batch)
+        for node in self.graph.nodes:
+            if families.from_inputs.isdisjoint(node.outputs) and _can_be_summed(node, self.graph):
+                found[node.name] = replace(found[node.name], invariant=False)
+        return found
+
     def everywhere(self, dims: frozenset[int]) -> dict[str, frozenset[int]]:
         return dict.fromkeys(self.graph.parameters, dims)
 
@@ -87,14 +99,20 @@ def _replicate(context: Context, ranks: int) -> OnAxis:
 
 
 def _ddp(context: Context, ranks: int) -> OnAxis:
-    return OnAxis(context.along(context.batch), context.everywhere(WHOLE), note=_without_batch(context, ranks))
+    return OnAxis(context.by_batch(), context.everywhere(WHOLE), note=_without_batch(context, ranks))
 
 
 def _fsdp(context: Context, ranks: int) -> OnAxis:
     """Parameters are stored in shards and read whole; for how long they stay whole says :data:`ZERO`."""
     types = context.graph.types
     dims = {p: frozenset(range(len(types[p].shape))) for p in context.graph.parameters}
-    return OnAxis(context.along(context.batch), dims, note=_without_batch(context, ranks))
+    return OnAxis(context.by_batch(), dims, note=_without_batch(context, ranks))
+
+
+def _can_be_summed(node: Node, graph: Graph) -> bool:
+    """Whether a gradient of ``node`` may be a summand on every rank."""
+    trained = any(graph.types[o].grad for o in node.outputs)
+    return trained and any(s.label == "R" for s in axis_strategies(node, graph))
 
 
 def _without_batch(context: Context, ranks: int) -> str:
