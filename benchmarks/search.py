@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,10 +205,30 @@ class Llama:
         return CostNetwork(network.nodes, edges), tuple(rows)
 
 
+def problem_of(path: Path) -> dict[str, Any]:
+    with gzip.open(path, "rt") as file:
+        problem: dict[str, Any] = json.load(file)["problem"]
+    return problem
+
+
+def checked(path: Path, choice: tuple[int, ...]) -> tuple[int, int]:
+    """(cost, most that is held at any time) by the file alone, in Python's integers."""
+    problem = problem_of(path)
+    nodes, edges = problem["nodes"], problem["edges"]
+    cost = sum(costs[s] for costs, s in zip(nodes["costs"], choice, strict=True))
+    for (i, j), costs in zip(edges["nodes"], edges["costs"], strict=True):
+        cost += costs[choice[i] * len(nodes["costs"][j]) + choice[j]]
+    change: dict[int, int] = {}
+    for (start, end), usages, s in zip(nodes["intervals"], nodes["usages"], choice, strict=True):
+        if start < end:
+            change[start] = change.get(start, 0) + usages[s]
+            change[end] = change.get(end, 0) - usages[s]
+    return cost, max(itertools.accumulate(change[t] for t in sorted(change)), default=0)
+
+
 def iopddl(path: Path) -> tuple[CostNetwork, Memory]:
     """A contest instance: costs of 10^18 are forbidden choices."""
-    with gzip.open(path, "rt") as file:
-        problem = json.load(file)["problem"]
+    problem = problem_of(path)
 
     def costs(values: list[float]) -> Array:
         array = np.array(values, dtype=np.float64)
@@ -262,6 +283,9 @@ def main() -> None:
     start, used = time.perf_counter(), time.process_time()
     solution = solve(network, rows=rows, memory=memory, time_limit=options.time_limit)
     report(name, network, solution, time.perf_counter() - start, time.process_time() - used)
+    if options.command == "iopddl":
+        cost, held = checked(options.path, solution.choice)
+        print(f"  by the file: cost {cost}, at most {held} held" + (f" of {memory.limit}" if memory else ""))
 
 
 if __name__ == "__main__":

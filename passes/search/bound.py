@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.errors import PlanError
 from autoshard.passes.search.eliminate import Eliminator, Scope
 from autoshard.passes.search.network import Array
+from autoshard.passes.search.prune import NO_CHOICE
 from autoshard.passes.search.tables import Classes, Tables
 
 _NOISE = 1e-9
@@ -109,7 +111,7 @@ class Dual:
     def sweep(self, upper: float, deadline: float = math.inf, among: frozenset[int] | None = None) -> None:
         """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``. Ends at ``deadline``.
 
-        ``among``: the only nodes to go through.
+        ``among``: the only nodes to go through. Raises PlanError when no choice is feasible.
         """
         for order, ahead in ((self.order, self.after), (self.order[::-1], self.before)):
             for k, i in enumerate(order):
@@ -127,9 +129,9 @@ class Dual:
             self.node[i] += message
             self.edges[scope].into[scope.index(i)] -= message
         least = float(self.node[i].min())
+        if math.isinf(least):
+            raise PlanError(NO_CHOICE)
         self.bound += least
-        if math.isinf(least):  # nothing is allowed
-            return
         self.node[i] -= least
         # Rounding noise must not drop the strategy of an optimum that equals ``upper``: the bound would pass it.
         most = upper - self.bound + _NOISE * abs(upper)

@@ -17,6 +17,7 @@ import numpy as np
 from autoshard.passes.search.descent import FORBIDDEN, Best
 from autoshard.passes.search.domains import Domains
 from autoshard.passes.search.lives import Lives
+from autoshard.passes.search.network import Array
 from autoshard.passes.search.stacked import Choice
 from autoshard.passes.search.tables import Classes
 from autoshard.passes.search.tree import Cheaper, Leaf, Tree
@@ -32,20 +33,22 @@ SECONDS = 10.0
 LONG = 3.0
 # How much better a choice must be, as a part of its cost.
 BETTER = 1e-7
-# Of a node's strategies so many of the best beside its neighbours are free, beside those of the choices seen last.
+# Of a node's strategies so many of the best beside its neighbours, and by score, are free, with those of the choices seen last.
 LIKELY = (0, 1, 2, 4, 8)
 SEEN = 40
 
 
 @dataclass
 class Neighbourhoods:
-    """Betters ``best`` again and again. ``seen``: choices near the best; ``weights``: what a unit costs each node."""
+    """Betters ``best`` again and again. ``seen``: choices near it; ``scores``: of every node's strategies, small is good."""
 
     best: Best
     cheaper: Cheaper
     deadline: float
+    seen: list[Choice]
+    scores: Sequence[Array]
     weights: Sequence[float]
-    seen: list[Choice] = field(default_factory=list)
+    """what a unit that is held costs each node"""
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     tried: int = 0
     sizes: dict[tuple[bool, bool], float] = field(default_factory=dict)
@@ -94,14 +97,15 @@ class Neighbourhoods:
         return better, tree.complete
 
     def _few(self, nodes: list[int], domains: Domains) -> dict[int, Classes]:
-        """Of every node the strategies seen, and the best beside its neighbours."""
+        """Of every node the strategies seen, and the best beside its neighbours and by score."""
         lives, choice = self.best.lives, self.best.choice
         many = int(self.generator.choice(LIKELY))
         seen = np.array([*self.seen[-SEEN:], choice])[:, nodes]
         found = {}
         for k, node in enumerate(nodes):
-            total = np.minimum(lives.cost_of(node, choice), FORBIDDEN) + self.weights[node] * lives.usage[node]
-            likely = np.concatenate([seen[:, k], np.argsort(total, kind="stable")[:many]])
+            beside = np.minimum(lives.cost_of(node, choice), FORBIDDEN) + self.weights[node] * lives.usage[node]
+            orders = [np.argsort(score, kind="stable")[:many] for score in (beside, self.scores[node])]
+            likely = np.concatenate([seen[:, k], *orders])
             found[k] = np.intersect1d(likely, domains.kept[k])
         return found
 

@@ -1,10 +1,12 @@
 """The cheapest choice under a limit on what is held at any time: at every moment the best so far is there.
 
-What cannot fit is dropped; branch and bound raises the bound and finds choices near the best; neighbourhoods better these.
+What cannot fit is dropped; prices bound the cost, and tell which strategies are likely; branch and bound among a few of these
+finds a first choice, among all of them it raises the bound; neighbourhoods better what is found.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -19,39 +21,52 @@ from autoshard.passes.search.neighbourhood import Neighbourhoods
 from autoshard.passes.search.network import Solution
 from autoshard.passes.search.prune import NO_CHOICE
 from autoshard.passes.search.stacked import Choice
+from autoshard.passes.search.subgradient import Priced, priced
 from autoshard.passes.search.tables import Classes
 from autoshard.passes.search.tree import Cheaper, Leaf, Tree
 
 GAP = 1e-9
 # The part of the time that is left for what is under way when it is up, and for the answer; the parts after which
-# beaten strategies are no longer looked for, the first descent ends, and neighbourhoods begin though nothing fits yet.
+# beaten strategies are no longer looked for, and the first descent, the prices and the few strategies end.
 RESERVE = 0.05
 BEATEN = 0.1
 DESCENT = 0.2
-BEGIN = 0.4
+PRICES = 0.4
+FEW = 0.5
 PASSES = 40
-# For effort 1 (where there is no time limit): leaves at first, more where tables have fewer entries, and neighbourhoods.
+# Steps of the prices; strategies of a node that are tried first, the best by score, and leaves of their tree.
+STEPS = 40
+STRATEGIES = 12
+TRIALS = 8
+# For effort 1, where there is no time limit: leaves, more where tables have fewer entries, and neighbourhoods.
 LEAVES = 16
-ENTRIES = 2_000_000
+ENTRIES = 200_000
 NEIGHBOURHOODS = 60
-# The part of the work, of time or in number, that goes into the tree when neighbourhoods have begun.
-SHARE = 0.25
+# The part of the time, or of leaves and neighbourhoods together, that goes into the tree.
+SHARE = 0.35
 
 
 def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float) -> Solution:
     """The best choice found in ``limit`` seconds. PlanError: none is within the memory's limit, or none was found."""
     begin = time.perf_counter()
     limit *= 1 - RESERVE
-    least = _least(given)
+    _least(given)
     lives, numbers = _reduced(given, begin, limit)
     best = Best(lives, _least(lives))
     unit = _unit(lives)
     best.offer(descend(lives, best.choice, unit, PASSES, begin + DESCENT * limit))
-    run = _Run(lives, best, cheaper, begin + limit)
-    run.first(begin + BEGIN * limit, math.ceil(max(LEAVES, min(ENTRIES / run.entries, ENTRIES)) * effort))
-    run.rest(math.ceil(NEIGHBOURHOODS * effort) if math.isinf(limit) else 10**9, unit)
+    deadline = begin + limit
+    try:
+        found = priced(best, math.ceil(STEPS * effort), unit, begin + PRICES * limit)
+    except PlanError:
+        raise PlanError(_forbidden(given)) from None
+    run = _Run(best, cheaper, found, deadline)
+    run.few(found, begin + FEW * limit)
+    if math.isinf(limit):
+        run.leaves(math.ceil(max(LEAVES, min(ENTRIES / run.entries, ENTRIES)) * effort))
+    run.alternate(math.ceil(NEIGHBOURHOODS * effort) if math.isinf(limit) else 10**9, unit)
     if math.isinf(best.cost):
-        raise PlanError(_unfit(given, least, best, numbers))
+        raise PlanError(_unfit(given, best, numbers))
     choice = _original(best.choice, numbers)
     cost = given.network.cost(choice)
     stats = {"rows": lives.count, "leaves": run.tree.looked, "neighbourhoods": run.near.tried, "seconds": run.seconds}
@@ -62,7 +77,7 @@ def _reduced(given: Lives, begin: float, limit: float) -> tuple[Lives, list[Clas
     """Without what no choice within the limit holds, and what is beaten; and how what is left was numbered."""
     domains = Domains.of(given, begin + limit)
     if domains is None:
-        raise PlanError(f"no choice that costs do not forbid fits the limit of {given.limit:.6g}")
+        raise PlanError(_forbidden(given))
     lives, left = given.restricted(domains.kept).without_beaten(begin + BEATEN * limit)
     return lives, [kept[k] for kept, k in zip(domains.kept, left, strict=True)]
 
@@ -71,17 +86,24 @@ def _original(choice: Choice, numbers: Sequence[Classes]) -> Choice:
     return tuple(int(number[s]) for number, s in zip(numbers, choice, strict=True))
 
 
+def _forbidden(given: Lives) -> str:
+    return f"no choice that costs do not forbid fits the limit of {given.limit:.6g}"
+
+
 class _Run:
-    def __init__(self, lives: Lives, best: Best, cheaper: Cheaper, deadline: float) -> None:
-        self.best, self.deadline = best, deadline
-        self.tree = Tree(lives, cheaper, deadline, best.cost)
+    def __init__(self, best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> None:
+        self.best, self.cheaper, self.deadline = best, cheaper, deadline
+        lives = best.lives
         domains = Domains.of(lives, deadline)
         if domains is None:
-            raise PlanError(NO_CHOICE)
-        self.tree.put(Leaf(-math.inf, domains, np.zeros(lives.count)))
-        self.near = Neighbourhoods(best, cheaper, deadline, lives.weights(self.tree.prices).tolist(), [best.choice])
+            raise PlanError(_forbidden(lives))
+        self.domains = domains
+        self.tree = Tree(lives, cheaper, deadline, best.cost)
+        self.tree.put(Leaf(found.bound, domains, found.prices))
+        weights = lives.weights(found.prices).tolist()
+        self.near = Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights)
         self.entries = max(sum(matrix.size for *_, matrix in lives.network.edges), 1)
-        self.seconds = {"tree": 0.0, "neighbourhoods": 0.0}
+        self.seconds = {"few": 0.0, "tree": 0.0, "neighbourhoods": 0.0}
 
     @property
     def closed(self) -> bool:
@@ -92,36 +114,50 @@ class _Run:
     def late(self) -> bool:
         return time.perf_counter() > self.deadline
 
-    def first(self, until: float, most: int) -> None:
-        """Leaves of the tree until there is a choice within the limit, and without a time limit ``most``."""
-        while self.tree.open and not self.late:
-            timed = math.isfinite(until)
-            enough = math.isfinite(self.best.cost) and self.tree.looked >= LEAVES
-            if (enough or time.perf_counter() > until) if timed else self.tree.looked >= most:
-                return
-            self.leaf()
+    def few(self, found: Priced, deadline: float) -> None:
+        """Choices among the strategies of the best scores and those seen: a tree of small leaves."""
+        begin, seen = time.perf_counter(), np.array(found.seen)
+        parts = {}
+        for node, scores in enumerate(found.scores):
+            likely = np.concatenate([seen[:, node], np.argsort(scores, kind="stable")[:STRATEGIES]])
+            parts[node] = np.intersect1d(likely, self.domains.kept[node])
+        domains = self.domains.narrowed(self.best.lives, parts, deadline)
+        if domains is not None:
+            tree = Tree(self.best.lives, self.cheaper, deadline, self.best.cost)
+            tree.put(Leaf(found.bound, domains, found.prices))
+            for trial in itertools.count():
+                if not tree.open or time.perf_counter() > deadline or (trial >= TRIALS and tree.choice is not None):
+                    break
+                if trial >= 4 * TRIALS:
+                    break
+                self.look(tree)
+        self.seconds["few"] = time.perf_counter() - begin
 
-    def leaf(self) -> None:
-        begin, tree = time.perf_counter(), self.tree
+    def look(self, tree: Tree) -> None:
+        """At one leaf."""
         tree.upper = min(tree.upper, self.best.cost)
         tree.search(1)
         if tree.latest is not None:
             self.near.seen.append(tree.latest)
-            self.near.weights = self.best.lives.weights(tree.prices).tolist()
         if tree.choice is not None:
             self.best.offer(tree.choice)
+
+    def leaves(self, most: int) -> None:
+        begin = time.perf_counter()
+        while self.tree.open and not self.closed and not self.late and self.tree.looked < most:
+            self.look(self.tree)
         self.seconds["tree"] += time.perf_counter() - begin
 
-    def rest(self, most: int, unit: float) -> None:
+    def alternate(self, most: int, unit: float) -> None:
         """Up to ``most`` neighbourhoods, and leaves beside them."""
         spent = self.seconds
         while not self.closed and not self.late and self.near.tried < most:
             if math.isfinite(self.deadline):
-                turn = spent["tree"] < SHARE * (spent["tree"] + spent["neighbourhoods"])
+                turn = spent["tree"] <= SHARE * (spent["tree"] + spent["neighbourhoods"])
             else:
-                turn = self.tree.looked < SHARE * (self.tree.looked + self.near.tried)
+                turn = self.tree.looked <= SHARE * (self.tree.looked + self.near.tried)
             if turn and self.tree.open:
-                self.leaf()
+                self.leaves(self.tree.looked + 1)
                 continue
             begin = time.perf_counter()
             self.near.step()
@@ -145,7 +181,7 @@ def _least(lives: Lives) -> Choice:
     return tuple(choice)
 
 
-def _unfit(given: Lives, least: Choice, best: Best, numbers: Sequence[Classes]) -> str:
+def _unfit(given: Lives, best: Best, numbers: Sequence[Classes]) -> str:
     """What is said where no choice was found."""
     nearest = _original(best.choice, numbers)
     used = given.sums(given.held(nearest)).max(initial=0.0)

@@ -30,7 +30,8 @@ MAX_JOIN = 1_000_000_000
 # Entries of all joins together that take about as long as one variable of the MILP, and that are joined in any case.
 JOINED_PER_VARIABLE = 10_000
 EASY_TOTAL = 1_000_000_000
-# Entries of all joins of a network that is one of many, and how many of them a second computes.
+# Of a network that is one of many: sweeps, entries of all joins, and how many of these a second computes.
+FEW_SWEEPS = 30
 JOINED = 1_000_000_000
 JOINED_PER_SECOND = 100_000_000
 # What is left of a network under a supposition is eliminated up to this join, and goes to the MILP up to this size.
@@ -71,6 +72,7 @@ class _Run:
     pruned: int = 0
     sweeps: int = 0
     core: tuple[int, int] = (0, 0)
+    most_sweeps: int = sys.maxsize
     most_joined: float = math.inf  # entries of all joins of what is left, without the MILP
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -121,6 +123,7 @@ def cheaper(network: CostNetwork, upper: float, deadline: float) -> Solution:
     pruner = Pruner(Tables(), deadline)
     work = Eliminator.of(on_grid(network, grid(network)), pruner.tables)
     run = _Run(work, pruner, deadline, milp=False, upper=upper)
+    run.most_sweeps = FEW_SWEEPS
     run.most_joined = min(JOINED, JOINED_PER_SECOND * max(deadline - time.perf_counter(), 0.0))
     try:
         exact = _search(run)
@@ -197,7 +200,7 @@ def tighten(run: _Run) -> None:
     tolerance = 0.0
     tried = dual.strategies
     marks = [(dual.bound, run.upper, tried)]
-    for _ in range(MAX_SWEEPS):
+    for _ in range(min(MAX_SWEEPS, run.most_sweeps)):
         dual.sweep(run.upper + tolerance, run.deadline)
         run.sweeps += 1
         choice = dual.decode()

@@ -1,0 +1,114 @@
+"""What the search under a limit over time is made of: what cannot fit, changes of a part, neighbourhoods, the clock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+
+from autoshard.errors import PlanError
+from autoshard.passes.search import CostNetwork, Memory, solve
+from autoshard.passes.search.descent import Best
+from autoshard.passes.search.domains import Domains, least_between
+from autoshard.passes.search.lives import Lives
+from autoshard.passes.search.neighbourhood import Neighbourhoods
+from autoshard.passes.search.solver import cheaper
+
+
+def problem(seed: int, nodes: int, limit: float, alive: int = 3, never: float = 0.15) -> tuple[CostNetwork, Memory]:
+    """A chain with short cuts; every strategy of a node holds twice as much as the one before, and some pairs are forbidden."""
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(2, 5, nodes)
+    vectors = tuple(generator.integers(0, 20, n).astype(np.float64) for n in sizes)
+    pairs = [(i, i + 1) for i in range(nodes - 1)] + [(i, i + 3) for i in range(0, nodes - 3, 2)]
+    edges = []
+    for i, j in pairs:
+        matrix = generator.integers(0, 9, (sizes[i], sizes[j])).astype(np.float64)
+        matrix[generator.random(matrix.shape) < never] = math.inf
+        edges.append((i, j, matrix))
+    usage = tuple(2.0 ** np.arange(n) * generator.integers(1, 4) for n in sizes)
+    lives = tuple((i, i + int(generator.integers(1, alive + 1))) for i in range(nodes))
+    return CostNetwork(vectors, tuple(edges)), Memory(usage, limit, lives)
+
+
+def feasible(network: CostNetwork, memory: Memory) -> list[tuple[int, ...]]:
+    lives = Lives.of(network, memory)
+    choices = itertools.product(*(range(v.size) for v in network.nodes))
+    return [choice for choice in choices if lives.judge(choice)[:2] == (0, 0.0)]
+
+
+def test_only_what_no_choice_contains_is_dropped() -> None:
+    dropped = none = 0
+    for seed in range(40):
+        network, memory = problem(seed, nodes=5, limit=9.0)
+        domains = Domains.of(Lives.of(network, memory), math.inf)
+        possible = feasible(network, memory)
+        if domains is None:
+            none += 1
+            assert not possible
+            continue
+        for node, kept in enumerate(domains.kept):
+            assert {choice[node] for choice in possible} <= set(kept.tolist())
+            dropped += network.nodes[node].size - len(kept)
+    assert dropped > 40
+    assert none < 20
+
+
+def test_the_least_between() -> None:
+    values = np.random.default_rng(0).random(13)
+    first, last = np.array([(a, b) for a in range(14) for b in range(a, 14)]).T
+    expected = [values[a:b].min(initial=math.inf) for a, b in zip(first, last, strict=True)]
+    assert least_between(values, first, last).tolist() == expected
+
+
+def test_a_changed_part_is_judged_as_the_whole() -> None:
+    network, memory = problem(0, nodes=30, limit=20.0)
+    lives = Lives.of(network, memory)
+    generator = np.random.default_rng(0)
+    best = Best(lives, tuple(int(generator.integers(v.size)) for v in network.nodes))
+    taken = 0
+    for _ in range(300):
+        nodes = generator.choice(30, 4, replace=False).tolist()
+        taken += best.change({node: int(generator.integers(network.nodes[node].size)) for node in nodes})
+        forbidden, excess, cost = lives.judge(best.choice)
+        assert (best.forbidden, best.excess) == (forbidden, excess)
+        assert best._cost == pytest.approx(cost, abs=1e-9)
+        assert best.used.tolist() == lives.sums(lives.held(best.choice)).tolist()
+    assert taken > 10
+
+
+def test_neighbourhoods_alone_come_near_the_best() -> None:
+    network, memory = problem(1, nodes=40, limit=20.0)
+    lives = Lives.of(network, memory)
+    exact = solve(network, memory=memory, effort=0.2)
+    start = tuple(int(np.argmin(usage)) for usage in memory.usage)
+    best = Best(lives, start)
+    assert best.forbidden
+    near = Neighbourhoods(best, cheaper, math.inf, [start], list(network.nodes), [0.0] * 40)
+    near.sizes = dict.fromkeys(itertools.product((False, True), repeat=2), 12.0)
+    for _ in range(60):
+        near.step()
+    assert exact.lower_bound <= best.cost <= 1.1 * exact.cost
+
+
+def test_the_time_limit_holds_for_a_large_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", time.process_time)  # whatever else the machine does
+    network, memory = problem(2, nodes=3000, limit=40.0, alive=4, never=0.0)
+    begin = time.process_time()
+    found = solve(network, memory=memory, time_limit=1.5)
+    assert time.process_time() - begin < 2.5
+    lives = Lives.of(network, memory)
+    assert lives.judge(found.choice)[:2] == (0, 0.0)
+    assert found.lower_bound <= found.cost == network.cost(found.choice)
+
+
+def test_what_cannot_fit_is_told() -> None:
+    """Each strategy would fit beside the least of the other node; those that are allowed together do not."""
+    usage, apart = np.array([1.0, 5.0]), np.array([[math.inf, 0.0], [0.0, math.inf]])
+    network = CostNetwork((np.zeros(2),) * 2, ((0, 1, apart),))
+    assert solve(network, memory=Memory((usage,) * 2, 6.0, ((0, 2),) * 2)).exact
+    with pytest.raises(PlanError, match=r"no choice that costs do not forbid fits the limit of 5\.5"):
+        solve(network, memory=Memory((usage,) * 2, 5.5, ((0, 2),) * 2))
