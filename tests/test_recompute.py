@@ -119,7 +119,7 @@ class Chain(nn.Module):
 
 def every_choice(planner: Planner) -> Iterator[tuple[int, ...]]:
     """All choices of the network that are not forbidden, tags included."""
-    _, built = planner._network(limited=True)
+    _, built = planner.network(limited=True)
     nodes, before = built.network.nodes, [[] for _ in built.network.nodes]  # type: ignore[var-annotated]
     for a, b, table in built.network.edges:
         before[max(a, b)].append((a, b, table))
@@ -152,7 +152,7 @@ def test_layouts_and_states_are_the_best_of_all(parts: str, axes: dict[str, int]
     x = torch.randn(64, 64, requires_grad=True)
     graph = captured(Chain(64, parts), (x,), {}, training=True)
     planner = Planner(graph, autoshard.Mesh(axes, "h100"), {}, recompute="auto")
-    network, _ = planner._network(limited=True)
+    network, _ = planner.network(limited=True)
     found: dict[str, tuple[float, float]] = {}
     for choice in every_choice(planner):
         assignment = network.assignment(Solution(choice, 0.0, 0.0, exact=False))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.module.sparse_gradients import SparseGradient, accumulate
@@ -68,11 +69,12 @@ class MicroBatchRun:
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """Inside, hooks on saved tensors that the caller has set see nothing.
+    """Inside, the hooks on saved tensors of a ``torch.utils.checkpoint`` around the call see nothing.
 
-    Those of ``torch.utils.checkpoint`` would run the whole step again in the backward of each of its micro-batches.
+    They would run the whole step again in the backward of each of its micro-batches.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__ != checkpoint.__module__:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_same, _same)
 

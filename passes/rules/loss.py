@@ -59,11 +59,11 @@ def _cross_entropy_collectives(site: Site) -> tuple[Internal, ...]:
     logits = site.in_type(0)
     class_dim = min(len(logits.shape) - 1, 1)
     local = site.local_shape("self")
-    samples = math.prod(n for d, n in enumerate(local) if d != class_dim) * wide_bytes(logits.dtype)
+    samples = math.prod(n for d, n in enumerate(local) if d != class_dim)
     class_axes = site.inputs[0].axes_of(class_dim)
-    packed = _sums(site.node, site.graph)
-    found = site.reductions(class_axes, samples, ("maxima",), ())
-    found += site.reductions(class_axes, packed * samples, ("sum-exp and the target's logit",), ())
+    packed = _sums(site.node, site.graph) * wide_bytes(logits.dtype)
+    found = site.reductions(class_axes, samples * logits.dtype.itemsize, ("maxima",), ())
+    found += site.reductions(class_axes, samples * packed, ("sum-exp and the target's logit",), ())
     return found + (() if site.in_type(1).dtype.is_floating_point else _nll_collectives(site))
 
 
