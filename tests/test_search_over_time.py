@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, Memory, solve
+from autoshard.passes.search import CostNetwork, Memory, solve, solver
 from autoshard.passes.search.descent import Best
 from autoshard.passes.search.domains import Domains, least_between
 from autoshard.passes.search.lives import Lives
+from autoshard.passes.search.milp import CoreSolution
 from autoshard.passes.search.neighbourhood import Neighbourhoods
 from autoshard.passes.search.solver import cheaper
 
@@ -112,3 +113,18 @@ def test_what_cannot_fit_is_told() -> None:
     assert solve(network, memory=Memory((usage,) * 2, 6.0, ((0, 2),) * 2)).exact
     with pytest.raises(PlanError, match=r"no choice that costs do not forbid fits the limit of 5\.5"):
         solve(network, memory=Memory((usage,) * 2, 5.5, ((0, 2),) * 2))
+
+
+def test_what_was_not_found_in_time_is_not_proven_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound stays that of message passing where the MILP solver's time is up; else a proof would follow from it."""
+    generator = np.random.default_rng(0)
+    pairs = itertools.combinations(range(9), 2)
+    network = CostNetwork((np.zeros(6),) * 9, tuple((i, j, generator.random((6, 6))) for i, j in pairs))
+    best = cheaper(network, math.inf, math.inf).cost
+    monkeypatch.setattr(solver, "MAX_JOIN", 0)
+    monkeypatch.setattr(solver, "EASY_JOIN", 0)
+    monkeypatch.setattr(solver.Eliminator, "cost", lambda self, choice: math.inf)  # nor do the messages find one
+    monkeypatch.setattr(solver, "solve_core", lambda *args, **kwargs: CoreSolution(None, -math.inf, False))
+    found = cheaper(network, math.inf, math.inf)
+    assert found.choice == ()
+    assert found.lower_bound <= best

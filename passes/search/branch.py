@@ -12,7 +12,7 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.mixture import mix
-from autoshard.passes.search.network import Array
+from autoshard.passes.search.network import Array, NotFoundError
 from autoshard.passes.search.prices import Part, Search, maximise_bound
 from autoshard.passes.search.stacked import Choice
 from autoshard.passes.search.tables import Classes
@@ -50,6 +50,10 @@ def branch(search: Search, enough: float, effort: float) -> int:
             half.bound = -math.inf
             try:
                 maximise_bound(search, half, ITERATIONS, enough / 2, REACH)
+            except NotFoundError:
+                half.bound = bound
+                heapq.heappush(leaves, (bound, made, half))
+                continue
             except PlanError:
                 continue
             half.bound = max(half.bound, bound)

@@ -18,6 +18,10 @@ GAP = 1e-9
 """between the cost and its bound, as a part of the cost: what counts as none"""
 
 
+class NotFoundError(PlanError):
+    """The time was up: whether there is a choice is not known."""
+
+
 @dataclass(frozen=True)
 class CostNetwork:
     """``nodes[i]``: float64 [n_i], the costs of node i's strategies; ``edges``: (i, j, float64 [n_i, n_j]).

@@ -17,7 +17,7 @@ from autoshard.errors import PlanError
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.eliminate import Eliminator, Step
 from autoshard.passes.search.milp import entries, solve_core
-from autoshard.passes.search.network import CostNetwork, Solution
+from autoshard.passes.search.network import CostNetwork, NotFoundError, Solution
 from autoshard.passes.search.prune import EASY_COMPARISONS, MAX_COMPARISONS, NO_CHOICE, Pruner, restrict
 from autoshard.passes.search.stacked import Choice
 from autoshard.passes.search.tables import Tables
@@ -127,9 +127,10 @@ def cheaper(network: CostNetwork, upper: float, deadline: float) -> Solution:
     run.most_joined = min(JOINED, JOINED_PER_SECOND * max(deadline - time.perf_counter(), 0.0))
     try:
         exact = _search(run)
+    except NotFoundError:
+        return Solution((), math.inf, run.bound, False)
     except PlanError:
-        late = time.perf_counter() > deadline
-        return Solution((), math.inf, run.bound if late else math.inf, False)
+        return Solution((), math.inf, math.inf, False)
     if not exact and not run.incumbent:
         return Solution((), math.inf, run.bound, False)
     choice = work.back_substitute(dict(run.incumbent), run.mark)
@@ -300,7 +301,7 @@ def finish(run: _Run) -> bool:
         return False
     if not run.milp and (run.upper < math.inf or time.perf_counter() > run.deadline):
         if run.upper == math.inf:
-            raise PlanError("the time is up")
+            raise NotFoundError("the time is up")
         return False
     left = max(run.deadline - time.perf_counter(), 1.0)
     found = solve_core(list(work.core()), work.sizes, upper=run.upper - work.constant, time_limit=left)
@@ -308,7 +309,9 @@ def finish(run: _Run) -> bool:
     if found.choice is not None and work.cost(found.choice) <= run.upper:
         run.incumbent, run.mark = found.choice, len(work.steps)
     if not run.incumbent:
-        raise PlanError(NO_CHOICE if found.exact else f"no choice of strategies was found in {left:.0f} s")
+        if found.exact:
+            raise PlanError(NO_CHOICE)
+        raise NotFoundError(f"no choice of strategies was found in {left:.0f} s")
     return found.exact
 
 

@@ -25,8 +25,6 @@ Cheaper = Callable[[CostNetwork, float, float], Solution]
 """(network, what is of interest costs less than this, deadline) → the cheapest choice; an empty one: there is none, or it was
 not found"""
 
-# Of a leaf with more nodes it is not taken for proven that it holds no choice while none is known at all.
-MANY = 5_000
 # A gap of this part of the cost counts as none.
 GAP = 1e-9
 # How far above its bound a leaf's best choice is supposed to lie while there is none, as a part of the bound, and the part
@@ -131,8 +129,6 @@ class Tree:
         )
         found = self.cheaper(CostNetwork(nodes, lives.cut(kept)), self.upper + paid, self.deadline)
         bound = max(leaf.bound, found.lower_bound - paid)
-        if math.isinf(self.upper) and len(kept) > MANY and not found.choice:
-            bound = leaf.bound
         if self._dear(bound):
             return []
         if not found.choice:
