@@ -6,7 +6,6 @@ Source: Kolmogorov, Convergent tree-reweighted message passing (2006), in the re
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping
 
@@ -135,8 +134,11 @@ class Dual:
         self.node[i] -= least
         # Rounding noise must not drop the strategy of an optimum that equals ``upper``: the bound would pass it.
         most = upper - self.bound + _NOISE * abs(upper)
-        stay = np.flatnonzero(self.node[i] <= min(most, sys.float_info.max))  # what is forbidden goes in any case
-        if 0 < len(stay) < len(self.node[i]):
+        allowed = np.isfinite(self.node[i])  # infinity less infinity would be no number
+        stay = np.flatnonzero(allowed & (self.node[i] <= most))
+        if not len(stay):  # nothing is of interest
+            stay = np.flatnonzero(allowed)
+        if len(stay) < len(self.node[i]):
             self._restrict(i, stay)
         if ahead:
             share = self.node[i] / max(len(ahead), len(scopes) - len(ahead))
