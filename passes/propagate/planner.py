@@ -143,8 +143,10 @@ class Planner:
         self._limited = network, replace(built, network=replace(built.network, nodes=tuple(nodes)))
 
     def held(self, assignment: Assignment) -> float:
-        """Bytes that the choices of ``assignment``, which makes nothing again, hold at the end of the forward."""
+        """Bytes that the choices of ``assignment``, which is that of :meth:`cheapest`, hold at the end of the forward."""
         network, built = self.network(limited=True)
+        if not self.plain:  # it was found in this network
+            return _used(built, assignment.solution)
         nodes = []
         for (name, variable), seconds in zip(network.variables.items(), built.network.nodes, strict=True):
             allowed = network.states_of(name, variable, assignment)
