@@ -357,6 +357,15 @@ def same_tokens(model: Any, sharded: Any, tokens: torch.Tensor, ways: dict[str, 
         assert torch.equal(*made), way
 
 
+def forbidding(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Scores are written in place, and through a view of them."""
+    scores[:, ::3] = -torch.inf
+    for row, own in zip(scores.contiguous(), tokens, strict=True):
+        row[own] = -torch.inf
+    scores[0][1::3] = -torch.inf
+    return scores
+
+
 @case
 def text_generated_by_transformers(mesh: autoshard.Mesh) -> None:
     """The unsharded model's tokens, by two programs; a step sums twice a layer and for the embedding, and no more."""
@@ -365,7 +374,10 @@ def text_generated_by_transformers(mesh: autoshard.Mesh) -> None:
     tokens = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))
     with mock.patch.object(Logits, "whole", side_effect=AssertionError("logits are gathered")):
         same_tokens(model, sharded, tokens, {w: options for w, options in WAYS.items() if w != "beams"})
-    same_tokens(model, sharded, tokens, {"beams": WAYS["beams"], "scored": {"do_sample": True, "top_p": 0.8}})
+    processors = pytest.importorskip("transformers").LogitsProcessorList([forbidding])
+    written = {"do_sample": False, "logits_processor": processors}
+    scored = {"do_sample": True, "top_p": 0.8}
+    same_tokens(model, sharded, tokens, {"beams": WAYS["beams"], "scored": scored, "written": written})
     assert len(sharded.programs) == 2
     with torch.no_grad():
         made = [m(input_ids=tokens, use_cache=True) for m in (sharded, model)]

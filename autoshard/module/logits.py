@@ -20,11 +20,14 @@ Gather = Callable[[torch.Tensor, Layout, Sequence[int]], torch.Tensor]
 class Logits(torch.Tensor):
     """Scores whose last dim is cut over ranks. What loops of generation do with them is done with the parts: the last
     position is taken, they are divided, compared and masked; of argmax, topk and multinomial candidates are all that is
-    sent, of a softmax two numbers a row. Anything else gathers the whole, on all ranks.
+    sent, of a softmax two numbers a row. Anything else gathers the whole, on all ranks; from then on it is what this
+    tensor consists of, and what it was taken from, so that what is written into either is seen in both.
     """
 
-    _part: torch.Tensor
-    _layout: Layout
+    _own: tuple[torch.Tensor, Layout]
+    """this rank's part, or the whole; its layout"""
+    _source: tuple[Logits, Any] | None
+    """what this is a view of, and the index"""
     _comm: runtime.Communicator
     _gather: Gather
 
@@ -34,19 +37,43 @@ class Logits(torch.Tensor):
     ) -> torch.Tensor:
         """The tensor of this global shape."""
         made = torch.Tensor._make_wrapper_subclass(Logits, tuple(shape), dtype=part.dtype, device=part.device)
-        made._part, made._layout, made._comm, made._gather = part, layout, comm, gather
+        made._own, made._source, made._comm, made._gather = (part, layout), None, comm, gather
         return made
 
     def like(
-        self, part: torch.Tensor, shape: Sequence[int] | None = None, layout: Layout | None = None
+        self, part: torch.Tensor, shape: Sequence[int] | None = None, layout: Layout | None = None, index: Any = None
     ) -> torch.Tensor:
-        """Another tensor in this layout, by its part."""
+        """Another tensor in this layout, by its part; ``index``: that of a view."""
         layout = self._layout if layout is None else layout
-        return Logits.of(part, layout, self.shape if shape is None else shape, self._comm, self._gather)
+        made = Logits.of(part, layout, self.shape if shape is None else shape, self._comm, self._gather)
+        made._source = None if index is None else (self, index)  # type: ignore[attr-defined]
+        return made
+
+    @property
+    def _part(self) -> torch.Tensor:
+        return self._settled()[0]
+
+    @property
+    def _layout(self) -> Layout:
+        return self._settled()[1]
+
+    @property
+    def _is_cut(self) -> bool:
+        return bool(self._layout.axes_with(Shard))
+
+    def _settled(self) -> tuple[torch.Tensor, Layout]:
+        if self._source is not None and not self._source[0]._is_cut:
+            source, index = self._source
+            self._own, self._source = (source._part[index], Layout(source._layout.mesh, {})), None
+        return self._own
 
     def whole(self) -> torch.Tensor:
-        """The plain tensor; all ranks have to ask."""
-        return self._full(self._part, self._layout, self.shape)
+        """The plain tensor; all ranks have to ask. Writing into it writes into this."""
+        if self._is_cut and self._source is not None:
+            self._source[0].whole()
+        elif self._is_cut:
+            self._own = self._full(*self._own, self.shape), Layout(self._layout.mesh, {})
+        return self._part
 
     def _full(self, part: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
         with runtime.bind(self._comm):
@@ -65,7 +92,7 @@ class Logits(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in ABOUT:
                 return func(*args, **kwargs)
-            if func in _LOCAL and isinstance(args[0], Logits):
+            if func in _LOCAL and isinstance(args[0], Logits) and args[0]._is_cut:
                 made = _LOCAL[func](args[0], func, args[1:], kwargs)
                 if made is not None:
                     return made
@@ -102,7 +129,7 @@ def _indexed(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     places = {d: n for n, d in enumerate(d for d, i in enumerate(index) if isinstance(i, slice))}
     placed = {a: Shard(places[d]) for d in range(x.ndim) for a in x._layout.axes_of(d)}
     shape = torch.empty(x.shape, device="meta")[index].shape
-    return x.like(x._part[index], shape, x._layout.replace(placed))
+    return x.like(x._part[index], shape, x._layout.replace(placed), index)
 
 
 def _each(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -117,7 +144,12 @@ def _each(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             if other.ndim != x.ndim or other.shape[last] != 1 or not rows_are_whole:
                 return None
     own, named = pytree.tree_map_only(Logits, lambda other: other._part, (tuple(args), dict(kwargs)))
-    return x.like(func(x._part, *own, **named))
+    part = func(x._part, *own, **named)
+    return x if part is x._part else x.like(part)
+
+
+def _detached(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    return x.like(x._part.detach(), index=...)
 
 
 def _softmax(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -160,7 +192,8 @@ def _along_last(x: Logits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 _T = torch.Tensor
 _LOCAL: Mapping[Any, Callable[..., Any]] = {
     _T.__getitem__: _indexed,
-    **dict.fromkeys((_T.to, _T.float, _T.double, _T.clone, _T.detach, _T.contiguous), _each),
+    **dict.fromkeys((_T.to, _T.float, _T.double, _T.clone, _T.contiguous), _each),
+    _T.detach: _detached,
     **dict.fromkeys((_T.__truediv__, _T.div, _T.__mul__, _T.mul, _T.masked_fill, _T.__lt__, _T.lt), _each),
     **dict.fromkeys((F.softmax, torch.softmax, _T.softmax), _softmax),
     **dict.fromkeys((torch.argmax, _T.argmax), _argmax),

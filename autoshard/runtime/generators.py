@@ -31,6 +31,8 @@ class Generators:
         self.comm = comm
         self.own: list[torch.Tensor] | None = None
         """this rank's states before the first draw"""
+        self.alike = True
+        """whether they were rank 0's"""
 
     def agree(self) -> None:
         """Take rank 0's states, once."""
@@ -42,12 +44,13 @@ class Generators:
         taken = [state.clone() for state in self.own]
         for state in taken:
             comm.run(comm.host_group(), dist.broadcast, state, comm.ranks[0])
-        if comm.rank:
+        self.alike = all(map(torch.equal, self.own, taken))
+        if not self.alike:
             set_states(taken)
 
     def restore(self) -> None:
-        """Rank 0 keeps its advanced states, the others get their own back."""
-        if self.own is not None and self.comm.rank:
+        """Ranks whose states were rank 0's keep them advanced, so that ranks seeded alike stay alike; others get theirs back."""
+        if self.own is not None and not self.alike:
             set_states(self.own)
 
 

@@ -31,8 +31,8 @@ def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def synchronised_rng(comm: Communicator) -> Iterator[None]:
     """Inside, every rank draws what rank 0 would draw; put it around a forward that calls :func:`shared`.
 
-    Under torch.distributed rank 0's generator states are broadcast at the first draw; afterwards rank 0 keeps the
-    advanced state and the other ranks get their own back. In-process there is one generator and nothing to do.
+    Under torch.distributed rank 0's generator states are broadcast at the first draw; afterwards ranks seeded as rank 0
+    keep the advanced states, as it does, and others get their own back. In-process there is one generator and nothing to do.
     """
     if isinstance(comm, TorchCommunicator) and comm.world_size > 1:
         with synchronised_generators(comm):

@@ -55,7 +55,7 @@ def check_asked(objective: str, profile: Profile, training: bool, others: Mappin
         raise PlanError(f'profile is {{call: how often}}, such as {{"prefill": 1, "decode": 200}}, got {profile!r}')
     what = f"objective={objective!r}" if profile is None else "profile"
     if training:
-        raise PlanError(f"{what} is for inference: pass training=False")
+        raise PlanError(f"{what} is for inference: pass training=False (--inference on the command line)")
     if wrong := [name for name, value in others.items() if value]:
         raise PlanError(f"{what} does not go with {wrong[0]}=: leave one of them out")
     for name, given in (profile or {}).items():
