@@ -49,7 +49,7 @@ class Generators:
             set_states(taken)
 
     def restore(self) -> None:
-        """Ranks whose states were rank 0's keep them advanced, so that those seeded alike stay alike; others get theirs back."""
+        """Ranks whose states were rank 0's keep them advanced: seeded alike they stay alike. Others get theirs back."""
         if self.own is not None and not self.alike:
             set_states(self.own)
 
