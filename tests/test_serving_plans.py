@@ -157,3 +157,20 @@ def test_a_token_of_a_model_that_has_none() -> None:
     assert [p.name for p in plan.serving.phases] == ["call"]
     with pytest.raises(CaptureError, match="not known of this model"):
         autoshard.plan(model, {"tp": 2}, (x,), training=False, profile={"decode": 2})
+
+
+def test_a_token_of_a_model_with_two_inputs() -> None:
+    """What a decoder is given beside its encoder's tokens is not known of a step: told, not an error of the model's code."""
+
+    class Two(nn.Linear):
+        def forward(self, ids: torch.Tensor, others: torch.Tensor | None = None) -> torch.Tensor:
+            if others is None:
+                raise ValueError("no others")
+            return super().forward((ids + others).float())
+
+    model, ids = Two(4, 4).eval(), torch.zeros(4, 4, dtype=torch.long)
+    plan = autoshard.plan(model, {"tp": 2}, (ids, ids), training=False, objective="latency")
+    assert plan.serving is not None
+    assert [p.name for p in plan.serving.phases] == ["call"]
+    with pytest.raises(CaptureError, match=r"with ids alone it fails .*no others.* Give an example"):
+        autoshard.plan(model, {"tp": 2}, (ids, ids), training=False, profile={"decode": 2})

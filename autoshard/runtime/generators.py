@@ -49,7 +49,7 @@ class Generators:
             set_states(taken)
 
     def restore(self) -> None:
-        """Ranks whose states were rank 0's keep them advanced: seeded alike they stay alike. Others get theirs back."""
+        """Ranks seeded as rank 0 keep their advanced states, as it does; others get their own back."""
         if self.own is not None and not self.alike:
             set_states(self.own)
 

@@ -171,7 +171,10 @@ def _token(skeleton: nn.Module, prompt: dict[str, Any], times: float, capture: C
         return {n: x.new_empty((requests, so_many)) for n, x in masks.items()}
 
     longest = _meta({**others, name: ids.new_empty((requests, length)), **of_length(length)})
-    given = _given_back(skeleton, longest, capture)
+    try:
+        given = _given_back(skeleton, longest, capture)
+    except CaptureError as error:
+        raise _UnknownError(_unknown(f"with {', '.join(longest)} alone it fails ({error})")) from error
     parameters = inspect.signature(skeleton.forward).parameters
     states = {n: x for n, x in _fields(given).items() if n in parameters and x is not None}
     if not states:
@@ -189,7 +192,7 @@ def _given_back(skeleton: nn.Module, given: dict[str, Any], capture: Capture) ->
     try:
         with torch.no_grad():
             return skeleton(**given)
-    except (RuntimeError, NotImplementedError) as error:
+    except Exception as error:  # of the model's own code
         log.info("the model does not run without data: %s. It is captured", error)
     graph = capture(skeleton, (), given)
     leaves = [
