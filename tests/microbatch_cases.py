@@ -127,6 +127,25 @@ def other_outputs(mesh: autoshard.Mesh) -> None:
     assert int(full(sharded.get_buffer("calls"))) == 1
 
 
+class Drawing(nn.Module):
+    """Stochastic depth: whether a sample goes through a layer is drawn without looking at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh() * torch.floor(torch.rand((x.shape[0], 1), dtype=x.dtype) + 0.5)
+        row = torch.multinomial(x.detach().softmax(-1), 1)
+        return (x.square() + x.gather(1, row)).sum()
+
+
+def draws_of_samples(mesh: autoshard.Mesh) -> None:
+    """Every sample draws what it draws in the whole batch."""
+    steps_alike(Drawing().double(), mesh, (torch.randn(8, 8).double(),), {}, 2, micro_batches=4)
+
+
 def draws_go_on(mesh: autoshard.Mesh) -> None:
     """After a step the generator stands where one device would have left it; under torch.distributed that of rank 0."""
     model, args = made("gpt")
@@ -208,6 +227,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     **{f"{name}_in_4": trains(name, 4) for name in ("moe", "regression", "weighted")},
     "other_outputs": other_outputs,
     "draws_go_on": draws_go_on,
+    "draws_of_samples": draws_of_samples,
     "without_gradients": without_gradients,
     "refused": refused,
     "chosen": chosen,
