@@ -68,11 +68,12 @@ class MicroBatchRun:
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """Inside, hooks on saved tensors that the caller has set see nothing.
+    """Inside, the hooks of a ``torch.utils.checkpoint`` around the call see nothing; others, as of ``save_on_cpu``, do.
 
-    Those of ``torch.utils.checkpoint`` would run the whole step again in the backward of each of its micro-batches.
+    They would run the whole step again in the backward of each of its micro-batches.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_same, _same)
 
