@@ -35,6 +35,10 @@ def made(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, tuple[A
     if name in HUGGING_FACE:
         # Losses of transformers are in float32: sums over parts of a batch would round otherwise.
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        as_type = torch.Tensor.type  # routers of mixtures convert by it
+        monkeypatch.setattr(
+            torch.Tensor, "type", lambda x, to: as_type(x, torch.float64 if to == torch.float32 else to)
+        )
         model, args, kwargs = build(name.removeprefix("hf_"), monkeypatch)
     else:
         torch.manual_seed(0)

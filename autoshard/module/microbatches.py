@@ -69,7 +69,7 @@ class MicroBatchRun:
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """Inside, the hooks on saved tensors of a ``torch.utils.checkpoint`` around the call see nothing.
+    """Inside, the hooks of a ``torch.utils.checkpoint`` around the call see nothing; others, as of ``save_on_cpu``, do.
 
     They would run the whole step again in the backward of each of its micro-batches.
     """

@@ -111,6 +111,8 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
 def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterator[Recomputed]:
     """What is made again, in order of the program, as far as it counts."""
     nodes = {n.name: n for n in program.graph.nodes}
+    remade = [part for s in program.statements if s.again for part in s.parts]
+    runs = {p.value if p.step is not None else p.node.name for p in remade if p.node is not None}
     for name in dict.fromkeys((*memory.spared, *searched.again)):
         node = nodes.get(name) or program.graph.producers.get(name)
         parts = searched.again.get(name)
@@ -118,7 +120,7 @@ def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterat
         seconds = program.graph.passes * each
         computed = program.assignment.again.get(name) == 2 or (name in nodes and is_view(nodes[name].op))
         what = "computed" if computed else "converted"
-        if seconds or memory.spared.get(name):
+        if memory.spared.get(name) or (seconds and name in runs):  # the rest would save nothing, and does not run
             yield Recomputed(name, node.fqn if node is not None else "", what, memory.spared.get(name, 0.0), seconds)
 
 

@@ -8,20 +8,29 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.communicator import Axes
+from autoshard.runtime.communicator import Axes, current
 from autoshard.runtime.module import device
 from autoshard.runtime.random import drawn, dropout, in_memory_order, part, shared
 
 
-def draw(op: str, *args: Any, dims: Mapping[int, Axes] | None = None, **kwargs: Any) -> torch.Tensor:
+def draw(
+    op: str, *args: Any, dims: Mapping[int, Axes] | None = None, batch: int | None = None, **kwargs: Any
+) -> torch.Tensor:
     """This rank's part of ``aten.op(*args)``, of global shape: ``draw("rand", [8, 4], dims={0: "dp"})``.
 
-    ``dims``: the axes that cut each sharded dim of the result. Tensor arguments are whole; no gradient.
+    ``dims``: the axes that cut each sharded dim of the result; ``batch``: the dim that several micro-batches share, each of
+    which draws for the whole batch, of which sizes in ``args`` are, and takes its part. Tensor arguments are whole; no
+    gradient.
     """
     args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
     if not any(isinstance(a, torch.Tensor) for a in args):
         kwargs.setdefault("device", device())
-    return part(shared(getattr(torch.ops.aten, op), *args, **kwargs), dims or {})
+    found = shared(getattr(torch.ops.aten, op), *args, **kwargs)
+    if batch is not None:
+        index, count = current().micro_batch
+        length = found.shape[batch] // count
+        found = found.narrow(batch, index * length, length)
+    return part(found, dims or {})
 
 
 def draw_like(

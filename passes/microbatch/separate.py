@@ -143,10 +143,8 @@ class _Separating:
             return True
         if internal_collectives(node, graph, self.mesh, (strategy,), placed):
             return False
-        if is_random(
-            node
-        ):  # it draws for the whole batch and takes its part; sizes in its arguments would be those of a part
-            return bool(node.inputs)
+        if is_random(node):  # it draws for the whole batch and takes its part
+            return True
         return is_plain(local_call(node, graph, self.mesh, strategy))
 
     def solved(self) -> Separation:

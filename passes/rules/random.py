@@ -71,7 +71,8 @@ def _local_like(site: Site) -> Call:
 def _local_draw(site: Site) -> Call:
     node = site.node
     dims: dict[str, Any] = {"dims": found} if (found := cuts(site)) else {}
-    return Call("draw", (_name(node), *node.args), {**node.kwargs, **dims})
+    batch = {} if node.batch is None else {"batch": node.batch}
+    return Call("draw", (_name(node), *node.args), {**node.kwargs, **dims, **batch})
 
 
 def _rrelu(node: Node, graph: Graph) -> Space:
@@ -103,7 +104,7 @@ def _multinomial(node: Node, graph: Graph) -> Space:
 
 def _local_multinomial(site: Site) -> Call:
     found = _cuts_of(site.inputs[0])
-    if not found:
+    if not found and site.node.batch is None:
         return _local_draw(site)
     x, count = site.node.argument("self"), site.node.argument("num_samples")
     return Call("multinomial", (x, count, _lengths(site), found), _order(site))
