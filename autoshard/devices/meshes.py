@@ -38,16 +38,7 @@ def planned_for(graph: Graph, devices: int, hardware: Hardware, wishes: Wishes, 
     used for: dp, fsdp, cp, tp, ep. Raises :class:`MeshError` for a number that is none, :class:`PlanError` where no
     mesh has a plan.
     """
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
-    if isinstance(wishes.like, Mapping):
-        raise PlanError("like by axis or by module needs a mesh: give mesh=, or a plan's name for all axes")
-    search = Search(graph, hardware, wishes, title)
-    for shape in shapes(devices, hardware.devices_per_node):
-        search.attempt(shape)
-    if search.best is not None:
-        search.attempt(divided(search.best.mesh.shape, hardware.devices_per_node))
-    return search.result()
+    return Search(graph, hardware, wishes, title).over(devices)
 
 
 @dataclass
@@ -61,6 +52,18 @@ class Search:
     plans: dict[tuple[int, ...], Plan] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     best: Plan | None = None
+
+    def over(self, devices: int) -> Plan:
+        """See :func:`planned_for`."""
+        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+            raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
+        if isinstance(self.wishes.like, Mapping):
+            raise PlanError("like by axis or by module needs a mesh: give mesh=, or a plan's name for all axes")
+        for shape in shapes(devices, self.hardware.devices_per_node):
+            self.attempt(shape)
+        if self.best is not None:
+            self.attempt(divided(self.best.mesh.shape, self.hardware.devices_per_node))
+        return self.result()
 
     def attempt(self, shape: tuple[int, ...]) -> None:
         """Plan for a mesh of this shape, unless it was tried or cannot be better than the best."""

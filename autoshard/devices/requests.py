@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoshard.devices.meshes import Search, divided, least_seconds, shapes
+from autoshard.devices.meshes import Search, least_seconds
 from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
@@ -18,12 +18,7 @@ from autoshard.serving import Call, served
 def served_for(calls: Sequence[Call], devices: int, hardware: Hardware, wishes: Wishes, title: str) -> Plan:
     """The plan of :func:`~autoshard.serving.served` on the best mesh of ``devices`` that was found, with the others in
     ``candidates``. Meshes, and what is raised, as of :func:`~autoshard.devices.meshes.planned_for`."""
-    search = _Serving(max(calls, key=lambda c: c.times).graph, hardware, wishes, title, calls=calls)
-    for shape in shapes(devices, hardware.devices_per_node):
-        search.attempt(shape)
-    if search.best is not None:
-        search.attempt(divided(search.best.mesh.shape, hardware.devices_per_node))
-    return search.result()
+    return _Serving(max(calls, key=lambda c: c.times).graph, hardware, wishes, title, calls=calls).over(devices)
 
 
 @dataclass

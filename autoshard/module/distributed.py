@@ -341,11 +341,8 @@ class DistributedModule(ShardedModule):
         out = program.outputs[number]
         if not isinstance(out, Ref):
             return local
-        whole, layout, keeps = (
-            local.shape if shape is None else shape,
-            program.layouts[out.name],
-            self._keeps(executable, number),
-        )
+        whole = local.shape if shape is None else shape
+        layout, keeps = program.layouts[out.name], self._keeps(executable, number)
         if self._generating and not keeps and local.is_floating_point() and layout.axes_of(len(whole) - 1):
             return Logits.of(local, layout, whole, self._comm, partial(self._output, kept=False))
         return self._output(local, layout, whole, keeps)

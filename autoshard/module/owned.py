@@ -35,7 +35,6 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Seq
         if axis in layout.owner:
             ranks = ranks.select(i, layout.owner[axis])
     held = DeviceMesh(mesh.device_type, ranks.reshape(-1), mesh_dim_names=_NAMES, _init_backend=False)
-    held.among = mesh  # type: ignore[attr-defined]
     meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(held, (Replicate(),), tensor_meta=meta), requires_grad=local.requires_grad)
 
@@ -56,12 +55,6 @@ def side_by_side(tensors: Iterable[torch.Tensor]) -> None:
 def is_owned(x: torch.Tensor) -> bool:
     """Whether ``x`` is a DTensor as :func:`as_dtensor` makes them of what one rank owns."""
     return isinstance(x, DTensor) and x.device_mesh.mesh_dim_names == _NAMES
-
-
-def everyone(x: DTensor) -> DeviceMesh:
-    """The mesh of all ranks that ``x`` is a value of, whoever owns it."""
-    mesh: DeviceMesh = getattr(x.device_mesh, "among", x.device_mesh)
-    return mesh
 
 
 def layout_on(mesh: Mesh, device_mesh: DeviceMesh, x: DTensor) -> Layout:
