@@ -13,6 +13,7 @@ import state_edits  # noqa: F401
 import state_experts  # noqa: F401
 import state_flags  # noqa: F401
 import state_functions  # noqa: F401
+import state_generate  # noqa: F401
 import state_inputs  # noqa: F401
 import state_kept  # noqa: F401
 import state_serving  # noqa: F401

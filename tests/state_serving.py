@@ -6,7 +6,6 @@ import copy
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
 from state_cases_inputs import executed
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard import Shard
 from autoshard.errors import HintError
-from autoshard.module.logits import Logits
 
 LENGTH, WIDTH, HEADS, BATCH = 12, 16, 4, 2
 MEGATRON = {"*.q": "colwise", "*.k": "colwise", "*.v": "colwise", "*.o": "rowwise"}
@@ -322,80 +320,3 @@ def a_cache_handed_in_and_out(mesh: autoshard.Mesh) -> None:
         close(sharded(tokens[:, :1], cache)[0], model(tokens[:, :1], wanted)[0])
         whole = tuple(tuple(x.clone() for x in pair) for pair in wanted)  # a whole one is cut
         close(sharded(tokens[:, :1], whole)[0], model(tokens[:, :1], wanted)[0])
-
-
-def llama(layers: int = 2) -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-    }
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2)).double().eval()
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "top_k": 20, "temperature": 0.8},
-    "beams": {"do_sample": False, "num_beams": 3},
-    "stopped": {"do_sample": False, "eos_token_id": [*range(0, 64, 5)]},
-}
-
-
-def same_tokens(model: Any, sharded: Any, tokens: torch.Tensor, ways: dict[str, dict[str, Any]], new: int = 8) -> None:
-    for way, options in ways.items():
-        made = []
-        for module in (sharded, model):
-            rank = getattr(getattr(module, "_comm", None), "rank", 0)
-            torch.manual_seed(3 + rank)  # all sample as rank 0
-            mask = options.get("attention_mask", torch.ones_like(tokens))
-            given = {"max_new_tokens": new, "pad_token_id": 0, **options, "attention_mask": mask}
-            made.append(module.generate(tokens, **given))
-        assert torch.equal(*made), way
-
-
-def forbidding(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Scores are written in place, and through a view of them."""
-    scores[:, ::3] = -torch.inf
-    for row, own in zip(scores.contiguous(), tokens, strict=True):
-        row[own] = -torch.inf
-    scores[0][1::3] = -torch.inf
-    return scores
-
-
-@case
-def text_generated_by_transformers(mesh: autoshard.Mesh) -> None:
-    """The unsharded model's tokens, by two programs; a step sums twice a layer and for the embedding, and no more."""
-    model, mine = llama(layers=1), autoshard.Mesh(dict(zip(mesh.axes, mesh.shape, strict=True)))
-    sharded = autoshard.compile(copy.deepcopy(model), mine, like="megatron", training=False, dynamic=True)
-    tokens = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))
-    with mock.patch.object(Logits, "whole", side_effect=AssertionError("logits are gathered")):
-        same_tokens(model, sharded, tokens, {w: options for w, options in WAYS.items() if w != "beams"})
-    processors = pytest.importorskip("transformers").LogitsProcessorList([forbidding])
-    written = {"do_sample": False, "logits_processor": processors}
-    scored = {"do_sample": True, "top_p": 0.8}
-    same_tokens(model, sharded, tokens, {"beams": WAYS["beams"], "scored": scored, "written": written})
-    assert len(sharded.programs) == 2
-    with torch.no_grad():
-        made = [m(input_ids=tokens, use_cache=True) for m in (sharded, model)]
-        position = {"position_ids": torch.full((2, 1), 5), "logits_to_keep": 1, "return_dict": True, "use_cache": True}
-        for step in range(3):
-            with executed(sharded) as counted:
-                caches = [x.past_key_values for x in made]
-                calls = zip((sharded, model), caches, strict=True)
-                given = {**position, "position_ids": position["position_ids"] + step}
-                made = [m(input_ids=tokens[:, :1], past_key_values=c, **given) for m, c in calls]
-            close(made[0].logits, made[1].logits)
-        counted.pop(("all_gather", "forward"), None)  # the logits, where they go to another process
-        assert counted == {("all_reduce", "forward"): 2 + 1}
-    step_bytes = [c.bytes for c in sharded.collectives]
-    assert step_bytes == [2 * 32 * 8] * 3  # batch by width: an all-reduce on two ranks sends half of it twice
-    for layer in made[0].past_key_values.layers:
-        assert layer.keys.shape[2] == 8
-        parts = (
-            [layer.keys.to_local()] if isinstance(layer.keys, DTensor) else layer.keys.parts_in(layer.keys.carried_in)
-        )
-        assert all(2 * p.numel() == layer.keys.numel() for p in parts)

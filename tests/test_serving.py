@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from state_serving import WAYS, llama, same_tokens
+from state_generate import WAYS, llama, same_tokens
 from torch import nn
 
 import autoshard

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from state_serving import llama
+from state_generate import llama
 from torch import nn
 
 import autoshard
 from autoshard import Mesh, Replicate, Shard
 from autoshard.cli import main
 from autoshard.compiler import captured
-from autoshard.errors import AutoshardError, CaptureError, PlanError
+from autoshard.errors import AutoshardError, CaptureError, MeshError, PlanError
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate import propagate
 from autoshard.passes.propagate.hints import resolve
@@ -102,6 +102,13 @@ def test_a_mesh_for_requests() -> None:
     assert throughput.serving.tokens_per_second > latency.serving.tokens_per_second
     with pytest.raises(PlanError, match="no plan within"):
         autoshard.plan(model, {"tp": 4}, (ids,), training=False, objective="throughput", memory_budget=1e6)
+
+
+def test_a_number_of_devices_that_is_none() -> None:
+    with pytest.raises(MeshError, match="a number of devices is an int"):
+        autoshard.plan(
+            llama(), None, (torch.zeros(2, 4, dtype=torch.int64),), devices=0, training=False, objective="latency"
+        )
 
 
 def test_compiled_for_a_profile() -> None:

@@ -114,11 +114,8 @@ def experts(
     if routes.order is not None:
         rows = rows.index_select(0, routes.order)
     ends = routes.ends[: first.shape[0]]
-    dim, of_rows = (
-        2 if transposed else 1,
-        exchanges_rows(ids.numel(), first.numel() // max(1, first.shape[1 + transposed])),
-    )
-    apart = gated and hidden_axes
+    dim, apart = 2 if transposed else 1, gated and hidden_axes
+    of_rows = exchanges_rows(ids.numel(), first.numel() // max(1, first.shape[dim]))
     parts = split(first, dim, (hidden, hidden), hidden_axes) if apart and not of_rows else [first]
     made = [grouped_mm(rows, part if transposed else part.mT, ends, True) for part in parts]
     if apart and of_rows:

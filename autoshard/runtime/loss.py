@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from autoshard.runtime.collectives import all_reduce, offset
 from autoshard.runtime.communicator import Axes
-from autoshard.runtime.row_sums import row_sums
+from autoshard.runtime.row_sums import along, row_sums
 from autoshard.runtime.softmax import maximum, wide
 from autoshard.runtime.summed import begin_sum
 
@@ -94,7 +94,7 @@ def _over_classes(
     if target.is_floating_point():
         x = wide(logits) - top
         p = target * (1 - smoothing) + smoothing / classes
-        p = p if share is None else p * _along(share, dim, x.dim())
+        p = p if share is None else p * along(share, dim, x.dim())
         sums = torch.stack([x.exp().sum(dim), p.sum(dim), (p * x).sum(dim)])
         exponentials, total, dot = all_reduce(sums, axes).unbind()
         return exponentials.log() * total - dot
@@ -131,8 +131,3 @@ def _count(
         valid.to(wide(values.new_empty(0)).dtype) if weight is None else wide(weight)[target.where(valid, 0)] * valid
     )
     return begin_sum(counted.sum(), axes)
-
-
-def _along(vector: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-    """``vector`` as a tensor of ``rank`` dims that varies along ``dim``."""
-    return vector.view([-1 if d == dim else 1 for d in range(rank)])

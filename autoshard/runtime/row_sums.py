@@ -76,7 +76,7 @@ def _sums(
     picked = x.gather(dim, at).squeeze(dim) if x.shape[dim] else x.sum(dim)
     sums = [x.exp().sum(dim), picked.masked_fill(~here, 0)]
     if smoothed:
-        sums.append((x if share is None else x * _along(share, x)).sum(dim))
+        sums.append((x if share is None else x * along(share, dim, x.dim())).sum(dim))
     return torch.stack(sums)
 
 
@@ -93,7 +93,7 @@ def _gradient(
             dim, at, found.gather(dim, at) + picked.masked_fill(~here.unsqueeze(dim), 0)
         )  # one of a row each
     if rest:
-        found += rest[0] if share is None else rest[0] * _along(share, found)
+        found += rest[0] if share is None else rest[0] * along(share, dim, found.dim())
     return found
 
 
@@ -108,6 +108,6 @@ def _places(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]
     return index.where(here, 0).unsqueeze(min(index.dim(), 1)), here
 
 
-def _along(share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``share`` [c] as a tensor that varies along the classes of ``x``."""
-    return share.view([-1 if d == _dim(x) else 1 for d in range(x.dim())])
+def along(vector: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    """``vector`` as a tensor of ``rank`` dims that varies along ``dim``."""
+    return vector.view([-1 if d == dim else 1 for d in range(rank)])
