@@ -1,10 +1,10 @@
 """Training steps on this GPU, beside what a plan for it predicts: seconds and memory.
 
-    python benchmarks/gpu_steps.py --hardware h100 --models llama,gpt
+    python benchmarks/gpu_steps.py --hardware h100 --models "llama;gpt" --inductor
     python benchmarks/gpu_steps.py --small          # the same on a CPU, to try the script
 
-A step is forward, backward and fused AdamW. *plain*: the model as it is, *ours*: compiled for a mesh of one rank, each run
-eagerly and under torch.compile. *predicted*: ``plan.cost.total_s`` for a device that runs every operation as a kernel, and for
+A step is forward, backward and fused AdamW. *plain*: the model as it is, *ours*: compiled for a mesh of one rank of
+torch.distributed, each run eagerly and, if asked for, under torch.compile. *predicted*: ``plan.cost.total_s`` for a device that runs every operation as a kernel, and for
 one that fuses chains of elementwise operations. Memory: the allocator's peak in a step, and ``plan.memory.peak``.
 """
 
@@ -14,43 +14,66 @@ import argparse
 import copy
 import gc
 import statistics
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from six_models import Convolutions
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
+from autoshard.hardware.device import Hardware
 from autoshard.hardware.presets import hardware
 from autoshard.models import DlrmConfig, GptConfig, LlamaConfig, MoeConfig, VitConfig, dlrm, gpt, llama, moe, vit
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-Case = tuple[Callable[[], nn.Module], Callable[[], Any], torch.dtype, tuple[str, ...]]
 
 
-def cases(small: bool) -> dict[str, Case]:
-    """Name → (model, inputs, dtype, settings of recompute)."""
-    bf16, full = torch.bfloat16, torch.float32
-    l8b = LlamaConfig.tiny() if small else LlamaConfig(layers=4)
-    gpt2 = GptConfig.tiny() if small else GptConfig(layers=12, dropout=0.1)
-    base = VitConfig.tiny() if small else VitConfig.base()
-    experts = MoeConfig.tiny() if small else MoeConfig(32000, 1024, 3584, 16, 8, 4)
-    tables = DlrmConfig.tiny() if small else DlrmConfig(rows=(4_000_000, 1_000_000, 100_000, 10_000, 1000, 100))
-    every = ("none", "selective", "blocks")
+class Setting(NamedTuple):
+    """A model at work."""
+
+    model: Callable[[], nn.Module]
+    inputs: Callable[[], Any]
+    dtype: torch.dtype
+    recompute: tuple[str, ...] = ("none",)
+
+
+def settings(small: bool) -> dict[str, Setting]:
+    """By name. ``small``: sizes that a CPU computes in no time."""
+    tiny = LlamaConfig.tiny(), GptConfig.tiny(), VitConfig.tiny(), MoeConfig.tiny(), DlrmConfig.tiny()
+    real = (
+        LlamaConfig(layers=4),
+        GptConfig.small(),
+        VitConfig.base(),
+        MoeConfig(32000, 1024, 3584, 16, 8, 4),
+        DlrmConfig(rows=(4_000_000, 1_000_000, 100_000, 10_000, 1000, 100)),
+    )
+    large, gpt2, base, experts, tables = tiny if small else real
+    batch, length = (2, 16) if small else (8, 1024)
+    every, bf16 = ("none", "selective", "blocks"), torch.bfloat16
+    images = torch.rand(2 if small else 64, 3, 56, 56)
     return {
-        "llama": (lambda: llama.Llama(l8b), lambda: llama.example_inputs(l8b, 2, 32 if small else 4096), bf16, every),
-        "gpt": (lambda: gpt.Gpt(gpt2), lambda: gpt.example_inputs(gpt2, 2 if small else 16, 32 if small else 1024), bf16, every),
-        "gpt float32": (lambda: gpt.Gpt(gpt2), lambda: gpt.example_inputs(gpt2, 2 if small else 8, 32 if small else 1024), full, ("none",)),
-        "vit": (lambda: vit.Vit(base), lambda: vit.example_inputs(base, 2 if small else 64, 0), bf16, ("none", "blocks")),
-        "moe": (lambda: moe.Moe(experts), lambda: moe.example_inputs(experts, 2 if small else 8, 16 if small else 1024), bf16, ("none",)),
-        "dlrm": (lambda: dlrm.Dlrm(tables), lambda: dlrm.example_inputs(tables, 8 if small else 65536, 0), full, ("none",)),
-        "convolutions": (lambda: Convolutions(8 if small else 256), lambda: ((torch.rand(2 if small else 64, 3, 56, 56),), {}), bf16, ("none",)),
-    }  # fmt: skip
+        "llama": Setting(lambda: llama.Llama(large), lambda: llama.example_inputs(large, 2, 4 * length), bf16, every),
+        "gpt": Setting(lambda: gpt.Gpt(gpt2), lambda: gpt.example_inputs(gpt2, 2 * batch, length), bf16, every),
+        "gpt, no dropout": Setting(
+            lambda: gpt.Gpt(replace(gpt2, dropout=0.0)), lambda: gpt.example_inputs(gpt2, 2 * batch, length), bf16
+        ),
+        "gpt, float32": Setting(
+            lambda: gpt.Gpt(replace(gpt2, dropout=0.0)), lambda: gpt.example_inputs(gpt2, batch, length), torch.float32
+        ),
+        "vit": Setting(lambda: vit.Vit(base), lambda: vit.example_inputs(base, 8 * batch), bf16),
+        "moe": Setting(lambda: moe.Moe(experts), lambda: moe.example_inputs(experts, batch, length), bf16),
+        "dlrm": Setting(lambda: dlrm.Dlrm(tables), lambda: dlrm.example_inputs(tables, 64 * length), torch.float32),
+        "convolutions": Setting(lambda: Convolutions(8 if small else 256), lambda: ((images,), {}), bf16),
+    }
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -71,7 +94,9 @@ def ready() -> None:
         torch.cuda.synchronize()
 
 
-def measured(model: nn.Module, args: Any, kwargs: Any, seconds: float, inductor: bool) -> tuple[float, float, float]:
+def measured(
+    model: nn.Module, args: Any, kwargs: Any, seconds: float, inductor: bool = False
+) -> tuple[float, float, float]:
     """(seconds of a step, bytes at its peak, the loss of the first step); the model is trained meanwhile."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     call = torch.compile(model) if inductor else model
@@ -98,37 +123,33 @@ def measured(model: nn.Module, args: Any, kwargs: Any, seconds: float, inductor:
     return statistics.median(times), torch.cuda.max_memory_allocated() if CUDA else 0.0, first
 
 
-def run(name: str, case: Case, h: Any, seconds: float, inductor: bool) -> None:
-    make, inputs, dtype, settings = case
+def run(name: str, given: Setting, h: Hardware, options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        model = make().to(dtype)
-    args, kwargs = moved(inputs(), dtype)
+        model = given.model().to(given.dtype)
+    args, kwargs = moved(given.inputs(), given.dtype)
     count = sum(p.numel() for p in model.parameters())
-    print(f"\n{name}: {count / 1e6:.0f} M parameters, {dtype}{'ms':>33}{'GB':>9}{'loss':>12}", flush=True)
-    mesh = autoshard.Mesh({"x": 1}, hardware=h)
-    forms = (False, True) if inductor else (False,)
-    for compiled in forms:
-        report(f"plain{', torch.compile' * compiled}", measured, copy.deepcopy(model), args, kwargs, seconds, compiled)
-    for recompute in settings:
-        for fuses in forms if recompute == "none" else (False,):
-            plan = autoshard.plan(model, mesh.with_hardware(replace(h, fuses=fuses)) if hasattr(mesh, "with_hardware") else
-                                  autoshard.Mesh({"x": 1}, hardware=replace(h, fuses=fuses)), args, kwargs, recompute=recompute)  # fmt: skip
-            cost = plan.cost
-            line(f"predicted, {recompute}{', fused' * fuses}", cost.total_s, plan.memory.peak)
-            if not fuses:
-                print(f"    {'':40}compute {cost.compute_s * 1e3:.2f}, optimizer {cost.optimizer_s * 1e3:.2f}")
-        for compiled in forms if recompute == "none" else (False,):
-            sharded = autoshard.compile(copy.deepcopy(model), mesh, args, kwargs, recompute=recompute)
-            report(
-                f"ours, {recompute}{', torch.compile' * compiled}", measured, sharded, args, kwargs, seconds, compiled
-            )
+    print(f"\n{name}: {count / 1e6:.0f} M parameters, {given.dtype}{'ms':>33}{'GB':>9}{'loss':>12}", flush=True)
+    inductors = (False, True) if options.inductor else (False,)
+    step = partial(measured, args=args, kwargs=kwargs, seconds=options.seconds)
+    for inductor in inductors:
+        report(f"plain{', torch.compile' * inductor}", step, copy.deepcopy(model), inductor=inductor)
+    report("DistributedDataParallel", step, DistributedDataParallel(copy.deepcopy(model)))
+    for recompute in given.recompute:
+        both = inductors if recompute == "none" else (False,)
+        for fuses in both:
+            mesh = autoshard.Mesh({"x": 1}, replace(h, fuses=fuses))
+            plan = autoshard.plan(model, mesh, args, kwargs, recompute=recompute)
+            line(f"predicted, {recompute}{', fused' * fuses}", plan.cost.total_s, plan.memory.peak)
+        for inductor in both:
+            sharded = autoshard.compile(copy.deepcopy(model), {"x": 1}, args, kwargs, recompute=recompute)
+            report(f"ours, {recompute}{', torch.compile' * inductor}", step, sharded, inductor=inductor)
             del sharded
 
 
-def report(what: str, measure: Callable[..., tuple[float, float, float]], *given: Any) -> None:
+def report(what: str, measure: Callable[..., tuple[float, float, float]], model: nn.Module, **options: Any) -> None:
     try:
-        line(what, *measure(*given))
+        line(what, *measure(model, **options))
     except Exception as error:
         traceback.print_exc(limit=-4)
         print(f"    {what:40}{type(error).__name__}: {str(error)[:200]}", flush=True)
@@ -147,17 +168,21 @@ def main() -> None:
     parser.add_argument("--models", default="")
     parser.add_argument("--seconds", type=float, default=1.0, help="of measuring, for each line")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--no-inductor", action="store_true")
+    parser.add_argument("--inductor", action="store_true", help="under torch.compile, too")
     options = parser.parse_args()
-    found = cases(options.small)
-    for name in options.models.split(",") if options.models else found:
-        try:
-            run(name, found[name], hardware(options.hardware), options.seconds, not options.no_inductor)
-        except Exception:
-            traceback.print_exc()
-        gc.collect()
-        if CUDA:
-            torch.cuda.empty_cache()
+    found = settings(options.small)
+    with tempfile.TemporaryDirectory() as folder:
+        at = f"file://{folder}/rendezvous"
+        dist.init_process_group("nccl" if CUDA else "gloo", init_method=at, rank=0, world_size=1)
+        for name in options.models.split(";") if options.models else found:
+            try:
+                run(name, found[name], hardware(options.hardware), options)
+            except Exception:
+                traceback.print_exc()
+            gc.collect()
+            if CUDA:
+                torch.cuda.empty_cache()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
