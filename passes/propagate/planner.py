@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -147,17 +148,19 @@ class Planner:
         network, built = self.network(limited=True)
         if not self.plain:  # it was found in this network
             return _used(built, assignment.solution)
-        nodes = []
-        for (name, variable), seconds in zip(network.variables.items(), built.network.nodes, strict=True):
-            allowed = network.states_of(name, variable, assignment)
-            only = np.full(len(seconds), np.inf)
-            only[allowed] = 0.0
-            nodes.append(only)
-        forbidden: dict[int, np.ndarray] = {}
-        for *_, table in built.network.edges:
-            forbidden.setdefault(id(table), np.where(np.isinf(table), np.inf, 0.0))
-        edges = tuple((a, b, forbidden[id(table)]) for a, b, table in built.network.edges)
-        return _used(built, solve(CostNetwork(tuple(nodes), edges)))
+        allowed = [tuple(network.states_of(name, v, assignment)) for name, v in network.variables.items()]
+        made: dict[Any, np.ndarray] = {}
+
+        def forbidden(i: int, j: int, table: np.ndarray) -> np.ndarray:
+            key = id(table), allowed[i], allowed[j]
+            if key not in made:
+                made[key] = np.where(np.isinf(table[np.ix_(allowed[i], allowed[j])]), np.inf, 0.0)
+            return made[key]
+
+        edges = tuple((i, j, forbidden(i, j, table)) for i, j, table in built.network.edges)
+        found = solve(CostNetwork(tuple(np.zeros(len(states)) for states in allowed), edges))
+        choice = tuple(states[s] for states, s in zip(allowed, found.choice, strict=True))
+        return _used(built, replace(found, choice=choice))
 
     def network(self, limited: bool) -> tuple[Network, Built]:
         """The network; ``limited``: with bytes, and with what may be made again. That one is kept."""
