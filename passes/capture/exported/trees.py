@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _OPAQUE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, *_SYMBOLS))
+_PLAIN = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, *_SYMBOLS)
+)
 """what most attributes are, and what is a leaf; an open length knows the tensors of its trace, and is one all the same"""
 
 
