@@ -99,15 +99,15 @@ class _Attention(nn.Module):
 MODELS = (*HUGGING_FACE, "own_cache")
 
 
-def made(name: str) -> Any:
-    """The model, in float32."""
+def made(name: str, **sizes: Any) -> Any:
+    """The model, in float32; ``sizes``: other ones of its configuration."""
     torch.manual_seed(0)
     if name == "own_cache":
         return OwnCache().eval()
     transformers = pytest.importorskip("transformers")
-    kind, sizes = HUGGING_FACE[name]
+    kind, own = HUGGING_FACE[name]
     model_class = getattr(transformers, kind)
-    return model_class(model_class.config_class(**sizes)).eval()
+    return model_class(model_class.config_class(**own | sizes)).eval()
 
 
 def given(name: str, model: Any) -> dict[str, Any]:

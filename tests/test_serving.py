@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from generating_models import MESHES, MODELS, TOKENS, as_one_device
+from generating_models import MESHES, MODELS, TOKENS, as_one_device, made
 from state_generate import WAYS, llama, same_tokens
 from torch import nn
 
@@ -65,6 +65,22 @@ def test_meshes(mesh: dict[str, int]) -> None:
     same_tokens(
         model, sharded, TOKENS, {"padded": {"do_sample": False, "attention_mask": mask}, "beams": WAYS["beams"]}
     )
+
+
+def test_what_a_step_of_a_fused_matrix_sends() -> None:
+    """GPT-2, counted as it runs: two sums a layer and one for the embedding, nothing for caches; and of queries, keys and
+    values, one matrix cut in equal parts, what another rank's heads need."""
+    model = made("gpt2", n_layer=1).double()
+    sharded = serving(model, {"tp": 2})
+    with torch.no_grad():
+        found = sharded(input_ids=TOKENS, use_cache=True)
+        for _ in range(2):  # the first takes the prompt's cache
+            sharded._world.log = log = []
+            found = sharded(input_ids=TOKENS[:, :1], past_key_values=found.past_key_values, use_cache=True)
+            sharded._world.log = None
+            token = len(TOKENS) * 32 * 8
+            assert [e.bytes for e in log if e.kind == "all_reduce"] == [token] * 3
+            assert [e.bytes for e in log if e.kind != "all_reduce"] == [token / 2] * 2, log  # halos
 
 
 def test_what_loops_ask_before_the_first_call() -> None:
