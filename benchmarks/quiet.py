@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import worlds
@@ -54,25 +55,28 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
         after, common = (f"calibrate-{n}",), ["--ranks", str(n), "--hardware", str(file), "--json", str(out)]
         for model in options.models.split(","):
             race = ["--models", model, "--steps", steps, "--seconds", seconds]
-            yield Job(f"{model}-{n}", n, options.race + 60, ["truth.py", *race, *common], after)
+            yield Job(f"{model}-{n}", n, options.race + 120, ["truth.py", *race, *common], after)
         yield Job(f"machine-{n}", n, 90, ["machine.py", *common], after)
         cuts = ["--hardware", str(file), "--rounds", steps, "--seconds", seconds, "--layers", "8" if n == 2 else "6"]
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(n), "--master-port", str(29500 + n)]
-        yield Job(f"pipeline-{n}", n, options.race + 90, [*launcher, str(HERE / "pipeline_step.py"), *cuts], after)
+        yield Job(f"pipeline-{n}", n, options.race + 120, [*launcher, str(HERE / "pipeline_step.py"), *cuts], after)
 
 
 def start(job: Job, cores: list[int], out: Path) -> None:
     """On ``cores``."""
-    script = (
-        [job.command[0], *job.command[1:]] if job.command[0] == "-m" else [str(HERE / job.command[0]), *job.command[1:]]
-    )
+    first, *rest = job.command
+    script = job.command if first == "-m" else [str(HERE / first), *rest]
     env = {**os.environ, "OMP_NUM_THREADS": "1", worlds.PINNED: "1"}
     job.cores, job.started = cores, time.monotonic()
     with (out / f"{job.name}.txt").open("w") as file:
         job.process = subprocess.Popen(
-            ["taskset", "-c", ",".join(map(str, cores)), sys.executable, *script],
-            env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, *script],
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(os.sched_setaffinity, 0, cores),
+        )
 
 
 def ended(job: Job, deadline: float, out: Path) -> bool:
@@ -95,13 +99,13 @@ def ended(job: Job, deadline: float, out: Path) -> bool:
 
 def run(waiting: list[Job], options: argparse.Namespace) -> None:
     """All of them, on all cores."""
-    free, running, done = sorted(os.sched_getaffinity(0)), list[Job](), set[str]()
+    free, running, done = worlds.neighbours(os.sched_getaffinity(0)), list[Job](), set[str]()
     deadline = time.monotonic() + options.seconds
     while (waiting or running) and time.monotonic() < deadline:
         for job in [j for j in running if ended(j, deadline, options.out)]:
             running.remove(job)
             done.add(job.name)
-            free = sorted(free + job.cores)
+            free = worlds.neighbours(free + job.cores)
         for job in [j for j in waiting if done.issuperset(j.after)]:
             wanted = job.ranks * options.cores_per_rank
             if wanted <= len(free):

@@ -150,10 +150,8 @@ def main() -> None:
         more = ["--ranks", str(options.ranks), "--steps", str(options.steps), "--seconds", str(options.seconds)]
         more += ["--hardware", str(hardware), *(["--json", str(options.json)] if options.json else [])]
         first = [] if hardware.exists() else [""]
-        codes = [
-            worlds.launch(__file__, ["--models", m, *more], options.ranks) for m in (*first, *options.models.split(","))
-        ]
-        sys.exit(max(codes, key=abs))
+        chosen = [*first, *filter(None, options.models.split(","))]
+        sys.exit(max((worlds.launch(__file__, ["--models", m, *more], options.ranks) for m in chosen), key=abs))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,20 @@ def join(rank: int, ranks: int, rendezvous: str | os.PathLike[str]) -> None:
 def pin(rank: int, ranks: int) -> None:
     """One thread; and where :data:`PINNED` is set, this rank's share of the cores that its world may use."""
     torch.set_num_threads(1)
-    if os.environ.get(PINNED) and len(cores := sorted(os.sched_getaffinity(0))) >= ranks:
+    if os.environ.get(PINNED) and len(cores := neighbours(os.sched_getaffinity(0))) >= ranks:
         each = len(cores) // ranks
         os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
+
+
+def neighbours(cores: Iterable[int]) -> list[int]:
+    """``cores`` with those side by side that are threads of one."""
+
+    def place(core: int) -> tuple[int, int, int]:
+        topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+        try:
+            package, one = (int((topology / n).read_text()) for n in ("physical_package_id", "core_id"))
+        except (OSError, ValueError):
+            return 0, core, core
+        return package, one, core
+
+    return sorted(cores, key=place)
