@@ -31,6 +31,12 @@ SHORT, LONG, MOST = 0.002, 0.05, 1000
 
 NARROW = (4, 16, 64)
 """lengths of the shortest dim of products"""
+KEYS = {"cpu": (32, 128, 512), "cuda": (512, 2048, 8192)}
+"""lengths of attention"""
+CPU_TILE = 512
+"""keys that PyTorch's attention on CPUs leaves out together (kvSplitSize in ATen's native/cpu/FlashAttentionKernel.cpp)"""
+CACHED = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21)
+"""elements of tensors that caches may hold"""
 
 
 def _move(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
@@ -99,6 +105,9 @@ def _measured(quick: bool) -> Hardware:
     speeds = [(dtype, _agreed(_product_speed(clock, dtype, quick), min)) for dtype in dtypes]
     bandwidth = _agreed(_bandwidth(clock), min)
     latency = _agreed(_launch(clock), max)
+    caches = () if device.type == "cuda" else _caches(clock, latency)
+    peak = dict(speeds)[torch.bfloat16 if device.type == "cuda" else torch.float32]
+    attention = [(n, *(_agreed(x, min) / peak for x in _attention_speed(clock, n))) for n in KEYS[device.type]]
     rates = [
         rate for n in sorted({world} if quick else {world, max(2, world // 2)}) for rate in _rates(clock, n, quick)
     ]
@@ -123,6 +132,10 @@ def _measured(quick: bool) -> Hardware:
         dtypes=tuple((str(dtype).removeprefix("torch."), speed) for dtype, speed in speeds),
         products=tuple((n, _agreed(_narrow_speed(clock, n), min) / speeds[0][1]) for n in NARROW),
         convolutions=_agreed(_convolution_speed(clock), min) / speeds[0][1],
+        attention=tuple(attention),
+        attention_tile=0 if device.type == "cuda" else CPU_TILE,
+        caches=caches,
+        updates=_agreed(_update_speed(clock), min),
     )
 
 
@@ -215,6 +228,36 @@ def _bandwidth(clock: _Clock) -> float:
     n = 1 << (28 if clock.device.type == "cuda" else 23)
     a, b, out = (torch.ones(n, device=clock.device) for _ in range(3))
     return 3 * 4 * n / clock.seconds(lambda: torch.add(a, b, out=out), together=True)
+
+
+def _caches(clock: _Clock, latency: float) -> tuple[tuple[float, float], ...]:
+    """(bytes, seconds) of products by element of a few sizes, again and again with the same tensors."""
+    found: list[tuple[float, float]] = []
+    for n in CACHED:
+        a, b, out = (torch.ones(n, device=clock.device) for _ in range(3))
+        taken = _agreed(clock.seconds(partial(torch.mul, a, b, out=out), together=True), max) - latency
+        found.append((3.0 * 4 * n, max(taken, found[-1][1] if found else 0.0)))
+    return tuple(found)
+
+
+def _attention_speed(clock: _Clock, keys: int) -> tuple[float, float]:
+    """FLOP/s of fused attention, forward and backward, in the dtype that the device is used with."""
+    heads, width, dtype = (32, 128, torch.bfloat16) if clock.device.type == "cuda" else (8, 64, torch.float32)
+    shape = (1, heads, keys, width)
+    q, k, v = (torch.rand(shape, device=clock.device).to(dtype).requires_grad_() for _ in range(3))
+    flops = 2 * 2.0 * heads * keys**2 * width
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v)
+    out = attend()
+    back = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
+    return flops / clock.seconds(attend, together=True), 2.5 * flops / clock.seconds(back, together=True)
+
+
+def _update_speed(clock: _Clock) -> float:
+    """Bytes per second that fused AdamW reads and writes: of values, gradients and two moments."""
+    n = 1 << (28 if clock.device.type == "cuda" else 22)
+    p = torch.nn.Parameter(torch.ones(n, device=clock.device))
+    p.grad = torch.ones_like(p)
+    return 7 * 4 * n / clock.seconds(torch.optim.AdamW([p], fused=True).step, together=True)
 
 
 def _launch(clock: _Clock) -> float:

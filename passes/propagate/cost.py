@@ -140,6 +140,7 @@ def node_seconds(
         tiling = ring.tiling(node, graph, mesh, choice)
         ahead = device.attention_seconds(tiling.pairs * forward, tiling.keys, dtype, backward=False)
         back = device.attention_seconds(2.5 * tiling.pairs * forward, tiling.keys, dtype, backward=True)
+        ahead, back = (ring.in_tiles(node, graph, device.attention_tile) * x for x in (ahead, back))
         if not tiling.fused:
             moved += ring.PASSES * math.prod(shapes[0][:-1]) * shapes[1][-2] * dtype.itemsize
         if tiling.tiles > 1:  # each gives a result of its own, which is merged
@@ -150,11 +151,21 @@ def node_seconds(
         ahead = device.product_seconds(forward, shapes[-1], dtype, convolves) if flops else 0.0
         each = (work - forward) / max(1, len(wanting))
         back = math.fsum(device.product_seconds(each, x, dtype, convolves) for x in wanting) if flops else 0.0
-    seconds = launch + max(ahead, device.memory_seconds(moved))
+    seconds = launch + max(ahead, device.traffic_seconds(moved))
     if not trained:
         return Seconds(seconds, 0.0, (launch, 0.0))
     launches = launch * (max(1, len(wanting)) if flops else 1)
-    return Seconds(seconds, launches + max(back, device.memory_seconds(2 * moved)), (launch, launches))
+    filled = _filled(node, graph, shapes[0]) if touched[0] and not ideal(mesh) else 0.0
+    taken = device.traffic_seconds(2 * moved) + device.memory_seconds(filled)
+    return Seconds(seconds, launches + max(back, taken), (launch, launches))
+
+
+def _filled(node: Node, graph: Graph, table: tuple[int, ...]) -> float:
+    """Bytes of zeros that the backward of a look-up writes first: the whole gradient of what is looked up in."""
+    type_ = graph.types[node.inputs[0]]
+    if not type_.grad or type_.sparse or (node.op not in LOOKS_UP and node.op not in LOOK_UPS):
+        return 0.0
+    return float(math.prod(table) * type_.dtype.itemsize)
 
 
 def _looked_up(
@@ -225,13 +236,17 @@ def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Place
     Read: the value, its gradient and the state; written: the value and the state. One fused kernel updates many
     parameters, so a single one pays no launch.
     """
-    ideal = not mesh.hardware.node.latency  # an ideal network: only operations count, and bytes on the wire
-    if not type_.grad or optimizer == "none" or ideal:
+    if not type_.grad or optimizer == "none" or ideal(mesh):
         return 0.0
     shape, dtype = local_shape(type_.updates.shape, placements, mesh), type_.kept.dtype
     state = optimizer_bytes(optimizer, shape, dtype)
-    seconds: float = mesh.hardware.memory_seconds(3 * math.prod(shape) * dtype.itemsize + 2 * state)
+    seconds: float = mesh.hardware.update_seconds(3 * math.prod(shape) * dtype.itemsize + 2 * state)
     return skew(type_, placements, mesh) * seconds
+
+
+def ideal(mesh: Mesh) -> bool:
+    """Whether only operations count, and bytes on the wire."""
+    return not mesh.hardware.node.latency
 
 
 def skew(type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
