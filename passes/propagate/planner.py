@@ -12,6 +12,7 @@ from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.propagate.chosen import assigned, states_of
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.network import Built, Network
@@ -83,7 +84,7 @@ class Planner:
         network, built = self.network(limited=not self.plain)
         found = self.prepare(network, built.network, built.hiding, built.alike).solve(effort=self.effort)
         self.prices = found.prices
-        return network.assignment(found)
+        return assigned(network, found)
 
     def within(self, limit: float, budget: float | None = None) -> tuple[Assignment, float]:
         """The fewest seconds where what the choices hold at the end of the forward is at most ``limit`` bytes per rank, and
@@ -100,7 +101,7 @@ class Planner:
         self.prices = found.prices
         if self._even not in self._loosest or limit > self._loosest[self._even][0]:
             self._loosest[self._even] = limit, found
-        return network.assignment(replace(found, prove=None)), _used(built, found)
+        return assigned(network, replace(found, prove=None)), _used(built, found)
 
     def bound(self) -> float:
         """A bound of what all assignments cost that hold no more than any limit that was tried; 0 where none was."""
@@ -130,7 +131,7 @@ class Planner:
         edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
         found = self.prepare(network, CostNetwork(nodes, edges), (), built.alike).solve()
         found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False, prove=None)
-        return network.assignment(found), _used(built, found)
+        return assigned(network, found), _used(built, found)
 
     def evenly(self) -> None:
         """From now on every choice does the same along all axes, as if the mesh had one."""
@@ -149,7 +150,7 @@ class Planner:
             return _used(built, assignment.solution)
         nodes = []
         for (name, variable), seconds in zip(network.variables.items(), built.network.nodes, strict=True):
-            allowed = network.states_of(name, variable, assignment)
+            allowed = states_of(network, name, variable, assignment)
             only = np.full(len(seconds), np.inf)
             only[allowed] = 0.0
             nodes.append(only)
