@@ -24,7 +24,6 @@ from autoshard.passes.ir.sizes import noting
 from autoshard.passes.lower.lowered import lowered
 from autoshard.passes.memory.simulate import simulate
 from autoshard.passes.propagate.planner import Planner, proven
-from autoshard.passes.search.network import GAP
 
 log = logging.getLogger("autoshard.plan")
 
@@ -63,9 +62,7 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
 
 def _bounded(program: Program, bound: float) -> Program:
     """With a bound of what all cost that hold no more than any limit that was tried."""
-    found = program.assignment.solution
-    closed = 0.0 < found.cost - bound <= GAP * found.cost
-    found = replace(found, lower_bound=min(bound, found.cost), exact=closed, prove=None)
+    found = program.assignment.solution.bounded(bound)
     return replace(program, assignment=replace(program.assignment, solution=found))
 
 
