@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from autoshard.layout import Owned, Placement, Shard, chunk
 from autoshard.mesh import Mesh
@@ -24,10 +23,6 @@ from autoshard.passes.rules.conv import RULES as CONVOLUTIONS
 from autoshard.passes.rules.embedding import LOOK_UPS, TABLE, TABLE_SUMS
 from autoshard.passes.rules.facts import facts_of, is_view
 
-aten = torch.ops.aten
-
-LOOKS_UP = frozenset({aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor})
-"""operations that read of their first operand no more than they give"""
 CONVOLVES = frozenset(rule.op for rule in CONVOLUTIONS)
 LINE = 64
 """bytes that memory gives at least"""
@@ -128,7 +123,7 @@ def node_seconds(
     if graph.types[names[0]].tables and node.op in LOOK_UPS:
         sizes = _looked_up(node, graph, mesh, choice, shapes, sizes)
     moved = sum(itertools.compress(sizes, touched))
-    if node.op in LOOKS_UP:
+    if facts_of(node.op).looks_up:
         moved -= max(0, sizes[0] - sizes[len(node.inputs)])
     launch = device.kernel_latency * (traffic is None or traffic.launches)
     wanting = [x for n, x in zip(node.inputs, shapes, strict=False) if graph.types[n].grad][:2]

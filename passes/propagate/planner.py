@@ -13,6 +13,7 @@ from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.propagate.chosen import assigned, states_of
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.network import Built, Network
@@ -84,7 +85,7 @@ class Planner:
         network, built = self.network(limited=not self.plain)
         found = self.prepare(network, built.network, built.hiding, built.alike).solve(effort=self.effort)
         self.prices = found.prices
-        return network.assignment(found)
+        return assigned(network, found)
 
     def within(self, limit: float, budget: float | None = None) -> tuple[Assignment, float]:
         """The fewest seconds where what the choices hold at the end of the forward is at most ``limit`` bytes per rank, and
@@ -101,7 +102,7 @@ class Planner:
         self.prices = found.prices
         if self._even not in self._loosest or limit > self._loosest[self._even][0]:
             self._loosest[self._even] = limit, found
-        return network.assignment(replace(found, prove=None)), _used(built, found)
+        return assigned(network, replace(found, prove=None)), _used(built, found)
 
     def bound(self) -> float:
         """A bound of what all assignments cost that hold no more than any limit that was tried; 0 where none was."""
@@ -131,7 +132,7 @@ class Planner:
         edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
         found = self.prepare(network, CostNetwork(nodes, edges), (), built.alike).solve()
         found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False, prove=None)
-        return network.assignment(found), _used(built, found)
+        return assigned(network, found), _used(built, found)
 
     def evenly(self) -> None:
         """From now on every choice does the same along all axes, as if the mesh had one."""
@@ -148,7 +149,7 @@ class Planner:
         network, built = self.network(limited=True)
         if not self.plain:  # it was found in this network
             return _used(built, assignment.solution)
-        allowed = [tuple(network.states_of(name, v, assignment)) for name, v in network.variables.items()]
+        allowed = [tuple(states_of(network, name, v, assignment)) for name, v in network.variables.items()]
         made: dict[Any, np.ndarray] = {}
 
         def forbidden(i: int, j: int, table: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.passes.ir.assignment import Assignment
+from autoshard.passes.propagate.chosen import assigned
 from autoshard.passes.propagate.network import Built, Network, Variable
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.search import CostNetwork, Prepared, Row, Solution
@@ -102,7 +103,7 @@ class Together:
     def beside(self, found: Solution) -> list[Assignment]:
         """What a solution of this search chose for the other graphs."""
         sides = zip(self.built, found.stats[BESIDE], strict=True)
-        return [network.assignment(replace(found, choice=own)) for (network, _), own in sides]
+        return [assigned(network, replace(found, choice=own)) for (network, _), own in sides]
 
     def _joins(
         self, known: Sequence[Network], starts: Sequence[int], nodes: Sequence[np.ndarray]

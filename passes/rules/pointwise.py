@@ -111,7 +111,8 @@ def facts(op: torch._ops.OpOverload) -> Facts:
     saves = SAVES.get(str(op).removeprefix("aten."), SAVES.get(name, ""))
     rounding: Any = _power if name == "pow" else "exact" if name in EXACT else ""
     inside = _like_operand if name in ("log_sigmoid", "special_ndtr") else None
-    return Facts(saves, inside, view=False if name in ("contiguous", "to") else None, rounding=rounding)
+    view = False if name in ("contiguous", "to") else None
+    return Facts(saves, inside, view, rounding=rounding, chains=name in ("to", "_to_copy"))
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:

@@ -16,6 +16,8 @@ Array = NDArray[np.float64]
 
 GAP = 1e-9
 """between the cost and its bound, as a part of the cost: what counts as none"""
+ROUNDING = 1e-6
+"""by which a bound may come out above the cost, as a part of it"""
 
 
 class NotFoundError(PlanError):
@@ -91,9 +93,14 @@ class Solution:
         """With its bound."""
         if self.prove is None:
             return self
-        lower = self.prove()
-        closed = self.cost - lower <= GAP * abs(self.cost)
-        return replace(self, lower_bound=min(lower, self.cost), exact=closed, prove=None)
+        return self.bounded(self.prove())
+
+    def bounded(self, bound: float) -> Solution:
+        """With ``bound`` as its bound, and none where that lies above its cost: it is one of other choices."""
+        size, gap = abs(self.cost), self.cost - bound
+        below = gap >= -ROUNDING * size
+        lower = min(bound, self.cost) if below else -math.inf
+        return replace(self, lower_bound=lower, exact=below and gap <= GAP * size, prove=None)
 
 
 @dataclass(frozen=True)
