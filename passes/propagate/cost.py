@@ -158,7 +158,7 @@ def node_seconds(
 def _filled(node: Node, graph: Graph, table: tuple[int, ...]) -> float:
     """Bytes of zeros that the backward of a look-up writes first: the whole gradient of what is looked up in."""
     type_ = graph.types[node.inputs[0]]
-    if not type_.grad or type_.sparse or (node.op not in LOOKS_UP and node.op not in LOOK_UPS):
+    if not type_.grad or type_.sparse or not (facts_of(node.op).looks_up or node.op in LOOK_UPS):
         return 0.0
     return float(math.prod(table) * type_.dtype.itemsize)
 
