@@ -114,10 +114,7 @@ def _measured(quick: bool) -> Hardware:
     latency = _agreed(_launch(clock), max)
     caches = () if device.type == "cuda" else _caches(clock, latency)
     peak = dict(speeds)[USED[device.type]]
-    attention = []
-    for n in KEYS[device.type]:
-        forward, backward = (_agreed(x, min) / peak for x in _attention_speed(clock, n))
-        attention.append((n, forward, backward))
+    attention = [(n, *_attention_speed(clock, n, peak)) for n in KEYS[device.type]]
     rates = [
         rate for n in sorted({world} if quick else {world, max(2, world // 2)}) for rate in _rates(clock, n, quick)
     ]
@@ -251,8 +248,8 @@ def _caches(clock: _Clock, latency: float) -> tuple[tuple[float, float], ...]:
     return tuple(found)
 
 
-def _attention_speed(clock: _Clock, keys: int) -> tuple[float, float]:
-    """FLOP/s of fused attention, forward and backward, in the dtype that the device is used with."""
+def _attention_speed(clock: _Clock, keys: int, peak: float) -> tuple[float, float]:
+    """What fused attention reaches of ``peak`` FLOP/s, forward and backward, in the dtype that the device is used with."""
     heads, width = (32, 128) if clock.device.type == "cuda" else (8, 64)
     shape, dtype = (1, heads, keys, width), USED[clock.device.type]
     q, k, v = (torch.randn(shape, device=clock.device, dtype=dtype).requires_grad_() for _ in range(3))
@@ -260,7 +257,8 @@ def _attention_speed(clock: _Clock, keys: int) -> tuple[float, float]:
     attend = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v)
     out = attend()
     back = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
-    return flops / clock.seconds(attend, together=True), 2.5 * flops / clock.seconds(back, together=True)
+    forward, backward = clock.seconds(attend, together=True), clock.seconds(back, together=True)
+    return _agreed(flops / forward, min) / peak, _agreed(2.5 * flops / backward, min) / peak
 
 
 def _update_speed(clock: _Clock) -> float:
