@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from six_models import Convolutions
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
@@ -130,6 +131,7 @@ def run(name: str, given: Setting, h: Hardware, options: argparse.Namespace) -> 
     args, kwargs = moved(given.inputs(), given.dtype)
     count = sum(p.numel() for p in model.parameters())
     print(f"\n{name}: {count / 1e6:.0f} M parameters, {given.dtype}{'ms':>33}{'GB':>9}{'loss':>12}", flush=True)
+    world = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("x",))
     inductors = (False, True) if options.inductor else (False,)
     step = partial(measured, args=args, kwargs=kwargs, seconds=options.seconds)
     for inductor in inductors:
@@ -142,7 +144,7 @@ def run(name: str, given: Setting, h: Hardware, options: argparse.Namespace) -> 
             plan = autoshard.plan(model, mesh, args, kwargs, recompute=recompute)
             line(f"predicted, {recompute}{', fused' * fuses}", plan.cost.total_s, plan.memory.peak)
         for inductor in both:
-            sharded = autoshard.compile(copy.deepcopy(model), {"x": 1}, args, kwargs, recompute=recompute)
+            sharded = autoshard.compile(copy.deepcopy(model), world, args, kwargs, recompute=recompute)
             report(f"ours, {recompute}{', torch.compile' * inductor}", step, sharded, inductor=inductor)
             del sharded
 

@@ -16,7 +16,7 @@ from autoshard.layout import Layout
 from autoshard.module.agreement import Agreement
 from autoshard.module.base import ShardedModule
 from autoshard.module.outputs import Output
-from autoshard.module.owned import as_dtensor, layout_on, lies_in, local_of, whole
+from autoshard.module.owned import as_dtensor, device_type, layout_on, lies_in, local_of, whole
 from autoshard.module.replicas import named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.passes.ir.program import Local
@@ -91,12 +91,16 @@ class OnRank(ShardedModule):
         if not full.is_set_to(tensor):  # else it was written in place
             tensor.copy_(full)
 
+    def _device_type(self) -> str | None:
+        return self._device.type if self._of.adopted else None
+
     def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        return *super()._form(tensor), tensor.placements if isinstance(tensor, DTensor) else None
+        shape, dtype, _ = super()._form(tensor)
+        return shape, dtype, device_type(tensor), tensor.placements if isinstance(tensor, DTensor) else None
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         layout = self._layout_of.get(name)
-        if tensor.device.type != self._device.type:
+        if device_type(tensor) != self._device.type:
             raise CaptureError(
                 f"{name!r} was moved to {tensor.device}; the mesh is on {self._device.type}. Move it back."
             )
