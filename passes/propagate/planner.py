@@ -21,6 +21,7 @@ from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
 from autoshard.passes.propagate.recompute import Recompute, hinted, offer
 from autoshard.passes.propagate.zero import offered
 from autoshard.passes.search import CostNetwork, Prepared, Row, Solution, solve
+from autoshard.passes.search.folded import Matrix, mapped
 
 log = logging.getLogger("autoshard.plan")
 
@@ -129,7 +130,7 @@ class Planner:
             i, own = numbers[f"node:{node.name}"], self.keeps.of(node, self.spaces[node]).work
             work[i] = share * np.tile(own, len(seconds.nodes[i]) // len(own))
         nodes = tuple(_smallest(s, row.nodes[i]) + work[i] for i, s in enumerate(seconds.nodes))
-        edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
+        edges = tuple((a, b, mapped(_smallest, s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
         found = self.prepare(network, CostNetwork(nodes, edges), (), built.alike).solve()
         found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False, prove=None)
         return assigned(network, found), _used(built, found)
@@ -152,7 +153,7 @@ class Planner:
         allowed = [tuple(states_of(network, name, v, assignment)) for name, v in network.variables.items()]
         made: dict[Any, np.ndarray] = {}
 
-        def forbidden(i: int, j: int, table: np.ndarray) -> np.ndarray:
+        def forbidden(i: int, j: int, table: Matrix) -> np.ndarray:
             key = id(table), allowed[i], allowed[j]
             if key not in made:
                 made[key] = np.where(np.isinf(table[np.ix_(allowed[i], allowed[j])]), np.inf, 0.0)

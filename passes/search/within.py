@@ -13,13 +13,14 @@ from autoshard.passes.search.alike import Tied, bound
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.branch import branch
 from autoshard.passes.search.eliminate import Eliminator
+from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.milp import Limit, solve_core
 from autoshard.passes.search.mixture import mix
 from autoshard.passes.search.network import GAP, Solution
 from autoshard.passes.search.prices import Part, Prices, Reduced, Relaxed, Search, maximise_bound
 from autoshard.passes.search.prune import NO_CHOICE
 from autoshard.passes.search.stacked import Choice, Stacked, undecided, value
-from autoshard.passes.search.tables import Classes, Tables
+from autoshard.passes.search.tables import Tables
 
 # Iterations of the bound, at first and when strategies that are too dear are gone, for effort 1.
 FIRST_ITERATIONS = 12
@@ -229,10 +230,10 @@ def solve_programme(search: Search, kept: list[Classes], target: float, effort: 
     """Offers what the MILP finds among the ``kept``; returns (lower bound of these, whether it was solved to the end)."""
     part = search.part.restricted(dict(enumerate(kept)))
     problem = part.problem
-    core = [(scope, problem.stacks[number][0]) for scope, number in sorted(problem.factors.items())]
+    core = [(scope, problem.store.whole(number)[0]) for scope, number in sorted(problem.factors.items())]
     limits = []
     for r, (limit, price) in enumerate(zip(problem.limits, problem.prices, strict=True)):
-        stacks = ((scope, problem.stacks[number]) for scope, number in problem.factors.items())
+        stacks = ((scope, problem.store.whole(number)) for scope, number in problem.factors.items())
         amounts = {scope: stack[1 + r] for scope, stack in stacks if len(stack) > 1 + r}
         limits.append(Limit(amounts, float(limit), float(price)))
     found = solve_core(
