@@ -26,6 +26,7 @@ from autoshard.module.agreement import AFTERWARDS, Agreement, asked_checks
 from autoshard.module.arrivals import arrived, layout_of, part_for
 from autoshard.module.base import ShardedModule
 from autoshard.module.compiling import Settings
+from autoshard.module.dtensor_chunks import in_order
 from autoshard.module.dtensor_ops import mend
 from autoshard.module.executable import Call, Executable
 from autoshard.module.gradients import one_verdict
@@ -40,6 +41,7 @@ from autoshard.module.turns import Turns
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Local, Program
 from autoshard.passes.redistribute import emit, redistribution
+from autoshard.passes.redistribute.query import in_chunks
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
@@ -155,10 +157,11 @@ class DistributedModule(ShardedModule):
         layout, local = layout_on(self._running, self.device_mesh, tensor), tensor.to_local()
         if layout.owner:
             return whole(tensor, layout, self._comm)
-        plan = redistribution(layout, Layout(self._running), tuple(tensor.shape), self._running, tensor.dtype, False)
+        src, shape = in_chunks(layout), tuple(tensor.shape)
+        plan = redistribution(src, Layout(self._running), shape, self._running, tensor.dtype, False)
         with torch.no_grad(), runtime.bind(self._comm):
             full = execute(plan, local)
-        return full.clone() if full is local else full
+        return full.clone() if full is local else in_order(full, layout)
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         if isinstance(tensor, DTensor):
