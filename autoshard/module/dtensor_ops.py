@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import _muon
 
+from autoshard.module.dtensor_chunks import mend_checkpoints
 from autoshard.module.dtensor_views import VIEWS, indexed, set_through, set_whole
 from autoshard.module.owned import is_owned
 
@@ -55,6 +56,7 @@ def _mend() -> None:
     for op in (aten.copy_.default, aten.fill_.Tensor):
         _handle(op, _set)
     _handle(aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
+    mend_checkpoints()
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
     _muon._zeropower_via_newtonschulz = _whole_matrix(_muon._zeropower_via_newtonschulz)
 
