@@ -135,6 +135,7 @@ def _measured(quick: bool) -> Hardware:
         attention=tuple(attention),
         attention_tile=0 if device.type == "cuda" else CPU_TILE,
         caches=caches,
+        functions=() if device.type == "cuda" else tuple(_agreed(x, max) for x in _function_seconds(clock)),
         updates=_agreed(_update_speed(clock), min),
     )
 
@@ -251,6 +252,15 @@ def _attention_speed(clock: _Clock, keys: int, peak: float) -> tuple[float, floa
     back = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
     forward, backward = clock.seconds(attend, together=True), clock.seconds(back, together=True)
     return _agreed(flops / forward, min) / peak, _agreed(2.5 * flops / backward, min) / peak
+
+
+def _function_seconds(clock: _Clock) -> tuple[float, float]:
+    """Seconds per element of a softmax that caches hold, forward and backward."""
+    x = torch.rand(512, 256, device=clock.device, requires_grad=True)
+    out = x.softmax(1)
+    back = partial(torch.autograd.grad, out, x, torch.ones_like(out), retain_graph=True)
+    forward, backward = (clock.seconds(call, together=True) for call in (partial(x.softmax, 1), back))
+    return forward / x.numel(), backward / x.numel()
 
 
 def _update_speed(clock: _Clock) -> float:
