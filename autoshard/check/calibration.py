@@ -105,7 +105,7 @@ def _measured(quick: bool) -> Hardware:
     speeds = [(dtype, _agreed(_product_speed(clock, dtype, quick), min)) for dtype in dtypes]
     bandwidth = _agreed(_bandwidth(clock), min)
     latency = _agreed(_launch(clock), max)
-    caches = () if device.type == "cuda" else _caches(clock, latency)
+    caches = () if device.type == "cuda" else _caches(clock)
     peak = dict(speeds)[torch.bfloat16 if device.type == "cuda" else torch.float32]
     attention = [(n, *_attention_speed(clock, n, peak)) for n in KEYS[device.type]]
     rates = [
@@ -231,14 +231,15 @@ def _bandwidth(clock: _Clock) -> float:
     return 3 * 4 * n / clock.seconds(lambda: torch.add(a, b, out=out), together=True)
 
 
-def _caches(clock: _Clock, latency: float) -> tuple[tuple[float, float], ...]:
+def _caches(clock: _Clock) -> tuple[tuple[float, float], ...]:
     """(bytes, seconds) of products by element of a few sizes, again and again with the same tensors."""
     found: list[tuple[float, float]] = []
-    for n in CACHED:
+    for n in (1, *CACHED):
         a, b, out = (torch.ones(n, device=clock.device) for _ in range(3))
-        taken = _agreed(clock.seconds(partial(torch.mul, a, b, out=out), together=True), max) - latency
+        taken = _agreed(clock.seconds(partial(torch.mul, a, b, out=out), together=True), max)
         found.append((3.0 * 4 * n, max(taken, found[-1][1] if found else 0.0)))
-    return tuple(found)
+    (_, launch), *rows = found
+    return tuple((size, taken - launch) for size, taken in rows)
 
 
 def _attention_speed(clock: _Clock, keys: int, peak: float) -> tuple[float, float]:
