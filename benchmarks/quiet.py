@@ -57,6 +57,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
             race = ["--models", model, "--steps", steps, "--seconds", seconds]
             yield Job(f"{model}-{n}", n, options.race + 120, ["truth.py", *race, *common], after)
         yield Job(f"machine-{n}", n, 90, ["machine.py", *common], after)
+        yield Job(f"chunks-{n}", n, 40, ["chunked_products.py", "--ranks", str(n)])
         cuts = ["--hardware", str(file), "--rounds", steps, "--seconds", seconds, "--layers", "8" if n == 2 else "6"]
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(n), "--master-port", str(29500 + n)]
         yield Job(f"pipeline-{n}", n, options.race + 120, [*launcher, str(HERE / "pipeline_step.py"), *cuts], after)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,6 +202,30 @@ def test_traffic_that_caches_hold_takes_what_was_measured() -> None:
     assert here.update_seconds(1e6) == 1e-6
     assert H100.update_seconds(1e6) == H100.memory_seconds(1e6)
     assert Hardware.from_dict(json.loads(json.dumps(here.to_dict()))) == here
+
+
+def test_functions_take_what_was_measured_of_an_element() -> None:
+    here = replace(H100, functions=(1e-9, 2e-9), fuses=False)
+    assert Hardware.from_dict(json.loads(json.dumps(here.to_dict()))) == here
+    for function, slower in ((F.silu, True), (F.relu, False)):
+        with torch.device("meta"):
+            graph = capture(_Called(function), (torch.empty(1000, 100, requires_grad=True),), {}, training=True)
+        name = function.__name__
+        taken, plain = (next(iter(seconds_of(graph, name, Mesh({"x": 1}, hardware=h)).values())) for h in (here, H100))
+        if slower:
+            assert taken.forward == pytest.approx(1e-4, rel=0.1)
+            assert taken.backward == pytest.approx(2e-4, rel=0.1)
+        else:
+            assert taken == plain
+
+
+class _Called(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
 
 
 def test_a_look_up_writes_the_whole_gradient_of_its_table() -> None:

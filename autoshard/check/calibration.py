@@ -59,7 +59,8 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
 
     Args:
         mesh: its number of ranks says how many processes are started where torch.distributed is not initialised
-            (default 2, at most one per GPU, or per core where there is none). Under torch.distributed every process measures, and has to call this.
+            (default 2, at most one per GPU, or per core where there is none). Under torch.distributed every process
+            measures, and has to call this.
         quick: a few seconds; else more sizes, dtypes and repetitions.
 
     Rates of collectives are those of groups of all ranks (and of half of them, if not ``quick``); for a cluster run it with
@@ -112,7 +113,7 @@ def _measured(quick: bool) -> Hardware:
     speeds = [(dtype, _agreed(_product_speed(clock, dtype, quick), min)) for dtype in dtypes]
     bandwidth = _agreed(_bandwidth(clock), min)
     latency = _agreed(_launch(clock), max)
-    caches = () if device.type == "cuda" else _caches(clock, latency)
+    caches = () if device.type == "cuda" else _caches(clock)
     peak = dict(speeds)[USED[device.type]]
     attention = [(n, *_attention_speed(clock, n, peak)) for n in KEYS[device.type]]
     rates = [
@@ -142,6 +143,7 @@ def _measured(quick: bool) -> Hardware:
         attention=tuple(attention),
         attention_tile=0 if device.type == "cuda" else CPU_TILE,
         caches=caches,
+        functions=() if device.type == "cuda" else tuple(_agreed(x, max) for x in _function_seconds(clock)),
         updates=_agreed(_update_speed(clock), min),
     )
 
@@ -238,14 +240,15 @@ def _bandwidth(clock: _Clock) -> float:
     return 3 * 4 * n / clock.seconds(lambda: torch.add(a, b, out=out), together=True)
 
 
-def _caches(clock: _Clock, latency: float) -> tuple[tuple[float, float], ...]:
+def _caches(clock: _Clock) -> tuple[tuple[float, float], ...]:
     """(bytes, seconds) of products by element of a few sizes, again and again with the same tensors."""
     found: list[tuple[float, float]] = []
-    for n in CACHED:
+    for n in (1, *CACHED):
         a, b, out = (torch.ones(n, device=clock.device) for _ in range(3))
-        taken = _agreed(clock.seconds(partial(torch.mul, a, b, out=out), together=True), max) - latency
+        taken = _agreed(clock.seconds(partial(torch.mul, a, b, out=out), together=True), max)
         found.append((3.0 * 4 * n, max(taken, found[-1][1] if found else 0.0)))
-    return tuple(found)
+    (_, launch), *rows = found
+    return tuple((size, taken - launch) for size, taken in rows)
 
 
 def _attention_speed(clock: _Clock, keys: int, peak: float) -> tuple[float, float]:
@@ -259,6 +262,15 @@ def _attention_speed(clock: _Clock, keys: int, peak: float) -> tuple[float, floa
     back = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
     forward, backward = clock.seconds(attend, together=True), clock.seconds(back, together=True)
     return _agreed(flops / forward, min) / peak, _agreed(2.5 * flops / backward, min) / peak
+
+
+def _function_seconds(clock: _Clock) -> tuple[float, float]:
+    """Seconds per element of a softmax that caches hold, forward and backward."""
+    x = torch.rand(512, 256, device=clock.device, requires_grad=True)
+    out = x.softmax(1)
+    back = partial(torch.autograd.grad, out, x, torch.ones_like(out), retain_graph=True)
+    forward, backward = (clock.seconds(call, together=True) for call in (partial(x.softmax, 1), back))
+    return forward / x.numel(), backward / x.numel()
 
 
 def _update_speed(clock: _Clock) -> float:

@@ -55,6 +55,8 @@ class Hardware:
     """keys that fused attention leaves out together where a causal mask hides them all; 0: it leaves out each"""
     caches: tuple[tuple[float, float], ...] = ()
     """(bytes, seconds) to read and write so many that were used lately; what is more comes from memory"""
+    functions: tuple[float, ...] = ()
+    """seconds per element of a softmax, forward and backward: of what computes more than it reads; none: memory bounds it"""
     updates: float = 0.0
     """bytes per second that the optimizer reads and writes; 0: as ``memory_bandwidth``"""
 
@@ -82,6 +84,10 @@ class Hardware:
                 return taken + (seconds - taken) * (moved - below) / (size - below)
             below, taken = size, seconds
         return taken + self.memory_seconds(moved - below)
+
+    def function_seconds(self, elements: float, backward: bool) -> float:
+        """Time of a function such as exp, softmax or a norm of so many elements, beside what memory takes."""
+        return elements * self.functions[backward] if self.functions else 0.0
 
     def update_seconds(self, moved: float) -> float:
         """Time of the optimizer to read and write ``moved`` bytes."""
@@ -145,6 +151,7 @@ class Hardware:
         known = {f.name: data[f.name] for f in fields(Hardware) if f.name in data}
         for name in ("attention", "caches", "dtypes", "products"):
             known[name] = tuple(tuple(row) for row in known.get(name, ()))
+        known["functions"] = tuple(known.get("functions", ()))
         for name in ("node", "network"):
             link = data[name]
             rates = tuple(Rate(str(k), int(n), float(a), float(b)) for k, n, a, b in link.get("rates", ()))

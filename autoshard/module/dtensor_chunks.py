@@ -74,8 +74,9 @@ def mend_checkpoints() -> None:
 
 def in_chunks(x: DTensor) -> bool:
     """Whether a rank holds several chunks of ``x`` by one placement, and no other axis cuts that dim."""
-    cut = {p.dim for p in x.placements if hasattr(p, "split_factor")}
-    return bool(cut) and not any(p.is_shard() and p.dim in cut for p in x.placements)
+    placements: Sequence[Any] = x.placements
+    cut = {p.dim for p in placements if hasattr(p, "split_factor")}
+    return bool(cut) and not any(p.is_shard() and p.dim in cut for p in placements)
 
 
 def _item(fqn: str, x: DTensor, chunk: Chunk) -> WriteItem:
