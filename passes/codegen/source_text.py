@@ -165,7 +165,7 @@ def listed(paths: Sequence[str]) -> str:
 
 def block_table(classes: Iterable[tuple[str, Sequence[str]]]) -> str:
     """``BLOCKS = {...}`` from class names and the paths of their blocks."""
-    parts = []
+    parts = list[str]()
     for name, paths in classes:
         for prefix, numbers in ranges(paths):
             if numbers is not None:
@@ -175,6 +175,8 @@ def block_table(classes: Iterable[tuple[str, Sequence[str]]]) -> str:
     if not parts:
         return "    BLOCKS = {}"
     one = f"    BLOCKS = {' | '.join(parts)}"
+    if " for " not in one:
+        one = one.replace("} | {", ", ")
     if len(one) <= WIDTH:
         return one
     if len(parts) == 1:
