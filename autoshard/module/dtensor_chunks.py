@@ -53,7 +53,8 @@ def in_order(gathered: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def mend_checkpoints() -> None:
     """Have checkpoints read and write every chunk of DTensors of which a rank holds several; others are as they were."""
-    written, listed, shard = DTensor.__create_write_items__, DTensor.__create_chunk_list__, DTensor.__get_tensor_shard__
+    torchs: Any = DTensor
+    written, listed, shard = torchs.__create_write_items__, torchs.__create_chunk_list__, torchs.__get_tensor_shard__
 
     def create_write_items(self: DTensor, fqn: str, given: Any) -> Any:
         return [_item(fqn, self, c) for c in chunks(self)] if in_chunks(self) else written(self, fqn, given)
@@ -67,14 +68,14 @@ def mend_checkpoints() -> None:
             return found
         return next(c.local for c in chunks(self) if c.metadata.offsets == index.offset)
 
-    DTensor.__create_write_items__ = create_write_items  # type: ignore[method-assign]
-    DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[method-assign]
-    DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[method-assign]
+    torchs.__create_write_items__ = create_write_items
+    torchs.__create_chunk_list__ = create_chunk_list
+    torchs.__get_tensor_shard__ = get_tensor_shard
 
 
 def in_chunks(x: DTensor) -> bool:
     """Whether a rank holds several chunks of ``x`` by one placement, and no other axis cuts that dim."""
-    placements: Sequence[Any] = x.placements
+    placements: Any = x.placements
     cut = {p.dim for p in placements if hasattr(p, "split_factor")}
     return bool(cut) and not any(p.is_shard() and p.dim in cut for p in placements)
 
