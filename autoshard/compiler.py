@@ -97,7 +97,8 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
         expert = asked_by(wishes.like, graph, mesh) if wishes.plan is None else Expert(text=wishes.plan.like)
         program, memory = _program(graph, mesh, wishes, expert)
-    program = parted(narrowed(program, decided))
+    program = narrowed(program, decided)
+    program = parted(program)
     check_program(program)
     plan = describe(program, title, wishes.optimizer, memory)
     mixed, notes = str(wishes.mixed_precision or ""), (*expert.notes, *plan.notes)
@@ -110,7 +111,8 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[
         check_precision(wishes.plan, wishes.mixed_precision)
         return tried(assignment_of(wishes.plan, graph, mesh, _given(graph, wishes)), wishes.optimizer, wishes.flying)
     with stage("planning"):
-        return fitting(planner_of(graph, mesh, wishes, expert), wishes.memory_budget)
+        planner = planner_of(graph, mesh, wishes, expert)
+        return fitting(planner, wishes.memory_budget)
 
 
 def _given(graph: Graph, wishes: Wishes) -> dict[str, Layout]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,3 +163,56 @@ def test_sizes() -> None:
     assert len(list((ROOT / "passes").glob("*.py"))) <= 10
     assert len(list((ROOT / "autoshard").glob("*.py"))) <= 15
     assert FILES["autoshard.compiler"].read_text("utf-8").count("\n") <= 130
+
+
+# --- docs/design.md ---
+
+PAGE = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """The cells of the table that begins with ``heading``, row by row, each as the names in backticks."""
+    lines = PAGE[PAGE.index(f"| {heading} |") :].split("\n\n")[0].splitlines()[2:]
+    return [[" ".join(re.findall(r"`([^`]+)`", cell)) for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+def _called(functions: dict[str, ast.FunctionDef], name: str) -> Iterator[str]:
+    """Names that a function reads, in order; in place of a function of its own file what that reads."""
+    names = (node for node in ast.walk(functions[name]) if isinstance(node, ast.Name))
+    for node in sorted(names, key=lambda node: (node.lineno, node.col_offset)):
+        yield node.id
+        if node.id in functions:
+            yield from _called(functions, node.id)
+
+
+@pytest.mark.parametrize(
+    ("heading", "file", "first"),
+    [
+        ("step of `compiler.py`", "autoshard.compiler", "compiled"),
+        ("step of `lowered`", "autoshard.passes.lower.lowered", "lowered"),
+    ],
+)
+def test_the_recipe_is_the_documented_one(heading: str, file: str, first: str) -> None:
+    """Every step of the page, in its order; and no pass that the page does not name."""
+    tree = ast.parse(FILES[file].read_text(encoding="utf-8"))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    steps = " ".join(row[0] for row in _rows(heading)).split()
+    called = list(dict.fromkeys(_called(functions, first)))
+    assert [name for name in called if name in steps] == steps
+    passes = {
+        alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autoshard.passes")
+        for alias in node.names
+        if alias.name.islower() and alias.name in called
+    }
+    assert passes - set(steps) <= {"noting", "comes_in", "held", "like_of", "tried"}  # what steps are given
+
+
+def test_where_to_add_something_leads_to_files() -> None:
+    for what, *cells in _rows("what | file"):
+        for cell in cells:
+            paths = [name for name in cell.split() if "/" in name]
+            assert paths or "nowhere" in PAGE, what
+            for path in paths:
+                assert list(ROOT.glob(path)), f"{what}: {path}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from autoshard.passes.propagate.op_space import axis_strategies, op_space
 from autoshard.passes.propagate.step_time import movable_values
 from autoshard.passes.redistribute import redistribution
 from autoshard.passes.rules import rule_for
+from autoshard.passes.search import Solution
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 
@@ -154,6 +156,15 @@ def test_no_hint_beats_a_plan_that_is_called_optimal(seed: int) -> None:
         if tried == 4:
             break
     assert tried
+
+
+def test_a_bound_above_what_was_found_is_no_proof() -> None:
+    """It bounds other choices, or is wrong: it is not cut to the cost, which would call the choice optimal."""
+    found = Solution((0,), 2.0, -math.inf, exact=False, prove=lambda: 2.1)
+    assert (found.proven().lower_bound, found.proven().exact) == (-math.inf, False)
+    assert (found.bounded(1.5).lower_bound, found.bounded(1.5).exact) == (1.5, False)
+    rounded = found.bounded(2.0 * (1 + 1e-12))
+    assert (rounded.lower_bound, rounded.exact) == (2.0, True)
 
 
 def eight_heads() -> Graph:
@@ -337,11 +348,11 @@ def test_the_searchs_tables_hold_the_prices_that_alternatives_ask_for(mesh: dict
     for value in (i.name for i in graph.inputs):
         stages = (0,) if value in graph.parameters else ()
         link = Link("definition", Side(layouts, stages=stages), "reader", Side(layouts), value)
-        searched, _ = EdgeTables(graph, on, [link], held=False).of(link)
+        table = EdgeTables(graph, on, [link], held=False).of(link)
         case = graph.types[value], stages[0] if stages else None, value in movable_values(graph)
         for (i, a), (j, b) in itertools.product(enumerate(layouts), repeat=2):
             asked = conversion_parts(case[0], on, [a], [b], *case[1:])
-            assert list(searched[i, j]) == list(asked[0, 0])
+            assert list(table.parts[table.rows[i], table.columns[j]]) == list(asked[0, 0])
 
 
 def test_a_weight_that_moves_from_cut_to_cut_is_not_gathered_again() -> None:

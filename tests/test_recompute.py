@@ -13,8 +13,9 @@ from torch import nn
 import autoshard
 from autoshard.compiler import build, captured
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.memory.fit import lowered
+from autoshard.passes.lower.lowered import lowered
 from autoshard.passes.memory.simulate import simulate
+from autoshard.passes.propagate.chosen import assigned
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.search import Solution
@@ -155,7 +156,7 @@ def test_layouts_and_states_are_the_best_of_all(parts: str, axes: dict[str, int]
     network, _ = planner.network(limited=True)
     found: dict[str, tuple[float, float]] = {}
     for choice in every_choice(planner):
-        assignment = network.assignment(Solution(choice, 0.0, 0.0, exact=False))
+        assignment = assigned(network, Solution(choice, 0.0, 0.0, exact=False))
         key = f"{assignment} {assignment.again} {assignment.shared_again} {assignment.zero}"
         if key not in found:
             memory = simulate(lowered(assignment))

@@ -18,13 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
 from autoshard.compiler import build, captured
-from autoshard.errors import CaptureError, CommunicationError
+from autoshard.errors import CommunicationError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.module import claims
 from autoshard.module.agreement import AFTERWARDS, Agreement, asked_checks
 from autoshard.module.arrivals import arrived, layout_of, part_for
-from autoshard.module.base import ShardedModule
 from autoshard.module.compiling import Settings
 from autoshard.module.dtensor_ops import mend
 from autoshard.module.executable import Call, Executable
@@ -32,14 +31,14 @@ from autoshard.module.gradients import one_verdict
 from autoshard.module.inputs import without_data
 from autoshard.module.loaded import Loaded
 from autoshard.module.logits import Logits
+from autoshard.module.on_rank import OnRank, execute
 from autoshard.module.outputs import Output
-from autoshard.module.owned import as_dtensor, layout_on, lies_in, local_of, side_by_side, whole
+from autoshard.module.owned import side_by_side
 from autoshard.module.replicas import check_replicas, named_tensors, of_first
-from autoshard.module.simulate import shard_of
 from autoshard.module.turns import Turns
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.program import Local, Program
-from autoshard.passes.redistribute import emit, redistribution
+from autoshard.passes.ir.program import Program
+from autoshard.passes.redistribute import redistribution
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
@@ -49,15 +48,11 @@ FIRST_CALLS = 8
 """how many calls are compared with their inputs, even if they repeat the one before; AUTOSHARD_CHECK=inputs: all"""
 
 
-class DistributedModule(ShardedModule):
+class DistributedModule(OnRank):
     """A sharded module of one process; every rank of the mesh has one."""
 
-    device_mesh: DeviceMesh
-    _comm: runtime.TorchCommunicator
-    _device: torch.device
     _home: torch.device
     _loaded: dict[int, Loaded]
-    _agreement: Agreement
     _checks: dict[str, int]
     _compared: Any
     """the last call that was compared: its repetitions are not"""
@@ -103,92 +98,10 @@ class DistributedModule(ShardedModule):
         object.__setattr__(self, "_loaded", {})
         object.__setattr__(self, "_compared", None)
 
-    # --- tensors ---
+    # --- inputs ---
 
     def _device_type(self) -> str | None:
         return None
-
-    def _seed(self) -> int:
-        return int(self._agreement.tensor_of_first(torch.tensor(torch.initial_seed(), device="cpu")))
-
-    def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
-        """See :meth:`Compiling._initial`. Where ranks come with other values, rank 0's are taken."""
-        tensors = dict(named_tensors(model))
-        first = of_first(self._agreement, tensors, self._title)
-        found = {n: self._kept(full, layouts.get(n)).clone() for n, full in first}
-        missing = any(x.is_meta for n, x in tensors.items() if n not in found)
-        return {**super()._initial(model, layouts), **found} if missing else found
-
-    def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {**tensors, **dict(of_first(self._agreement, tensors, self._title))} if tensors else tensors
-
-    def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-        return full if layout is None else shard_of(full, layout, self._comm.rank)
-
-    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
-        return nn.Parameter(
-            self._dtensor(self._part(p, layout, initial), layout, p.shape), requires_grad=p.requires_grad
-        )
-
-    def _part(self, full: torch.Tensor, layout: Layout, initial: torch.Tensor | None) -> torch.Tensor:
-        """This rank's part of a parameter or buffer, or a copy of the one in ``initial``; zeros where there are no data."""
-        if initial is not None:
-            return initial.detach().to(self._device, copy=True).contiguous()
-        if full.is_meta:
-            shape = layout.local_shape(full.shape, self._comm.rank)
-            return torch.zeros(shape, dtype=full.dtype, device=self._device)
-        return shard_of(full.detach(), layout, self._comm.rank).to(self._device, copy=True).contiguous()
-
-    def _dtensor(self, local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
-        return as_dtensor(local, self.device_mesh, layout, shape)
-
-    def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
-        if layout is not None:
-            return Output.state(self._dtensor(self._part(b, layout, initial), layout, b.shape))
-        zeros = torch.zeros_like(b, device="cpu") if b.is_meta and initial is None else b
-        return (zeros if initial is None else initial).detach().clone().to(self._device)
-
-    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor.clone()
-        # DTensor.full_tensor gathers axis by axis, with a warning; ours gathers the flattened axes at once.
-        layout, local = layout_on(self._running, self.device_mesh, tensor), tensor.to_local()
-        if layout.owner:
-            return whole(tensor, layout, self._comm)
-        plan = redistribution(layout, Layout(self._running), tuple(tensor.shape), self._running, tensor.dtype, False)
-        with torch.no_grad(), runtime.bind(self._comm):
-            full = execute(plan, local)
-        return full.clone() if full is local else full
-
-    def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
-        if isinstance(tensor, DTensor):
-            layout = layout_on(self._running, self.device_mesh, tensor)
-            part = local_of(full) if isinstance(full, DTensor) else shard_of(full, layout, self._comm.rank)
-            tensor, full = local_of(tensor), part
-        if not full.is_set_to(tensor):  # else it was written in place
-            tensor.copy_(full)
-
-    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        return *super()._form(tensor), tensor.placements if isinstance(tensor, DTensor) else None
-
-    def _check(self, name: str, tensor: torch.Tensor) -> None:
-        layout = self._layout_of.get(name)
-        if tensor.device.type != self._device.type:
-            raise CaptureError(
-                f"{name!r} was moved to {tensor.device}; the mesh is on {self._device.type}. Move it back."
-            )
-        if layout is None and isinstance(tensor, DTensor):
-            raise CaptureError(
-                f"buffer {name!r} was replaced by a DTensor. Every rank holds it whole: use full_tensor()."
-            )
-        placements = tensor.placements if isinstance(tensor, DTensor) else None
-        if layout is not None and not lies_in(layout, self.device_mesh, tensor):
-            raise CaptureError(
-                f"{name!r} was replaced by a tensor in layout {placements or 'of a plain tensor'}; it is kept as a "
-                f"DTensor in {layout}. Copy values into it, or load them with load_full_state_dict."
-            )
-
-    # --- inputs ---
 
     def _arrived(self, leaves: Sequence[Any], spec: Any) -> Sequence[Any]:
         are_global = self._settings.inputs == "global"
@@ -376,15 +289,6 @@ class DistributedModule(ShardedModule):
         mesh = self._running
         whole = Layout(mesh, [I if local.requires_grad else R] * mesh.ndim)
         return execute(redistribution(layout, whole, tuple(shape), mesh, local.dtype, local.requires_grad), local)
-
-
-def execute(plan: Any, local: torch.Tensor) -> torch.Tensor:
-    """Run the steps of a redistribution on this rank's tensor, on the bound communicator."""
-    for step in plan.steps:
-        name, args, kwargs = emit(step)
-        plain = {k: runtime.size(v.size, v.axes) if isinstance(v, Local) else v for k, v in kwargs.items()}
-        local = getattr(runtime, name)(local, *args, **plain)
-    return local
 
 
 def _is_plain(leaf: Any) -> bool:

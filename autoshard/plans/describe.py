@@ -84,7 +84,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
             exposed_s=searched.exposed_s,
             optimizer_s=searched.optimizer,
         ),
-        lower_bound=assignment.solution.lower_bound,
+        lower_bound=max(0.0, assignment.solution.lower_bound),  # seconds: 0 says that none is known
         choices=choices,
         shared={public.get(n, n): layout for n, layout in assignment.shared.items()},
         outputs=assignment.outputs,

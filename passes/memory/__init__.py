@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.passes.memory.fit import fitting, lowered, tried
+from autoshard.passes.memory.fit import fitting, tried
 from autoshard.passes.memory.simulate import simulate
 
-__all__ = ["fitting", "lowered", "simulate", "tried"]
+__all__ = ["fitting", "simulate", "tried"]

@@ -21,16 +21,9 @@ from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
-from autoshard.passes.lower.blocks import hoisted
-from autoshard.passes.lower.bucket import bucket
-from autoshard.passes.lower.in_place import in_place
-from autoshard.passes.lower.lowering import lower
-from autoshard.passes.lower.precision import in_precision
-from autoshard.passes.lower.tables import tables_together
-from autoshard.passes.lower.together import together
+from autoshard.passes.lower.lowered import lowered
 from autoshard.passes.memory.simulate import simulate
 from autoshard.passes.propagate.planner import Planner, proven
-from autoshard.passes.search.network import GAP
 
 log = logging.getLogger("autoshard.plan")
 
@@ -44,11 +37,6 @@ CLOSE = 0.02
 """limits that differ by less, as a part of the budget, are one"""
 SPARED = 0.015
 """of the budget, under the first limit: what is not known differs much from the plan that it is taken from"""
-
-
-def lowered(assignment: Assignment) -> Program:
-    """The program of an assignment: redistributions as statements, those together that can go together."""
-    return in_place(bucket(hoisted(together(tables_together(in_precision(lower(assignment.graph, assignment)))))))
 
 
 def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Memory]:
@@ -74,9 +62,7 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
 
 def _bounded(program: Program, bound: float) -> Program:
     """With a bound of what all cost that hold no more than any limit that was tried."""
-    found = program.assignment.solution
-    closed = 0.0 < found.cost - bound <= GAP * found.cost
-    found = replace(found, lower_bound=min(bound, found.cost), exact=closed, prove=None)
+    found = program.assignment.solution.bounded(bound)
     return replace(program, assignment=replace(program.assignment, solution=found))
 
 

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from autoshard.layout import Owned, Placement, Shard, chunk
 from autoshard.mesh import Mesh
@@ -24,10 +23,6 @@ from autoshard.passes.rules.conv import RULES as CONVOLUTIONS
 from autoshard.passes.rules.embedding import LOOK_UPS, TABLE, TABLE_SUMS
 from autoshard.passes.rules.facts import facts_of, is_view
 
-aten = torch.ops.aten
-
-LOOKS_UP = frozenset({aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor})
-"""operations that read of their first operand no more than they give"""
 CONVOLVES = frozenset(rule.op for rule in CONVOLUTIONS)
 FUNCTIONS = frozenset(
     "exp log log1p expm1 sin cos tanh sigmoid erf gelu silu mish softplus elu selu pow rsqrt sqrt softmax _softmax log_softmax "
@@ -134,7 +129,7 @@ def node_seconds(
     if graph.types[names[0]].tables and node.op in LOOK_UPS:
         sizes = _looked_up(node, graph, mesh, choice, shapes, sizes)
     moved = sum(itertools.compress(sizes, touched))
-    if node.op in LOOKS_UP:
+    if facts_of(node.op).looks_up:
         moved -= max(0, sizes[0] - sizes[len(node.inputs)])
     launch = device.kernel_latency * (traffic is None or traffic.launches)
     wanting = [x for n, x in zip(node.inputs, shapes, strict=False) if graph.types[n].grad][:2]
@@ -172,7 +167,7 @@ def node_seconds(
 def _filled(node: Node, graph: Graph, table: tuple[int, ...]) -> float:
     """Bytes of zeros that the backward of a look-up writes first: the whole gradient of what is looked up in."""
     type_ = graph.types[node.inputs[0]]
-    if not type_.grad or type_.sparse or (node.op not in LOOKS_UP and node.op not in LOOK_UPS):
+    if not type_.grad or type_.sparse or not (facts_of(node.op).looks_up or node.op in LOOK_UPS):
         return 0.0
     return float(math.prod(table) * type_.dtype.itemsize)
 

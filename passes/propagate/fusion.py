@@ -13,31 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from autoshard.passes.ir.graph import Graph, Node, Ref
-from autoshard.passes.rules.facts import is_view, saved
-
-aten = torch.ops.aten
-
-CHAINED = frozenset(
-    {
-        aten.layer_norm.default,
-        aten.rms_norm.default,
-        aten.native_layer_norm.default,
-        aten.group_norm.default,
-        aten.softmax.int,
-        aten._softmax.default,
-        aten.log_softmax.int,
-        aten._log_softmax.default,
-        aten.cross_entropy_loss.default,
-        aten.nll_loss_forward.default,
-        aten.mse_loss.default,
-        aten.dropout.default,
-        aten.native_dropout.default,
-        aten.to.dtype,
-        aten._to_copy.default,
-        aten.cat.default,
-    }
-)
-"""operations in chains that torch tags neither as elementwise nor as reductions"""
+from autoshard.passes.rules.facts import facts_of, is_view, saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +32,7 @@ class Traffic:
 def is_chained(node: Node) -> bool:
     """Whether ``node`` runs in one kernel with its neighbours of the kind."""
     tags = node.op.tags
-    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or node.op in CHAINED
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or facts_of(node.op).chains
 
 
 def traffic(graph: Graph) -> Mapping[str, Traffic]:
@@ -65,7 +41,7 @@ def traffic(graph: Graph) -> Mapping[str, Traffic]:
     written = {out.name for out in graph.outputs if isinstance(out, Ref)} | set(graph.mutations.values())
     for node in graph.nodes:
         if not is_view(node.op):
-            kept = saved(node, graph.types).operands if node.op in CHAINED else ()
+            kept = saved(node, graph.types).operands if facts_of(node.op).chains else ()
             written.update(n for i, n in enumerate(node.inputs) if i in kept or kernel[base[n]] != kernel[node.name])
     written = {base[name] for name in written}
     found = {}

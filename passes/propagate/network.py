@@ -1,4 +1,4 @@
-"""The cost network of a graph: its variables, the tables between them, and what a solution of it means.
+"""The cost network of a graph: its variables, and the tables between them (what a solution means: :mod:`.chosen`).
 
 Variables: an op's strategy (one per mesh axis, combined), an input's layout, and for every value with several readers its
 *shared* layout, which all readers convert from. So one redistribution serves all readers that want the same layout, and
@@ -19,7 +19,7 @@ import numpy as np
 
 from autoshard.layout import I, Layout, Placement, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Assignment, Placements, Strategy, stated
+from autoshard.passes.ir.assignment import Placements, stated
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.propagate import cost as costs
@@ -27,12 +27,12 @@ from autoshard.passes.propagate.alike import alike
 from autoshard.passes.propagate.edges import EdgeTables, Link, readings
 from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
-from autoshard.passes.propagate.keep import AGAIN, NEEDED, KeepTables, Side, is_passive, passive_tags, tail_of
+from autoshard.passes.propagate.keep import AGAIN, KeepTables, Side, is_passive, passive_tags, tail_of
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
-from autoshard.passes.propagate.owners import owned_states, place_of, with_owners
+from autoshard.passes.propagate.owners import owned_states
 from autoshard.passes.propagate.states import free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
-from autoshard.passes.search import CostNetwork, Row, Solution
+from autoshard.passes.search import CostNetwork, Row
 
 Offer = Callable[[Node], tuple[int, ...]]
 """the states ``again`` that an operation may have"""
@@ -103,20 +103,19 @@ class Network:
     def build(self) -> Built:
         """Variables and links, then their tables."""
         self._variables()
-        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None)
+        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None, self.flying)
         found = [tables.of(link) for link in self.links]
         numbers = {name: i for i, name in enumerate(self.variables)}
         sizes = [len(v.choices) * len(v.tags) for v in self.variables.values()]
-        edges = [
-            (numbers[link.source], numbers[link.reader], parts)
-            for link, (parts, _) in zip(self.links, found, strict=True)
-        ]
+        pairs = [(numbers[link.source], numbers[link.reader]) for link in self.links]
+        edges = [(*pair, table.parts) for pair, table in zip(pairs, found, strict=True)]
+        folds = [(table.rows, table.columns) for table in found]
         nodes = [v.parts for v in self.variables.values()]
-        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap, self.graph.passes)
+        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap, self.graph.passes, folds)
         if self.offer is None:
             return Built(network, hiding, alike=alike(self.graph, self.variables))
         own = tuple(self._flying(v.kept, name) for name, v in self.variables.items())
-        kept = Row(own, tuple(self._flying(held) for _, held in found), math.inf)
+        kept = Row(own, tuple(table.held for table in found), math.inf)
         stays = Row(tuple(v.stays for v in self.variables.values()), (None,) * len(edges), math.inf)
         return Built(network, hiding, (kept, stays), alike(self.graph, self.variables))
 
@@ -346,55 +345,3 @@ class Network:
     def _bytes(self, value: str, placed: Sequence[Placements]) -> np.ndarray:
         type_ = self.graph.types[value]
         return np.array([costs.local_numel(type_, p, self.mesh) for p in placed], dtype=float) * type_.dtype.itemsize
-
-    # --- what a solution means ---
-
-    def states_of(self, name: str, variable: Variable, assignment: Assignment) -> list[int]:
-        """The states of a variable that stand for what ``assignment`` chose, and make nothing again."""
-        kind, _, rest = name.rpartition(":")
-        if kind == "node":
-            chosen: Any = assignment.choices[rest]
-        elif kind == "shared":
-            chosen = assignment.shared[rest].placements
-        elif kind == "out":
-            layout = assignment.outputs[int(rest)]
-            chosen = None if layout is None else layout.placements
-        else:
-            chosen = variable.choices[0] if kind == "mutation" else assignment.layouts[name].placements
-        place, count = place_of(chosen, variable.choices), len(variable.choices)
-        most = NEEDED if kind == "shared" or (kind == "node" and rest in self.views) else 0
-        stages = variable.stages or (None,) * len(variable.tags)
-        wanted = assignment.zero.get(rest, 0) if variable.stages else None
-        allowed = (t for t, tag in enumerate(variable.tags) if tag <= most or len(variable.tags) == 1)
-        return [t * count + place for t in allowed if stages[t] == wanted]
-
-    def assignment(self, solution: Solution) -> Assignment:
-        """The layouts, strategies and states that ``solution`` chose."""
-        chosen: dict[str, Any] = {}
-        tags: dict[str, int] = {}
-        places: dict[str, int] = {}
-        zero: dict[str, int] = {}
-        for (name, variable), state in zip(self.variables.items(), solution.choice, strict=True):
-            tag, places[name] = divmod(state, len(variable.choices))
-            chosen[name], tags[name] = variable.choices[places[name]], variable.tags[tag]
-            if variable.stages and variable.stages[tag]:
-                zero[name.removeprefix("shared:")] = variable.stages[tag]
-        layouts = {i.name: Layout(self.mesh, chosen[i.name]) for i in self.graph.inputs}
-        choices: dict[str, tuple[Strategy, ...]] = {}
-        again: dict[str, int] = {}
-        for node in self.graph.nodes:
-            at = f"node:{node.name}"
-            choices[node.name] = chosen[at]
-            for slot, name in enumerate(node.outputs):
-                layouts[name] = Layout(self.mesh, self.spaces[node].outputs[slot][places[at]])
-            if tags[at] > (NEEDED if is_passive(node) else 0):
-                again[node.name] = 1 if is_passive(node) else tags[at]
-        shared = {v.removeprefix("shared:"): Layout(self.mesh, s) for v, s in chosen.items() if v.startswith("shared:")}
-        outputs = tuple(
-            Layout(self.mesh, chosen[f"out:{i}"]) if isinstance(out, Ref) else None
-            for i, out in enumerate(self.graph.outputs)
-        )
-        remade = frozenset(v for v in shared if tags[f"shared:{v}"] == AGAIN)
-        given = frozenset(self.constraints)
-        found = layouts, shared, choices, outputs, solution, given, again, remade, zero
-        return with_owners(Assignment(self.graph, self.mesh, *found), self.constraints)

@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 
 from autoshard.passes.ir.assignment import Assignment
+from autoshard.passes.propagate.chosen import assigned
 from autoshard.passes.propagate.network import Built, Network, Variable
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.search import CostNetwork, Prepared, Row, Solution
+from autoshard.passes.search.folded import Matrix, mapped
 from autoshard.passes.search.network import Array
 
 BESIDE = "beside"
@@ -102,7 +104,7 @@ class Together:
     def beside(self, found: Solution) -> list[Assignment]:
         """What a solution of this search chose for the other graphs."""
         sides = zip(self.built, found.stats[BESIDE], strict=True)
-        return [network.assignment(replace(found, choice=own)) for (network, _), own in sides]
+        return [assigned(network, replace(found, choice=own)) for (network, _), own in sides]
 
     def _joins(
         self, known: Sequence[Network], starts: Sequence[int], nodes: Sequence[np.ndarray]
@@ -127,14 +129,16 @@ def _equal(a: Variable, b: Variable, rows: int, columns: int) -> np.ndarray:
 
 def _scaled(network: CostNetwork, times: float) -> CostNetwork:
     """With costs so many times as large; what shares a table still does."""
-    made: dict[int, np.ndarray] = {}
+    made: dict[int, Matrix] = {}
 
-    def scaled(table: np.ndarray) -> np.ndarray:
+    def scaled(table: Matrix) -> Matrix:
         if id(table) not in made:
-            made[id(table)] = table * times
+            made[id(table)] = mapped(lambda x: x * times, table)
         return made[id(table)]
 
-    return CostNetwork(tuple(map(scaled, network.nodes)), tuple((i, j, scaled(t)) for i, j, t in network.edges))
+    return CostNetwork(
+        tuple(vector * times for vector in network.nodes), tuple((i, j, scaled(t)) for i, j, t in network.edges)
+    )
 
 
 def _moved(row: Row, nodes: int, edges: int, times: float) -> Row:

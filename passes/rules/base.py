@@ -128,6 +128,10 @@ class Facts:
     """whether it counts where nobody reads its result"""
     rounding: Rounding | Callable[[Node], Rounding] = ""
     """what a float32 island may rely on: elements rounded correctly each by itself, sums, or products of matrices"""
+    chains: bool = False
+    """whether a compiler computes it in one kernel with elementwise neighbours, though no tag of torch says so"""
+    looks_up: bool = False
+    """whether it reads of its first operand no more than it gives"""
     backward: float | None = None
     """backward FLOPs per forward FLOP; None: one more product per operand that wants a gradient, two at most"""
 

@@ -215,7 +215,7 @@ RULES: tuple[Rule, ...] = (
         _local_embedding,
         "vocab embed, ... -> ... embed",
         _exchanged,
-        facts=Facts("indices"),
+        facts=Facts("indices", looks_up=True),
     ),
     Rule(
         pooled_op._opoverload,

@@ -243,12 +243,18 @@ def _isin(node: Node, graph: Graph) -> Factors:
 
 
 INDICES = Facts(saves="indices")
-INDEX = Facts(saves="index", rounding="exact")
+INDEX = Facts(saves="index", rounding="exact", looks_up=True)
 SCATTERED = Facts(saves="index")
 _WRITES, _REPLACES = partial(_scatter, adds=False), partial(_index_add, adds=False)
 
 RULES: tuple[Rule, ...] = (
-    *rules("index.Tensor", _index, _local_index, "indexed dims summed", facts=replace(INDICES, rounding="exact")),
+    *rules(
+        "index.Tensor",
+        _index,
+        _local_index,
+        "indexed dims summed",
+        facts=replace(INDICES, rounding="exact", looks_up=True),
+    ),
     *rules("_unsafe_index.Tensor", _index, _local_index, "indexed dims summed", facts=INDICES),
     *rules(
         "index_put.default _unsafe_index_put.default", _index_put, _local_index_put, "indexed dims cut", facts=INDICES

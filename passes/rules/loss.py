@@ -150,7 +150,7 @@ def _over_dim(names: str, function: str) -> list[Rule]:
         extra = {"dtype": dtype} if dtype != site.in_type(0).dtype else {}
         return Call(function, (site.node.args[0], dim, spell(axes)), extra)
 
-    return rules(names, alike, local, "... -> ...", _softmax_collectives, facts=Facts(saves="result"))
+    return rules(names, alike, local, "... -> ...", _softmax_collectives, facts=Facts(saves="result", chains=True))
 
 
 # --- losses that go element by element, and row by row ---
@@ -246,7 +246,9 @@ RULES: tuple[Rule, ...] = (
         _local_classification("cross_entropy"),
         "n vocab ..., n ..., _ -> n ... (none), P (sum, mean); vocab: I",
         _cross_entropy_collectives,
-        facts=Facts(lambda node, types: "target weight" if _has_classes(node, types) else None, _log_softmax),
+        facts=Facts(
+            lambda node, types: "target weight" if _has_classes(node, types) else None, _log_softmax, chains=True
+        ),
     ),
     *rules(
         "nll_loss_nd.default nll_loss.default nll_loss2d.default",
@@ -254,7 +256,7 @@ RULES: tuple[Rule, ...] = (
         _local_classification("nll_loss"),
         "n vocab ..., n ..., _ -> n ... (none), P (sum, mean)",
         _nll_collectives,
-        facts=Facts("self target weight", _total_weight),
+        facts=Facts("self target weight", _total_weight, chains=True),
     ),
     *_over_dim("softmax.int _softmax.default", "softmax"),
     *_over_dim("log_softmax.int _log_softmax.default", "log_softmax"),
@@ -262,7 +264,9 @@ RULES: tuple[Rule, ...] = (
     *(
         rule
         for names, facts in ELEMENTWISE.items()
-        for rule in rules(names, _elementwise, _local_mean(_elements), "..., ... -> ... (none), P", facts=facts)
+        for rule in rules(
+            names, _elementwise, _local_mean(_elements), "..., ... -> ... (none), P", facts=replace(facts, chains=True)
+        )
     ),
     *(
         rule

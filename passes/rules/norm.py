@@ -195,10 +195,14 @@ def _instance_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
     return (TensorType((x.shape[0] * x.shape[1],), x.dtype),) * (copies + 2 * bool(node.argument("use_input_stats")))
 
 
-LAYER_NORM = Facts("input weight bias result1 result2", lambda n, types: _moments(_rows(n, types), n, types))
-RMS_NORM = Facts("input: input weight result1", _rms_intermediates)
+LAYER_NORM = Facts(
+    "input weight bias result1 result2", lambda n, types: _moments(_rows(n, types), n, types), chains=True
+)
+RMS_NORM = Facts("input: input weight result1", _rms_intermediates, chains=True)
 GROUP_NORM = Facts(
-    "input weight", lambda n, types: _moments((types[n.inputs[0]].shape[0], n.argument("num_groups")), n, types)
+    "input weight",
+    lambda n, types: _moments((types[n.inputs[0]].shape[0], n.argument("num_groups")), n, types),
+    chains=True,
 )
 BATCH_NORM = Facts(
     "input weight running_mean running_var result1 result2",

@@ -288,7 +288,7 @@ RULES: tuple[Rule, ...] = (
     *rules("diff.default", _in_place(_dim), None, "dim whole", facts=NOTHING),
     *rules("glu.default", _in_place(_dim, linear=False), None, "dim whole", facts=OPERAND),
     *rules("constant_pad_nd.default pad.default", _shifted, _local_shifted, "... -> ...", halos(_slide), facts=PADDED),
-    *rules("cat.default concatenate.default", _cat, None, "dim whole", facts=EXACT),
+    *rules("cat.default concatenate.default", _cat, None, "dim whole", facts=replace(EXACT, chains=True)),
     *rules("concat.default", _cat, None, "dim whole", facts=NOTHING),
     *rules("hstack.default column_stack.default", _stacks(1), None, "dim 1 whole", facts=NOTHING),
     *rules("vstack.default", _stacks(0), None, "dim 0 whole", facts=NOTHING),

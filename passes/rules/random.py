@@ -149,13 +149,15 @@ def _mask(node: Node, types: Types) -> tuple[TensorType, ...]:
 
 
 RULES: tuple[Rule, ...] = (
-    *rules("dropout.default", _dropout, _local_dropout, "... -> ...", facts=Facts("", _noise, draws=_drops)),
+    *rules(
+        "dropout.default", _dropout, _local_dropout, "... -> ...", facts=Facts("", _noise, draws=_drops, chains=True)
+    ),
     *rules(
         "native_dropout.default",
         _dropout,
         _local_native_dropout,
         "... -> ..., ...",
-        facts=Facts("result1", _mask, draws=lambda given: given["train"] is not False),
+        facts=Facts("result1", _mask, draws=lambda given: given["train"] is not False, chains=True),
     ),
     *rules(LIKE, like_strategies, _local_like, "... -> ...", facts=NOTHING),
     *rules(SIZED, factory_strategies, _local_draw, "-> any dim", facts=NOTHING),

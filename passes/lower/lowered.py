@@ -1,0 +1,24 @@
+"""The recipe of lowering: from chosen layouts to a program on local tensors, pass by pass."""
+
+from __future__ import annotations
+
+from autoshard.passes.ir.assignment import Assignment
+from autoshard.passes.ir.program import Program
+from autoshard.passes.lower.blocks import hoisted
+from autoshard.passes.lower.bucket import bucket
+from autoshard.passes.lower.in_place import in_place
+from autoshard.passes.lower.lowering import lower
+from autoshard.passes.lower.precision import in_precision
+from autoshard.passes.lower.tables import tables_together
+from autoshard.passes.lower.together import together
+
+
+def lowered(assignment: Assignment) -> Program:
+    """The program of an assignment: redistributions as statements, those together that can go together."""
+    program = lower(assignment.graph, assignment)
+    program = in_precision(program)
+    program = tables_together(program)
+    program = together(program)
+    program = hoisted(program)
+    program = bucket(program)
+    return in_place(program)

@@ -1,0 +1,65 @@
+"""What a solution of a network means: the assignment that it chose, and the states that stand for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.layout import Layout
+from autoshard.passes.ir.assignment import Assignment, Strategy
+from autoshard.passes.ir.graph import Ref
+from autoshard.passes.propagate.keep import AGAIN, NEEDED, is_passive
+from autoshard.passes.propagate.network import Network, Variable
+from autoshard.passes.propagate.owners import place_of, with_owners
+from autoshard.passes.search import Solution
+
+
+def assigned(network: Network, solution: Solution) -> Assignment:
+    """The layouts, strategies and states that ``solution`` chose."""
+    chosen: dict[str, Any] = {}
+    tags: dict[str, int] = {}
+    places: dict[str, int] = {}
+    zero: dict[str, int] = {}
+    for (name, variable), state in zip(network.variables.items(), solution.choice, strict=True):
+        tag, places[name] = divmod(state, len(variable.choices))
+        chosen[name], tags[name] = variable.choices[places[name]], variable.tags[tag]
+        if variable.stages and variable.stages[tag]:
+            zero[name.removeprefix("shared:")] = variable.stages[tag]
+    layouts = {i.name: Layout(network.mesh, chosen[i.name]) for i in network.graph.inputs}
+    choices: dict[str, tuple[Strategy, ...]] = {}
+    again: dict[str, int] = {}
+    for node in network.graph.nodes:
+        at = f"node:{node.name}"
+        choices[node.name] = chosen[at]
+        for slot, name in enumerate(node.outputs):
+            layouts[name] = Layout(network.mesh, network.spaces[node].outputs[slot][places[at]])
+        if tags[at] > (NEEDED if is_passive(node) else 0):
+            again[node.name] = 1 if is_passive(node) else tags[at]
+    shared = {v.removeprefix("shared:"): Layout(network.mesh, s) for v, s in chosen.items() if v.startswith("shared:")}
+    outputs = tuple(
+        Layout(network.mesh, chosen[f"out:{i}"]) if isinstance(out, Ref) else None
+        for i, out in enumerate(network.graph.outputs)
+    )
+    remade = frozenset(v for v in shared if tags[f"shared:{v}"] == AGAIN)
+    given = frozenset(network.constraints)
+    found = layouts, shared, choices, outputs, solution, given, again, remade, zero
+    return with_owners(Assignment(network.graph, network.mesh, *found), network.constraints)
+
+
+def states_of(network: Network, name: str, variable: Variable, assignment: Assignment) -> list[int]:
+    """The states of a variable that stand for what ``assignment`` chose, and make nothing again."""
+    kind, _, rest = name.rpartition(":")
+    if kind == "node":
+        chosen: Any = assignment.choices[rest]
+    elif kind == "shared":
+        chosen = assignment.shared[rest].placements
+    elif kind == "out":
+        layout = assignment.outputs[int(rest)]
+        chosen = None if layout is None else layout.placements
+    else:
+        chosen = variable.choices[0] if kind == "mutation" else assignment.layouts[name].placements
+    place, count = place_of(chosen, variable.choices), len(variable.choices)
+    most = NEEDED if kind == "shared" or (kind == "node" and rest in network.views) else 0
+    stages = variable.stages or (None,) * len(variable.tags)
+    wanted = assignment.zero.get(rest, 0) if variable.stages else None
+    allowed = (t for t, tag in enumerate(variable.tags) if tag <= most or len(variable.tags) == 1)
+    return [t * count + place for t in allowed if stages[t] == wanted]
