@@ -23,6 +23,7 @@ from autoshard.passes.pipeline import Pieces
 from autoshard.passes.pipeline.choose import Cutting, Piece
 from autoshard.passes.pipeline.fold import Folded, folded
 from autoshard.passes.pipeline.timeline import held, in_flight, orders, refusal
+from autoshard.passes.search.network import Effort
 from autoshard.plans.pipeline import stage_times
 from autoshard.plans.plan import Plan
 from autoshard.plans.report import local_bytes
@@ -30,8 +31,8 @@ from autoshard.plans.stages import CHUNKS, budget_of
 from autoshard.plans.wishes import Wishes
 
 AXIS = "pp"
-EFFORT = 0.09
-"""of the search for an estimate, as a part of what proofs take: too little for branches"""
+EFFORT = Effort(0.1, branches=False)
+"""of the search for an estimate"""
 
 
 @dataclass(frozen=True)

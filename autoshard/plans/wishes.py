@@ -10,6 +10,7 @@ from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.passes.microbatch import AUTO
 from autoshard.passes.propagate.recompute import Recompute
+from autoshard.passes.search.network import FULL, Effort
 from autoshard.plans.plan import Plan
 from autoshard.precision import Precision
 
@@ -42,8 +43,8 @@ class Wishes:
     """of one stage: the micro-batches that it keeps something for at once"""
     boundaries: tuple[int, ...] | None = None
     """positions among the operations of a micro-batch before which stages are cut; None: searched"""
-    effort: float = 1.0
-    """of the search, as a part of what proofs take"""
+    effort: Effort = FULL
+    """of the search"""
     homes: Mapping[str, tuple[int, ...]] | None = None
     """the stages that an earlier compilation put the parameters and buffers into"""
     objective: str = "step"

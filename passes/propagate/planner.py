@@ -22,14 +22,15 @@ from autoshard.passes.propagate.recompute import Recompute, hinted, offer
 from autoshard.passes.propagate.zero import offered
 from autoshard.passes.search import CostNetwork, Prepared, Row, Solution, solve
 from autoshard.passes.search.folded import Matrix, mapped
+from autoshard.passes.search.network import FULL, Effort
 
 log = logging.getLogger("autoshard.plan")
 
 Prepare = Callable[[Network, CostNetwork, tuple[Row, ...], Sequence[Hashable | None] | None], Prepared]
 """what makes of a network, with its costs, rows and labels, what is to be solved"""
 
-EFFORT = 0.1
-"""of searches under a limit, as a part of what proofs take"""
+LIMITED = 0.1
+"""what searches under a limit may take, as a part of what proofs take"""
 
 
 def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | Limit]) -> Assignment:
@@ -55,13 +56,13 @@ class Planner:
         given: Mapping[str, Layout] | None = None,
         zero: Mapping[str, int] | None = None,
         flying: int = 0,
-        effort: float = 1.0,
+        effort: Effort = FULL,
         carried: frozenset[str] = frozenset(),
     ) -> None:
         """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
         :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts;
         ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; ``flying``: of a stage of a pipeline, the
-        micro-batches that it keeps something for at once; ``effort``: of the search, as a part of what proofs take;
+        micro-batches that it keeps something for at once; ``effort``: of the search;
         ``carried``: inputs that an earlier call gave back, such as caches, whose layouts are to be chosen."""
         self.flying, self.effort, self.carried = flying, effort, carried
         self.prepare: Prepare = _alone
@@ -99,7 +100,7 @@ class Planner:
         prepared = self._with_bytes(network, built)
         limits = *(row.limit for row in built.hiding), limit, limit if budget is None else budget
         start = (*self.prices, *(0.0,) * (len(limits) - len(self.prices))) if self.prices else None
-        found = prepared.solve(limits, min(EFFORT, self.effort), prices=start)
+        found = prepared.solve(limits, replace(self.effort, part=min(LIMITED, self.effort.part)), prices=start)
         self.prices = found.prices
         if self._even not in self._loosest or limit > self._loosest[self._even][0]:
             self._loosest[self._even] = limit, found

@@ -22,7 +22,7 @@ from autoshard.passes.propagate.network import Built, Network, Variable
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.search import CostNetwork, Prepared, Row, Solution
 from autoshard.passes.search.folded import Matrix, mapped
-from autoshard.passes.search.network import Array
+from autoshard.passes.search.network import FULL, Array, Effort
 
 BESIDE = "beside"
 """among a solution's stats: the choices of the other networks"""
@@ -48,7 +48,7 @@ class Joined(Prepared):
     def solve(
         self,
         limits: Sequence[float] | None = None,
-        effort: float = 1.0,
+        effort: Effort = FULL,
         time_limit: float = math.inf,
         prices: Sequence[float] | None = None,
     ) -> Solution:

@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.mixture import mix
-from autoshard.passes.search.network import Array, NotFoundError
+from autoshard.passes.search.network import Array, Effort, NotFoundError
 from autoshard.passes.search.prices import Part, Search, maximise_bound
 from autoshard.passes.search.stacked import Choice
 
@@ -25,17 +25,15 @@ BRANCHES = 24
 WORK = 4_000_000_000
 # Mixtures tried in each of them.
 MIXTURES = 2
-# With less effort there are none.
-LEAST_EFFORT = 0.1
 
 
-def branch(search: Search, enough: float, effort: float) -> int:
+def branch(search: Search, enough: float, effort: Effort) -> int:
     """Narrow the gap of a search to ``enough``; returns how many branches were looked at."""
-    if effort < LEAST_EFFORT:
+    if not effort.branches:
         return 0
     leaves: list[tuple[float, int, Part]] = [(search.part.bound, 0, search.part)]
-    made, most = 0, search.work + WORK * effort
-    while leaves and made < BRANCHES * effort and search.work < most and not search.late:
+    made, most = 0, search.work + WORK * effort.part
+    while leaves and made < BRANCHES * effort.part and search.work < most and not search.late:
         if search.gap(leaves[0][0]) <= enough:
             break
         bound, _, part = heapq.heappop(leaves)

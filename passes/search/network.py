@@ -112,6 +112,23 @@ class Solution:
 
 
 @dataclass(frozen=True)
+class Effort:
+    """What a search under rows may take: the same work, and so the same choice, in every run."""
+
+    part: float = 1.0
+    """of the work that proofs take"""
+    branches: bool = True
+    """whether a gap that prices leave is branched on"""
+
+    def of(self, count: float) -> int:
+        """So many of ``count``, at least one."""
+        return math.ceil(count * self.part)
+
+
+FULL = Effort()
+
+
+@dataclass(frozen=True)
 class Memory:
     """A limit on what the choices hold: ``usage[i]``: float64 [n_i], what node i's strategies hold; ``limit``: bytes.
 

@@ -14,7 +14,7 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.passes.search.alike import Tied, tie
 from autoshard.passes.search.lives import Lives
-from autoshard.passes.search.network import Array, CostNetwork, Memory, Row, Solution
+from autoshard.passes.search.network import FULL, Array, CostNetwork, Effort, Memory, Row, Solution
 from autoshard.passes.search.over_time import solve_over_time
 from autoshard.passes.search.prices import Reduced
 from autoshard.passes.search.solver import cheaper, plainly, relaxed
@@ -54,7 +54,7 @@ def solve(
         return plainly(network, time.perf_counter() + limit)
     if memory is not None:
         rows = [*rows, Row(memory.usage, (None,) * len(network.edges), memory.limit)]
-    return Prepared(network, tuple(rows), alike).solve(None, effort, limit, prices).proven()
+    return Prepared(network, tuple(rows), alike).solve(None, Effort(effort), limit, prices).proven()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class Prepared:
     def solve(
         self,
         limits: Sequence[float] | None = None,
-        effort: float = 1.0,
+        effort: Effort = FULL,
         time_limit: float = math.inf,
         prices: Sequence[float] | None = None,
     ) -> Solution:

@@ -16,7 +16,7 @@ from autoshard.passes.search.eliminate import Eliminator
 from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.milp import Limit, solve_core
 from autoshard.passes.search.mixture import mix
-from autoshard.passes.search.network import GAP, Solution
+from autoshard.passes.search.network import GAP, Effort, Solution
 from autoshard.passes.search.prices import Part, Prices, Reduced, Relaxed, Search, maximise_bound
 from autoshard.passes.search.prune import NO_CHOICE
 from autoshard.passes.search.stacked import Choice, Stacked, undecided, value
@@ -48,7 +48,7 @@ MAX_LOOKS = 6
 
 
 def solve_within(
-    reduced: Reduced, problem: Stacked, relaxed: Relaxed, limit: float, effort: float, prices: Prices = None
+    reduced: Reduced, problem: Stacked, relaxed: Relaxed, limit: float, effort: Effort, prices: Prices = None
 ) -> Solution:
     """The cheapest choice of ``problem``; see :func:`searched`."""
     return searched(problem, relaxed, limit, effort, prices, reduced).solution()
@@ -60,7 +60,7 @@ def solve_alike(
     tied: Tied,
     relaxed: Relaxed,
     limit: float,
-    effort: float,
+    effort: Effort,
     prices: Prices = None,
 ) -> Solution:
     """The cheapest choice found of ``problem``, whose alike nodes choose alike but where that costs; its bound is of all,
@@ -100,7 +100,7 @@ def searched(
     problem: Stacked,
     relaxed: Relaxed,
     limit: float,
-    effort: float,
+    effort: Effort,
     prices: Prices = None,
     reduced: Reduced | None = None,
 ) -> Search:
@@ -117,12 +117,12 @@ def searched(
     if search.gap(search.bound) > ENOUGH:
         if search.part.elimination is None:
             thin(search)
-        maximise_bound(search, search.part, math.ceil(ITERATIONS * effort), ENOUGH)
+        maximise_bound(search, search.part, effort.of(ITERATIONS), ENOUGH)
         search.bound = max(search.bound, search.part.bound)
-        trials = max(MIXTURES * min(1.0, max(effort, FEW_NODES / len(problem.sizes))), FEWEST)
+        trials = max(MIXTURES * min(1.0, max(effort.part, FEW_NODES / len(problem.sizes))), FEWEST)
         stats["mixtures"] = mix(search, search.part, ENOUGH, math.ceil(trials))
         stats["branches"] = branch(search, ENOUGH, effort)
-    hopeless = _entries(search.part.problem) > HOPELESS * MILP_ENTRIES * effort
+    hopeless = _entries(search.part.problem) > HOPELESS * effort.of(MILP_ENTRIES)
     if search.gap(search.bound) > ENOUGH and "looks" not in stats and not hopeless:
         stats["looks"] = close_gap(search, effort)
     if search.choice is None:
@@ -130,14 +130,14 @@ def searched(
     return search
 
 
-def begun(search: Search, effort: float) -> None:
+def begun(search: Search, effort: Effort) -> None:
     """A first bound, and a choice within the hard limits. Raises PlanError where there is none."""
     maximise_bound(search, search.part, 1)
     if search.choice is None:
-        maximise_bound(search, search.part, math.ceil(FIRST_ITERATIONS * effort))
+        maximise_bound(search, search.part, effort.of(FIRST_ITERATIONS))
     if search.choice is None:
         fit(search, effort)
-    maximise_bound(search, search.part, math.ceil(FIRST_ITERATIONS * effort))
+    maximise_bound(search, search.part, effort.of(FIRST_ITERATIONS))
     search.bound = search.part.bound
 
 
@@ -145,7 +145,7 @@ def _entries(problem: Stacked) -> int:
     return sum(math.prod(problem.sizes[i] for i in scope) for scope in problem.factors)
 
 
-def fit(search: Search, effort: float) -> None:
+def fit(search: Search, effort: Effort) -> None:
     """A choice within the hard limits, whatever it costs. Raises PlanError with the least usage found if there is none."""
     problem, part = search.first, search.part
     hard = np.flatnonzero(np.isinf(problem.prices))
@@ -156,7 +156,7 @@ def fit(search: Search, effort: float) -> None:
     else:
         prices = np.where(np.isinf(problem.prices), 1 / problem.scale, 0.0)
         only = Search(replace(part.problem.costless(), prices=prices), search.relaxed, search.deadline)
-        maximise_bound(only, only.part, math.ceil(ITERATIONS * effort))
+        maximise_bound(only, only.part, effort.of(ITERATIONS))
         only.bound = only.part.bound
         if only.total > 0 and not only.closed:
             close_gap(only, effort)
@@ -183,7 +183,7 @@ def thin(search: Search) -> None:
         search.part = part.restricted(dropped)
 
 
-def close_gap(search: Search, effort: float) -> int:
+def close_gap(search: Search, effort: Effort) -> int:
     """Prune by the Lagrangian bound and solve what is left as a MILP, looking further and further above the bound."""
     small = _entries(search.part.problem) <= SMALL
     looks, reach = 0, 0.0 if small else FIRST_LOOK * abs(search.bound)
@@ -198,7 +198,7 @@ def close_gap(search: Search, effort: float) -> int:
     return looks
 
 
-def _look(search: Search, target: float, effort: float, sweeps: int) -> bool:
+def _look(search: Search, target: float, effort: Effort, sweeps: int) -> bool:
     """Search all choices that cost at most ``target``; returns whether this was completed (then the bound is known)."""
     try:
         kept = _within_reach(search.part, target + GAP * abs(target), sweeps)
@@ -226,7 +226,7 @@ def _within_reach(part: Part, upper: float, sweeps: int) -> list[Classes]:
     return kept
 
 
-def solve_programme(search: Search, kept: list[Classes], target: float, effort: float) -> tuple[float, bool]:
+def solve_programme(search: Search, kept: list[Classes], target: float, effort: Effort) -> tuple[float, bool]:
     """Offers what the MILP finds among the ``kept``; returns (lower bound of these, whether it was solved to the end)."""
     part = search.part.restricted(dict(enumerate(kept)))
     problem = part.problem
@@ -242,8 +242,8 @@ def solve_programme(search: Search, kept: list[Classes], target: float, effort: 
         upper=target,
         limits=limits,
         time_limit=max(search.deadline - time.perf_counter(), 1.0),
-        most_nodes=math.ceil(MILP_WORK * effort / max(_entries(problem), 1)),
-        most_entries=math.ceil(MILP_ENTRIES * effort),
+        most_nodes=effort.of(MILP_WORK / max(_entries(problem), 1)),
+        most_entries=effort.of(MILP_ENTRIES),
     )
     if found.choice is not None:
         search.offer(part.original([found.choice[i] for i in range(len(problem.sizes))]))
