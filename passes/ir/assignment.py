@@ -56,6 +56,9 @@ class Strategy:
     """which of the dims that it cuts are one: those of operands and results; of results, where operands give no data; none,
     where operands travel between ranks"""
 
+    alone: bool = False
+    """whether no other axis may be on the factor: of every part of a dim one axis cuts, as DTensors say it"""
+
     innermost: bool = False
     """whether no axis inside of its own may cut results as it does, by another strategy"""
 

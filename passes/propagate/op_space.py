@@ -223,11 +223,10 @@ def fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
     if not together(choice):
         return False
     used: dict[str, list[int]] = {}
-    ways: dict[str, Strategy] = {}
     for strategy, ranks in zip(choice, mesh.shape, strict=True):
         used.setdefault(strategy.label, []).append(ranks)
-        if ways.setdefault(strategy.label, strategy) != strategy:  # one cuts a dim, the other each of its parts
-            return False
+    if any(strategy.alone and len(used[strategy.label]) > 1 for strategy in choice):
+        return False
     return all(strategy.allows(used[strategy.label]) for strategy in choice)
 
 

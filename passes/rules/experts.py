@@ -46,7 +46,7 @@ def _halves(hidden: Strategy) -> Strategy:
     first, size = hidden.inputs[3], hidden.size
     assert isinstance(first, Shard)
     inputs = (*hidden.inputs[:3], Grouped(first.dim, 2), hidden.inputs[4])
-    return replace(hidden, inputs=inputs, size=size, even=True)
+    return replace(hidden, inputs=inputs, size=size, even=True, alone=True)
 
 
 def _hidden(node: Node, graph: Graph) -> int:
