@@ -91,3 +91,12 @@ def test_parts_that_do_not_divide_are_sent(width: int, axes: list[int], sent: bo
     mesh = {f"tp{i}": n for i, n in enumerate(axes)}
     found = collectives(Gated(width), mesh, None, (given(),), like="megatron")
     assert any(kind == "halo" for kind, _, _, _ in found) == sent, found
+
+
+def test_a_plan_with_parts_is_given_back() -> None:
+    plan = autoshard.plan(Gated(8).double(), ideal({"tp": 4}), (given(),), like="megatron")
+    assert "n/2" in plan.choices["linear"].labels
+    again = autoshard.Plan.from_json(plan.to_json())
+    followed = autoshard.compile(Gated(8).double(), {"tp": 4}, (given(),), plan=again).plan
+    assert followed.layouts["gate_up.weight"] == plan.layouts["gate_up.weight"]
+    assert str(followed.layouts["gate_up.bias"]) == "S(0/2)@tp"

@@ -38,7 +38,7 @@ class Strategy:
     """
 
     label: str
-    """"I", "R", "P(…)" or the factor's name; the lowering looks at it"""
+    """"I", "R", "P(…)" or the factor's name, with the number of its parts where each is cut; the lowering looks at it"""
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     size: int | None = None
@@ -61,6 +61,11 @@ class Strategy:
 
     innermost: bool = False
     """whether no axis inside of its own may cut results as it does, by another strategy"""
+
+    @property
+    def factor(self) -> str:
+        """The label, without a number of parts."""
+        return self.label.partition("/")[0]
 
     def allows(self, ranks: Sequence[int]) -> bool:
         """Whether axes of these sizes, outer to inner, may all be on the factor."""

@@ -90,7 +90,8 @@ def in_parts(found: Sequence[Strategy], node: Node, graph: Graph) -> Iterator[St
             made = [_grouped(p, count) for p, _ in cut] + [p for p, _ in placed[len(cut) :]]
             size = next(int(t.shape[p.dim]) for p, t in cut if isinstance(p, Shard)) // count
             inputs, outputs = tuple(made[: len(node.inputs)]), tuple(made[len(node.inputs) :])
-            yield replace(strategy, inputs=inputs, outputs=outputs, size=size, even=True, alone=True)
+            label = f"{strategy.label}/{count}"
+            yield replace(strategy, label=label, inputs=inputs, outputs=outputs, size=size, even=True, alone=True)
 
 
 def _count(placement: Shard, type_: TensorType) -> int:
