@@ -2,8 +2,8 @@
 
     python benchmarks/fused_projections.py          # or some of: gpt2 phi3 phi3-grouped mamba
 
-Two layers each, by like="megatron" on {"tp": 4}, h100. "parts" are exchanges between what a rank holds of a fused result and what it
-needs of its parts. Nothing is executed; models have no data.
+Two layers each, by like="megatron" on {"tp": 4}, h100. "parts" are exchanges between what a rank holds of a fused
+result and what it needs of its parts. Nothing is executed; models have no data.
 """
 
 from __future__ import annotations
