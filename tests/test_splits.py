@@ -9,6 +9,7 @@ from state_experts import Fused
 
 import autoshard
 from autoshard.compiler import captured
+from autoshard.viz.layout_picture import visualize_layout
 
 aten = torch.ops.aten
 
@@ -100,3 +101,5 @@ def test_a_plan_with_parts_is_given_back() -> None:
     followed = autoshard.compile(Gated(8).double(), {"tp": 4}, (given(),), plan=again).plan
     for name in ("gate_up.weight", "gate_up.bias"):
         assert str(followed.layouts[name]) == str(plan.layouts[name]) == "S(0/2)@tp"
+    drawn = visualize_layout(plan.layouts["gate_up.bias"], (16,)).splitlines()
+    assert drawn[4].replace("│", " ").split() == [*"0123", *"0123"]
