@@ -9,6 +9,7 @@ from state_experts import Fused
 
 import autoshard
 from autoshard.compiler import captured
+from autoshard.viz.layout_picture import visualize_layout
 
 aten = torch.ops.aten
 
@@ -54,3 +55,51 @@ def test_parts_of_another_rank_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("autoshard.runtime.split", held)
     report = autoshard.verify(Fused().double(), ideal({"tp": 2}), (given(),), like="megatron")
     assert not report.ok
+
+
+class Viewed(torch.nn.Module):
+    """Queries, keys and values of one projection, seen as a dim of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return (x + self.o(y.transpose(1, 2).flatten(2))).square().mean()
+
+
+def test_parts_seen_as_a_dim_are_cut_each() -> None:
+    """With shards of the weight beside it, too: nothing but weights and row-parallel results is sent."""
+    found = collectives(Viewed(), {"dp": 2, "tp": 2}, None, (given()[:2],), like={"dp": "fsdp", "tp": "megatron"})
+    assert not {(kind, axes) for kind, axes, _, _ in found} & {("halo", ("tp",)), ("all_gather", ("tp",))}, found
+
+
+class Gated(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate_up, self.down = torch.nn.Linear(8, 2 * width), torch.nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(gate.sigmoid() * up).square().mean()
+
+
+@pytest.mark.parametrize(("width", "axes", "sent"), [(6, [4], True), (8, [2, 2], True), (8, [4], False)], ids=str)
+def test_parts_that_do_not_divide_are_sent(width: int, axes: list[int], sent: bool) -> None:
+    """Of 6 features in each part four ranks cannot hold as many each; and a DTensor cannot say it of two axes."""
+    mesh = {f"tp{i}": n for i, n in enumerate(axes)}
+    found = collectives(Gated(width), mesh, None, (given(),), like="megatron")
+    assert any(kind == "halo" for kind, _, _, _ in found) == sent, found
+
+
+def test_a_plan_with_parts_is_given_back() -> None:
+    plan = autoshard.plan(Gated(8).double(), ideal({"tp": 4}), (given(),), like="megatron")
+    assert "n/2" in plan.choices["linear"].labels
+    again = autoshard.Plan.from_json(plan.to_json())
+    followed = autoshard.compile(Gated(8).double(), {"tp": 4}, (given(),), plan=again).plan
+    for name in ("gate_up.weight", "gate_up.bias"):
+        assert str(followed.layouts[name]) == str(plan.layouts[name]) == "S(0/2)@tp"
+    drawn = visualize_layout(plan.layouts["gate_up.bias"], (16,)).splitlines()
+    assert drawn[4].replace("│", " ").split() == [*"0123", *"0123"]

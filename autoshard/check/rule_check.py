@@ -20,9 +20,10 @@ from autoshard.check.shards import Tensors, differs, noise, scatter
 from autoshard.errors import AutoshardError, RuleError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Strategy, together
+from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.program import Call
+from autoshard.passes.propagate.op_space import fits
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Rule, Site
 
@@ -222,16 +223,8 @@ def _choices(rule: Rule, example: _Example, mesh: Mesh) -> Iterator[tuple[Graph,
     for graph, strategies in (example.graph, moving), (without, rule.strategies(example.node, without)):
         for choice in itertools.product(strategies, repeat=mesh.ndim):
             new = graph is example.graph or not all(s in moving for s in choice)
-            if new and _fits(choice, mesh):
+            if new and fits(choice, mesh):
                 yield graph, choice
-
-
-def _fits(choice: tuple[Strategy, ...], mesh: Mesh) -> bool:
-    """Whether every factor is long enough for the axes on it, and divides where it must."""
-    ranks: dict[str, list[int]] = {}
-    for s, n in zip(choice, mesh.shape, strict=True):
-        ranks.setdefault(s.label, []).append(n)
-    return together(choice) and all(s.allows(ranks[s.label]) for s in choice)
 
 
 def _site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...]) -> Site:

@@ -53,31 +53,29 @@ def in_order(gathered: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def mend_checkpoints() -> None:
     """Have checkpoints read and write every chunk of DTensors of which a rank holds several; others are as they were."""
-    torchs: Any = DTensor
-    written, listed, shard = torchs.__create_write_items__, torchs.__create_chunk_list__, torchs.__get_tensor_shard__
+    of: Any = DTensor
+    written, listed, shard = of.__create_write_items__, of.__create_chunk_list__, of.__get_tensor_shard__
 
     def create_write_items(self: DTensor, fqn: str, given: Any) -> Any:
-        return [_item(fqn, self, c) for c in chunks(self)] if in_chunks(self) else written(self, fqn, given)
+        return [_item(fqn, self, c) for c in chunks(self)] if holds_several(self) else written(self, fqn, given)
 
     def create_chunk_list(self: DTensor) -> Any:
-        return [c.metadata for c in chunks(self)] if in_chunks(self) else listed(self)
+        return [c.metadata for c in chunks(self)] if holds_several(self) else listed(self)
 
     def get_tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
-        if not in_chunks(self):
+        if not holds_several(self):
             found: torch.Tensor = shard(self, index)
             return found
         return next(c.local for c in chunks(self) if c.metadata.offsets == index.offset)
 
-    torchs.__create_write_items__ = create_write_items
-    torchs.__create_chunk_list__ = create_chunk_list
-    torchs.__get_tensor_shard__ = get_tensor_shard
+    of.__create_write_items__, of.__create_chunk_list__ = create_write_items, create_chunk_list
+    of.__get_tensor_shard__ = get_tensor_shard
 
 
-def in_chunks(x: DTensor) -> bool:
+def holds_several(x: Any) -> bool:
     """Whether a rank holds several chunks of ``x`` by one placement, and no other axis cuts that dim."""
-    placements: Any = x.placements
-    cut = {p.dim for p in placements if hasattr(p, "split_factor")}
-    return bool(cut) and not any(p.is_shard() and p.dim in cut for p in placements)
+    cut = {p.dim for p in x.placements if hasattr(p, "split_factor")}
+    return bool(cut) and not any(p.is_shard() and p.dim in cut for p in x.placements)
 
 
 def _item(fqn: str, x: DTensor, chunk: Chunk) -> WriteItem:

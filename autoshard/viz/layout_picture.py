@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from autoshard.layout import Layout, Partial, Shard
@@ -31,7 +32,8 @@ def visualize_layout(layout: Layout, shape: Sequence[int]) -> str:
     cut = sorted({p.dim for p in layout.placements if isinstance(p, Shard)})
     blocks: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank in range(mesh.size):
-        blocks.setdefault(tuple(layout.chunk_of(d, shape[d], rank) for d in cut), []).append(rank)
+        for block in itertools.product(*(layout.chunks_of(d, shape[d], rank) for d in cut)):
+            blocks.setdefault(block, []).append(rank)
     row_dim = cut[0] if len(cut) > 1 else None
     column_dim = cut[-1] if cut else None
     others = [d for d in cut if d not in (row_dim, column_dim)]

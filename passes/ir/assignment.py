@@ -38,7 +38,7 @@ class Strategy:
     """
 
     label: str
-    """"I", "R", "P(…)" or the factor's name; the lowering looks at it"""
+    """"I", "R", "P(…)" or the factor's name, with the number of its parts where each is cut; the lowering looks at it"""
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     size: int | None = None
@@ -56,8 +56,16 @@ class Strategy:
     """which of the dims that it cuts are one: those of operands and results; of results, where operands give no data; none,
     where operands travel between ranks"""
 
+    alone: bool = False
+    """whether no other axis may be on the factor: of every part of a dim one axis cuts, as DTensors say it"""
+
     innermost: bool = False
     """whether no axis inside of its own may cut results as it does, by another strategy"""
+
+    @property
+    def factor(self) -> str:
+        """The label, without a number of parts."""
+        return self.label.partition("/")[0]
 
     def allows(self, ranks: Sequence[int]) -> bool:
         """Whether axes of these sizes, outer to inner, may all be on the factor."""

@@ -67,7 +67,7 @@ class Asked:
     """
 
     cuts: frozenset[str]
-    """labels of strategies"""
+    """factors of strategies"""
     optional: bool = False
     """whether it may run whole as well"""
     sums: bool = True
@@ -77,7 +77,7 @@ class Asked:
 
     def allows(self, strategy: Strategy) -> bool:
         if strategy.divides:
-            return strategy.label in self.cuts
+            return strategy.factor in self.cuts
         if strategy.label == "I" and not self.invariant:
             return False
         return self.sums or not any(isinstance(p, Partial) for p in strategy.inputs)
@@ -223,12 +223,11 @@ def fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
     if not together(choice):
         return False
     used: dict[str, list[int]] = {}
-    ways: dict[str, Strategy] = {}
     for strategy, ranks in zip(choice, mesh.shape, strict=True):
-        used.setdefault(strategy.label, []).append(ranks)
-        if ways.setdefault(strategy.label, strategy) != strategy:  # one cuts a dim, the other each of its parts
-            return False
-    return all(strategy.allows(used[strategy.label]) for strategy in choice)
+        used.setdefault(strategy.factor, []).append(ranks)
+    if any(strategy.alone and len(used[strategy.factor]) > 1 for strategy in choice):
+        return False
+    return all(strategy.allows(used[strategy.factor]) for strategy in choice)
 
 
 def site_of(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Site:

@@ -45,7 +45,7 @@ def _owned(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
 
 
 def _grouped(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
-    """Those in which some axes cut every part of a dim, and others do not cut that dim."""
+    """Those in which one axis cuts every part of a dim, and others do not cut that dim."""
     if type_.parts is None:
         return ()
     (dim, parts), whole = type_.parts, I if type_.grad else R
@@ -55,8 +55,7 @@ def _grouped(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
     return tuple(
         p
         for p in itertools.product(*per_axis)
-        if any(isinstance(x, Grouped) for x in p)
-        and size % math.prod(n for x, n in zip(p, mesh.shape, strict=True) if isinstance(x, Grouped)) == 0
+        if [size % n for x, n in zip(p, mesh.shape, strict=True) if isinstance(x, Grouped)] == [0]
         and _leaves_chunks(type_.shape, p, mesh)
     )
 

@@ -43,10 +43,10 @@ def _strategies(node: Node, graph: Graph) -> Space:
 
 def _halves(hidden: Strategy) -> Strategy:
     """Each rank holds its part of the gates and of what they gate."""
-    first, size = hidden.inputs[3], hidden.size
+    first = hidden.inputs[3]
     assert isinstance(first, Shard)
     inputs = (*hidden.inputs[:3], Grouped(first.dim, 2), hidden.inputs[4])
-    return replace(hidden, inputs=inputs, size=size, even=True)
+    return replace(hidden, label="hidden/2", inputs=inputs, even=True, alone=True)
 
 
 def _hidden(node: Node, graph: Graph) -> int:
@@ -67,7 +67,7 @@ def _local(site: Site) -> Call:
         form |= {"count": site.in_type(3).shape[0], "expert_axes": spell(axes)}
     if axes := site.axes(EXCHANGE):
         form["exchange_axes"] = spell(axes)
-    if node.argument("gated") and (axes := site.axes("hidden")) and not site.inputs[3].grouped:
+    if node.argument("gated") and (axes := site.axes("hidden")):
         form |= {"hidden": _hidden(site.node, site.graph), "hidden_axes": spell(axes)}
     return Call("experts", (x, ids, weights, first, second), form)
 
@@ -95,7 +95,7 @@ def _of_parts(site: Site) -> tuple[Internal, ...]:
     """Gates, and what they gate, from a cut of both as one dim: ranks exchange what they hold of the other, of the weights
     or of the rows that went through them."""
     axes, first = site.axes("hidden"), site.in_type(3)
-    if site.mesh.size_of(axes) == 1 or not site.node.argument("gated") or site.inputs[3].grouped:
+    if site.mesh.size_of(axes) == 1 or not site.node.argument("gated"):
         return ()
     hidden, dim = int(_hidden(site.node, site.graph)), 2 if site.node.argument("transposed") else 1
     local = site.inputs[3].max_local_shape(first.shape)

@@ -1,4 +1,7 @@
-"""Along a dim that is split into equal parts later, an axis may cut every part: ranks then hold theirs of each."""
+"""Along a dim that is split into equal parts later, an axis may cut every part: ranks then hold theirs of each.
+
+Splits end it, and views of the dim as (parts, part).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.factors import positive
+from autoshard.passes.rules.shape import view_groups
 from autoshard.passes.rules.splits import lengths_of
 
 aten = torch.ops.aten
@@ -27,6 +31,7 @@ SPLITS = frozenset(
         aten.unsafe_split_with_sizes.default,
     }
 )
+QKV = 3
 _CARRY = SPLITS | {
     aten.linear.default,
     aten.addmm.default,
@@ -49,9 +54,32 @@ def equal_parts(node: Node, graph: Graph) -> tuple[int, int] | None:
     return dim, len(lengths)
 
 
+def viewed_parts(node: Node, graph: Graph) -> tuple[int, int] | None:
+    """The dim that a view makes (3, part, …) of, and 3: queries, keys and values of one projection."""
+    if node.op is not aten.reshape.default:
+        return None
+    (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
+    for left, right in view_groups(source, result):
+        cuts = (source[left[0]], *(result[d] for d in right))
+        if len(left) == 1 and len(right) > 1 and result[right[0]] == QKV and not any(isinstance(n, Size) for n in cuts):
+            return left[0], QKV
+    return None
+
+
+def _viewed(node: Node, graph: Graph) -> Strategy:
+    """Every part is cut before, and the dim after that of the parts behind."""
+    (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
+    (dim, count) = viewed_parts(node, graph) or (0, 1)
+    (right,) = (right for left, right in view_groups(source, result) if left == (dim,))
+    size = result[right[1]]
+    return Strategy("parts", (Grouped(dim, count),), (Shard(right[1]),), size, even=True, divides=True, alone=True)
+
+
 def in_parts(found: Sequence[Strategy], node: Node, graph: Graph) -> Iterator[Strategy]:
     """Those of ``found`` that cut dims which have parts, with every part cut."""
     types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+    if types and types[0].parts and viewed_parts(node, graph) == types[0].parts:
+        yield _viewed(node, graph)
     if node.op not in _CARRY or not any(t.parts for t in types):
         return
     for strategy in found:
@@ -62,7 +90,8 @@ def in_parts(found: Sequence[Strategy], node: Node, graph: Graph) -> Iterator[St
             made = [_grouped(p, count) for p, _ in cut] + [p for p, _ in placed[len(cut) :]]
             size = next(int(t.shape[p.dim]) for p, t in cut if isinstance(p, Shard)) // count
             inputs, outputs = tuple(made[: len(node.inputs)]), tuple(made[len(node.inputs) :])
-            yield replace(strategy, inputs=inputs, outputs=outputs, size=size, even=True)
+            label = f"{strategy.label}/{count}"
+            yield replace(strategy, label=label, inputs=inputs, outputs=outputs, size=size, even=True, alone=True)
 
 
 def _count(placement: Shard, type_: TensorType) -> int:

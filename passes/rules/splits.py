@@ -75,7 +75,7 @@ def _local(site: Site) -> Call:
 def _of_parts(site: Site, dim: int, ranks: int) -> Call:
     """Of a rank's chunks of all parts."""
     lengths = [n // ranks for n in lengths_of(site.node, site.in_type(0).shape[dim])]
-    return Call(aten.split_with_sizes.default, (site.node.args[0], lengths, dim), {})
+    return Call(aten.split.sizes, (site.node.args[0], lengths, dim), {})
 
 
 def _collectives(site: Site) -> tuple[Internal, ...]:

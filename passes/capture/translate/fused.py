@@ -10,7 +10,7 @@ import torch
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.factors import positive
-from autoshard.passes.rules.parts import SPLITS, equal_parts
+from autoshard.passes.rules.parts import SPLITS, equal_parts, viewed_parts
 from autoshard.runtime.experts import experts_op
 
 aten = torch.ops.aten
@@ -39,7 +39,8 @@ def fused(graph: Graph) -> Graph:
 
 def _split(node: Node, graph: Graph) -> Iterator[tuple[str, Parts]]:
     """What ``node`` splits into equal parts."""
-    if node.op in SPLITS and (parts := equal_parts(node, graph)) is not None:
+    parts = equal_parts(node, graph) if node.op in SPLITS else viewed_parts(node, graph)
+    if parts is not None:
         yield node.inputs[0], parts
     elif node.op is EXPERTS and node.argument("gated"):
         yield node.inputs[3], (2 if node.argument("transposed") else 1, 2)
