@@ -39,11 +39,13 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="70b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--mesh", help="such as tp=8: this one, instead of a search over all")
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 64], help="of a batch, one plan each")
     options = parser.parse_args()
+    mesh = None if options.mesh is None else {a: int(n) for a, n in (x.split("=") for x in options.mesh.split(","))}
     model = make_model(options.size, options.layers)
     layers = model.config.num_hidden_layers
     table = Table(title=f"Llama-3 {options.size}, {layers} layers, bfloat16, {options.devices} × {options.hardware}")
@@ -63,16 +65,16 @@ def main() -> None:
         begin = time.process_time()
         plan = autoshard.plan(
             model,
-            None,
+            None if mesh is None else autoshard.Mesh(mesh, options.hardware),
             (torch.zeros(requests, options.prompt, dtype=torch.long, device="meta"),),
-            devices=options.devices,
-            hardware=options.hardware,
+            **({"devices": options.devices, "hardware": options.hardware} if mesh is None else {}),
             training=False,
             objective="latency" if requests == 1 else "throughput",
             profile={"prefill": 1, "decode": options.tokens},
         )
         serving = plan.serving
         assert serving is not None
+        print(f"{requests} requests: planned in {time.process_time() - begin:.0f} s of processor time", flush=True)
         prefill = next(p for p in serving.phases if p is not serving.decode)
         table.add_row(
             str(requests),
