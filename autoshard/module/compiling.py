@@ -208,8 +208,9 @@ class Compiling(Fixed):
         args, kwargs = call.arguments
         inputs = self._input_layouts(args, kwargs) if apart else ()
         wishes = replace(settings.wishes, inputs=inputs)
-        known = {"parameters": self._parameter_layouts, "homes": self._homes, "states": self._state_layouts}
-        wishes = wishes if first else replace(wishes, plan=None, **known)
+        if not first:
+            parameters, states, homes = self._parameter_layouts, self._state_layouts, self._homes
+            wishes = replace(wishes, plan=None, parameters=parameters, states=states, homes=homes)
         args, kwargs = self._whole(args, kwargs)
         with self._of.as_it_is(self._check) as model:
             wishes = laid_out(model, self._running, args, kwargs, wishes, self._title) if first else wishes
