@@ -254,7 +254,7 @@ def comes_in(layouts: Sequence[Layout | None], graph: Graph) -> dict[str, Layout
 def goes_out(states: Mapping[str, Layout], graph: Graph) -> dict[str, Layout]:
     """The layouts that outputs shall have, by "out:i": those of ``states``, by the name of the argument that the next call
     takes them under."""
-    if not states or graph.out_spec.num_leaves != len(graph.outputs):
+    if not states or graph.out_spec is None or graph.out_spec.num_leaves != len(graph.outputs):  # of a stage
         return {}
     blank = pytree.tree_unflatten([torch.empty(0, device="meta") for _ in graph.outputs], graph.out_spec)
     paths = (path for path, _ in pytree.tree_flatten_with_path(blank)[0])
