@@ -82,7 +82,7 @@ def main() -> None:
         )
         serving = plan.serving
         assert serving is not None
-        print(f"{requests} requests: planned in {time.process_time() - begin:.0f} s of processor time", flush=True)
+        print(plan.serving, f"planned in {time.process_time() - begin:.0f} s of processor time", flush=True)
         prefill = next(p for p in serving.phases if p is not serving.decode)
         table.add_row(
             str(requests),
