@@ -25,7 +25,7 @@ from autoshard.passes.lower.parts import parted
 from autoshard.passes.memory import fitting, tried
 from autoshard.passes.microbatch import MicroBatches, in_parts
 from autoshard.passes.propagate.experts import Expert, asked_by, like_of
-from autoshard.passes.propagate.hints import comes_in, fixed, held, resolve
+from autoshard.passes.propagate.hints import comes_in, fixed, goes_out, held, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.compiled import Compiled
@@ -116,7 +116,11 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[
 
 
 def _given(graph: Graph, wishes: Wishes) -> dict[str, Layout]:
-    return {**comes_in(wishes.inputs, graph), **held(wishes.parameters, graph)}
+    inputs = comes_in(wishes.inputs, graph)
+    taken = (
+        {} if graph.training else {i.fqn: inputs[i.name] for i in graph.inputs if i.name in inputs}
+    )  # given back as taken
+    return {**inputs, **held(wishes.parameters, graph), **goes_out({**taken, **(wishes.states or {})}, graph)}
 
 
 def planner_of(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert, **more: Any) -> Planner:

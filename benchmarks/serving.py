@@ -4,8 +4,9 @@
     python benchmarks/serving.py --layers 8 --requests 1 64   # a part of the layers: seconds instead of minutes
 
 Predictions of the cost model, without weights or devices. The share of the roofline says how far from the least possible
-a step is: bytes of weights and caches, read once by all devices together at the data sheet's bandwidth, over the step. No
-published figure of an engine stands beside it.
+a step is: bytes of weights and caches, read once by all devices together at the data sheet's bandwidth, over the step. Beside
+it stands what engines measured, as a share of the same roofline on their own devices: a scale, not a comparison, as device,
+model, prompt and number format differ.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ SIZES = {
 }
 
 
+PUBLISHED = (
+    # what, tokens/s of one request, GB/s that each device read, of the data sheet's GB/s, source
+    ("gpt-fast, Llama-2-70B, bfloat16, 8 × A100 80 GB (330 W), prompt of 5", 62.5, 1135, 2039, "its README, 0f925b5"),
+    ("gpt-fast, Llama-2-70B, bfloat16, 4 × A100 80 GB (330 W), prompt of 5", 38.0, 1341, 2039, "its README, 0f925b5"),
+)
+
+
 def make_model(size: str, layers: int | None) -> Any:
     sizes = SIZES[size] if layers is None else {**SIZES[size], "num_hidden_layers": layers}
     with torch.device("meta"):
@@ -39,11 +47,13 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="70b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--mesh", help="such as tp=8: this one, instead of a search over all")
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 64], help="of a batch, one plan each")
     options = parser.parse_args()
+    mesh = None if options.mesh is None else {a: int(n) for a, n in (x.split("=") for x in options.mesh.split(","))}
     model = make_model(options.size, options.layers)
     layers = model.config.num_hidden_layers
     table = Table(title=f"Llama-3 {options.size}, {layers} layers, bfloat16, {options.devices} × {options.hardware}")
@@ -63,16 +73,16 @@ def main() -> None:
         begin = time.process_time()
         plan = autoshard.plan(
             model,
-            None,
+            None if mesh is None else autoshard.Mesh(mesh, options.hardware),
             (torch.zeros(requests, options.prompt, dtype=torch.long, device="meta"),),
-            devices=options.devices,
-            hardware=options.hardware,
+            **({"devices": options.devices, "hardware": options.hardware} if mesh is None else {}),
             training=False,
             objective="latency" if requests == 1 else "throughput",
             profile={"prefill": 1, "decode": options.tokens},
         )
         serving = plan.serving
         assert serving is not None
+        print(plan.serving, f"planned in {time.process_time() - begin:.0f} s of processor time", flush=True)
         prefill = next(p for p in serving.phases if p is not serving.decode)
         table.add_row(
             str(requests),
@@ -85,7 +95,13 @@ def main() -> None:
             f"{serving.bytes_per_token['sent'] / 1e3:.0f}",
             f"{time.process_time() - begin:.0f}",
         )
-    Console(width=120).print(table)
+    published = Table(title="Measured by others, one request")
+    for column in ("", "tokens/s", "roofline", "source"):
+        published.add_column(column)
+    for what, tokens, read, sheet, source in PUBLISHED:
+        published.add_row(what, f"{tokens:.1f}", f"{read / sheet:.0%}", source)
+    for each in (table, published):
+        Console(width=120).print(each)
 
 
 if __name__ == "__main__":

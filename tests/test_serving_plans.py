@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from state_generate import llama
 from torch import nn
 
 import autoshard
-from autoshard import Mesh, Replicate, Shard
+from autoshard import Layout, Mesh, Replicate, Shard
 from autoshard.cli import main
 from autoshard.compiler import captured
 from autoshard.errors import AutoshardError, CaptureError, MeshError, PlanError
@@ -120,10 +121,16 @@ def test_compiled_for_a_profile() -> None:
     assert sum(bool(x.axes_with(Shard)) for x in weights.values()) >= 3
     sharded = autoshard.compile(copy.deepcopy(model), mesh, (TOKENS,), training=False, **asked)
     assert {n: sharded.plan.layouts[n] for n in weights} == weights
+    names = [n for n in plan.layouts if n.startswith("past_key_values")]
+    assert {str(plan.layouts[n]) for n in names} == {"S(1)@tp"}
+    by_requests = dict.fromkeys(names, Layout(mesh, {"tp": Shard(0)}))  # the prompt's program would not choose it
+    plan = replace(plan, layouts={**plan.layouts, **by_requests})
     sharded = autoshard.compile(copy.deepcopy(model), mesh, training=False, dynamic=True, plan=plan)
     options = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
     assert torch.equal(sharded.generate(TOKENS, **options), model.generate(TOKENS, **options))
-    assert len(sharded.programs) <= 3
+    assert len(sharded.programs) == 2
+    for program in (p.compiled.program for p in sharded.programs):  # it gives caches back as a token's takes them
+        assert [str(program.layouts[out.name]) for out in program.outputs[1:]] == ["S(0)@tp"] * 2
     assert {n: sharded.plan.layouts[n] for n in weights} == weights
 
 
@@ -144,6 +151,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         ({"profile": {"prefill": -1}}, "is a number"),
         ({"profile": {"verify": 1}}, "'verify' needs its arguments"),
         ({"profile": {"prefill": 0}}, "no call comes at all"),
+        ({"profile": {"decode": (3, 5)}}, "or \\(how often, args, kwargs\\) with a tuple and a dict, got \\(3, 5\\)"),
         ({"profile": {"prefill": 1}, "stages": "tp"}, "does not go with stages"),
         ({"profile": {"prefill": 1}, "micro_batches": 2}, "does not go with micro_batches"),
     ],

@@ -65,6 +65,8 @@ class Compiling(Fixed):
     _running: Mesh
     """what programs run on: ``mesh``, or without the axis of stages what is left of it"""
     _parameter_layouts: dict[str, Layout] | None
+    _state_layouts: Mapping[str, Layout] | None
+    """of caches that one search for prompts and tokens laid out"""
     _homes: Mapping[str, tuple[int, ...]] | None
     """the stages that hold each parameter and buffer"""
     _inner: dict[str, Any]
@@ -88,6 +90,7 @@ class Compiling(Fixed):
         set_(self, "_parameter_layouts", None)
         set_(self, "_inner", {})
         set_(self, "_homes", None)
+        set_(self, "_state_layouts", None)
         set_(self, "__class__", class_of(type(self), type(model), Compiling))
         self._show()
 
@@ -205,13 +208,16 @@ class Compiling(Fixed):
         args, kwargs = call.arguments
         inputs = self._input_layouts(args, kwargs)
         wishes = replace(settings.wishes, inputs=inputs if apart else ())
-        wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts, homes=self._homes)
+        if not first:
+            parameters, states, homes = self._parameter_layouts, self._state_layouts, self._homes
+            wishes = replace(wishes, plan=None, parameters=parameters, states=states, homes=homes)
         args, kwargs = self._whole(args, kwargs)
         with self._of.as_it_is(self._check) as model:
             wishes = laid_out(model, self._running, args, kwargs, wishes, self._title) if first else wishes
             found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
         kept = dict(self._parameter_layouts or found.parameter_layouts)
         if first:
+            object.__setattr__(self, "_state_layouts", wishes.states)
             object.__setattr__(self, "_homes", None if found.pipeline is None else found.pipeline.homes)
             with without_autocast():
                 self._adopt(self._of.model, found.graph, kept)

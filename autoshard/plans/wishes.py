@@ -30,6 +30,8 @@ class Wishes:
     """an expert's plan: a name, a name per mesh axis, or styles by module"""
     parameters: Mapping[str, Layout] | None = None
     """layouts that an earlier compilation gave the parameters"""
+    states: Mapping[str, Layout] | None = None
+    """layouts of caches, by the names of the arguments that take them: outputs of such names are given back so"""
     mixed_precision: Precision | None = None
     micro_batches: int = 1
     """parts of the batch that a step with a backward runs one after another; AUTO: as many as make it cheapest"""

@@ -60,6 +60,10 @@ def check_asked(objective: str, profile: Profile, training: bool, others: Mappin
         raise PlanError(f"{what} does not go with {wrong[0]}=: leave one of them out")
     for name, given in (profile or {}).items():
         times = given[0] if isinstance(given, tuple) and given else given
+        if isinstance(given, tuple) and not _is_call(*given[1:]):
+            raise PlanError(
+                f"profile: {name!r} is how often it comes, or (how often, args, kwargs) with a tuple and a dict, got {given!r}"
+            )
         if isinstance(times, bool) or not isinstance(times, int | float) or not 0 <= times < float("inf"):
             raise PlanError(f"profile: how often {name!r} comes is a number, or (number, args, kwargs), got {given!r}")
         if not isinstance(given, tuple) and name not in (PREFILL, DECODE):
@@ -69,6 +73,10 @@ def check_asked(objective: str, profile: Profile, training: bool, others: Mappin
             )
     if profile is not None and not any(g[0] if isinstance(g, tuple) else g for g in profile.values()):
         raise PlanError("profile: no call comes at all")
+
+
+def _is_call(args: Any = (), kwargs: Any = None, *more: Any) -> bool:
+    return not more and isinstance(args, tuple | list) and isinstance(kwargs or {}, Mapping)
 
 
 def calls_of(

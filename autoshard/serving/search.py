@@ -50,6 +50,15 @@ class Found:
     """seconds of all calls, as often as they come, that no choice is below"""
 
     @property
+    def states(self) -> dict[str, Layout]:
+        """The layout of every cache, by the name of the argument that takes it."""
+        found: dict[str, Layout] = {}
+        for call, program in zip(self.calls, self.programs, strict=True):
+            taken, layouts = {name for name, _ in call.carried}, program.assignment.layouts
+            found |= {i.fqn: layouts[i.name] for i in program.graph.inputs if i.name in taken}
+        return found
+
+    @property
     def weights(self) -> dict[str, Layout]:
         """The layout of every parameter, by name."""
         graph, layouts = self.programs[0].graph, self.programs[0].assignment.layouts
@@ -69,13 +78,14 @@ def laid_out(
     plan = wishes.plan
     if plan is not None and plan.serving is not None:
         layouts = {n: plan.layouts[n] for n, kind in plan.kinds.items() if kind == "parameter"}
-        return replace(wishes, plan=None, parameters=layouts)
+        inputs = {n: plan.layouts[n] for n, kind in plan.kinds.items() if kind == "input"}
+        return replace(wishes, plan=None, parameters=layouts, states=inputs)
     if not is_asked(wishes):
         return wishes
     calls = calls_for(model, args, kwargs, wishes)
     found = together(calls, mesh, replace(wishes, like=like_of(model, wishes.like)))
     log.info("%s: weights laid out for %s", title, ", ".join(f"{c.times:g} × {c.name}" for c in calls))
-    return replace(wishes, parameters=found.weights)
+    return replace(wishes, parameters=found.weights, states=found.states)
 
 
 def served(calls: Sequence[Call], mesh: Mesh, wishes: Wishes, title: str) -> tuple[Plan, Found]:

@@ -82,10 +82,11 @@ def following(graph: Graph, homes: Mapping[str, tuple[int, ...]], count: int) ->
 def with_parameters(graph: Graph, cuts: Sequence[int]) -> tuple[int, ...]:
     """``cuts`` moved forward in the graph where a stage would have nothing to train: optimizers refuse to have nothing.
 
-    Without a backward: where it would have no parameter, which later calls, also in training, find their stages by.
+    Without a backward: where it would have no parameter of its own, which later calls, also in training, find their stages by;
+    a tied head is none.
     """
     parameters = [i.name for i in graph.inputs if i.kind == "parameter"]
-    trained = {name for name in parameters if graph.types[name].grad or not graph.training}
+    trained = {n for n in parameters if (graph.types[n].grad if graph.training else len(graph.uses[n]) == 1)}
     reads = [place for place, node in enumerate(graph.nodes) if any(name in trained for name in node.inputs)]
     found, end, prepared = list(cuts), len(graph.nodes), weights_prepared(graph)
     for k in reversed(range(len(found))):

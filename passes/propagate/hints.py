@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from autoshard.errors import HintError
 from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Partial, Placement, R, Replicate, Shard
@@ -255,6 +256,17 @@ def comes_in(layouts: Sequence[Layout | None], graph: Graph) -> dict[str, Layout
         else x
         for n, x in given.items()
     }
+
+
+def goes_out(states: Mapping[str, Layout], graph: Graph) -> dict[str, Layout]:
+    """The layouts that outputs shall have, by "out:i": those of ``states``, by the name of the argument that the next call
+    takes them under."""
+    if not states or graph.out_spec is None or graph.out_spec.num_leaves != len(graph.outputs):  # of a stage
+        return {}
+    blank = pytree.tree_unflatten([torch.empty(0, device="meta") for _ in graph.outputs], graph.out_spec)
+    paths = (path for path, _ in pytree.tree_flatten_with_path(blank)[0])
+    names = ("".join([str(getattr(key, "key", "")) for key in path[:1]] + [*map(str, path[1:])]) for path in paths)
+    return {f"out:{i}": states[name] for i, name in enumerate(names) if name in states}
 
 
 def held(tensors: Mapping[str, Layout] | None, graph: Graph) -> dict[str, Layout]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.layout import I, Layout, Placement, R, Shard
+from autoshard.layout import I, Layout, Placement, R
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements, stated
 from autoshard.passes.ir.graph import Graph, Node, Ref
@@ -81,7 +81,7 @@ class Network:
     offer: Offer | None = None
     optimizer: str = "adamw"
     given: Mapping[str, Layout] = field(default_factory=dict)
-    """layouts of the inputs that come in parts"""
+    """layouts of the inputs that come in parts, and that outputs shall have where they can, by "out:i" """
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """of parameters: the stages of ZeRO that each may have; (0,) where it is absent"""
     flying: int = 1
@@ -136,7 +136,7 @@ class Network:
                 readers[name].append((f"node:{node.name}", side, mask))
         for i, out in enumerate(graph.outputs):
             if isinstance(out, Ref):
-                states = self._output_states(out.name)
+                states = self._output_states(out.name, self.given.get(f"out:{i}"))
                 self.variables[f"out:{i}"] = Variable(states)
                 readers[out.name].append((f"out:{i}", Side(states), None))
         for fqn, name in graph.mutations.items():
@@ -318,17 +318,16 @@ class Network:
             states = self.constraints[name].allowed(states, type_, self.mesh, whole)
         return self._once(("parameter", type_, self.constraints.get(name)), states)
 
-    def _output_states(self, name: str) -> tuple[Placements, ...]:
-        """Scalars come back whole; other outputs keep a layout that can be put together again."""
+    def _output_states(self, name: str, asked: Layout | None) -> tuple[Placements, ...]:
+        """Scalars come back whole; other outputs keep a layout that can be put together again: the one ``asked`` for."""
         type_ = self.graph.types[name]
-        whole = I if type_.grad else R
-        if not type_.shape:
-            return self._once(("scalar", type_.grad), ((whole,) * self.mesh.ndim,))
-        states = placeable(type_, self.mesh, replicated=whole)
-        if not self.spaces.asked or name not in self.graph.producers:
-            return self._once(("output", type_), states)
-        made = self._made(name)
-        return tuple(s for s in states if all(not isinstance(p, Shard) or p in m for p, m in zip(s, made, strict=True)))
+        states = placeable(type_, self.mesh, replicated=I if type_.grad else R)
+        if self.spaces.asked and name in self.graph.producers:
+            made = [{*row, R, I} for row in self._made(name)]
+            states = tuple(s for s in states if all(p in m for p, m in zip(s, made, strict=True)))
+        if asked is not None and asked.placements in states:
+            return self._once(("output", asked.placements), (asked.placements,))
+        return self._once(("output", states), states)
 
     def _made(self, name: str) -> tuple[frozenset[Placement], ...]:
         """Per mesh axis how the operation that makes a value may make it."""
