@@ -58,7 +58,7 @@ def _mend() -> None:
     for op in (aten.set_.source_Tensor, aten.set_.default):
         _handle(op, _set_storage)
     _handle(aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
-    DTensor.__format__ = _format  # type: ignore[method-assign]
+    DTensor.__format__ = _format  # type: ignore[assignment, method-assign]
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
     _muon._zeropower_via_newtonschulz = _whole_matrix(_muon._zeropower_via_newtonschulz)
 
