@@ -217,7 +217,9 @@ def functions_that_hold_modules(mesh: autoshard.Mesh) -> None:
     for _ in range(2):  # a copy of one would hold the other's
         torch.manual_seed(0)
         models.append(Closing().double())
-    steps(models[0], autoshard.compile(models[1], mesh, (rows(),)), rows(), rows(6), rows(2))
+    sharded = autoshard.compile(models[1], mesh, (rows(),))
+    steps(models[0], sharded, rows(), rows(6))
+    steps(models[0], copy.deepcopy(sharded), rows(2))
 
 
 @case

@@ -167,6 +167,7 @@ class Original:
         self._seen = None
         made = memo[id(self)] = object.__new__(Original)
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        rebind(made.model, memo)
         made._without_values(self.absent)  # versions count from another number
         return made
 
