@@ -125,6 +125,23 @@ def other_outputs(mesh: autoshard.Mesh) -> None:
     assert int(full(found["hits"])) == int(expected["hits"])
     assert found["name"] == "mlp"
     assert int(full(sharded.get_buffer("calls"))) == 1
+    classifier, x, labels = Classifier().double(), torch.randn(8, 6).double(), torch.arange(8) % 3
+    hints = {"head": {mesh.axes[-1]: autoshard.Shard(1)}, "x": "replicate"}
+    sharded = autoshard.compile(copy.deepcopy(classifier), mesh, (x, labels), micro_batches=2, hints=hints)
+    logits, expected = sharded(x, labels)[1], classifier(x, labels)[1]
+    assert torch.equal(logits.argmax(-1) == labels, expected.argmax(-1) == labels)  # it meets a plain tensor
+    assert logits.shape == expected.shape  # three classes are cut in two and one
+    assert far(full(logits), expected) <= TOLERANCE
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(x)
+        return F.cross_entropy(logits, labels), logits
 
 
 class Drawing(nn.Module):

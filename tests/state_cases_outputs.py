@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from state_cases_inputs import is_distributed, real
 from state_harness import both, case, close, full, pair, refused, same_gradients, same_state
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import autoshard
+from autoshard import LayoutError
 
 # --- outputs ---
 
@@ -99,6 +100,12 @@ def outputs_read(mesh: autoshard.Mesh) -> None:
     assert torch.equal(torch.from_numpy(logits.detach().numpy()), full(logits).detach())
     assert logits.tolist() == full(logits).tolist()
     close(torch.cat([logits, TEACHER]), torch.cat([expected, TEACHER]))
+    norm = logits.detach().norm()
+    if isinstance(norm, DTensor) and not norm.placements[0].is_replicate():
+        with refused(r"take its \.item\(\) on every rank", LayoutError):
+            f"{norm:.6f}"  # one rank may do so alone
+        norm = norm.redistribute(placements=[Replicate()])
+    assert f"{norm:.6f}" == f"{expected.norm().item():.6f}"
     assert abs(logits.norm().item() - expected.norm().item()) < 1e-9
     if is_distributed(sharded):
         assert isinstance(logits, DTensor)

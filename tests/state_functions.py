@@ -189,6 +189,39 @@ class Unread(nn.Module):
         return (F.dropout(self.block(x), 0.2).square().mean(),)
 
 
+class Closing(nn.Module):
+    """Functions in attributes, lists and hooks, that close over the module, a part and a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        part, scaled = self.b, self.scaled
+        self.first = lambda x: torch.tanh(self.a(x))
+        self.others = [lambda x: part(x), lambda x, by=part: by(x)]
+        self.a.register_forward_hook(lambda module, args, y: scaled(y))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale.exp()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        x = self.first(x)
+        for other in self.others:
+            x = other(x)
+        return (x.square().mean(),)
+
+
+@case
+def functions_that_hold_modules(mesh: autoshard.Mesh) -> None:
+    """Later programs are of the same parameters as the first."""
+    models = []
+    for _ in range(2):  # a copy of one would hold the other's
+        torch.manual_seed(0)
+        models.append(Closing().double())
+    sharded = autoshard.compile(models[1], mesh, (rows(),))
+    steps(models[0], sharded, rows(), rows(6))
+    steps(models[0], copy.deepcopy(sharded), rows(2))
+
+
 @case
 def draws_that_nobody_reads(mesh: autoshard.Mesh) -> None:
     """They advance the generator, and what they would have drawn from is computed as far as it draws or writes."""

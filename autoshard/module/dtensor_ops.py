@@ -60,6 +60,7 @@ def _mend() -> None:
         _handle(op, _set_storage)
     _handle(aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
     mend_checkpoints()
+    DTensor.__format__ = _format  # type: ignore[assignment, method-assign]
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
     _muon._zeropower_via_newtonschulz = _whole_matrix(_muon._zeropower_via_newtonschulz)
 
@@ -89,6 +90,17 @@ def _as_it_was(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return op(*args, **kwargs)
     finally:
         handlers[op] = ours
+
+
+def _format(x: DTensor, spec: str) -> str:
+    """``f"{loss:.3f}"`` of one number: Tensor's own takes a plain one alone. One rank may do so: nothing is sent."""
+    if not spec or x.ndim or not is_ours(x):
+        return object.__format__(x, spec)
+    if any(p.is_partial() for p in x.placements):
+        raise LayoutError(
+            f"a number whose summands lie on the ranks ({x.placements}) is formatted: take its .item() on every rank before"
+        )
+    return format(x.detach().item(), spec)
 
 
 def _set_data(x: DTensor, new: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.module.outputs import Output
 from autoshard.module.sparse_gradients import SparseGradient, accumulate
 from autoshard.passes.ir.graph import Ref, map_refs
 from autoshard.passes.microbatch import MicroBatches
@@ -148,7 +149,12 @@ def _combined(parts: Sequence[Any], how: int | str | None) -> Any:
     # Rows of one micro-batch lie on several ranks: the whole batch's rows would be in another order.
     placements = [Replicate() if p == Shard(how) else p for p in parts[0].placements]
     whole = [p.redistribute(p.device_mesh, placements).to_local() for p in parts]
-    return DTensor.from_local(torch.cat(whole, how), parts[0].device_mesh, placements, run_check=False)
+    shape = [sum(p.shape[d] for p in parts) if d == how else n for d, n in enumerate(parts[0].shape)]
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, local = parts[0].device_mesh, torch.cat(whole, how)
+    return Output.of(
+        DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    )
 
 
 def _random_states() -> list[torch.Tensor]:

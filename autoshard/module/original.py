@@ -14,6 +14,7 @@ from torch import nn
 
 from autoshard.errors import CaptureError
 from autoshard.initialise.deferred import recording_of
+from autoshard.module.closures import rebind
 from autoshard.module.parts import Part, parts_of
 from autoshard.module.state import State, defaults
 from autoshard.passes.capture.exported.attributes import as_buffers, attribute
@@ -166,6 +167,7 @@ class Original:
         self._seen = None
         made = memo[id(self)] = object.__new__(Original)
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        rebind(made.model, memo)
         made._without_values(self.absent)  # versions count from another number
         return made
 
@@ -269,7 +271,9 @@ def skeleton(model: nn.Module) -> nn.Module:
         memo[id(b)] = b.detach().to("meta")
     for t in computed(model):
         memo[id(t)] = t.detach().to("meta")
-    return copy.deepcopy(model, memo)
+    made = copy.deepcopy(model, memo)
+    rebind(made, memo)
+    return made
 
 
 def computed(model: nn.Module) -> list[torch.Tensor]:
