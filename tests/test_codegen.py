@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from golden_models import Smooth
+from golden_models import Deep, Sequence, Smooth
 from harness import double, ideal
 from torch import nn
 
@@ -39,13 +39,12 @@ def classes(source: str) -> list[str]:
 
 
 class Golden(NamedTuple):
-    """A model of the library, or a class; its sizes of inputs, or its inputs; the mesh, and hints."""
+    """A model of the library, or a class; its sizes of inputs, or its inputs; the mesh, and options of ``compile``."""
 
     model: str | type[nn.Module]
     inputs: dict[str, int] | tuple[torch.Tensor, ...]
     mesh: dict[str, int]
-    hints: dict[str, Any] | None = None
-    recompute: str = "auto"
+    options: dict[str, Any] = {}  # noqa: RUF012
 
 
 ROWS, HELD = {"dp": Shard(0), "fsdp": Shard(0)}, {"dp": Invariant(), "fsdp": Shard(0)}
@@ -55,12 +54,16 @@ BY_HEIGHT = {"images": Shard(2), "first": Shard(2), "second": Shard(2)}
 GOLDEN = {
     "mlp_tp2": Golden("mlp", {}, {"tp": 2}),
     "llama_tp2": Golden("llama", {}, {"tp": 2}),
-    "mlp_fsdp2": Golden("mlp", {"batch": 64, "seq": 64}, {"fsdp": 2}, FSDP),
-    "mlp_dp2fsdp2": Golden("mlp", {"batch": 64, "seq": 64}, {"dp": 2, "fsdp": 2}, HYBRID),
-    "convolution_sp2": Golden(Smooth, (torch.ones(2, 3, 8, 6).cumsum(2),), {"sp": 2}, BY_HEIGHT),
+    "mlp_fsdp2": Golden("mlp", {"batch": 64, "seq": 64}, {"fsdp": 2}, {"hints": FSDP}),
+    "mlp_dp2fsdp2": Golden("mlp", {"batch": 64, "seq": 64}, {"dp": 2, "fsdp": 2}, {"hints": HYBRID}),
+    "convolution_sp2": Golden(Smooth, (torch.ones(2, 3, 8, 6).cumsum(2),), {"sp": 2}, {"hints": BY_HEIGHT}),
     "moe_ep2": Golden("moe", {}, {"ep": 2}),
     "gpt_dropout_tp2": Golden("gpt", {}, {"tp": 2}),
-    "gpt_again_tp2": Golden("gpt", {}, {"tp": 2}, recompute="blocks"),
+    "gpt_again_tp2": Golden("gpt", {}, {"tp": 2}, {"recompute": "blocks"}),
+    "attention_ring_cp2": Golden(Sequence, (torch.ones(2, 8, 8).cumsum(1).sin(),), {"cp": 2}, {"like": "ring"}),
+    "layers_pp2tp2": Golden(
+        Deep, (torch.eye(6)[:4], torch.eye(6)[2:]), {"pp": 2, "tp": 2}, {"stages": "pp", "micro_batches": 2}
+    ),
 }
 SIGNS = {  # what a file is there to show
     "mlp_tp2": "runtime.all_reduce(",
@@ -71,6 +74,8 @@ SIGNS = {  # what a file is there to show
     "moe_ep2": "experts",
     "gpt_dropout_tp2": "runtime.dropout(",
     "gpt_again_tp2": "runtime.again(",
+    "attention_ring_cp2": "runtime.ring_attention(",
+    "layers_pp2tp2": "class Stage1(",
 }
 
 
@@ -84,8 +89,7 @@ def test_golden(name: str, golden: Callable[[str, str], None], close: Callable[.
         model, (args, kwargs) = reference.model().double(), double(reference.inputs(**case.inputs))
     else:
         model, args, kwargs = case.model().double(), double(case.inputs), {}
-    options: dict[str, Any] = {"hints": case.hints, "recompute": case.recompute}
-    sharded = autoshard.compile(copy.deepcopy(model), ideal(case.mesh), args, kwargs, **options)
+    sharded = autoshard.compile(copy.deepcopy(model), ideal(case.mesh), args, kwargs, **case.options)
     golden(f"{name}.py", sharded.source)
     assert SIGNS[name] in sharded.source
     outputs = []

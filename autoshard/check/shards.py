@@ -26,7 +26,7 @@ def scatter(value: torch.Tensor, layout: Layout, random: torch.Generator) -> Ten
 
 def _cut(value: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     for d, n in enumerate(value.shape):
-        value = value.narrow(d, *layout.chunk_of(d, n, rank))
+        value = torch.cat([value.narrow(d, *chunk) for chunk in layout.chunks_of(d, n, rank)], d)
     return value
 
 

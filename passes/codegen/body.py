@@ -180,7 +180,7 @@ class Body:
             dead = [n for n in segment.inputs if n not in kept and self.names.is_held(n)]
             wanted = [self.names.of[n] for n in dead if is_next(types[n], types[out])]
             plain = "x" if one in ("block", "layer") else one
-            targets.append(self.names.fresh(out, *wanted, plain, avoid=targets))
+            targets.append(self.names.fresh(out, *sorted(wanted, key=plain.__ne__), plain, avoid=targets))
         parts = [atom(name) for name in (*given, *lengths)]
         called = Expression(f"{python_path(segment.path)}{method}(", parts, ")")
         self.written.append(Line(tuple(targets), called, block=segment.path, kind=kind))

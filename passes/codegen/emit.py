@@ -17,10 +17,11 @@ from autoshard.passes.codegen.source_text import (
     def_lines,
     listed,
     literal_mesh,
+    op_name,
     shape_text,
     symbol_lines,
 )
-from autoshard.passes.codegen.wanted import Wanted
+from autoshard.passes.codegen.wanted import Wanted, without_moves
 from autoshard.passes.ir.graph import Input, Ref
 from autoshard.passes.ir.memory import Recomputed
 from autoshard.passes.ir.program import Program
@@ -60,13 +61,14 @@ def codegen_stages(
     programs: Sequence[Program], title: str, mesh: Mesh, axis: str, recomputed: Sequence[Sequence[Recomputed]]
 ) -> tuple[Source, ...]:
     """One file with the programs of all stages along ``axis`` of ``mesh``; per stage what its class takes and returns."""
-    file, roots = _File(), []
+    file, roots, called = _File(), list[_Root](), dict[str, str]()
     for number, (program, again) in enumerate(zip(programs, recomputed, strict=True)):
         what = f"stage {number} of {title}"
-        roots.append(_Emitter(program, what, again, file, root_class(number)).root())
+        roots.append(_Emitter(program, what, again, file, root_class(number), called).root())
+        called |= roots[-1].called
     header = f"{title} on mesh {mesh}, in {len(programs)} stages along {axis}: what every rank runs, on its own shards."
-    names = ", ".join(root_class(number) for number in range(len(roots)))
-    text = file.text(header, [root.text for root in roots], programs[0].mesh, f"({names},)")
+    names = ", ".join(root_class(number) for number in range(len(roots))) + "," * (len(roots) == 1)
+    text = file.text(header, [root.text for root in roots], programs[0].mesh, f"({names})")
     text, modules = file.unmarked(text)
     return tuple(root.source(text, modules) for root in roots)
 
@@ -103,6 +105,8 @@ class _Root:
     inputs: tuple[str, ...]
     arguments: tuple[str, ...]
     mutated: tuple[str, ...]
+    called: Mapping[str, str]
+    """value of the graph → what a value that it returns is called"""
 
     def source(self, text: str, modules: Mapping[int, str]) -> Source:
         return Source(text, self.inputs, self.arguments, self.mutated, modules)
@@ -153,9 +157,16 @@ class _File:
 
 class _Emitter:
     def __init__(
-        self, program: Program, title: str, recomputed: Sequence[Recomputed], file: _File, name: str = root_class()
+        self,
+        program: Program,
+        title: str,
+        recomputed: Sequence[Recomputed],
+        file: _File,
+        name: str = root_class(),
+        called: Mapping[str, str] | None = None,
     ) -> None:
-        self.program, self.title, self.file, self.name = program, title, file, name
+        """``called``: names of values that stages before this one send."""
+        self.program, self.title, self.file, self.name, self.called = program, title, file, name, called or {}
         self.recomputed = {r.name: r for r in recomputed}
         self.arguments = [i for i in program.graph.inputs if i.kind == "input"]
         self.segments = segments(program)
@@ -172,7 +183,9 @@ class _Emitter:
         self._blocks()
         text = self._root()
         names = tuple(self.argument_names[i.name] for i in self.arguments)
-        return _Root(text, tuple(i.name for i in self.arguments), names, tuple(self.program.mutations))
+        return _Root(
+            text, tuple(i.name for i in self.arguments), names, tuple(self.program.mutations), self._returned()
+        )
 
     # --- blocks ---
 
@@ -265,8 +278,9 @@ class _Emitter:
     def _root(self) -> str:
         names = Names(self.symbols)
         for value in self.arguments:
-            names.fresh(value.name, value.fqn)
-        self.argument_names = dict(names.of)
+            sent = value.name in self.called
+            names.fresh(value.name, *((self.called[value.name], op_name(value.name)) if sent else (value.fqn,)))
+        self.names, self.argument_names = names, dict(names.of)
         signature = ["self", *(names.of[i.name] for i in self.arguments)]
         body = Body(self.program, self.wanted, "", names, self.recomputed)
         kinds = {path: name for name, paths in self.kinds.items() for path in paths}
@@ -302,6 +316,13 @@ class _Emitter:
         else:
             lines += ["        return (", *(f"            {r}," for r in returned), "        )"]
         return "\n".join(lines)
+
+    def _returned(self) -> dict[str, str]:
+        """See :attr:`_Root.called`."""
+        both = zip(self.program.graph.outputs, self.program.outputs, strict=True)
+        pairs = [(value, local) for value, local in both if isinstance(value, Ref) and isinstance(local, Ref)]
+        names = self.names.of
+        return {value.name: without_moves(names[local.name]) for value, local in pairs if local.name in names}
 
     def _children(self) -> dict[str, set[str]]:
         """Container of blocks → names of all that it holds."""

@@ -255,6 +255,17 @@ def _cross_entropy(p: _Printer, call: Call) -> Expression | None:
     return p.function("F.cross_entropy", call.args[:2], {k: v for k, v in extra.items() if v is not None})
 
 
+def _reduced(name: str) -> Callable[[_Printer, Call], Expression | None]:
+    """A loss of two operands with a reduction."""
+
+    def printed(p: _Printer, call: Call) -> Expression | None:
+        number = call.args[2] if len(call.args) > 2 else call.kwargs.get("reduction")
+        extra = {} if number is None else {"reduction": Verbatim(_REDUCTIONS[number])}
+        return p.function(f"F.{name}", call.args[:2], extra)
+
+    return printed
+
+
 def _to(p: _Printer, call: Call) -> Expression | None:
     kwargs = {k: v for k, v in call.kwargs.items() if k == "dtype" and v is not None}
     if len(call.args) != 1 or not kwargs:
@@ -300,6 +311,7 @@ _SPECIAL: dict[str, Callable[[_Printer, Call], Expression | None]] = {
     "scaled_dot_product_attention": _attention,
     "layer_norm": lambda p, call: p.function("F.layer_norm", call.args[:5], {}),
     "cross_entropy_loss": _cross_entropy,
+    **{name: _reduced(name) for name in ("mse_loss", "l1_loss")},
     "_to_copy": _to,
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _softmax),
     "sym_size": lambda p, call: atom(f"{p.value(call.args[0]).flat}.shape[{call.args[1]}]"),

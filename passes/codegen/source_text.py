@@ -45,9 +45,9 @@ def shape_text(type_: TensorType, layout: Layout) -> str:
     local = layout.max_local_shape(type_.shape)
     parts = []
     for d, (n, whole, text) in enumerate(zip(local, type_.shape, type_.lengths, strict=True)):
-        ranks = layout.mesh.size_of(layout.axes_of(d))
+        ranks = layout.mesh.size_of(layout.cutting(d))
         symbolic = f"{f'({text})' if is_compound(text) else text}/{ranks}"
-        parts.append(text if not layout.axes_of(d) else symbolic if isinstance(whole, Size) else f"{n}/{text}")
+        parts.append(text if not layout.cutting(d) else symbolic if isinstance(whole, Size) else f"{n}/{text}")
     return "[" + ", ".join(parts) + "]"
 
 
@@ -165,7 +165,7 @@ def listed(paths: Sequence[str]) -> str:
 
 def block_table(classes: Iterable[tuple[str, Sequence[str]]]) -> str:
     """``BLOCKS = {...}`` from class names and the paths of their blocks."""
-    parts = []
+    parts = list[str]()
     for name, paths in classes:
         for prefix, numbers in ranges(paths):
             if numbers is not None:
@@ -175,6 +175,8 @@ def block_table(classes: Iterable[tuple[str, Sequence[str]]]) -> str:
     if not parts:
         return "    BLOCKS = {}"
     one = f"    BLOCKS = {' | '.join(parts)}"
+    if " for " not in one:
+        one = one.replace("} | {", ", ")
     if len(one) <= WIDTH:
         return one
     if len(parts) == 1:

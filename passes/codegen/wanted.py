@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+from autoshard.layout import Partial, Shard
 from autoshard.passes.codegen.source_text import op_name
 from autoshard.passes.codegen.user_names import module_names, user_names
 from autoshard.passes.ir.graph import TensorType
@@ -18,16 +21,17 @@ _MOVED = {
     "permute": "moved", "partial": "summand", "pad": "summand",
 }  # fmt: skip
 """redistribution → what its result is called where the value itself is still needed"""
+_MOVES = re.compile(rf"_({'|'.join(set(_MOVED.values()))})$")
 
 
 class Wanted:
     """Names by the user's variables, else by the module whose result a value is, else by the op that made it."""
 
     def __init__(self, program: Program, segments: tuple[Segment, ...]) -> None:
-        self.graph, self.types = program.graph, program.types
+        self.graph, self.types, self.layouts = program.graph, program.types, program.layouts
         self.inputs = {i.name: i for i in self.graph.inputs}
         self.user, self.module = user_names(self.graph), module_names(self.graph)
-        self.moved = {o: (s.value, _MOVED.get(s.step.kind)) for s in program.statements if s.step for o in s.outputs}
+        self.moved = {o: s.value for s in program.statements if s.step for o in s.outputs}
         readers: dict[str, set[str]] = {}
         for segment in segments:
             for name in segment.inputs if segment.path else ():
@@ -58,17 +62,26 @@ class Wanted:
         inside = producer is not None and bool(block_path(producer.fqn))
         own = value in self.shared and not inside
         if not own and any(is_next(self.types[local], self.types[out]) for out in segment.outputs):
-            moved = self.moved.get(local, (value, None))[1]
-            return ("x", f"x_{moved}") if moved else ("x",)
+            return "x", f"x_{self._form(local)}"
         if producer is None:
             return (self.inputs[value].fqn.replace(".", "_"),)
         return (*self._known(value), op_name(producer.name))
 
+    def _form(self, local: str) -> str:
+        """What tells a local from others of its value, wherever it was made."""
+        layout = self.layouts[local]
+        return "shard" if layout.axes_with(Shard) else "summand" if layout.axes_with(Partial) else "whole"
+
     def _value(self, local: str) -> str:
-        return self.moved.get(local, (local, None))[0]
+        return self.moved.get(local, local)
 
     def _known(self, value: str) -> tuple[str, ...]:
         return tuple(names[value] for names in (self.user, self.module) if value in names)
+
+
+def without_moves(name: str) -> str:
+    """The identifier of a value, whatever it was converted to."""
+    return _MOVES.sub("", name)
 
 
 def is_next(old: TensorType, new: TensorType) -> bool:

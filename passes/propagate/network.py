@@ -29,8 +29,7 @@ from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import AGAIN, KeepTables, Side, is_passive, passive_tags, tail_of
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
-from autoshard.passes.propagate.owners import owned_states
-from autoshard.passes.propagate.states import free_states, placeable
+from autoshard.passes.propagate.states import fixed_states, free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row
 
@@ -314,7 +313,7 @@ class Network:
         if kind != "parameter" and name not in self.free:
             placed = self._stated(name).placements
             return self._once(("given", placed), (placed,))
-        states = placeable(type_, self.mesh, replicated=whole) + owned_states(type_, self.mesh)
+        states = placeable(type_, self.mesh, replicated=whole) + fixed_states(type_, self.mesh)
         if name in self.constraints:
             states = self.constraints[name].allowed(states, type_, self.mesh, whole)
         return self._once(("parameter", type_, self.constraints.get(name)), states)

@@ -230,7 +230,7 @@ class RankModule(runtime.RankModule):
     """Moe"""
 
     MESH = MESH
-    BLOCKS = {"blocks.0": Block} | {"blocks.1": Block_2}
+    BLOCKS = {"blocks.0": Block, "blocks.1": Block_2}
     TENSORS = {
         "embedding.weight": "float64[128, 64]",
         "norm.weight": "float64[32/64]",
