@@ -66,6 +66,11 @@ def row(what: str, taken: float, model: float, rate: str = "") -> None:
     print(f"  {what:44}{taken * 1e6:12.1f} µs{rate:>16}{model / taken:8.2f}", flush=True)
 
 
+def backward(out: Tensor, *inputs: Tensor) -> Callable[[], object]:
+    """Gradients of ``inputs``, again and again."""
+    return partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
+
+
 def products(h: Hardware) -> None:
     """Squares, the layers of an 8B model whole and cut for 8 ranks, and few rows."""
     print(f"\nproducts (m × k) · (k × n){'measured':>34}{'TFLOP/s':>15}{'model':>8}")
@@ -74,7 +79,7 @@ def products(h: Hardware) -> None:
     back = [(8192, k, 4096) for k in (14336, 4096, 1792, 512)]
     few = [(m, 4096, 14336) for m in (1, 4, 16, 64, 256, 1024)]
     short = [(4096, k, 4096) for k in (64, 128, 256, 512, 1024)]
-    head = [(8192, 4096, 128256), (8192, 4096, 16032)]
+    head = [(8192, 4096, 128256), (8192, 4096, 16032), (16384, 768, 50304), (16384, 768, 50257)]
     for m, k, n in (*squares, *layers, *back, *few, *short, *head):
         make = partial(_random, (m, k), (n, k))
         _product(f"{m} × {k} · {k} × {n}", h, make, lambda a, b: a @ b.t(), (m, k, n), BF16)
@@ -117,15 +122,13 @@ def attention(h: Hardware) -> None:
             q, k, v = (torch.randn(batch, heads, length, dim, device="cuda", dtype=BF16) for _ in range(3))
             flops = 4.0 * batch * heads * length**2 * dim / 2
             call = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-            taken = seconds(call, 10)
-            row(f"{batch} × {length}, head dim {dim}, forward", taken,
-                h.kernel_latency + h.attention_seconds(flops, length, BF16, False), f"{flops / taken / 1e12:.0f}")  # fmt: skip
-            q, k, v = (x.requires_grad_() for x in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            ones = torch.randn_like(out)
-            taken = seconds(lambda out=out, q=q, k=k, v=v, ones=ones: torch.autograd.grad(out, (q, k, v), ones, retain_graph=True), 10)  # fmt: skip
-            row(f"{batch} × {length}, head dim {dim}, backward", taken,
-                h.kernel_latency + h.attention_seconds(2.5 * flops, length, BF16, True), f"{2.5 * flops / taken / 1e12:.0f}")  # fmt: skip
+            for what, times, back in (("forward", 1.0, False), ("backward", 2.5, True)):
+                if back:
+                    q, k, v = (x.requires_grad_() for x in (q, k, v))
+                    call = backward(F.scaled_dot_product_attention(q, k, v, is_causal=True), q, k, v)
+                taken, model = seconds(call, 10), h.attention_seconds(times * flops, length, BF16, back)
+                rate = f"{times * flops / taken / 1e12:.0f}"
+                row(f"{batch} × {length}, head dim {dim}, {what}", taken, h.kernel_latency + model, rate)
     q = torch.randn(64, 32, 1, 128, device="cuda", dtype=BF16)
     k, v = (torch.randn(64, 8, 4096, 128, device="cuda", dtype=BF16) for _ in range(2))
     taken = seconds(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), 10)
@@ -158,9 +161,9 @@ def memory(h: Hardware) -> None:
         one(f"sum over rows {tokens} × {width}", n, lambda x=x: x.sum(0))
     logits = torch.randn(8192, 128256, device="cuda", dtype=BF16)
     labels = torch.randint(0, 128256, (8192,), device="cuda")
-    one("cross entropy 8192 × 128256, bf16", 2 * logits.nbytes, lambda: F.cross_entropy(logits, labels))
+    one("cross entropy 8192 × 128256, bf16", 2 * logits.nbytes, partial(F.cross_entropy, logits, labels))
     table = torch.randn(128256, 4096, device="cuda", dtype=BF16)
-    one("embedding, 8192 rows of 4096", 2 * 8192 * 4096 * 2, lambda: F.embedding(labels, table))
+    one("embedding, 8192 rows of 4096", 2 * 8192 * 4096 * 2, partial(F.embedding, labels, table))
     del logits, table
     for fused in (True, False):
         weights = [torch.randn(4096, 4096, device="cuda").requires_grad_() for _ in range(24)]
@@ -199,27 +202,22 @@ def _hosted(x: Tensor, out: Tensor) -> float:
 def convolutions(h: Hardware) -> None:
     """Layers of ResNet-50 for 64 images, forward and backward."""
     print(f"\nconvolutions{'measured':>47}{'TFLOP/s':>15}{'model':>8}")
-    for inner, outer, side, kernel in ((3, 64, 224, 7), (64, 64, 56, 3), (256, 64, 56, 1), (256, 256, 14, 3), (512, 512, 7, 3)):  # fmt: skip
+    layers = ((3, 64, 224, 7), (64, 64, 56, 3), (256, 64, 56, 1), (256, 256, 14, 3), (512, 512, 7, 3))
+    for inner, outer, side, kernel in layers:
         for form in (torch.contiguous_format, torch.channels_last):
-            x = torch.randn(64, inner, side, side, device="cuda", dtype=BF16).to(memory_format=form).requires_grad_()
-            w = (
-                torch.randn(outer, inner, kernel, kernel, device="cuda", dtype=BF16)
-                .to(memory_format=form)
-                .requires_grad_()
+            x, w = (
+                torch.randn(shape, device="cuda", dtype=BF16).to(memory_format=form).requires_grad_()
+                for shape in ((64, inner, side, side), (outer, inner, kernel, kernel))
             )
-            stride = 2 if kernel == 7 else 1
-            call = partial(F.conv2d, x, w, stride=stride, padding=kernel // 2)
+            call: Callable[[], Tensor] = partial(F.conv2d, x, w, stride=2 if kernel == 7 else 1, padding=kernel // 2)
             out = call()
-            flops = 2.0 * out.numel() * inner * kernel**2
-            taken = seconds(call, 10)
-            shape = tuple(out.shape)
-            memory = h.memory_seconds(x.nbytes + out.nbytes)
+            flops, moved = 2.0 * out.numel() * inner * kernel**2, h.memory_seconds(x.nbytes + out.nbytes)
+            work = h.product_seconds(flops, tuple(out.shape), BF16, True)
             name = f"{inner} → {outer}, {kernel}², {side}²{', channels last' if form is torch.channels_last else ''}"
-            row(name, taken, h.kernel_latency + max(memory, h.product_seconds(flops, shape, BF16, True)), f"{flops / taken / 1e12:.0f}")  # fmt: skip
-            ones = torch.randn_like(out)
-            taken = seconds(lambda out=out, x=x, w=w, ones=ones: torch.autograd.grad(out, (x, w), ones, retain_graph=True), 10)  # fmt: skip
-            model = 2 * h.kernel_latency + max(2 * memory, 2 * h.product_seconds(flops, shape, BF16, True))
-            row("  backward", taken, model, f"{2 * flops / taken / 1e12:.0f}")
+            for what, one, kernels in ((name, call, 1), ("  backward", backward(out, x, w), 2)):
+                taken = seconds(one, 10)
+                model = kernels * (h.kernel_latency + max(moved, work))
+                row(what, taken, model, f"{kernels * flops / taken / 1e12:.0f}")
 
 
 def main() -> None:

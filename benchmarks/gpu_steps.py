@@ -4,8 +4,9 @@
     python benchmarks/gpu_steps.py --small          # the same on a CPU, to try the script
 
 A step is forward, backward and fused AdamW. *plain*: the model as it is, *ours*: compiled for a mesh of one rank of
-torch.distributed, each run eagerly and, if asked for, under torch.compile. *predicted*: ``plan.cost.total_s`` for a device that runs every operation as a kernel, and for
-one that fuses chains of elementwise operations. Memory: the allocator's peak in a step, and ``plan.memory.peak``.
+torch.distributed, each run eagerly and, if asked for, under torch.compile. *predicted*: ``plan.cost.total_s`` for a device
+that runs every operation as a kernel, and for one that fuses chains of elementwise operations. Memory: the allocator's peak
+in a step, and ``plan.memory.peak``.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("quiet"), help="a folder for tables and measurements")
     parser.add_argument("--seconds", type=float, default=460, help="for all of it")
-    parser.add_argument("--race", type=float, default=30, help="seconds that the contestants of one model take turns")
+    parser.add_argument("--race", type=float, default=50, help="seconds that the contestants of one model take turns")
     parser.add_argument("--steps", type=int, default=30, help="the most steps of each contestant")
     parser.add_argument("--calls", type=int, default=400, help="calls whose overhead is measured")
     parser.add_argument("--models", default=",".join(SIX), help="names from six_models.py, separated by commas")

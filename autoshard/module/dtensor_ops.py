@@ -203,14 +203,16 @@ def _step_on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _alike(tensors: Iterable[Any]) -> bool:
     """Whether a parameter and what belongs to it are cut alike; numbers, such as the count of steps, are whole."""
     first, *others = tensors
-    if not isinstance(first, DTensor) or any(p.is_partial() for p in first.placements):
+    if not isinstance(first, DTensor) or any(p.is_partial() for p in first._spec.placements):
         return False
-    placements, mesh, ndim = first.placements, first.device_mesh, first.ndim
+    spec, ndim = first._spec, first.ndim
     for x in others:
-        if isinstance(x, DTensor) and x.ndim == ndim:
-            if x.placements != placements or x.device_mesh is not mesh:
+        if not isinstance(x, DTensor):
+            if x.ndim:
                 return False
-        elif isinstance(x, DTensor) or x.ndim:
+        elif x._spec is not spec and (
+            x.ndim != ndim or x._spec.placements != spec.placements or x._spec.mesh is not spec.mesh
+        ):
             return False
     return True
 
