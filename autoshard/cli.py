@@ -226,7 +226,7 @@ def _hugging_face(family: str, batch: int, seq: int) -> Loaded:
         sizes["intermediate_size"] = 128
     config = getattr(transformers, config_name)(**sizes, **extra, bos_token_id=0, eos_token_id=1)
     config.use_cache = False
-    tokens = torch.randint(0, 256, (batch, seq), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 256, (batch, seq), generator=torch.Generator("cpu").manual_seed(0))
     return (lambda: getattr(transformers, model_name)(config)), (), {"input_ids": tokens, "labels": tokens.clone()}
 
 

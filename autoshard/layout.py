@@ -46,6 +46,21 @@ class Owned(Shard):
 
 
 @dataclass(frozen=True, slots=True)
+class Grouped(Shard):
+    """Rank r holds chunk r of each of ``parts`` equal parts of dim ``dim``, one after another; all chunks are equal.
+
+    For fused projections, whose result is split into these parts (torch's ``_StridedShard``). No conversion along the axis
+    leads to it or from it.
+    """
+
+    dim: int = 0
+    parts: int = 2
+
+    def __str__(self) -> str:
+        return f"S({self.dim}/{self.parts})"
+
+
+@dataclass(frozen=True, slots=True)
 class Replicate:
     """Every rank holds the whole value; gradients are summands."""
 
@@ -136,6 +151,10 @@ class Layout:
         """Axes that cut tensor dim ``dim``, outer to inner."""
         return tuple(a for a in self.order if self[a] == Shard(dim))
 
+    def cutting(self, dim: int) -> tuple[str, ...]:
+        """Axes that cut tensor dim ``dim``, or every part of it, outer to inner."""
+        return self.axes_of(dim) or tuple(a for a, p in self.grouped.items() if p.dim == dim)
+
     @property
     def owner(self) -> dict[str, int]:
         """Mesh axis → the coordinate of the rank that holds the whole tensor, where one does."""
@@ -151,8 +170,34 @@ class Layout:
         new = {a: changes.get(a, p) for a, p in zip(self.mesh.axes, self.placements, strict=True)}
         return Layout(self.mesh, new, self.order if order is None else order)
 
+    @property
+    def grouped(self) -> dict[str, Grouped]:
+        """Mesh axis → its placement, where that cuts every part of a dim."""
+        return {a: p for a, p in zip(self.mesh.axes, self.placements, strict=True) if isinstance(p, Grouped)}
+
+    @property
+    def fixed(self) -> dict[str, Shard]:
+        """Mesh axis → its placement, where no conversion along the axis leads to it or from it."""
+        return {a: p for a, p in zip(self.mesh.axes, self.placements, strict=True) if isinstance(p, Owned | Grouped)}
+
+    def chunks_of(self, dim: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
+        """``(start, length)`` of all that the rank holds of tensor dim ``dim``, in the order in which it holds them."""
+        grouped = {a: p for a, p in self.grouped.items() if p.dim == dim}
+        if not grouped:
+            return (self.chunk_of(dim, size, rank),)
+        part, number = size // (parts := next(iter(grouped.values())).parts), 0
+        for axis in grouped:
+            number = number * self.mesh.size_of(axis) + self.mesh.index_along(rank, axis)
+        length = part // self.mesh.size_of(tuple(grouped))
+        return tuple((i * part + number * length, length) for i in range(parts))
+
     def chunk_of(self, dim: int, size: int, rank: int) -> tuple[int, int]:
-        """``(start, length)`` of the rank's part of tensor dim ``dim`` of global length ``size``."""
+        """``(start, length)`` of the rank's part of tensor dim ``dim`` of global length ``size``.
+
+        Raises :class:`LayoutError` where that is several chunks: see :meth:`chunks_of`.
+        """
+        if any(p.dim == dim for p in self.grouped.values()):
+            raise LayoutError(f"{self}: a rank holds several chunks of dim {dim}")
         start, length = 0, size
         for axis in self.axes_of(dim):
             s, length = chunk(length, self.mesh.size_of(axis), self.mesh.index_along(rank, axis))
@@ -164,7 +209,9 @@ class Layout:
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """The shape of the rank's part of a tensor of global ``shape``."""
         self.check(shape)
-        return tuple(self.chunk_of(d, n, rank)[1] for d, n in enumerate(shape))
+        if not self.grouped:
+            return tuple(self.chunk_of(d, n, rank)[1] for d, n in enumerate(shape))
+        return tuple(sum(n for _, n in self.chunks_of(d, size, rank)) for d, size in enumerate(shape))
 
     def max_local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The largest local shape over all ranks: that of rank 0; of symbolic lengths, the example's."""
@@ -196,6 +243,7 @@ class Layout:
         from torch.distributed.tensor import Partial as TorchPartial
         from torch.distributed.tensor import Replicate as TorchReplicate
         from torch.distributed.tensor import Shard as TorchShard
+        from torch.distributed.tensor.placement_types import _StridedShard
 
         if self.order != Layout(self.mesh, self.placements).order:
             raise LayoutError(f"{self}: torch placements nest in mesh order only; redistribute to mesh order first")
@@ -203,7 +251,9 @@ class Layout:
             raise LayoutError(f"{self}: torch has no placement for a tensor that one rank holds whole")
         out: list[Any] = []
         for p in self.placements:
-            if isinstance(p, Shard):
+            if isinstance(p, Grouped):
+                out.append(_StridedShard(p.dim, split_factor=p.parts))
+            elif isinstance(p, Shard):
                 out.append(TorchShard(p.dim))
             else:
                 out.append(TorchPartial(p.op) if isinstance(p, Partial) else TorchReplicate())
@@ -216,6 +266,8 @@ class Layout:
         for p in placements:
             if p.is_partial():
                 out.append(Partial(getattr(p, "reduce_op", "sum")))
+            elif hasattr(p, "split_factor"):
+                out.append(Grouped(p.dim, p.split_factor))
             else:
                 out.append(Shard(p.dim) if p.is_shard() else R)
         return Layout(mesh, out)

@@ -61,13 +61,13 @@ def _invented(new: Rule) -> list[Sample] | None:
         return None
     terms = dict(zip(tensor_arguments(new.op), parse(new.notation).operands, strict=True))
     lengths: dict[str, int] = {"...": 4, "_": 3}
-    random = torch.Generator().manual_seed(SEED)
+    random = torch.Generator("cpu").manual_seed(SEED)
 
     def length(dim: Dim) -> int:
         return math.prod(lengths.setdefault(factor, 4 + len(lengths) % 4) for factor in dim)
 
     def tensor(term: Term) -> torch.Tensor:
-        return torch.randn([length(dim) for dim in term], generator=random, dtype=torch.float64)
+        return torch.randn([length(dim) for dim in term], generator=random, dtype=torch.float64, device="cpu")
 
     args, kwargs = list[Any](), dict[str, Any]()
     for argument in new.op._schema.arguments:
@@ -121,10 +121,10 @@ def _sample_of(node: Node, graph: Graph) -> Sample | None:
     types = [graph.types[name] for name in node.inputs]
     if sum(t.numel for t in types) > LARGEST or not all(t.dtype.is_floating_point for t in types):
         return None
-    random = torch.Generator().manual_seed(SEED)
+    random = torch.Generator("cpu").manual_seed(SEED)
 
     def tensor(ref: Ref) -> torch.Tensor:
-        return torch.randn(graph.types[ref.name].shape, generator=random, dtype=torch.float64)
+        return torch.randn(graph.types[ref.name].shape, generator=random, dtype=torch.float64, device="cpu")
 
     args, kwargs = map_refs((node.args, dict(node.kwargs)), tensor)
     try:

@@ -13,15 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import worlds
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -116,13 +114,8 @@ def main() -> None:
     parser.add_argument("--rendezvous")
     options = parser.parse_args()
     if options.rank is None:
-        with tempfile.TemporaryDirectory() as folder:
-            own = [sys.executable, __file__, "--calls", str(options.calls), "--rendezvous", str(Path(folder) / "r")]
-            ranks = [subprocess.Popen([*own, "--rank", str(r)]) for r in range(RANKS)]
-            sys.exit(max(rank.wait() for rank in ranks))
-    torch.set_num_threads(1)
-    address = f"file://{options.rendezvous}"
-    dist.init_process_group("gloo", init_method=address, rank=options.rank, world_size=RANKS)
+        sys.exit(worlds.launch(__file__, ["--calls", str(options.calls)], RANKS))
+    worlds.join(options.rank, RANKS, options.rendezvous)
     work(options.calls)
     dist.destroy_process_group()
 

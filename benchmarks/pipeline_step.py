@@ -1,9 +1,10 @@
 """Steps of a pipeline on gloo ranks beside their prediction: ``torchrun --nproc-per-node 2 benchmarks/pipeline_step.py``.
 
-The machine is measured first, by the ranks together. A model whose layers differ is cut at every place between two layers; the
-cuts take turns, so that whatever else the machine does meets all alike, and the medians of the slowest rank are compared: with
-what was predicted for each cut, and the cut that would be chosen with the best. A core per rank has to be free: a rank that
-waits for the processor looks like one that waits for a message. On a busy machine the least of many rounds says more.
+The machine is measured first, by the ranks together. A model whose layers differ is cut at every place between two layers (for
+more ranks: in every way); the cuts take turns, so that whatever else the machine does meets all alike, and the medians of
+the slowest rank are compared: with what was predicted for each cut, and the cut that would be chosen with the best. A core
+per rank has to be free: a rank that waits for the processor looks like one that waits for a message. On a busy machine the
+least of many rounds says more.
 
 ``--memory``: instead, the resident memory of every rank that holds its stage of a GPT of 200 M parameters.
 """
@@ -11,16 +12,19 @@ waits for the processor looks like one that waits for a message. On a busy machi
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import resource
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import worlds
 from torch import Tensor, nn
 
 import autoshard
@@ -62,48 +66,56 @@ class Cut:
 
 
 def cuts(model: nn.Module, args: tuple[Tensor, ...], mesh: autoshard.Mesh, count: int) -> tuple[list[Cut], str]:
-    """A compiled module per place between two layers, and the name of the place that is chosen."""
+    """A compiled module per way to cut between layers, and the name of the one that is chosen."""
     graph = captured(model, args, {}, training=True)
     nodes = micro_batched(graph, count)[0].nodes
     layers = [int(n.fqn.split(".")[1]) if n.fqn.startswith("blocks.") else -1 for n in nodes]
-    places = {n: layers.index(n) for n in range(1, max(layers) + 1)}
-    wishes = Wishes(stages="pp", micro_batches=count)
-    staged = build(graph, mesh, wishes).plan.staged
+    places = {layers.index(n): n for n in range(1, max(layers) + 1)}
+    staged = build(graph, mesh, Wishes(stages="pp", micro_batches=count)).plan.staged
     assert staged is not None
-    chosen = sum(place <= staged.boundaries[0] for place in places.values())
+    chosen = tuple(sum(place <= boundary for place in places) for boundary in staged.boundaries)
     found = []
-    for layer, place in places.items():
-        plan = build(graph, mesh, Wishes(stages="pp", micro_batches=count, boundaries=(place,))).plan
+    for cut in itertools.combinations(places, mesh.size - 1):
+        plan = build(graph, mesh, Wishes(stages="pp", micro_batches=count, boundaries=cut)).plan
         sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=count, plan=plan)
-        found.append(Cut(f"before layer {layer}", sharded, plan.cost.total_s - plan.cost.optimizer_s, []))
-    return found, f"before layer {chosen}"
+        name = named(places[place] for place in cut)
+        found.append(Cut(name, sharded, plan.cost.total_s - plan.cost.optimizer_s, []))
+    return found, named(chosen)
 
 
-def race(found: Sequence[Cut], args: tuple[Tensor, ...], rounds: int) -> None:
-    """Every cut once a round."""
+def named(layers: Iterable[int]) -> str:
+    """A way to cut by the first layers of its later stages."""
+    return f"before {', '.join(map(str, layers))}"
+
+
+def race(found: Sequence[Cut], args: tuple[Tensor, ...], rounds: int, seconds: float) -> None:
+    """Every cut once a round, for so many rounds or seconds."""
+    started = time.perf_counter()
     for number in range(rounds + WARM_UP):
         for cut in found:
             cut.sharded.zero_grad()
             dist.barrier()
             begin = time.perf_counter()
             cut.sharded(*args).backward()
-            took = torch.tensor(time.perf_counter() - begin)
+            took = torch.tensor([time.perf_counter() - begin, time.perf_counter() - started])
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if number >= WARM_UP:
-                cut.taken.append(float(took))
+                cut.taken.append(float(took[0]))
+        if float(took[1]) > seconds and number > WARM_UP:
+            break
 
 
 def steps(options: argparse.Namespace) -> None:
-    hardware = autoshard.calibrate(quick=False)
+    hardware = autoshard.Hardware.load(options.hardware) if options.hardware else autoshard.calibrate(quick=False)
     mesh = autoshard.Mesh({"pp": dist.get_world_size()}, hardware=hardware)
     torch.manual_seed(0)
-    model = Uneven(options.width, [n * options.width for n in (1, 1, 4, 1, 2, 1, 1, 1)])
+    model = Uneven(options.width, [n * options.width for n in (1, 1, 4, 1, 2, 1, 1, 1)[: options.layers]])
     args = tuple(torch.randn(options.rows, options.width) for _ in range(2))
     found, chosen = cuts(model, args, mesh, options.micro_batches)
-    race(found, args, options.rounds)
+    race(found, args, options.rounds, options.seconds)
     if dist.get_rank():
         return
-    print(f"{hardware.name}; {options.micro_batches} micro-batches, {options.rounds} rounds")
+    print(f"{hardware.name}; {options.micro_batches} micro-batches, {len(found[0].taken)} rounds")
     print(f"{'cut':20}{'predicted':>12}{'measured':>12}{'error':>9}{'least':>12}{'error':>9}   quartiles")
     for cut in found:
         low, _, high = statistics.quantiles(cut.taken, n=4)
@@ -146,11 +158,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end the race after so long")
+    parser.add_argument("--hardware", help="what calibrate() saved (default: it runs first)")
+    parser.add_argument("--layers", type=int, default=8, help="at most 8")
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--micro-batches", type=int, default=4)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    worlds.pin(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     dist.init_process_group("gloo")
     memory() if options.memory else steps(options)
     dist.barrier()

@@ -14,12 +14,10 @@ memory that a world with one contestant alone adds to that of a world without a 
 from __future__ import annotations
 
 import argparse
-import os
+import math
 import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ import six_models
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+import worlds
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -108,18 +107,28 @@ def loss_of(out: Any) -> Tensor:
     return found
 
 
-def training_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Step:
-    """Forward, backward and fused AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+class TrainingStep:
+    """Forward, backward and fused AdamW. ``phases``: seconds of these three, of every step."""
 
-    def step() -> float:
-        loss = loss_of(model(*args, **kwargs))
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        self.phases: list[tuple[float, float, float]] = []
+
+    def __call__(self) -> float:
+        begin = time.perf_counter()
+        loss = loss_of(self.model(*self.args, **self.kwargs))
+        forward = time.perf_counter()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        backward = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.phases.append((forward - begin, backward - forward, time.perf_counter() - backward))
         return float(loss.detach())
 
-    return step
+    def medians(self) -> list[float]:
+        """Of the phases, after the warm-up."""
+        return [statistics.median(x) for x in zip(*self.phases[WARM_UP:], strict=True)]
 
 
 def ours(like: str | None, axis: str) -> Callable[[Task], Step]:
@@ -128,7 +137,7 @@ def ours(like: str | None, axis: str) -> Callable[[Task], Step]:
     def make(task: Task) -> Step:
         mesh = autoshard.Mesh({axis: dist.get_world_size()}, hardware="cpu")
         sharded = autoshard.compile(task.model(), mesh, task.args, dict(task.kwargs), like=like)
-        return training_step(sharded, task.args, task.kwargs)
+        return TrainingStep(sharded, task.args, task.kwargs)
 
     return make
 
@@ -161,7 +170,7 @@ def mean(step: Step) -> Step:
 
 def ddp(task: Task) -> Step:
     """DistributedDataParallel on this rank's part of the batch."""
-    return mean(training_step(DistributedDataParallel(task.model()), *task.mine()))
+    return mean(TrainingStep(DistributedDataParallel(task.model()), *task.mine()))
 
 
 def fsdp2(task: Task) -> Step:
@@ -172,7 +181,7 @@ def fsdp2(task: Task) -> Step:
             for block in module:
                 fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return as_torch_does(mean(training_step(model, *task.mine())))
+    return as_torch_does(mean(TrainingStep(model, *task.mine())))
 
 
 def tensor_parallel(task: Task) -> Step:
@@ -209,7 +218,7 @@ def one_process(task: Task) -> Step:
     """The whole batch on rank 0, while the other ranks wait."""
     if dist.get_rank():
         return lambda: float("nan")
-    return training_step(task.model(), task.args, task.kwargs)
+    return TrainingStep(task.model(), task.args, task.kwargs)
 
 
 CONTESTANTS = (
@@ -234,16 +243,18 @@ class Times:
     cpu: list[float]
 
 
-def race(steps: Mapping[str, Step], count: int) -> dict[str, Times]:
-    """Time the contestants in turns; says where their losses differ."""
+def race(steps: Mapping[str, Step], count: int, seconds: float = math.inf) -> dict[str, Times]:
+    """Time the contestants in turns, for so many rounds or seconds; says where their losses differ."""
     times = {name: Times([], []) for name in steps}
+    started = time.perf_counter()
     for round_ in range(count + WARM_UP):
         losses = {}
         for name, step in steps.items():
             dist.barrier()
             begin = time.perf_counter(), time.process_time()
             losses[name] = step()
-            took = torch.tensor([time.perf_counter() - begin[0], time.process_time() - begin[1]])
+            ended = time.perf_counter()
+            took = torch.tensor([ended - begin[0], time.process_time() - begin[1], ended - started])
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
             if round_ >= WARM_UP:
                 times[name].wall.append(float(took[0]))
@@ -251,6 +262,8 @@ def race(steps: Mapping[str, Step], count: int) -> dict[str, Times]:
         known = [x for x in losses.values() if x == x]
         if max(known) - min(known) > 1e-3 * abs(known[0]) + 1e-6:
             raise SystemExit(f"round {round_}: the losses differ: {losses}")
+        if float(took[2]) > seconds and round_ > WARM_UP:
+            break
     return times
 
 
@@ -280,9 +293,7 @@ def for_model(name: str, only: str) -> list[Contestant]:
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    file = f"file://{options.rendezvous}"
-    dist.init_process_group("gloo", init_method=file, rank=options.rank, world_size=options.ranks)
+    worlds.join(options.rank, options.ranks, options.rendezvous)
     for name in options.models.split(","):
         task = Task.of(name, options.batch, options.sequence)
         chosen = for_model(name, options.only)
@@ -297,19 +308,10 @@ def rank_main(options: argparse.Namespace) -> None:
             if options.rank == 0:
                 print(f"{name}  {options.only}: {float(more) * 1024 / 1e6:.0f} MB", flush=True)
         else:
-            times = race({c.name: c.make(task) for c in chosen}, options.steps)
+            times = race({c.name: c.make(task) for c in chosen}, options.steps, options.seconds)
             if options.rank == 0:
                 Console(width=120).print(report(name, chosen, times))
     dist.destroy_process_group()
-
-
-def world(options: argparse.Namespace, more: list[str]) -> int:
-    """Run all ranks; their exit code."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *sys.argv, *more, "--rendezvous", f"{folder}/rendezvous"]
-        workers = [subprocess.Popen([*command, "--rank", str(r)], env=env) for r in range(options.ranks)]
-        return max((worker.wait() for worker in workers), key=abs)
 
 
 def main() -> None:
@@ -318,6 +320,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="contestants, separated by commas (default: all)")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end the race of a model after so long")
     parser.add_argument("--batch", type=int, default=0, help="rows of the global batch (default: the model's)")
     parser.add_argument("--sequence", type=int, default=0, help="tokens of a row (default: the model's)")
     parser.add_argument("--memory", action="store_true", help="peak of resident memory instead, one world each")
@@ -329,9 +332,11 @@ def main() -> None:
     elif options.memory:
         chosen = {c.name for name in options.models.split(",") for c in for_model(name, options.only)}
         names = [c.name for c in CONTESTANTS if c.name in chosen and c.name != "one process"]
-        raise SystemExit(max((world(options, ["--only", name]) for name in names), key=abs))
+        raise SystemExit(
+            max((worlds.launch(__file__, [*sys.argv[1:], "--only", name], options.ranks) for name in names), key=abs)
+        )
     else:
-        raise SystemExit(world(options, []))
+        raise SystemExit(worlds.launch(__file__, sys.argv[1:], options.ranks))
 
 
 if __name__ == "__main__":

@@ -4,25 +4,29 @@
     python benchmarks/truth.py --models wide:middle,dlrm:middle --ranks 4 --hardware here.json
 
 The machine is calibrated with as many ranks first, once, with a thread each. Then a world for each model, whose plans take
-turns: forward, backward and fused AdamW. Predicted: ``plan.cost.total_s``, and less what merged messages save (``merged_s``).
+turns with DDP, FSDP2 and, for a Llama, ``parallelize_module``: forward, backward and fused AdamW. Predicted:
+``plan.cost.total_s``, the same less what merged messages save (``merged_s``), and the end of the timeline (``schedule_s``).
 Measured: the median step of the slowest rank, and the least processor time of the busiest one, which other work on the machine
-disturbs less. ρ: Spearman's rank correlation.
+disturbs less. Forward, backward, optimizer: of rank 0, medians. ρ: Spearman's rank correlation. ``--json``: a folder to which
+all of it is written, a file for each model.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import statistics
-import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import worlds
 from six_models import SIX
-from step_time import Step, Task, Times, race, training_step
+from step_time import CONTESTANTS, Task, Times, TrainingStep, race
 
 import autoshard
 from autoshard.errors import AutoshardError
@@ -35,6 +39,10 @@ MORE = {
     "dlrm:middle": ("table-wise", "row-wise", "column-wise"),
 }
 """plans by name, beside the free one"""
+PEERS = ("DDP", "FSDP2", "parallelize_module")
+
+Predicted = dict[str, float]
+"""total_s, with messages merged, the timeline's end; seconds"""
 
 
 def correlation(*columns: list[float]) -> float:
@@ -44,8 +52,8 @@ def correlation(*columns: list[float]) -> float:
     return float(torch.corrcoef(ranks)[0, 1])
 
 
-def compiled(task: Task, mesh: autoshard.Mesh) -> dict[str, tuple[tuple[float, float], Step]]:
-    """Plan → (predicted seconds, without and with messages merged; a step). Plans that this model has not are left out."""
+def compiled(task: Task, mesh: autoshard.Mesh) -> dict[str, tuple[autoshard.Plan, TrainingStep]]:
+    """Name → its plan and a step. Plans that this model has not are left out."""
     found = {}
     for like in (None, *EVERYWHERE, *MORE.get(task.name, ())):
         try:
@@ -54,57 +62,71 @@ def compiled(task: Task, mesh: autoshard.Mesh) -> dict[str, tuple[tuple[float, f
             if dist.get_rank() == 0:
                 print(f"{task.name} like={like!r}: {error}", file=sys.stderr)
             continue
-        cost = sharded.plan.cost
-        found[like or "free"] = (
-            (cost.total_s, cost.total_s - cost.merged_s),
-            training_step(sharded, task.args, task.kwargs),
-        )
+        found[like or "free"] = sharded.plan, TrainingStep(sharded, task.args, task.kwargs)
     return found
 
 
 def work(options: argparse.Namespace) -> None:
     """One rank; the first prints."""
-    torch.set_num_threads(1)
-    at = f"file://{options.rendezvous}"
-    dist.init_process_group("gloo", init_method=at, rank=options.rank, world_size=options.ranks)
+    worlds.join(options.rank, options.ranks, options.rendezvous)
     if not options.models:
         hardware = autoshard.calibrate(quick=False)
         if options.rank == 0:
             hardware.save(options.hardware)
             print(hardware, flush=True)
     for name in filter(None, options.models.split(",")):
-        plans = compiled(Task.of(name), autoshard.Mesh({"x": options.ranks}, hardware=str(options.hardware)))
-        times = race({plan: step for plan, (_, step) in plans.items()}, options.steps)
+        task = Task.of(name)
+        plans = compiled(task, autoshard.Mesh({"x": options.ranks}, hardware=str(options.hardware)))
+        family = name.split(":")[0]
+        peers = {c.name: c.make(task) for c in CONTESTANTS if c.name in PEERS and c.only in ("", family)}
+        times = race({**{plan: step for plan, (_, step) in plans.items()}, **peers}, options.steps, options.seconds)
         if options.rank == 0:
-            report(name, {plan: seconds for plan, (seconds, _) in plans.items()}, times)
+            report(name, plans, times)
+            if options.json:
+                write(options.json / f"{name}-{options.ranks}.json", plans, times)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def report(name: str, predicted: dict[str, tuple[float, float]], times: dict[str, Times]) -> None:
+def predictions(plan: autoshard.Plan) -> tuple[float, float, float]:
+    """total_s, the same with messages merged, the timeline's end."""
+    return plan.cost.total_s, plan.cost.total_s - plan.cost.merged_s, plan.cost.schedule_s
+
+
+def report(name: str, plans: dict[str, tuple[autoshard.Plan, TrainingStep]], times: dict[str, Times]) -> None:
     """One line for each plan, the fastest first."""
     wall = {plan: statistics.median(t.wall) for plan, t in times.items()}
     cpu = {plan: min(t.cpu) for plan, t in times.items()}
-    print(f"\n{name:22}{'predicted':>12}{'merged':>10}{'measured':>12}{'CPU':>10}   ms")
+    rounds = len(next(iter(times.values())).wall)
+    print(
+        f"\n{name}, {dist.get_world_size()} ranks, {rounds} rounds; ms\n{'':20}{'predicted':>10}{'merged':>9}{'timeline':>10}"
+        f"{'measured':>10}{'CPU':>9}{'forward':>9}{'backward':>9}{'update':>8}"
+    )
     for plan in sorted(wall, key=wall.__getitem__):
-        alone, merged = predicted[plan]
-        print(f"  {plan:20}{alone * 1e3:12.2f}{merged * 1e3:10.2f}{wall[plan] * 1e3:12.2f}{cpu[plan] * 1e3:10.2f}")
+        row = [f"{x * 1e3:.2f}" for x in predictions(plans[plan][0])] if plan in plans else [""] * 3
+        row += [f"{x[plan] * 1e3:.2f}" for x in (wall, cpu)]
+        row += [f"{x * 1e3:.2f}" for x in plans[plan][1].medians()] if plan in plans else []
+        print(f"  {plan:18}" + "".join(f"{x:>{n}}" for x, n in zip(row, (10, 9, 10, 10, 9, 9, 9, 8), strict=False)))
     for what, found in (("measured", wall), ("CPU", cpu)):
-        rhos = [correlation([predicted[p][i] for p in found], list(found.values())) for i in (0, 1)]
+        rhos = [
+            correlation([predictions(plan)[i] for plan, _ in plans.values()], [found[p] for p in plans])
+            for i in range(3)
+        ]
         over = found["free"] / min(found.values())
         print(
-            f"  {what}: ρ {rhos[0]:.2f}, merged {rhos[1]:.2f}; the free plan takes {over:.2f} × the fastest", flush=True
+            f"  {what}: ρ {rhos[0]:.2f}, merged {rhos[1]:.2f}, timeline {rhos[2]:.2f}; the free plan takes {over:.2f} × "
+            f"the fastest ({min(found, key=found.__getitem__)})",
+            flush=True,
         )
 
 
-def world(options: argparse.Namespace, models: str, hardware: Path) -> int:
-    """Run all ranks; their exit code."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--models", models, "--ranks", str(options.ranks)]
-        command += ["--steps", str(options.steps), "--hardware", str(hardware), "--rendezvous", f"{folder}/rendezvous"]
-        ranks = [subprocess.Popen([*command, "--rank", str(r)], env=env) for r in range(options.ranks)]
-        return max((rank.wait() for rank in ranks), key=abs)
+def write(path: Path, plans: dict[str, tuple[autoshard.Plan, TrainingStep]], times: dict[str, Times]) -> None:
+    """What was predicted and measured, as JSON."""
+    found: dict[str, Any] = {name: {"wall": t.wall, "cpu": t.cpu} for name, t in times.items()}
+    for name, (plan, step) in plans.items():
+        found[name] |= {"cost": asdict(plan.cost), "phases": step.phases}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found))
 
 
 def main() -> None:
@@ -112,7 +134,11 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(SIX), help="names from six_models.py, separated by commas")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each plan")
-    parser.add_argument("--hardware", type=Path, help="what calibrate() saved (default: it runs first)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end the race of a model after so long")
+    parser.add_argument("--json", type=Path, help="a folder for everything that was measured")
+    parser.add_argument(
+        "--hardware", type=Path, help="what calibrate() saved, or shall save: it runs first where there is none"
+    )
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -121,8 +147,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         hardware = options.hardware or Path(folder) / "hardware.json"
-        first = [] if options.hardware else [""]
-        sys.exit(max((world(options, name, hardware) for name in (*first, *options.models.split(","))), key=abs))
+        more = ["--ranks", str(options.ranks), "--steps", str(options.steps), "--seconds", str(options.seconds)]
+        more += ["--hardware", str(hardware), *(["--json", str(options.json)] if options.json else [])]
+        first = [] if hardware.exists() else [""]
+        chosen = [*first, *filter(None, options.models.split(","))]
+        sys.exit(max((worlds.launch(__file__, ["--models", m, *more], options.ranks) for m in chosen), key=abs))
 
 
 if __name__ == "__main__":

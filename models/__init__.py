@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from autoshard.errors import AutoshardError
 from autoshard.models import dlrm, gpt, llama, mlp, moe, vit
@@ -75,5 +77,14 @@ def get(name: str) -> Reference:
     config = entry.sizes[size or "tiny"]()
     return Reference(
         model=lambda: entry.module(config),
-        inputs=lambda **sizes: entry.example_inputs(config, **sizes),
+        inputs=lambda **sizes: _placed(entry.example_inputs(config, **sizes)),
     )
+
+
+def _placed(inputs: Inputs) -> Inputs:
+    """The same values on torch's default device; a meta device has none."""
+    device = torch.get_default_device()
+    if device.type in ("cpu", "meta"):
+        return inputs
+    placed: Inputs = tree_map_only(Tensor, lambda x: x.to(device), inputs)
+    return placed

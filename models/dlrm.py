@@ -95,7 +95,7 @@ class Dlrm(nn.Module):
 
 def example_inputs(config: DlrmConfig, batch: int = 4, seq: int = 0) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
     """``dense``, ``sparse`` and ``labels``. There is no sequence: ``seq`` is there for the common signature."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     dense = torch.randn(batch, config.dense, generator=generator, device="cpu")
     columns = [torch.randint(n, (batch, config.lookups), generator=generator, device="cpu") for n in config.rows]
     labels = torch.randint(2, (batch,), generator=generator, device="cpu").to(dense.dtype)

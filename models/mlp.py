@@ -58,7 +58,7 @@ class Mlp(nn.Module):
 
 def example_inputs(config: MlpConfig, batch: int = 2, seq: int = 16) -> tuple[tuple[Tensor], dict[str, Tensor]]:
     """``x [batch, seq, width]``."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     return (torch.randn(batch, seq, config.width, generator=generator, device="cpu"),), {}
 
 

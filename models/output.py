@@ -28,6 +28,6 @@ def token_loss(logits: Tensor, labels: Tensor | None) -> Output:
 
 def token_batch(vocab: int, batch: int, seq: int) -> tuple[tuple[Tensor], dict[str, Tensor]]:
     """Random tokens ``[batch, seq]`` and, as labels, the tokens that follow; always the same for the same sizes."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     tokens = torch.randint(vocab, (batch, seq + 1), generator=generator, device="cpu")
     return (tokens[:, :-1].contiguous(),), {"labels": tokens[:, 1:].contiguous()}

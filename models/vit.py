@@ -107,7 +107,7 @@ class Vit(nn.Module):
 
 def example_inputs(config: VitConfig, batch: int = 4, seq: int = 0) -> tuple[tuple[Tensor], dict[str, Tensor]]:
     """``images`` and ``labels``. The sequence is the patches: ``seq`` is there for the common signature."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     shape = (batch, config.channels, config.image, config.image)
     labels = torch.randint(config.classes, (batch,), generator=generator, device="cpu")
     return (torch.randn(shape, generator=generator, device="cpu"),), {"labels": labels}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import hypothesis
 import pytest
 import torch
 from doubles import DOUBLES
-from harness import Captures, captured_once, freeze_imports
+from harness import Captures, captured_once, freeze_imports, use_device
 from torch.utils import _pytree as pytree
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -19,12 +20,16 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="run tests marked slow, too")
+    parser.addoption("--device", default=None, help="make tensors there, such as cuda; gloo worlds become NCCL's")
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the code gives now")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Tests run side by side in several processes; more threads each would only get in one another's way.
     torch.set_num_threads(1)
+    if device := config.getoption("--device"):
+        os.environ["AUTOSHARD_TEST_DEVICE"] = device  # for the worlds' processes
+        use_device(device)
     freeze_imports()
     # A run of the suite says the same twice; slow runs look for examples that nobody has seen.
     hypothesis.settings.register_profile("same", derandomize=not config.getoption("--run-slow"), deadline=None)
@@ -45,14 +50,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
+def _deterministic(pytestconfig: pytest.Config) -> Iterator[None]:
     """Every test starts from the same seeds and leaves no default dtype or device behind."""
+    torch.set_default_device(pytestconfig.getoption("--device"))
     random.seed(0)
     torch.manual_seed(0)
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
-    torch.set_default_device(None)
+    torch.set_default_device(pytestconfig.getoption("--device"))
 
 
 @pytest.fixture

@@ -56,6 +56,17 @@ def freeze_imports() -> None:
     )
 
 
+def use_device(device: str) -> None:
+    """Make tensors and random generators there, where nothing else is said, from now on."""
+
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = device) -> Any:
+            return super().__new__(cls, device)
+
+    torch.set_default_device(device)
+    torch.Generator = Generator  # type: ignore[misc]
+
+
 class Captures:
     """``capture`` that remembers its results, and the models, so that their ids stay theirs.
 

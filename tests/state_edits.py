@@ -64,6 +64,8 @@ def the_data_of_a_parameter_set(mesh: autoshard.Mesh) -> None:
         m.a.weight.data = whole.clone()
         m.b.weight.data = m.b.weight.data * 2
         m.norm.bias.data = m.norm.weight.data + 1
+        with torch.no_grad():
+            m.b.bias.set_(m.norm.weight.detach() * 3)
 
     both(model, sharded, change)
     same_state(sharded, model)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 import torch.nn.functional as F
-from state_harness import case, pair, rows, steps
+from state_harness import case, close, pair, rows, same_state, steps
 from torch import nn
 
 import autoshard
+from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
 from autoshard.runtime.experts import experts_op
 
 
@@ -82,10 +87,47 @@ class AsTuple(Fused):
 def parts_of_fused_projections_stay_cut(mesh: autoshard.Mesh) -> None:
     x = rows(15).unflatten(0, (3, 5))
     model, sharded = pair(mesh, AsTuple, x, like="megatron")
-    assert (
-        sharded.plan.layouts["gate_up.weight"].axes_of(0) == sharded.plan.layouts["qkv.weight"].axes_of(0) == mesh.axes
-    )
+    layouts = sharded.plan.layouts
+    assert layouts["qkv.weight"].axes_of(0) == tuple(layouts["gate_up.weight"].grouped) == mesh.axes
     steps(model, sharded, x, x.flip(0))
+
+
+@case
+def weights_cut_in_every_part_are_clipped_saved_and_loaded(mesh: autoshard.Mesh) -> None:
+    """By full state dicts, of optimizers too, and under torch.distributed by its checkpoints, into whole weights and back."""
+    x = rows(15).unflatten(0, (3, 5))
+    model, sharded = pair(mesh, AsTuple, x, like="megatron")
+    pairs = [(m, torch.optim.AdamW(m.parameters(), 1e-2, foreach=True)) for m in (model, sharded)]
+    norms = []
+    for module, optimizer in pairs:
+        module(x)[0].backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1))
+        optimizer.step()
+    close(norms[1], norms[0])
+    same_state(sharded, model)
+    known = full_optimizer_state_dict(sharded, pairs[1][1])
+    for number, entry in pairs[0][1].state_dict()["state"].items():
+        close(known["state"][number]["exp_avg"], entry["exp_avg"])
+    _, other = pair(mesh, AsTuple, x, like="ddp")
+    other.load_full_state_dict(sharded.full_state_dict())
+    same_state(other, model)
+    optimizer = torch.optim.AdamW(sharded.parameters(), 1e-2, foreach=True)
+    load_full_optimizer_state_dict(sharded, optimizer, known)
+    for module, stepped in (pairs[0], (sharded, optimizer)):
+        module.zero_grad()
+        module(x)[0].backward()
+        stepped.step()
+    same_state(sharded, model)
+    if not dist.is_initialized():
+        return
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    for name, source, target in (("a", sharded, other), ("b", other, pair(mesh, AsTuple, x, like="megatron")[1])):
+        checkpoint.save(source.state_dict(), checkpoint_id=f"{folder[0]}/{name}")
+        state = target.state_dict()
+        checkpoint.load(state, checkpoint_id=f"{folder[0]}/{name}")
+        target.load_state_dict(state)
+        same_state(target, model)
 
 
 class Windowed(nn.Module):

@@ -58,6 +58,19 @@ def forbidding(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores
 
 
+def what_generate_sends(sharded: Any, tokens: torch.Tensor, step: list[float]) -> None:
+    """Counted as it runs: the sums of a prompt and of three tokens, the four tokens that are chosen, nothing for caches."""
+    holder, log = sharded._comm if hasattr(sharded, "_comm") else sharded._world, list[Any]()
+    holder.log = log
+    sharded.generate(tokens, do_sample=False, max_new_tokens=4, min_new_tokens=4, pad_token_id=0)
+    holder.log = None
+    sums = [e.bytes for e in log if e.kind == "all_reduce"]
+    assert sums == [b * tokens.shape[1] for b in step] + 3 * step
+    chosen = [e for e in log if e.kind != "all_reduce"]
+    assert all(e.kind == "all_gather" for e in chosen)
+    assert sum(e.bytes for e in chosen) <= 4 * len(tokens) * (8 + 8)  # a number and an index
+
+
 @case
 def text_generated_by_transformers(mesh: autoshard.Mesh) -> None:
     """The unsharded model's tokens, by two programs; a step sums twice a layer and for the embedding, and no more."""
@@ -85,6 +98,7 @@ def text_generated_by_transformers(mesh: autoshard.Mesh) -> None:
         assert counted == {("all_reduce", "forward"): 2 + 1}
     step_bytes = [c.bytes for c in sharded.collectives]
     assert step_bytes == [2 * 32 * 8] * 3  # batch by width: an all-reduce on two ranks sends half of it twice
+    what_generate_sends(sharded, tokens, step_bytes)
     for layer in made[0].past_key_values.layers:
         assert layer.keys.shape[2] == 8
         parts = (

@@ -111,11 +111,18 @@ class Loss(Routed):
 
 @pytest.mark.parametrize(("rows", "sent"), [(2, 2 * 2), (24, 4 * 8)], ids=["few", "many"])
 def test_gates_meet_what_they_gate_as_rows_or_as_weights(rows: int, sent: int) -> None:
-    """Features cut as one dim: a rank has all gates, the other none. What is less is sent: of rows, or of weights."""
+    """Features cut as one dim: a rank has all gates, the other none. What is less is sent: of rows, or of weights.
+
+    Where gates are cut, and what they gate, nothing is.
+    """
     ids = tuple((a % 4, (a + 2) % 4) for a in range(rows))
-    found = collectives(Loss(4), {"tp": 2}, None, (batch(*ids),), like="megatron")
-    halos = {size for (kind, _, phase, size) in found if kind in ("halo", "permute") and phase == "forward"}
-    assert halos == {3 * 8 * sent}  # half of the 6 features, float64
+    for hints, expected in (
+        ({"first": autoshard.Shard(1)}, {3 * 8 * sent}),
+        (None, set()),
+    ):  # half of 6 features, float64
+        found = collectives(Loss(4), {"tp": 2}, hints, (batch(*ids),), like="megatron")
+        halos = {size for (kind, _, phase, size) in found if kind in ("halo", "permute") and phase == "forward"}
+        assert halos == expected
 
 
 def test_bytes_are_those_of_the_formula_and_those_sent() -> None:

@@ -348,11 +348,11 @@ def test_the_searchs_tables_hold_the_prices_that_alternatives_ask_for(mesh: dict
     for value in (i.name for i in graph.inputs):
         stages = (0,) if value in graph.parameters else ()
         link = Link("definition", Side(layouts, stages=stages), "reader", Side(layouts), value)
-        searched, _ = EdgeTables(graph, on, [link], held=False).of(link)
+        table = EdgeTables(graph, on, [link], held=False).of(link)
         case = graph.types[value], stages[0] if stages else None, value in movable_values(graph)
         for (i, a), (j, b) in itertools.product(enumerate(layouts), repeat=2):
             asked = conversion_parts(case[0], on, [a], [b], *case[1:])
-            assert list(searched[i, j]) == list(asked[0, 0])
+            assert list(table.parts[table.rows[i], table.columns[j]]) == list(asked[0, 0])
 
 
 def test_a_weight_that_moves_from_cut_to_cut_is_not_gathered_again() -> None:

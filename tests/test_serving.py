@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from generating_models import MESHES, MODELS, TOKENS, as_one_device, made
 from state_generate import WAYS, llama, same_tokens
 from torch import nn
 
@@ -15,20 +16,11 @@ import autoshard
 from autoshard.errors import PlanError
 
 transformers = pytest.importorskip("transformers")
-TOKENS = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))
 
 
 def serving(model: Any, mesh: dict[str, int], **options: Any) -> Any:
     given = {"like": "megatron", "training": False, "dynamic": True, **options}
     return autoshard.compile(copy.deepcopy(model), mesh, **given)
-
-
-def gpt2() -> Any:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
-    )
-    return transformers.GPT2LMHeadModel(config).double().eval()
 
 
 def t5() -> Any:
@@ -54,44 +46,12 @@ def test_encoder_and_decoder() -> None:
     same_tokens(model, sharded, TOKENS, {"changed": {"do_sample": False}})
 
 
-def mamba() -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-    return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).double().eval()
-
-
-def gemma2() -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8}
-    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **heads)).double().eval()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "programs"), [(gpt2, 2), (mamba, 2), (gemma2, 5)], ids=["gpt2", "mamba", "gemma2"])
-def test_models(make: Any, programs: int) -> None:
-    """A cache that grows, states of one size, and windows."""
-    model = make()
-    sharded = serving(model, {"tp": 2})
-    ways = ("greedy", "beams") if make is gpt2 else ("greedy", "sampled")
-    same_tokens(model, sharded, TOKENS, {w: WAYS[w] for w in ways})
-    assert len(sharded.programs) <= programs
-
-
-@pytest.mark.slow
-def test_speech() -> None:
-    """Whisper, whose ``generate`` names its input otherwise."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8}
-    heads = {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
-    widths = {f"{part}_ffn_dim": 64 for part in ("encoder", "decoder")}
-    lengths = {"max_source_positions": 20, "max_target_positions": 64}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    no = {"suppress_tokens": None, "begin_suppress_tokens": None}
-    config = transformers.WhisperConfig(**sizes, **heads, **widths, **lengths, **tokens, **no)
-    model = transformers.WhisperForConditionalGeneration(config).double().eval()
-    sharded, x = serving(model, {"tp": 2}), torch.randn(2, 8, 40).double()
-    assert torch.equal(*(m.generate(input_features=x, max_new_tokens=8) for m in (sharded, model)))
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_as_one_device(name: str, mesh: str) -> None:
+    """Every kind of cache on every mesh: tokens and the logits of 64 steps, on the first of 200."""
+    as_one_device(name, mesh, 200 if mesh == "tp2" else 64)
 
 
 @pytest.mark.slow
@@ -105,6 +65,22 @@ def test_meshes(mesh: dict[str, int]) -> None:
     same_tokens(
         model, sharded, TOKENS, {"padded": {"do_sample": False, "attention_mask": mask}, "beams": WAYS["beams"]}
     )
+
+
+def test_what_a_step_of_a_fused_matrix_sends() -> None:
+    """GPT-2, counted as it runs: two sums a layer and one for the embedding, nothing for caches; and of queries, keys and
+    values, one matrix cut in equal parts, what another rank's heads need."""
+    model = made("gpt2", n_layer=1).double()
+    sharded = serving(model, {"tp": 2})
+    with torch.no_grad():
+        found = sharded(input_ids=TOKENS, use_cache=True)
+        for _ in range(2):  # the first takes the prompt's cache
+            sharded._world.log = log = []
+            found = sharded(input_ids=TOKENS[:, :1], past_key_values=found.past_key_values, use_cache=True)
+            sharded._world.log = None
+            token = len(TOKENS) * 32 * 8
+            assert [e.bytes for e in log if e.kind == "all_reduce"] == [token] * 3
+            assert [e.bytes for e in log if e.kind != "all_reduce"] == [token / 2] * 2, log  # halos
 
 
 def test_what_loops_ask_before_the_first_call() -> None:

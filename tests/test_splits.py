@@ -35,14 +35,14 @@ def test_slices_that_leave_a_gap_are_none() -> None:
 
 
 def test_a_fused_layer_is_cut_as_a_pair_of_columns_and_rows() -> None:
-    """No whole activation is gathered: parts of a shard are sent, and row-parallel results are reduced."""
+    """No whole activation is gathered: of unequal parts what a shard lacks is sent, of equal ones nothing: each is cut."""
     found = collectives(Fused(), {"tp": 2}, None, (given(),), like="megatron")
     gathered = [c for c in found if c[0] in ("all_gather", "all_to_all", "reduce_scatter")]
     assert not gathered, found
     rows, item = 3 * 6, 8
     parts = sorted(size for kind, _, phase, size in found.elements() if kind == "halo" and phase == "forward")
-    # of gates and of what they gate 6 features; all 16 queries lie on the first rank, all 8 keys and 8 values on the second
-    assert parts == sorted(rows * item * n for n in (6, 6, 8, 4, 4)), found
+    # all 16 queries lie on the first rank, all 8 keys and 8 values on the second
+    assert parts == sorted(rows * item * n for n in (8, 4, 4)), found
 
 
 def test_parts_of_another_rank_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

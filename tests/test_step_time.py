@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from autoshard.passes.propagate.fusion import traffic
 from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.op_space import op_space
 from autoshard.passes.propagate.step_time import Parts, movable_values, summed
-from autoshard.passes.rules import rule_for
+from autoshard.passes.rules import ring, rule_for
 from autoshard.passes.search import solve
 from autoshard.plans.plan import Plan
 from autoshard.plans.schedule import COMPUTE, step_end, timeline
@@ -179,6 +180,63 @@ def test_attention_reaches_what_was_measured_at_its_length() -> None:
             assert flops / taken == pytest.approx(expected * 1e12)
     between = 1e15 / H100.attention_seconds(1e15, 1448, torch.bfloat16, False)
     assert 275e12 < between < 283e12
+
+
+def test_short_causal_attention_computes_all_pairs_where_kernels_leave_out_long_tiles() -> None:
+    graph = attention(causal=True)  # of 4096 queries and keys
+    (node,) = (n for n in graph.nodes if "attention" in str(n.op))
+    assert ring.in_tiles(node, graph, 0) == 1.0
+    assert ring.in_tiles(node, graph, 4096) == pytest.approx(8192 / 4097)
+    assert ring.in_tiles(node, graph, 512) == pytest.approx(2 * 9 / 16, rel=1e-3)
+    here = replace(H100, attention_tile=4096)
+    taken = [seconds_of(graph, "attention", Mesh({"tp": 2}, hardware=h))["heads",] for h in (here, H100)]
+    assert taken[0].backward > 1.9 * taken[1].backward
+
+
+def test_traffic_that_caches_hold_takes_what_was_measured() -> None:
+    here = replace(H100, caches=((1e3, 1e-6), (1e6, 1e-5)), updates=1e12)
+    assert here.traffic_seconds(500) == pytest.approx(0.5e-6)
+    assert here.traffic_seconds(1e6) == pytest.approx(1e-5)
+    assert here.traffic_seconds(3e6) == pytest.approx(1e-5 + here.memory_seconds(2e6))
+    assert H100.traffic_seconds(3e6) == H100.memory_seconds(3e6)
+    assert here.update_seconds(1e6) == 1e-6
+    assert H100.update_seconds(1e6) == H100.memory_seconds(1e6)
+    assert Hardware.from_dict(json.loads(json.dumps(here.to_dict()))) == here
+
+
+def test_functions_take_what_was_measured_of_an_element() -> None:
+    here = replace(H100, functions=(1e-9, 2e-9), fuses=False)
+    assert Hardware.from_dict(json.loads(json.dumps(here.to_dict()))) == here
+    for function, slower in ((F.silu, True), (F.relu, False)):
+        with torch.device("meta"):
+            graph = capture(_Called(function), (torch.empty(1000, 100, requires_grad=True),), {}, training=True)
+        name = function.__name__
+        taken, plain = (next(iter(seconds_of(graph, name, Mesh({"x": 1}, hardware=h)).values())) for h in (here, H100))
+        if slower:
+            assert taken.forward == pytest.approx(1e-4, rel=0.1)
+            assert taken.backward == pytest.approx(2e-4, rel=0.1)
+        else:
+            assert taken == plain
+
+
+class _Called(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def test_a_look_up_writes_the_whole_gradient_of_its_table() -> None:
+    taken = []
+    for sparse in (False, True):
+        with torch.device("meta"):
+            table = nn.EmbeddingBag(100_000, 64, mode="sum", sparse=sparse)
+            graph = capture(table, (torch.zeros(8, 2, dtype=torch.long),), {}, training=True)
+        taken.append(next(iter(seconds_of(graph, "embedding", Mesh({"x": 1})).values())))
+    assert taken[0].backward - taken[1].backward == pytest.approx(H100.memory_seconds(100_000 * 64 * 4))
+    assert taken[0].forward == taken[1].forward
 
 
 def test_a_last_wave_of_one_tile_takes_as_long_as_a_full_one() -> None:

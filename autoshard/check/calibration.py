@@ -29,8 +29,17 @@ from autoshard.runtime.process_group import TorchCommunicator
 SHORT, LONG, MOST = 0.002, 0.05, 1000
 """seconds that a repetition takes at least where every rank has a core, and where ranks share cores; the most calls in it"""
 
+USED = {"cpu": torch.float32, "cuda": torch.bfloat16}
+"""the dtype that kernels are measured in, if not in several"""
+
 NARROW = (4, 16, 64)
 """lengths of the shortest dim of products"""
+KEYS = {"cpu": (32, 128, 512), "cuda": (512, 2048, 8192)}
+"""lengths of attention"""
+CPU_TILE = 512
+"""keys that PyTorch's attention on CPUs leaves out together (kvSplitSize in ATen's native/cpu/FlashAttentionKernel.cpp)"""
+CACHED = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21)
+"""elements of tensors that caches may hold"""
 
 
 def _move(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
@@ -50,7 +59,8 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
 
     Args:
         mesh: its number of ranks says how many processes are started where torch.distributed is not initialised
-            (default 2, at most one per core). Under torch.distributed every process measures, and has to call this.
+            (default 2, at most one per GPU, or per core where there is none). Under torch.distributed every process
+            measures, and has to call this.
         quick: a few seconds; else more sizes, dtypes and repetitions.
 
     Rates of collectives are those of groups of all ranks (and of half of them, if not ``quick``); for a cluster run it with
@@ -59,7 +69,8 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
     """
     if dist.is_available() and dist.is_initialized():
         return _measured(quick)
-    ranks = min(2 if mesh is None else Mesh.of(mesh).size, max(2, os.cpu_count() or 2))
+    devices = torch.cuda.device_count() or max(2, os.cpu_count() or 2)
+    ranks = min(2 if mesh is None else Mesh.of(mesh).size, devices)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "autoshard.check.calibration", "--folder", folder, "--world", str(ranks)]
         command += [] if quick else ["--thorough"]
@@ -82,7 +93,10 @@ def _worker() -> None:
         parser.add_argument(name, type=int)
     options = parser.parse_args()
     at = f"file://{options.folder / 'store'}"
-    dist.init_process_group("gloo", init_method=at, rank=options.rank, world_size=options.world)
+    if cuda := torch.cuda.is_available():
+        torch.cuda.set_device(options.rank)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, init_method=at, rank=options.rank, world_size=options.world)
     found = _measured(not options.thorough)
     if options.rank == 0:
         found.save(options.folder / "hardware.json")
@@ -99,6 +113,9 @@ def _measured(quick: bool) -> Hardware:
     speeds = [(dtype, _agreed(_product_speed(clock, dtype, quick), min)) for dtype in dtypes]
     bandwidth = _agreed(_bandwidth(clock), min)
     latency = _agreed(_launch(clock), max)
+    caches = () if device.type == "cuda" else _caches(clock)
+    peak = dict(speeds)[USED[device.type]]
+    attention = [(n, *_attention_speed(clock, n, peak)) for n in KEYS[device.type]]
     rates = [
         rate for n in sorted({world} if quick else {world, max(2, world // 2)}) for rate in _rates(clock, n, quick)
     ]
@@ -121,8 +138,13 @@ def _measured(quick: bool) -> Hardware:
         overlap=_agreed(_overlap(clock), min) if world > 1 else 0.0,
         memory_efficiency=1.0,
         dtypes=tuple((str(dtype).removeprefix("torch."), speed) for dtype, speed in speeds),
-        products=tuple((n, _agreed(_narrow_speed(clock, n), min) / speeds[0][1]) for n in NARROW),
-        convolutions=_agreed(_convolution_speed(clock), min) / speeds[0][1],
+        products=tuple((n, _agreed(_narrow_speed(clock, n), min) / peak) for n in NARROW),
+        convolutions=_agreed(_convolution_speed(clock), min) / peak,
+        attention=tuple(attention),
+        attention_tile=0 if device.type == "cuda" else CPU_TILE,
+        caches=caches,
+        functions=() if device.type == "cuda" else tuple(_agreed(x, max) for x in _function_seconds(clock)),
+        updates=_agreed(_update_speed(clock), min),
     )
 
 
@@ -180,15 +202,15 @@ def _product_speed(clock: _Clock, dtype: torch.dtype, quick: bool) -> float:
     sizes = (4096, 8192) if clock.device.type == "cuda" else (256, 512) if quick else (256, 512, 1024)
     speeds = []
     for n in sizes:
-        a, b = (torch.rand(n, n, device=clock.device).to(dtype) for _ in range(2))
+        a, b = (torch.randn(n, n, device=clock.device).to(dtype) for _ in range(2))
         speeds.append(2.0 * n**3 / clock.seconds(partial(torch.matmul, a, b), together=True))
     return max(speeds)
 
 
 def _narrow_speed(clock: _Clock, n: int) -> float:
-    """FLOP/s of the three products of a linear layer for ``n`` rows, in float32."""
+    """FLOP/s of the three products of a linear layer for ``n`` rows."""
     width = 4096 if clock.device.type == "cuda" else 512
-    x, weight = torch.rand(n, width, device=clock.device), torch.rand(width, width, device=clock.device)
+    x, weight = (torch.randn(k, width, device=clock.device, dtype=USED[clock.device.type]) for k in (n, width))
 
     def products() -> None:
         y = x @ weight.t()
@@ -199,10 +221,11 @@ def _narrow_speed(clock: _Clock, n: int) -> float:
 
 
 def _convolution_speed(clock: _Clock) -> float:
-    """FLOP/s of a convolution, forward and backward, in float32."""
+    """FLOP/s of a convolution, forward and backward."""
     channels, side, batch = (256, 32, 32) if clock.device.type == "cuda" else (48, 32, 1)
-    x = torch.rand(batch, channels, side, side, device=clock.device, requires_grad=True)
-    layer = torch.nn.Conv2d(channels, channels, 3, padding=1).to(clock.device)
+    dtype = USED[clock.device.type]
+    x = torch.randn(batch, channels, side, side, device=clock.device, dtype=dtype, requires_grad=True)
+    layer = torch.nn.Conv2d(channels, channels, 3, padding=1).to(clock.device, dtype)
 
     def step() -> None:
         torch.autograd.backward(layer(x).sum())
@@ -215,6 +238,47 @@ def _bandwidth(clock: _Clock) -> float:
     n = 1 << (28 if clock.device.type == "cuda" else 23)
     a, b, out = (torch.ones(n, device=clock.device) for _ in range(3))
     return 3 * 4 * n / clock.seconds(lambda: torch.add(a, b, out=out), together=True)
+
+
+def _caches(clock: _Clock) -> tuple[tuple[float, float], ...]:
+    """(bytes, seconds) of products by element of a few sizes, again and again with the same tensors."""
+    found: list[tuple[float, float]] = []
+    for n in (1, *CACHED):
+        a, b, out = (torch.ones(n, device=clock.device) for _ in range(3))
+        taken = _agreed(clock.seconds(partial(torch.mul, a, b, out=out), together=True), max)
+        found.append((3.0 * 4 * n, max(taken, found[-1][1] if found else 0.0)))
+    (_, launch), *rows = found
+    return tuple((size, taken - launch) for size, taken in rows)
+
+
+def _attention_speed(clock: _Clock, keys: int, peak: float) -> tuple[float, float]:
+    """What fused attention reaches of ``peak`` FLOP/s, forward and backward, in the dtype that the device is used with."""
+    heads, width = (32, 128) if clock.device.type == "cuda" else (8, 64)
+    shape, dtype = (1, heads, keys, width), USED[clock.device.type]
+    q, k, v = (torch.randn(shape, device=clock.device, dtype=dtype).requires_grad_() for _ in range(3))
+    flops = 2 * 2.0 * heads * keys**2 * width
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v)
+    out = attend()
+    back = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
+    forward, backward = clock.seconds(attend, together=True), clock.seconds(back, together=True)
+    return _agreed(flops / forward, min) / peak, _agreed(2.5 * flops / backward, min) / peak
+
+
+def _function_seconds(clock: _Clock) -> tuple[float, float]:
+    """Seconds per element of a softmax that caches hold, forward and backward."""
+    x = torch.rand(512, 256, device=clock.device, requires_grad=True)
+    out = x.softmax(1)
+    back = partial(torch.autograd.grad, out, x, torch.ones_like(out), retain_graph=True)
+    forward, backward = (clock.seconds(call, together=True) for call in (partial(x.softmax, 1), back))
+    return forward / x.numel(), backward / x.numel()
+
+
+def _update_speed(clock: _Clock) -> float:
+    """Bytes per second that fused AdamW reads and writes: of values, gradients and two moments."""
+    n = 1 << (28 if clock.device.type == "cuda" else 22)
+    p = torch.nn.Parameter(torch.ones(n, device=clock.device))
+    p.grad = torch.ones_like(p)
+    return 7 * 4 * n / clock.seconds(torch.optim.AdamW([p], fused=True).step, together=True)
 
 
 def _launch(clock: _Clock) -> float:
@@ -253,7 +317,8 @@ def _rates(clock: _Clock, ranks: int, quick: bool) -> Iterator[Rate]:
 def _overlap(clock: _Clock) -> float:
     """How fast products run while an all-reduce runs beside them: T = C + (1 − η)·M, with about twice as much C as M."""
     x = torch.ones(1 << (26 if clock.device.type == "cuda" else 20), device=clock.device)
-    a = torch.rand(256, 256, device=clock.device)
+    n = 4096 if clock.device.type == "cuda" else 256
+    a = torch.randn(n, n, device=clock.device, dtype=USED[clock.device.type])
     moved = clock.seconds(lambda: dist.all_reduce(x), together=True)
     one = clock.seconds(lambda: a @ a)
     count = max(4, int(2 * moved / one))

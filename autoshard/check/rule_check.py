@@ -174,7 +174,7 @@ def _run_whole(
     slots = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and (wanted is None or i in wanted)]
     outputs = [results[i] for i in slots]
     node, graph = _graph(rule.op, args, kwargs, operands, outputs, slots)
-    random = torch.Generator().manual_seed(SEED)
+    random = torch.Generator("cpu").manual_seed(SEED)
     cotangents = [noise(y, random) if y.requires_grad else None for y in outputs]
     gradients = _backward(outputs, cotangents, operands)
     return _Example(node, graph, operands, [y.detach() for y in outputs], cotangents, gradients)
@@ -252,7 +252,7 @@ def _differs(
     rule: Rule, example: _Example, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], tolerance: float
 ) -> str | None:
     """What the strategies get wrong, in words."""
-    random = torch.Generator().manual_seed(SEED)
+    random = torch.Generator("cpu").manual_seed(SEED)
     try:
         site = _site(example.node, graph, mesh, choice)
         parts = [scatter(x.detach(), at, random) for x, at in zip(example.operands, site.inputs, strict=True)]

@@ -26,17 +26,17 @@ def scatter(value: torch.Tensor, layout: Layout, random: torch.Generator) -> Ten
 
 def _cut(value: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     for d, n in enumerate(value.shape):
-        value = value.narrow(d, *layout.chunk_of(d, n, rank))
+        value = torch.cat([value.narrow(d, *chunk) for chunk in layout.chunks_of(d, n, rank)], d)
     return value
 
 
 def noise(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     """Random values of the same shape and dtype."""
     if like.is_floating_point() or like.is_complex():
-        return torch.randn(like.shape, generator=random, dtype=like.dtype)
+        return torch.randn(like.shape, generator=random, dtype=like.dtype, device=random.device).to(like.device)
     if like.dtype == torch.bool:
         raise RuleError("a boolean tensor has no summands; leave Partial out of strategies for bool")
-    return torch.randint(-9, 10, like.shape, generator=random).to(like.dtype)
+    return torch.randint(-9, 10, like.shape, generator=random, device=random.device).to(like)
 
 
 def differs(parts: Tensors, layout: Layout, expected: torch.Tensor, tolerance: float) -> str | None:

@@ -51,6 +51,14 @@ class Hardware:
     """(length, share): what products reach of ``flops`` whose shortest dim is this long; beyond the longest, all of it"""
     convolutions: float = 1.0
     """what convolutions reach, relative to products"""
+    attention_tile: int = 0
+    """keys that fused attention leaves out together where a causal mask hides them all; 0: it leaves out each"""
+    caches: tuple[tuple[float, float], ...] = ()
+    """(bytes, seconds) to read and write so many that were used lately; what is more comes from memory"""
+    functions: tuple[float, ...] = ()
+    """seconds per element of a softmax, forward and backward: of what computes more than it reads; none: memory bounds it"""
+    updates: float = 0.0
+    """bytes per second that the optimizer reads and writes; 0: as ``memory_bandwidth``"""
 
     def route(self, inside: int, nodes: int) -> Route:
         """The links of a group with ``inside`` ranks on each of ``nodes`` nodes."""
@@ -67,6 +75,23 @@ class Hardware:
     def memory_seconds(self, moved: float) -> float:
         """Time to read and write ``moved`` bytes."""
         return moved / (self.memory_bandwidth * (self.memory_efficiency or self.efficiency))
+
+    def traffic_seconds(self, moved: float) -> float:
+        """Time of one operation to read and write ``moved`` bytes, which :attr:`caches` hold where they fit."""
+        below, taken = 0.0, 0.0
+        for size, seconds in self.caches:
+            if moved <= size:
+                return taken + (seconds - taken) * (moved - below) / (size - below)
+            below, taken = size, seconds
+        return taken + self.memory_seconds(moved - below)
+
+    def function_seconds(self, elements: float, backward: bool) -> float:
+        """Time of a function such as exp, softmax or a norm of so many elements, beside what memory takes."""
+        return elements * self.functions[backward] if self.functions else 0.0
+
+    def update_seconds(self, moved: float) -> float:
+        """Time of the optimizer to read and write ``moved`` bytes."""
+        return moved / self.updates if self.updates else self.memory_seconds(moved)
 
     def product_seconds(
         self, flops: float, result: tuple[int, ...], dtype: torch.dtype, convolution: bool = False
@@ -124,8 +149,9 @@ class Hardware:
         Raises KeyError, TypeError or ValueError where it is no hardware.
         """
         known = {f.name: data[f.name] for f in fields(Hardware) if f.name in data}
-        for name in ("attention", "dtypes", "products"):
+        for name in ("attention", "caches", "dtypes", "products"):
             known[name] = tuple(tuple(row) for row in known.get(name, ()))
+        known["functions"] = tuple(known.get("functions", ()))
         for name in ("node", "network"):
             link = data[name]
             rates = tuple(Rate(str(k), int(n), float(a), float(b)) for k, n, a, b in link.get("rates", ()))

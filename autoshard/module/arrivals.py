@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,16 @@ def part_for(x: torch.Tensor, layout: Layout, mesh: DeviceMesh, device: torch.de
     if not (x._local_tensor.requires_grad or torch.is_grad_enabled()):
         return x._local_tensor
     return x.to_local(grad_placements=placements)  # whole gradients on whole axes
+
+
+def joined(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those in parts that require a gradient made whole; each rank's gradient is, and goes back to the parts. Collective."""
+    found = dict(inputs)
+    for name, x in inputs.items():
+        if isinstance(x, DTensor) and x.requires_grad:
+            whole = [Replicate()] * x.device_mesh.ndim
+            found[name] = x.redistribute(x.device_mesh, whole).to_local(grad_placements=whole)
+    return found
 
 
 def checksums(leaves: Sequence[Any]) -> tuple[int, int]:

@@ -174,9 +174,13 @@ class ShardedModule(Compiling):
         run = partial(self._run if not executable.parts else self._through, executable)
         if micro is None:
             return run([inputs[name] for name in names])
-        inputs = self._whole((), inputs)[1]
+        inputs = self._put_together(inputs)
         steps = MicroBatchRun(run, self._enter, self._defer, self._of.standing_in, self.tensor)
         return steps(micro, inputs, names)
+
+    def _put_together(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Inputs that come in parts as plain ones, for steps that take rows of the whole; gradients go back to the parts."""
+        return self._whole((), inputs)[1]
 
     def _enter(self, index: int, count: int) -> None:
         """Tell all ranks of this process which of ``count`` micro-batches runs."""

@@ -121,6 +121,8 @@ def _part(file: Any, name: str, sharded: ShardedModule, tensor: torch.Tensor) ->
         rows: torch.Tensor = file.get_slice(name)[: len(local_of(tensor))]
         return rows
     layout = Layout.from_torch(sharded._running, tensor.placements)
+    if layout.grouped:
+        return shard_of(file.get_tensor(name), layout, _rank(sharded))
     chunks = (layout.chunk_of(dim, size, _rank(sharded)) for dim, size in enumerate(tensor.shape))
     part: torch.Tensor = file.get_slice(name)[tuple(slice(start, start + n) for start, n in chunks)]
     return part

@@ -57,7 +57,7 @@ def _weighed(words: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
     """The same odd numbers on every rank."""
-    generator = torch.Generator().manual_seed(0x5EED)
+    generator = torch.Generator("cpu").manual_seed(0x5EED)
     limits = torch.iinfo(torch.int64)
-    numbers = torch.randint(limits.min, limits.max, (_ROW,), generator=generator, dtype=torch.int64)
+    numbers = torch.randint(limits.min, limits.max, (_ROW,), generator=generator, dtype=torch.int64, device="cpu")
     return (numbers | 1).to(device)

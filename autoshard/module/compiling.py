@@ -203,8 +203,8 @@ class Compiling(Fixed):
         parts = call.state.recorded and settings.wishes.micro_batches != 1
         apart = not parts and settings.wishes.stages is None
         args, kwargs = call.arguments
-        inputs = self._input_layouts(args, kwargs) if apart else ()
-        wishes = replace(settings.wishes, inputs=inputs)
+        inputs = self._input_layouts(args, kwargs)
+        wishes = replace(settings.wishes, inputs=inputs if apart else ())
         wishes = wishes if first else replace(wishes, plan=None, parameters=self._parameter_layouts, homes=self._homes)
         args, kwargs = self._whole(args, kwargs)
         with self._of.as_it_is(self._check) as model:

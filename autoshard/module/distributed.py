@@ -23,7 +23,7 @@ from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.module import claims
 from autoshard.module.agreement import AFTERWARDS, Agreement, asked_checks
-from autoshard.module.arrivals import arrived, layout_of, part_for
+from autoshard.module.arrivals import arrived, joined, layout_of, part_for
 from autoshard.module.compiling import Settings
 from autoshard.module.dtensor_ops import mend
 from autoshard.module.executable import Call, Executable
@@ -128,6 +128,10 @@ class DistributedModule(OnRank):
             torch.Tensor, whole, (tuple(args), dict(kwargs))
         )
         return plain
+
+    def _put_together(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See :meth:`ShardedModule._put_together`."""
+        return self._whole((), joined(inputs))[1]
 
     # --- running ---
 

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import _muon
 
+from autoshard.errors import LayoutError
+from autoshard.module.dtensor_chunks import mend_checkpoints
 from autoshard.module.dtensor_views import VIEWS, indexed, set_through, set_whole
 from autoshard.module.owned import is_owned
 
@@ -54,7 +56,10 @@ def _mend() -> None:
         _handle(op, _view)
     for op in (aten.copy_.default, aten.fill_.Tensor):
         _handle(op, _set)
+    for op in (aten.set_.source_Tensor, aten.set_.default):
+        _handle(op, _set_storage)
     _handle(aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
+    mend_checkpoints()
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
     _muon._zeropower_via_newtonschulz = _whole_matrix(_muon._zeropower_via_newtonschulz)
 
@@ -95,6 +100,14 @@ def _set_data(x: DTensor, new: torch.Tensor) -> None:
         new = distribute_tensor(new.detach(), x.device_mesh, x.placements, src_data_rank=None)
     torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
     x._local_tensor, x._spec = new._local_tensor.detach(), new._spec
+
+
+def _set_storage(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.set_(y)`` is ``x.data = y``."""
+    if len(args) < 2:
+        raise LayoutError("set_() without a tensor would leave a parameter of a sharded module without data")
+    _set_data(args[0], args[1])
+    return args[0]
 
 
 def _whole_matrix(orthogonal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -258,7 +258,8 @@ Served = TypeVar("Served")
 
 def first_that_serves(serve: Callable[[int], Served]) -> Served:
     """``serve(number)`` of the first number whose program is for the integers in the inputs."""
-    before = generators.states(cuda=torch.cuda.is_initialized())
+    # Inside the capture of a CUDA graph the device's state cannot be read.
+    before = generators.states(cuda=torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing())
     for number in range(_PROGRAMS):
         try:
             return serve(number)

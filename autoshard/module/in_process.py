@@ -77,13 +77,14 @@ class InProcessModule(ShardedModule):
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         program = executable.compiled.program
         world = self._world
-        for comm in world.ranks:
-            comm.deferred = self._deferred
         key = id(executable)
         if key not in self._rank_modules:
             self._rank_modules[key] = [executable.rank_module() for _ in range(world.size)]
         modules = self._rank_modules[key]
         tensors = self._tensors(executable)
+        where = next((parts[0].device for parts in tensors.values()), inputs[0].device if inputs else None)
+        for comm in world.ranks:
+            comm.deferred, comm.device = self._deferred, where
         names = executable.compiled.source.inputs
         written = {name for fqn, name in program.graph.states.items() if fqn in program.in_place}
         arguments = [

@@ -15,12 +15,14 @@ from autoshard.errors import CaptureError
 from autoshard.layout import Layout
 from autoshard.module.agreement import Agreement
 from autoshard.module.base import ShardedModule
+from autoshard.module.dtensor_chunks import in_order
 from autoshard.module.outputs import Output
-from autoshard.module.owned import as_dtensor, layout_on, lies_in, local_of, whole
+from autoshard.module.owned import as_dtensor, device_type, layout_on, lies_in, local_of, whole
 from autoshard.module.replicas import named_tensors, of_first
 from autoshard.module.simulate import shard_of
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import emit, redistribution
+from autoshard.passes.redistribute.query import in_chunks
 
 
 class OnRank(ShardedModule):
@@ -78,10 +80,11 @@ class OnRank(ShardedModule):
         layout, local = layout_on(self._running, self.device_mesh, tensor), tensor.to_local()
         if layout.owner:
             return whole(tensor, layout, self._comm)
-        plan = redistribution(layout, Layout(self._running), tuple(tensor.shape), self._running, tensor.dtype, False)
+        src, shape = in_chunks(layout), tuple(tensor.shape)
+        plan = redistribution(src, Layout(self._running), shape, self._running, tensor.dtype, False)
         with torch.no_grad(), runtime.bind(self._comm):
             full = execute(plan, local)
-        return full.clone() if full is local else full
+        return full.clone() if full is local else in_order(full, layout)
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         if isinstance(tensor, DTensor):
@@ -92,11 +95,12 @@ class OnRank(ShardedModule):
             tensor.copy_(full)
 
     def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        return *super()._form(tensor), tensor.placements if isinstance(tensor, DTensor) else None
+        shape, dtype, _ = super()._form(tensor)
+        return shape, dtype, device_type(tensor), tensor.placements if isinstance(tensor, DTensor) else None
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         layout = self._layout_of.get(name)
-        if tensor.device.type != self._device.type:
+        if device_type(tensor) != self._device.type:
             raise CaptureError(
                 f"{name!r} was moved to {tensor.device}; the mesh is on {self._device.type}. Move it back."
             )

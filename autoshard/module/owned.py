@@ -57,6 +57,11 @@ def is_owned(x: torch.Tensor) -> bool:
     return isinstance(x, DTensor) and x.device_mesh.mesh_dim_names == _NAMES
 
 
+def device_type(x: torch.Tensor) -> str:
+    """Where its owners hold ``x``: on other ranks torch makes it of nothing, on the CPU."""
+    return str(x.device_mesh.device_type) if isinstance(x, DTensor) and is_owned(x) else x.device.type
+
+
 def layout_on(mesh: Mesh, device_mesh: DeviceMesh, x: DTensor) -> Layout:
     """The layout of a DTensor on ``device_mesh``, or on that of its owners."""
     if not is_owned(x):
@@ -79,7 +84,9 @@ def lies_in(layout: Layout, mesh: DeviceMesh, x: torch.Tensor) -> bool:
 def local_of(x: DTensor) -> torch.Tensor:
     """What this rank holds; of what others own, no rows: torch's own operations leave it without dims."""
     local: torch.Tensor = x._local_tensor
-    return local if local.ndim == x.ndim else local.new_empty(0, *x.shape[1:])
+    if local.ndim == x.ndim:
+        return local
+    return local.new_empty(0, *x.shape[1:], device=x.device_mesh.device_type)
 
 
 def part_of_owned(full: torch.Tensor, like: DTensor) -> DTensor:

@@ -45,7 +45,7 @@ class PipelinedModule(DistributedModule):
         axis = settings.wishes.stages
         assert axis is not None
         kind = device_mesh.device_type if device_mesh is not None else default_device_type()
-        ranks = device_mesh.mesh if device_mesh is not None else torch.arange(mesh.size).view(mesh.shape)
+        ranks = device_mesh.mesh if device_mesh is not None else torch.arange(mesh.size, device="cpu").view(mesh.shape)
         own = rest(mesh, axis)
         ranks = ranks.movedim(mesh.index(axis), 0).reshape(-1, *own.shape)
         axes = f"{axis}_stages", *own.axes
@@ -184,7 +184,7 @@ class PipelinedModule(DistributedModule):
         held = self._of.held()
         own = [0 if n in self._of.elsewhere else 2 * _DTYPES.index(x.dtype) + x.requires_grad for n, x in held.items()]
         for (name, x), told in zip(held.items(), self._agreement.known(own), strict=True):
-            if name in self._of.elsewhere and told:
+            if name in self._of.elsewhere and told and (x.dtype, x.requires_grad) != (_DTYPES[told // 2], told % 2):
                 x.data = x.data.to(_DTYPES[told // 2])
                 x.requires_grad_(bool(told % 2))
 
@@ -196,7 +196,7 @@ class PipelinedModule(DistributedModule):
         self, executable: Executable, inputs: Mapping[str, torch.Tensor]
     ) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """See :meth:`ShardedModule._step`. Forward, and in training backward, of all micro-batches, on this rank's stages."""
-        inputs = self._whole((), inputs)[1]
+        inputs = self._put_together(inputs)
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
         pipeline, micro = self._pipeline(executable, inputs), executable.compiled.micro_batches
         training = pipeline.training

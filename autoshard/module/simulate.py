@@ -16,8 +16,10 @@ def shard_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     """The rank's part of ``full``. Of a Partial value the first rank along the axis holds all, the others zeros."""
     local = full
     for dim, size in enumerate(full.shape):
-        start, length = layout.chunk_of(dim, size, rank)
-        if length != size:
+        (start, length), *others = layout.chunks_of(dim, size, rank)
+        if others:
+            local = torch.cat([local.narrow(dim, at, n) for at, n in ((start, length), *others)], dim)
+        elif length != size:
             local = local.narrow(dim, start, length)
     coordinates = layout.mesh.coordinates(rank)
     partial = (i for i, p in enumerate(layout.placements) if isinstance(p, Partial))
@@ -51,16 +53,30 @@ def join(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int] | 
                 coordinates[i] = 0
             _check_equal(shard, shards[layout.mesh.rank(coordinates)], what, rank, layout)
             continue
-        block = full
-        for dim, size in enumerate(shape):
-            block = block.narrow(dim, *layout.chunk_of(dim, size, rank))
-        if summed and not full.dtype.is_floating_point and full.dtype == torch.bool:
-            block.logical_or_(shard)
-        elif summed:
-            block.add_(shard)
-        else:
-            block.copy_(shard)
+        for block, part in _blocks(full, shard, layout, rank):
+            if summed and not full.dtype.is_floating_point and full.dtype == torch.bool:
+                block.logical_or_(part)
+            elif summed:
+                block.add_(part)
+            else:
+                block.copy_(part)
     return full
+
+
+def _blocks(
+    full: torch.Tensor, shard: torch.Tensor, layout: Layout, rank: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The chunks of ``full`` that the rank holds, each with what it is in ``shard``."""
+    blocks = [(full, shard)]
+    for dim, size in enumerate(full.shape):
+        chunks = layout.chunks_of(dim, size, rank)
+        lengths = [n for _, n in chunks]
+        blocks = [
+            (block.narrow(dim, start, n), part)
+            for block, held in blocks
+            for (start, n), part in zip(chunks, held.split(lengths, dim) if len(chunks) > 1 else (held,), strict=True)
+        ]
+    return blocks
 
 
 def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout: Layout) -> None:
@@ -78,12 +94,16 @@ def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout:
 
 def cut(full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
     """``full``'s part on every rank; the backward puts the ranks' gradients together."""
+    if layout.mesh.size == 1:
+        return (full.view_as(full),)
     parts: tuple[torch.Tensor, ...] = _Cut.apply(full, layout, name)  # type: ignore[no-untyped-call]
     return parts
 
 
 def joined(shards: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...] | None, name: str) -> torch.Tensor:
     """:func:`join`, differentiable: the backward cuts the gradient."""
+    if layout.mesh.size == 1:
+        return shards[0]
     full: torch.Tensor = _Join.apply(layout, shape, name, *shards)  # type: ignore[no-untyped-call]
     return full
 

@@ -44,7 +44,7 @@ class SparseGradient(DTensor):
 
 def accumulate(p: Any, local: torch.Tensor, spec: Any) -> None:
     """Add a sparse gradient to ``p.grad``: autograd, in C++, would take a DTensor apart. Hooks of ``p`` run as it runs them."""
-    gradient = _made(local, spec)
+    gradient = _made(local.to(p.device), spec)  # a rank that has none of it holds nothing, on the CPU
     for hook in tuple((p._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from autoshard.errors import PlanError
 from autoshard.hardware import Hardware
-from autoshard.layout import Invariant, Layout, Owned, Partial, Placement, Replicate, Shard
+from autoshard.layout import Grouped, Invariant, Layout, Owned, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory, Recomputed
 from autoshard.plans.serving import Serving
@@ -348,10 +348,12 @@ def _candidate_from(data: Mapping[str, Any], hardware: Hardware) -> Candidate:
 
 
 def placement_from(text: str) -> Placement:
-    """``S(1)``, ``O(2)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
+    """``S(1)``, ``S(1/2)``, ``O(2)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
     if text in _LETTERS:
         return _LETTERS[text]
     inner = text[2:-1]
     if text.startswith("O("):
         return Owned(owner=int(inner))
+    if "/" in inner:
+        return Grouped(*map(int, inner.split("/")))
     return Shard(int(inner)) if text.startswith("S(") else Partial(inner)

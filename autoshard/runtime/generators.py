@@ -41,9 +41,9 @@ class Generators:
         comm = self.comm
         self.own = states(cuda=comm.device is not None and comm.device.type == "cuda")
         comm.during(None, "broadcast of the random state")
-        taken = [state.clone() for state in self.own]
-        for state in taken:
-            comm.run(comm.host_group(), dist.broadcast, state, comm.ranks[0])
+        message = torch.cat(self.own)
+        comm.run(comm.host_group(), dist.broadcast, message, comm.ranks[0])
+        taken = [state.clone() for state in message.split([len(state) for state in self.own])]
         self.alike = all(map(torch.equal, self.own, taken))
         if not self.alike:
             set_states(taken)

@@ -230,15 +230,15 @@ def _inputs(step: SavedStep, folder: Path, given: Path | None) -> dict[str, torc
             raise PlanError(f"{given} has no input {missing[0]!r}; it needs {', '.join(names)}")
         return {n: found[n] for n in names}
     described = json.loads((folder / "inputs.json").read_text())
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     return {n: _synthetic(described[n], generator) for n in names}
 
 
 def _synthetic(described: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
     dtype, shape = getattr(torch, described["dtype"]), described["shape"]
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=generator, dtype=dtype)
-    return torch.randint(described["low"], described["high"] + 1, shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
+    return torch.randint(described["low"], described["high"] + 1, shape, generator=generator, device="cpu").to(dtype)
 
 
 def _loss(step: SavedStep, outputs: Outputs) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from autoshard.runtime.collectives import all_reduce, offset
 from autoshard.runtime.communicator import Axes
-from autoshard.runtime.row_sums import along, row_sums
+from autoshard.runtime.row_sums import along, in_pieces, row_sums
 from autoshard.runtime.softmax import maximum, wide
 from autoshard.runtime.summed import begin_sum
 
@@ -40,7 +40,10 @@ def cross_entropy(
     mean = reduction == "mean"
     known = not mean or target.is_floating_point()
     count = None if known else _count(logits, target, weight, ignore_index, batch_axes)
-    if class_axes or pieces:
+    if pieces and not class_axes:
+        loss = in_pieces(logits, target, weight, ignore_index, label_smoothing)
+        loss = loss if reduction == "none" else loss.sum()
+    elif class_axes:
         loss = _over_classes(logits, target, weight, ignore_index, label_smoothing, classes, class_axes)
         loss = loss if reduction == "none" else loss.sum()
     else:

@@ -119,8 +119,8 @@ def wait(work: Any, notes: Notes, what: Callable[[], str]) -> None:
 
 def lost(error: Exception, notes: Notes, what: str) -> CommunicationError:
     """The error of a collective that the backend gave up."""
-    notes.broken = True
     told = notes.look()
+    notes.broken = True  # it is among what ranks compare, so the look comes first
     if not told:
         told = f"another rank is gone (ended, killed, or out of reach), or did not come in time: {error}"
     return CommunicationError(f"{what}: {told}")

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from autoshard.runtime.softmax import wide
 
 PIECE = 1 << 23
 """elements that are worked on at once, at least a row"""
+ON_DEVICES = 8
+"""times as many on accelerators, which a kernel has to keep busy"""
 
 
 def row_sums(
@@ -58,13 +61,61 @@ class _RowSums(torch.autograd.Function):
         return found, None, None, None, None
 
 
+def in_pieces(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, smoothing: float
+) -> torch.Tensor:
+    """``F.cross_entropy`` of every sample, for whole rows ``logits`` [n, c, …] and class indices ``target`` [n, …]."""
+    found: torch.Tensor = _InPieces.apply(logits, target, weight, ignore_index, smoothing)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _InPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        ignore_index: int,
+        smoothing: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(logits, target, weight)
+        ctx.options = ignore_index, smoothing
+        losses = wide(logits.new_empty(target.shape))
+        for rows in _pieces(logits):
+            losses[rows] = _losses(logits[rows], target[rows], weight, *ctx.options)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        logits, target, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # it is to be differentiated
+            losses = _losses(logits, target, weight, *ctx.options)
+            (found,) = torch.autograd.grad(losses, logits, gradient, create_graph=True)
+            return found, None, None, None, None
+        found = torch.empty_like(logits)
+        for rows in _pieces(logits):
+            with torch.enable_grad():
+                x = logits[rows].detach().requires_grad_()
+                losses = _losses(x, target[rows], weight, *ctx.options)
+            (found[rows],) = torch.autograd.grad(losses, x, gradient[rows])
+        return found, None, None, None, None
+
+
+def _losses(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, smoothing: float
+) -> torch.Tensor:
+    return wide(F.cross_entropy(logits, target, weight, None, ignore_index, None, "none", smoothing))
+
+
 def _pieces(logits: torch.Tensor) -> Iterator[Any]:
     """Places of rows; of tensors without data those of the first piece, which takes as much memory as others."""
     if logits.dim() == 1:
         yield ...
         return
     count = logits.shape[0]
-    step = max(1, PIECE * count // max(1, logits.numel()))
+    piece = PIECE if logits.device.type in ("cpu", "meta") else ON_DEVICES * PIECE
+    step = max(1, piece * count // max(1, logits.numel()))
     yield from (slice(start, start + step) for start in range(0, min(count, step) if logits.is_meta else count, step))
 
 

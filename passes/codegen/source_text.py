@@ -45,9 +45,9 @@ def shape_text(type_: TensorType, layout: Layout) -> str:
     local = layout.max_local_shape(type_.shape)
     parts = []
     for d, (n, whole, text) in enumerate(zip(local, type_.shape, type_.lengths, strict=True)):
-        ranks = layout.mesh.size_of(layout.axes_of(d))
+        ranks = layout.mesh.size_of(layout.cutting(d))
         symbolic = f"{f'({text})' if is_compound(text) else text}/{ranks}"
-        parts.append(text if not layout.axes_of(d) else symbolic if isinstance(whole, Size) else f"{n}/{text}")
+        parts.append(text if not layout.cutting(d) else symbolic if isinstance(whole, Size) else f"{n}/{text}")
     return "[" + ", ".join(parts) + "]"
 
 

@@ -39,6 +39,8 @@ class TensorType:
     """whether its gradient is sparse"""
     tables: int = 0
     """of one that may lie whole on one rank: how many tables, itself included, may that are as large, or half as large"""
+    parts: tuple[int, int] | None = None
+    """a dim that is split into so many equal parts later, of each of which a rank may hold a chunk"""
 
     @property
     def numel(self) -> int:

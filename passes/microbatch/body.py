@@ -98,9 +98,9 @@ def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
 def _check(graph: Graph, count: int) -> None:
     if graph.symbols.read and count > 1:
         raise PlanError(f"micro_batches={count} with dynamic lengths is not supported: leave out dynamic")
-    if any(i.kind == "input" and i.fqn in graph.mutations for i in graph.inputs):
+    if written := [i.fqn for i in graph.inputs if i.kind == "input" and i.fqn in graph.mutations]:
         raise PlanError(
-            f"micro_batches={count}: the forward writes into an input in place; return the new value instead"
+            f"{_asked(count)}: the forward writes into its input {written[0]!r} in place; return the new value instead"
         )
     if not graph.training and graph.mutations:  # they may be written in place, once
         raise PlanError(f"micro_batches={count}: the forward writes {', '.join(graph.mutations)} of the whole batch")
@@ -126,10 +126,15 @@ def _loss(graph: Graph, count: int) -> int:
     if len(found) != 1:
         what = "no output" if not found else f"{len(found)} outputs"
         raise PlanError(
-            f"micro_batches={count}: {what} of the model is a scalar that carries a gradient. Its forward has to return "
+            f"{_asked(count)}: {what} of the model is a scalar that carries a gradient. Its forward has to return "
             "one loss, because forward and backward of a micro-batch run together."
         )
     return found[0]
+
+
+def _asked(count: int) -> str:
+    """What of the user's wishes is not possible: stages run micro-batches, too, be it one."""
+    return f"micro_batches={count}" if count > 1 else "stages"
 
 
 def _combined(placement: Placement | None) -> int | str | None:

@@ -165,9 +165,14 @@ class _Separating:
     def _why_not(self) -> str:
         """Where the fewest values would have to be put together in the middle."""
         count, types = self.mesh.size, self.graph.types
+        longest = max(
+            (types[i.name].shape[0] for i in self.graph.inputs if i.kind == "input" and types[i.name].shape), default=0
+        )
         for i in self.graph.inputs:
             shape = types[i.name].shape
-            if i.kind == "input" and shape and shape[0] % count:
+            if (
+                i.kind == "input" and shape and shape[0] % count and shape[0] > min(1, longest - 1)
+            ):  # 1 among others: no batch
                 return (
                     f"micro_batches={count}: input {i.fqn!r} has shape {list(shape)}, and its batch of {shape[0]} does not "
                     f"divide into {count}. Choose a number of micro-batches that divides the batch."

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from autoshard.errors import PlanError
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.pipeline.choose import Boundaries, Cutting
-from autoshard.passes.pipeline.pieces import Pieces
+from autoshard.passes.pipeline.pieces import Pieces, weights_prepared
 from autoshard.passes.propagate.floating import floating
 
 GAIN = 0.05
@@ -58,17 +58,19 @@ def following(graph: Graph, homes: Mapping[str, tuple[int, ...]], count: int) ->
 
     Raises :class:`PlanError` where its operations read them in another order.
     """
-    fqns = {i.name: i.fqn for i in graph.inputs if i.kind in ("parameter", "buffer")}
+    kept = (i for i in graph.inputs if i.kind in ("parameter", "buffer"))
+    stages = {i.name: {homes[i.fqn][0]} for i in kept if len(homes.get(i.fqn, ())) == 1}
     free, found, stage = floating(graph), list[int](), 0
     for place, node in enumerate(graph.nodes):
-        known = [homes[fqns[n]] for n in node.inputs if n in fqns and fqns[n] in homes]
-        least = min((h[0] for h in known if len(h) == 1), default=stage)
-        if node.name in free or least == stage:
+        known = set[int]().union(*(stages.get(n, ()) for n in node.inputs))
+        if node.name in free:  # it is made where it is read, as the cast of a parameter is
+            stages |= dict.fromkeys(node.outputs, known)
             continue
-        if least < stage:
+        least = min(known, default=stage)
+        if least < stage or len(known) > 1:
             raise PlanError(
                 f"stages: {node.op} in {node.fqn or '(root)'} at {node.source} reads a parameter of stage {least} after "
-                f"one of stage {stage}, other than in the call that the stages were made for"
+                f"one of stage {max(stage, *known)}, other than in the call that the stages were made for"
             )
         found += [place] * (least - stage)
         stage = least
@@ -85,12 +87,12 @@ def with_parameters(graph: Graph, cuts: Sequence[int]) -> tuple[int, ...]:
     parameters = [i.name for i in graph.inputs if i.kind == "parameter"]
     trained = {name for name in parameters if graph.types[name].grad or not graph.training}
     reads = [place for place, node in enumerate(graph.nodes) if any(name in trained for name in node.inputs)]
-    found, end = list(cuts), len(graph.nodes)
+    found, end, prepared = list(cuts), len(graph.nodes), weights_prepared(graph)
     for k in reversed(range(len(found))):
         if not any(found[k] <= place < end for place in reads):
             before = [place for place in reads if place < min(found[k], end)]
             if not before or (k and before[-1] <= found[k - 1] and len(before) < k + 1):
                 return tuple(cuts)
-            found[k] = before[-1]
+            found[k] = next((place for place in range(before[-1], 0, -1) if place not in prepared), 0)
         end = found[k]
     return tuple(found) if all(a < b for a, b in zip([0, *found], found, strict=False)) else tuple(cuts)

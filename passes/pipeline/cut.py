@@ -141,8 +141,13 @@ class _Cut:
         )
 
     def _check_buffers(self, stages: Stages) -> None:
-        """A buffer that is written lies in one stage: others would not see what it becomes."""
+        """A buffer that is written lies in one stage: others would not see what it becomes. So it is with inputs."""
+        given = {i.fqn for i in self.graph.inputs if i.kind == "input"}
         for fqn in self.graph.mutations:
+            if fqn in given:
+                raise PlanError(
+                    f"stages: the forward writes into its input {fqn!r} in place; return the new value instead"
+                )
             homes = stages.homes.get(fqn, ())
             if len(homes) > 1:
                 raise PlanError(

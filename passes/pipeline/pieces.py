@@ -45,10 +45,10 @@ class Pieces:
     @cached_property
     def places(self) -> tuple[int, ...]:
         """Positions in ``graph.nodes`` before which it may be cut; between two of them something has its place."""
-        found, fixed = list[int](), False
+        found, fixed, prepared = list[int](), False, weights_prepared(self.graph)
         for position, node in enumerate(self.graph.nodes):
             if node.name not in self.free:
-                if fixed:
+                if fixed and position not in prepared:
                     found.append(position)
                 fixed = True
         if len(found) <= MOST:
@@ -140,12 +140,7 @@ class Pieces:
 
     @cached_property
     def weights(self) -> frozenset[str]:
-        """Parameters, and what is computed from them alone."""
-        found = set(self.graph.parameters)
-        for node in self.graph.nodes:
-            if node.inputs and found.issuperset(node.inputs):
-                found.update(node.outputs)
-        return frozenset(found)
+        return of_weights(self.graph)
 
     @cached_property
     def kept(self) -> dict[str, float]:
@@ -202,3 +197,25 @@ class Pieces:
                 found[place[node.name] + 1] += size
                 found[max(readers) + 1 :][:1] -= size
         return np.cumsum(sent), np.cumsum(back)
+
+
+def of_weights(graph: Graph) -> frozenset[str]:
+    """Parameters, and what is computed from them alone."""
+    found = set(graph.parameters)
+    for node in graph.nodes:
+        if node.inputs and found.issuperset(node.inputs):
+            found.update(node.outputs)
+    return frozenset(found)
+
+
+def weights_prepared(graph: Graph) -> frozenset[int]:
+    """Positions behind an operation on weights alone, such as autocast's cast, up to its first reader in the same module.
+
+    A cut there would part a module's weights: calls in another state, which read them together, could not follow it.
+    """
+    weights, place, found = of_weights(graph), {n.name: i for i, n in enumerate(graph.nodes)}, set[int]()
+    for position, node in enumerate(graph.nodes):
+        if node.inputs and weights.issuperset(node.inputs):
+            readers = [reader for name in node.outputs for reader in graph.uses[name] if reader.fqn == node.fqn]
+            found.update(range(position + 1, min((place[r.name] for r in readers), default=position) + 1))
+    return frozenset(found)

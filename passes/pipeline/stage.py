@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -57,12 +57,16 @@ class Stages:
 
     @cached_property
     def homes(self) -> Mapping[str, tuple[int, ...]]:
-        """Original name of a parameter or buffer → the stages that hold it; what none reads belongs to the first."""
+        """Original name of a parameter or buffer → the stages that hold it.
+
+        What none reads, such as counters in evaluation, goes to its module's: another call reads it there.
+        """
         found: dict[str, tuple[int, ...]] = {i.fqn: () for i in self.whole.inputs if i.kind in ("parameter", "buffer")}
         for stage in self.each:
             for fqn in stage.held:
                 found[fqn] = (*found[fqn], stage.number)
-        return {fqn: stages or (0,) for fqn, stages in found.items()}
+        read = [fqn for fqn, stages in found.items() if stages]
+        return {fqn: stages or (_beside(fqn, read, found),) for fqn, stages in found.items()}
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
@@ -78,3 +82,13 @@ class Stages:
                 lines.append(f"  receives {', '.join(stage.received)}")
             lines += [f"  {line}" for line in str(stage.graph).splitlines()]
         return "\n".join(lines)
+
+
+def _beside(fqn: str, read: Sequence[str], stages: Mapping[str, tuple[int, ...]]) -> int:
+    """The last stage that reads a tensor of the innermost module that holds ``fqn`` and one that is read."""
+    path = fqn.split(".")[:-1]
+    for depth in range(len(path), 0, -1):
+        module = ".".join(path[:depth]) + "."
+        if near := [max(stages[other]) for other in read if other.startswith(module)]:
+            return max(near)
+    return 0

@@ -24,6 +24,12 @@ from autoshard.passes.rules.embedding import LOOK_UPS, TABLE, TABLE_SUMS
 from autoshard.passes.rules.facts import facts_of, is_view
 
 CONVOLVES = frozenset(rule.op for rule in CONVOLUTIONS)
+FUNCTIONS = frozenset(
+    "exp log log1p expm1 sin cos tanh sigmoid erf gelu silu mish softplus elu selu pow rsqrt sqrt softmax _softmax log_softmax "
+    "_log_softmax logsumexp cross_entropy_loss layer_norm native_layer_norm rms_norm group_norm native_group_norm batch_norm "
+    "_native_batch_norm_legit_functional".split()
+)
+"""names of operations that compute more for an element than an addition does"""
 LINE = 64
 """bytes that memory gives at least"""
 
@@ -135,6 +141,7 @@ def node_seconds(
         tiling = ring.tiling(node, graph, mesh, choice)
         ahead = device.attention_seconds(tiling.pairs * forward, tiling.keys, dtype, backward=False)
         back = device.attention_seconds(2.5 * tiling.pairs * forward, tiling.keys, dtype, backward=True)
+        ahead, back = (ring.in_tiles(node, graph, device.attention_tile) * x for x in (ahead, back))
         if not tiling.fused:
             moved += ring.PASSES * math.prod(shapes[0][:-1]) * shapes[1][-2] * dtype.itemsize
         if tiling.tiles > 1:  # each gives a result of its own, which is merged
@@ -145,11 +152,24 @@ def node_seconds(
         ahead = device.product_seconds(forward, shapes[-1], dtype, convolves) if flops else 0.0
         each = (work - forward) / max(1, len(wanting))
         back = math.fsum(device.product_seconds(each, x, dtype, convolves) for x in wanting) if flops else 0.0
-    seconds = launch + max(ahead, device.memory_seconds(moved))
+        if device.functions and node.op._schema.name.rpartition("::")[2] in FUNCTIONS:
+            elements = max(map(math.prod, shapes))
+            ahead, back = (device.function_seconds(elements, backward) for backward in (False, True))
+    seconds = launch + max(ahead, device.traffic_seconds(moved))
     if not trained:
         return Seconds(seconds, 0.0, (launch, 0.0))
     launches = launch * (max(1, len(wanting)) if flops else 1)
-    return Seconds(seconds, launches + max(back, device.memory_seconds(2 * moved)), (launch, launches))
+    filled = _filled(node, graph, shapes[0]) if touched[0] and not ideal(mesh) else 0.0
+    taken = device.traffic_seconds(2 * moved) + device.memory_seconds(filled)
+    return Seconds(seconds, launches + max(back, taken), (launch, launches))
+
+
+def _filled(node: Node, graph: Graph, table: tuple[int, ...]) -> float:
+    """Bytes of zeros that the backward of a look-up writes first: the whole gradient of what is looked up in."""
+    type_ = graph.types[node.inputs[0]]
+    if not type_.grad or type_.sparse or not (facts_of(node.op).looks_up or node.op in LOOK_UPS):
+        return 0.0
+    return float(math.prod(table) * type_.dtype.itemsize)
 
 
 def _looked_up(
@@ -220,13 +240,17 @@ def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Place
     Read: the value, its gradient and the state; written: the value and the state. One fused kernel updates many
     parameters, so a single one pays no launch.
     """
-    ideal = not mesh.hardware.node.latency  # an ideal network: only operations count, and bytes on the wire
-    if not type_.grad or optimizer == "none" or ideal:
+    if not type_.grad or optimizer == "none" or ideal(mesh):
         return 0.0
     shape, dtype = local_shape(type_.updates.shape, placements, mesh), type_.kept.dtype
     state = optimizer_bytes(optimizer, shape, dtype)
-    seconds: float = mesh.hardware.memory_seconds(3 * math.prod(shape) * dtype.itemsize + 2 * state)
+    seconds: float = mesh.hardware.update_seconds(3 * math.prod(shape) * dtype.itemsize + 2 * state)
     return skew(type_, placements, mesh) * seconds
+
+
+def ideal(mesh: Mesh) -> bool:
+    """Whether only operations count, and bytes on the wire."""
+    return not mesh.hardware.node.latency
 
 
 def skew(type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:

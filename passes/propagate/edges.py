@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from autoshard.passes.propagate.keep import Copies, Side, kept, stages
 from autoshard.passes.propagate.op_space import OpSpace
 from autoshard.passes.propagate.step_time import Parts, movable_values
 from autoshard.passes.redistribute import cost_matrix, link_matrices
+from autoshard.passes.search.folded import Folded, joint
 
 
 def conversion_parts(
@@ -136,21 +137,34 @@ class Link(NamedTuple):
     """the reader's choices under which it is to be paid; None: all"""
 
 
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What a link takes, of the states of the source (row) and of the reader (column) that it can tell apart, and its bytes."""
+
+    parts: Parts
+    held: Folded | None
+    """None where all are 0"""
+    rows: np.ndarray
+    """per state of the source its row"""
+    columns: np.ndarray
+    """per state of the reader its column"""
+
+
 class EdgeTables:
     """The tables of many links: one matrix per tensor type, cut per link; equal links share tables.
 
-    ``held``: whether bytes are asked for beside seconds.
+    ``held``: whether bytes are asked for beside seconds; ``flying``: micro-batches that hold them at once.
     """
 
-    def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool) -> None:
-        self.graph, self.mesh, self.held = graph, mesh, held
+    def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool, flying: int = 1) -> None:
+        self.graph, self.mesh, self.held, self.flying = graph, mesh, held, flying
         self.movable = movable_values(graph)
         self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
         self.known: dict[TensorType, dict[Placements, int]] = {}
         self.alive: list[Sequence[Placements]] = []
         self.matrices: dict[Any, Parts] = {}
         self.copies: dict[Any, Copies] = {}
-        self.tables: dict[Any, tuple[Parts, np.ndarray | None]] = {}
+        self.tables: dict[Any, Table] = {}
         for link in links:
             self._collect(link.value, link.given.placed)
             self._collect(link.value, link.asked.placed)
@@ -163,16 +177,30 @@ class EdgeTables:
         self.codes[type_, id(placed)] = np.array([known.setdefault(p, len(known)) for p in placed], dtype=np.int64)
         self.alive.append(placed)
 
-    def of(self, link: Link) -> tuple[Parts, np.ndarray | None]:
-        """What a link takes, and its bytes [states of the source, states of the reader]; None where all are 0."""
+    def of(self, link: Link) -> Table:
+        """What a link takes, and its bytes; those of equal links are one."""
         type_ = self.graph.types[link.value]
         mask = None if link.mask is None else link.mask.tobytes()
         key = (type_, link.value in self.movable, link.given.key, link.asked.key, mask)
         if key not in self.tables:
-            cut = np.ix_(*(self.codes[type_, id(side.placed)] for side in (link.given, link.asked)))
+            (given, first, rows), (asked, other, columns) = self._sides(link)
+            link = link._replace(given=given, asked=asked, mask=None if link.mask is None else link.mask[other])
+            cut = np.ix_(first, other)
             parts = self._seconds(link, cut)
-            self.tables[key] = self._held(link, parts, cut) if self.held else (paid(parts, link.mask), None)
+            parts, held = self._held(link, parts, cut) if self.held else (paid(parts, link.mask), None)
+            bytes_ = None if held is None else Folded(held * self.flying, rows, columns)
+            self.tables[key] = Table(parts, bytes_, rows, columns)
         return self.tables[key]
+
+    def _sides(self, link: Link) -> Iterator[tuple[Side, np.ndarray, np.ndarray]]:
+        """Each side with one of all choices that the link cannot tell apart; the codes of these, and per state which it is."""
+        for side, marks in ((link.given, (link.given.holds,)), (link.asked, (link.asked.saves, link.mask))):
+            codes = self.codes[self.graph.types[link.value], id(side.placed)]
+            first, where = joint([codes, *(mark.astype(np.int64) for mark in marks if mark is not None)])
+            saves, holds = (None if mark is None else mark[first] for mark in (side.saves, side.holds))
+            placed = tuple(side.placed[i] for i in first)
+            states = np.concatenate([t * len(first) + where for t in range(len(side.tags))])
+            yield replace(side, placed=placed, saves=saves, holds=holds), codes[first], states
 
     def _seconds(self, link: Link, cut: tuple[np.ndarray, ...]) -> Parts:
         """What the conversions take, for all tags of the two sides."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row
+from autoshard.passes.search.folded import Classes, Folded, Matrix
 from autoshard.passes.search.network import Array
 
 
@@ -22,12 +23,15 @@ def stepping(
     edges: Sequence[tuple[int, int, Parts]],
     overlap: float,
     passes: int = 1,
+    folds: Sequence[tuple[Classes, Classes]] | None = None,
 ) -> tuple[CostNetwork, tuple[Row, ...]]:
     """The network whose cost, plus what its rows exceed 0 by, is the time of the step.
 
-    ``sizes``: states per node. Equal parts share arrays, in the network and in the rows.
+    ``sizes``: states per node; ``folds``: per edge which row and which column of its parts each state has (None: each its
+    own). Equal parts share arrays, in the network and in the rows.
     """
     made: dict[Any, Array] = {}
+    folded: dict[Any, Folded] = {}
     counts: dict[Any, bool] = {}
 
     def once(p: Parts, what: str, value: Callable[[Parts], Array], *shape: int) -> Array:
@@ -35,12 +39,22 @@ def stepping(
             made[id(p), what, shape] = np.broadcast_to(value(p), shape).copy()
         return made[id(p), what, shape]
 
+    def pairs(e: int, p: Parts, what: str, value: Callable[[Parts], Array]) -> Matrix:
+        i, j, _ = edges[e]
+        if folds is None:
+            return once(p, what, value, sizes[i], sizes[j])
+        rows, columns = folds[e]
+        if (id(p), what) not in folded:
+            stored = once(p, what, value, int(rows.max()) + 1, int(columns.max()) + 1)
+            folded[id(p), what] = Folded(stored, rows, columns)
+        return folded[id(p), what]
+
     def cost(p: Parts) -> Array:
         return passes * (p.compute + p.other + p.blocking) + p.once + p.slowing(overlap, passes)
 
     network = CostNetwork(
         tuple(once(p, "cost", cost, n) for n, p in zip(sizes, nodes, strict=True)),
-        tuple((i, j, once(p, "cost", cost, sizes[i], sizes[j])) for i, j, p in edges),
+        tuple((i, j, pairs(e, p, "cost", cost)) for e, (i, j, p) in enumerate(edges)),
     )
     rows: list[Row] = []
     kinds = [(True, 1.0), *([(False, passes - 1.0)] if passes > 1 else [])]
@@ -50,16 +64,16 @@ def stepping(
             def excess(p: Parts, number: int = number, last: bool = last) -> Array:
                 return p.excess(overlap, last)[number]
 
-            def over(
-                p: Parts, *shape: int, what: str = f"{number} {last}", of: Callable[[Parts], Array] = excess
-            ) -> Array | None:
+            what = f"{number} {last}"
+
+            def over(p: Parts, what: str = what, of: Callable[[Parts], Array] = excess) -> bool:
                 if (id(p), what) not in counts:
                     counts[id(p), what] = bool(of(p).any())
-                return once(p, what, of, *shape) if counts[id(p), what] else None
+                return counts[id(p), what]
 
             row = Row(
-                tuple(over(p, n) for n, p in zip(sizes, nodes, strict=True)),
-                tuple(over(p, sizes[i], sizes[j]) for i, j, p in edges),
+                tuple(once(p, what, excess, n) if over(p) else None for n, p in zip(sizes, nodes, strict=True)),
+                tuple(pairs(e, p, what, excess) if over(p) else None for e, (_, _, p) in enumerate(edges)),
                 limit=0.0,
                 price=times,
             )

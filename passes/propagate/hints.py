@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import HintError
-from autoshard.layout import I, Invariant, Layout, Owned, Partial, Placement, R, Replicate, Shard
+from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Partial, Placement, R, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import canonical
 from autoshard.passes.ir.graph import Graph, Input, TensorType
@@ -88,13 +88,20 @@ class Limit:
     def allowed(
         self, states: Iterable[tuple[Placement, ...]], type_: TensorType, mesh: Mesh, whole: Placement | None = None
     ) -> tuple[tuple[Placement, ...], ...]:
-        """The ``states`` that meet it: those that are cut along the most of the axes that ask for a cut."""
+        """The ``states`` that meet it: those that are cut along the most of the axes that ask for a cut.
+
+        Of a vector also those with every part of its dim cut: no other axis can cut it beside.
+        """
         found: dict[int, list[tuple[Placement, ...]]] = {}
+        beside: list[tuple[Placement, ...]] = []
         for state in states:
             pairs = [(p, dims) for p, dims in zip(state, self.dims, strict=True) if dims is not None]
             if all(not isinstance(p, Shard) or (OWNER if isinstance(p, Owned) else p.dim) in dims for p, dims in pairs):
-                found.setdefault(sum(isinstance(p, Shard) for p, _ in pairs), []).append(state)
-        return tuple(found[max(found)])
+                if len(type_.shape) == 1 and any(isinstance(p, Grouped) for p in state):
+                    beside.append(state)
+                else:
+                    found.setdefault(sum(isinstance(p, Shard) for p, _ in pairs), []).append(state)
+        return (*found[max(found)], *beside)
 
 
 def _same(asked: Placement, given: Placement) -> bool:

@@ -29,8 +29,7 @@ from autoshard.passes.propagate.hiding import stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import AGAIN, KeepTables, Side, is_passive, passive_tags, tail_of
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
-from autoshard.passes.propagate.owners import owned_states
-from autoshard.passes.propagate.states import free_states, placeable
+from autoshard.passes.propagate.states import fixed_states, free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row
 
@@ -103,20 +102,19 @@ class Network:
     def build(self) -> Built:
         """Variables and links, then their tables."""
         self._variables()
-        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None)
+        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None, self.flying)
         found = [tables.of(link) for link in self.links]
         numbers = {name: i for i, name in enumerate(self.variables)}
         sizes = [len(v.choices) * len(v.tags) for v in self.variables.values()]
-        edges = [
-            (numbers[link.source], numbers[link.reader], parts)
-            for link, (parts, _) in zip(self.links, found, strict=True)
-        ]
+        pairs = [(numbers[link.source], numbers[link.reader]) for link in self.links]
+        edges = [(*pair, table.parts) for pair, table in zip(pairs, found, strict=True)]
+        folds = [(table.rows, table.columns) for table in found]
         nodes = [v.parts for v in self.variables.values()]
-        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap, self.graph.passes)
+        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap, self.graph.passes, folds)
         if self.offer is None:
             return Built(network, hiding, alike=alike(self.graph, self.variables))
         own = tuple(self._flying(v.kept, name) for name, v in self.variables.items())
-        kept = Row(own, tuple(self._flying(held) for _, held in found), math.inf)
+        kept = Row(own, tuple(table.held for table in found), math.inf)
         stays = Row(tuple(v.stays for v in self.variables.values()), (None,) * len(edges), math.inf)
         return Built(network, hiding, (kept, stays), alike(self.graph, self.variables))
 
@@ -315,7 +313,7 @@ class Network:
         if kind != "parameter" and name not in self.free:
             placed = self._stated(name).placements
             return self._once(("given", placed), (placed,))
-        states = placeable(type_, self.mesh, replicated=whole) + owned_states(type_, self.mesh)
+        states = placeable(type_, self.mesh, replicated=whole) + fixed_states(type_, self.mesh)
         if name in self.constraints:
             states = self.constraints[name].allowed(states, type_, self.mesh, whole)
         return self._once(("parameter", type_, self.constraints.get(name)), states)

@@ -23,6 +23,7 @@ from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site
 from autoshard.passes.rules.exact import exact, is_single_in_double
 from autoshard.passes.rules.factors import whole
+from autoshard.passes.rules.parts import in_parts
 from autoshard.passes.rules.rigid import is_rigid, leaves_whole
 
 
@@ -207,7 +208,7 @@ def axis_strategies(node: Node, graph: Graph, exactly: bool = True) -> tuple[Str
         except RuleError:
             if not any(t.unknown for t in types):
                 raise  # else: lengths that are equal may have different estimates
-    found = found or whole(len(node.inputs), len(node.outputs))
+    found = (*found, *in_parts(found, node, graph)) or whole(len(node.inputs), len(node.outputs))
     return exact(found, node, graph) if exactly else found
 
 
@@ -222,8 +223,11 @@ def fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
     if not together(choice):
         return False
     used: dict[str, list[int]] = {}
+    ways: dict[str, Strategy] = {}
     for strategy, ranks in zip(choice, mesh.shape, strict=True):
         used.setdefault(strategy.label, []).append(ranks)
+        if ways.setdefault(strategy.label, strategy) != strategy:  # one cuts a dim, the other each of its parts
+            return False
     return all(strategy.allows(used[strategy.label]) for strategy in choice)
 
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoshard.layout import I, Layout, Owned, R, Shard
+from autoshard.layout import Layout, Owned, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Assignment, Placements
+from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import TensorType
 from autoshard.passes.propagate.hints import Constraint, Limit
 
 Axes = tuple[str, ...]
-
-
-def owned_states(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
-    """The layouts in which a table lies whole on one rank along some axes, and on all along the others."""
-    whole = I if type_.grad else R
-    choices = ((whole, Owned()) if ranks > 1 else (whole,) for ranks in mesh.shape)
-    return tuple(p for p in itertools.product(*choices) if any(isinstance(x, Owned) for x in p)) if type_.tables else ()
 
 
 def place_of(chosen: Any, choices: Sequence[Any]) -> int:

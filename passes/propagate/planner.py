@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
 from autoshard.passes.propagate.recompute import Recompute, hinted, offer
 from autoshard.passes.propagate.zero import offered
 from autoshard.passes.search import CostNetwork, Prepared, Row, Solution, solve
+from autoshard.passes.search.folded import Matrix, mapped
 
 log = logging.getLogger("autoshard.plan")
 
@@ -128,7 +130,7 @@ class Planner:
             i, own = numbers[f"node:{node.name}"], self.keeps.of(node, self.spaces[node]).work
             work[i] = share * np.tile(own, len(seconds.nodes[i]) // len(own))
         nodes = tuple(_smallest(s, row.nodes[i]) + work[i] for i, s in enumerate(seconds.nodes))
-        edges = tuple((a, b, _smallest(s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
+        edges = tuple((a, b, mapped(_smallest, s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
         found = self.prepare(network, CostNetwork(nodes, edges), (), built.alike).solve()
         found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False, prove=None)
         return assigned(network, found), _used(built, found)
@@ -148,17 +150,19 @@ class Planner:
         network, built = self.network(limited=True)
         if not self.plain:  # it was found in this network
             return _used(built, assignment.solution)
-        nodes = []
-        for (name, variable), seconds in zip(network.variables.items(), built.network.nodes, strict=True):
-            allowed = states_of(network, name, variable, assignment)
-            only = np.full(len(seconds), np.inf)
-            only[allowed] = 0.0
-            nodes.append(only)
-        forbidden: dict[int, np.ndarray] = {}
-        for *_, table in built.network.edges:
-            forbidden.setdefault(id(table), np.where(np.isinf(table), np.inf, 0.0))
-        edges = tuple((a, b, forbidden[id(table)]) for a, b, table in built.network.edges)
-        return _used(built, solve(CostNetwork(tuple(nodes), edges)))
+        allowed = [tuple(states_of(network, name, v, assignment)) for name, v in network.variables.items()]
+        made: dict[Any, np.ndarray] = {}
+
+        def forbidden(i: int, j: int, table: Matrix) -> np.ndarray:
+            key = id(table), allowed[i], allowed[j]
+            if key not in made:
+                made[key] = np.where(np.isinf(table[np.ix_(allowed[i], allowed[j])]), np.inf, 0.0)
+            return made[key]
+
+        edges = tuple((i, j, forbidden(i, j, table)) for i, j, table in built.network.edges)
+        found = solve(CostNetwork(tuple(np.zeros(len(states)) for states in allowed), edges))
+        choice = tuple(states[s] for states, s in zip(allowed, found.choice, strict=True))
+        return _used(built, replace(found, choice=choice))
 
     def network(self, limited: bool) -> tuple[Network, Built]:
         """The network; ``limited``: with bytes, and with what may be made again. That one is kept."""

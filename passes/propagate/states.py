@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Collection
 
-from autoshard.layout import I, Placement, R, Shard
+from autoshard.layout import Grouped, I, Owned, Placement, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements
 from autoshard.passes.ir.graph import Graph, TensorType
@@ -30,6 +30,35 @@ def placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = None
         for ranks in mesh.shape
     ]
     return tuple(p for p in itertools.product(*per_axis) if _leaves_chunks(type_.shape, p, mesh))
+
+
+def fixed_states(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
+    """Further layouts of a parameter, which no conversion leads to or from: on one rank, or with every part of a dim cut."""
+    return _owned(type_, mesh) + _grouped(type_, mesh)
+
+
+def _owned(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
+    """Those in which a table lies whole on one rank along some axes, and on all along the others."""
+    whole = I if type_.grad else R
+    choices = ((whole, Owned()) if ranks > 1 else (whole,) for ranks in mesh.shape)
+    return tuple(p for p in itertools.product(*choices) if any(isinstance(x, Owned) for x in p)) if type_.tables else ()
+
+
+def _grouped(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
+    """Those in which some axes cut every part of a dim, and others do not cut that dim."""
+    if type_.parts is None:
+        return ()
+    (dim, parts), whole = type_.parts, I if type_.grad else R
+    others = tuple(Shard(d) for d in range(len(type_.shape)) if d != dim)
+    per_axis = [(whole, *others, Grouped(dim, parts)) if ranks > 1 else (whole,) for ranks in mesh.shape]
+    size = int(type_.shape[dim]) // parts
+    return tuple(
+        p
+        for p in itertools.product(*per_axis)
+        if any(isinstance(x, Grouped) for x in p)
+        and size % math.prod(n for x, n in zip(p, mesh.shape, strict=True) if isinstance(x, Grouped)) == 0
+        and _leaves_chunks(type_.shape, p, mesh)
+    )
 
 
 def _leaves_chunks(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> bool:

@@ -21,6 +21,7 @@ from autoshard.passes.propagate.chosen import assigned
 from autoshard.passes.propagate.network import Built, Network, Variable
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.search import CostNetwork, Prepared, Row, Solution
+from autoshard.passes.search.folded import Matrix, mapped
 from autoshard.passes.search.network import Array
 
 BESIDE = "beside"
@@ -128,14 +129,16 @@ def _equal(a: Variable, b: Variable, rows: int, columns: int) -> np.ndarray:
 
 def _scaled(network: CostNetwork, times: float) -> CostNetwork:
     """With costs so many times as large; what shares a table still does."""
-    made: dict[int, np.ndarray] = {}
+    made: dict[int, Matrix] = {}
 
-    def scaled(table: np.ndarray) -> np.ndarray:
+    def scaled(table: Matrix) -> Matrix:
         if id(table) not in made:
-            made[id(table)] = table * times
+            made[id(table)] = mapped(lambda x: x * times, table)
         return made[id(table)]
 
-    return CostNetwork(tuple(map(scaled, network.nodes)), tuple((i, j, scaled(t)) for i, j, t in network.edges))
+    return CostNetwork(
+        tuple(vector * times for vector in network.nodes), tuple((i, j, scaled(t)) for i, j, t in network.edges)
+    )
 
 
 def _moved(row: Row, nodes: int, edges: int, times: float) -> Row:

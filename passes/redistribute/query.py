@@ -76,25 +76,28 @@ def _resolve(
 ) -> Redistribution:
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(dict(mesh))
     a, b = (x if isinstance(x, Layout) else _layout(mesh, x) for x in (src, dst))
-    if a.owner and a.owner == b.owner:
-        return _of_owner(a, plan(in_chunks(a), in_chunks(b), shape, mesh, *rest))
-    if a.owner or b.owner:
-        raise LayoutError(f"no sequence of steps leads from {a} to {b}: along an axis one rank owns the whole tensor")
+    if a.fixed and a.fixed == b.fixed:
+        return _of_fixed(a, plan(in_chunks(a), in_chunks(b), shape, mesh, *rest))
+    if a.fixed or b.fixed:
+        raise LayoutError(
+            f"no sequence of steps leads from {a} to {b}: along an axis one rank owns the whole tensor, or all parts of a dim "
+            "are cut"
+        )
     if dst_shape is None or dst_shape == shape:
         return plan(a, b, shape, mesh, *rest)
     return plan_reshaped(a, b, shape, dst_shape, mesh, *rest[:-1])
 
 
 def in_chunks(layout: Layout) -> Layout:
-    """``layout`` with a chunk on every rank where one owns the whole: what conversions along other axes take on average."""
-    return layout.replace(dict.fromkeys(layout.owner, Shard(0))) if layout.owner else layout
+    """``layout`` with a chunk on every rank where one owns the whole, or every rank holds chunks of all parts: what
+    conversions along other axes take on average."""
+    return layout.replace({a: Shard(p.dim) for a, p in layout.fixed.items()}) if layout.fixed else layout
 
 
-def _of_owner(src: Layout, found: Redistribution) -> Redistribution:
-    """Steps along other axes than those along which one rank owns the tensor."""
-    owned = {a: src[a] for a in src.owner}
-    steps = tuple(replace(s, src=s.src.replace(owned), dst=s.dst.replace(owned)) for s in found.steps)
-    return replace(found, src=src, dst=found.dst.replace(owned), steps=steps)
+def _of_fixed(src: Layout, found: Redistribution) -> Redistribution:
+    """Steps along other axes than those of placements that stay."""
+    steps = tuple(replace(s, src=s.src.replace(src.fixed), dst=s.dst.replace(src.fixed)) for s in found.steps)
+    return replace(found, src=src, dst=found.dst.replace(src.fixed), steps=steps)
 
 
 def _layout(mesh: Mesh, key: tuple[Any, ...]) -> Layout:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoshard.layout import Layout
+from autoshard.layout import Grouped, Layout, Owned
 from autoshard.passes.redistribute.planner import distances, kinds_of
 from autoshard.passes.redistribute.pricing import FORBIDDEN, Moves, Prices, price, width
 from autoshard.passes.redistribute.query import in_chunks, redistribution
@@ -50,8 +50,8 @@ def link_matrices(
     if not sources or not targets:
         none = np.zeros((len(sources), len(targets)))
         return none, none, none
-    if any(x.owner for x in (*sources, *targets)):
-        return _of_owners(sources, targets, shape, dtype, grad, closed)
+    if any(x.fixed for x in (*sources, *targets)):
+        return _of_fixed(sources, targets, shape, dtype, grad, closed)
     mesh, shape, kinds = sources[0].mesh, tuple(shape), kinds_of((*sources, *targets), bool(grad))
     if mesh.ndim > EXACT_AXES:
         return _one_by_one(sources, targets, shape, dtype, grad, closed)
@@ -66,9 +66,12 @@ def link_matrices(
     return shares[0], seconds - shares[0] - shares[1], shares[1]
 
 
-def _of_owners(sources: Sequence[Layout], targets: Sequence[Layout], *what: Any) -> tuple[Floats, Floats, Floats]:
-    """Nothing leads to another set of axes along which one rank owns the whole; of equal ones each rank does its share."""
-    axes = [[frozenset(x.owner) for x in side] for side in (sources, targets)]
+def _of_fixed(sources: Sequence[Layout], targets: Sequence[Layout], *what: Any) -> tuple[Floats, Floats, Floats]:
+    """Nothing leads to other placements of those that stay (whichever rank owns the whole); each rank does its share."""
+    axes = [
+        [frozenset((a, p if isinstance(p, Grouped) else Owned()) for a, p in x.fixed.items()) for x in side]
+        for side in (sources, targets)
+    ]
     found = (np.zeros((len(sources), len(targets))), np.full((len(sources), len(targets)), np.inf))
     out = found[0], found[1], found[0].copy()
     for key in set(axes[0]) & set(axes[1]):

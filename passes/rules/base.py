@@ -93,7 +93,7 @@ class Site:
 
     def local_sizes(self, layout: Layout, shape: Sequence[int]) -> list[int | Local]:
         """The local lengths of a tensor of global ``shape``: ints where no axis cuts it."""
-        return [Local(n, axes) if (axes := layout.axes_of(d)) else n for d, n in enumerate(shape)]
+        return [Local(n, axes) if (axes := layout.cutting(d)) else n for d, n in enumerate(shape)]
 
 
 SpaceOf = Callable[[Node, Graph], Space]

@@ -80,6 +80,7 @@ def _pooled(node: Node, graph: Graph) -> Space:
         ((*named, "embed"),),
         {**sizes_of(indices[:-1]), "vocab": weight[0], "embed": weight[1]},
         linear=((node.positions["weight"],),),
+        filled=frozenset({"embed"}),
     )
     return _table_wise(node, graph, factors)
 
@@ -109,6 +110,7 @@ def _embedding(node: Node, graph: Graph) -> Space:
         ((*named, "embed"),),
         sizes,
         linear=((node.positions["weight"],),),
+        filled=frozenset({"embed"}),
     )
     return _table_wise(node, graph, factors)
 

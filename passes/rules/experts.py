@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
-from autoshard.layout import Shard
+from autoshard.layout import Grouped, Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal, spell
@@ -36,7 +37,16 @@ def _strategies(node: Node, graph: Graph) -> Space:
         {"rows": rows, "experts": first[0], "hidden": _hidden(node, graph), "columns": graph.shape(node.outputs[0])[1]},
         linear=((2,), (4,)),
     )
-    return (*factors.strategies(node, graph), _exchange(rows))
+    found = factors.strategies(node, graph)
+    return (*found, _exchange(rows), *(_halves(s) for s in found if s.label == "hidden" and node.argument("gated")))
+
+
+def _halves(hidden: Strategy) -> Strategy:
+    """Each rank holds its part of the gates and of what they gate."""
+    first, size = hidden.inputs[3], hidden.size
+    assert isinstance(first, Shard)
+    inputs = (*hidden.inputs[:3], Grouped(first.dim, 2), hidden.inputs[4])
+    return replace(hidden, inputs=inputs, size=size, even=True)
 
 
 def _hidden(node: Node, graph: Graph) -> int:
@@ -57,7 +67,7 @@ def _local(site: Site) -> Call:
         form |= {"count": site.in_type(3).shape[0], "expert_axes": spell(axes)}
     if axes := site.axes(EXCHANGE):
         form["exchange_axes"] = spell(axes)
-    if node.argument("gated") and (axes := site.axes("hidden")):
+    if node.argument("gated") and (axes := site.axes("hidden")) and not site.inputs[3].grouped:
         form |= {"hidden": _hidden(site.node, site.graph), "hidden_axes": spell(axes)}
     return Call("experts", (x, ids, weights, first, second), form)
 
@@ -85,7 +95,7 @@ def _of_parts(site: Site) -> tuple[Internal, ...]:
     """Gates, and what they gate, from a cut of both as one dim: ranks exchange what they hold of the other, of the weights
     or of the rows that went through them."""
     axes, first = site.axes("hidden"), site.in_type(3)
-    if site.mesh.size_of(axes) == 1 or not site.node.argument("gated"):
+    if site.mesh.size_of(axes) == 1 or not site.node.argument("gated") or site.inputs[3].grouped:
         return ()
     hidden, dim = int(_hidden(site.node, site.graph)), 2 if site.node.argument("transposed") else 1
     local = site.inputs[3].max_local_shape(first.shape)

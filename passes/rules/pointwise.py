@@ -187,7 +187,7 @@ LINEAR: dict[torch._ops.OpOverload, Groups | Callable[[Node, Graph], Groups]] = 
     aten.fill.Tensor: ((0, 1),),
 }
 
-_OTHER = [aten.max.other, aten.min.other, aten.fill.Scalar, aten.log_sigmoid_forward.default]
+_OTHER = [aten.max.other, aten.min.other, aten.fill.Scalar]
 
 
 def _cast_like(node: Node, graph: Graph) -> Factors:
@@ -206,6 +206,14 @@ def _prelu(node: Node, graph: Graph) -> Factors:
     return Factors((dims, slope), (dims,), sizes_of(shape))
 
 
+def _log_sigmoid(node: Node, graph: Graph) -> Factors:
+    """What is kept for the backward is empty on a GPU."""
+    (shape,) = graph.shapes(node.inputs)
+    kept = graph.types[node.outputs[-1]].shape
+    dims = numbered(shape)
+    return Factors((dims,), (dims, dims if kept == shape else (None,) * len(kept)), sizes_of(shape))
+
+
 RULES: tuple[Rule, ...] = (
     *(
         Rule(op, _cast_like, notation="..., (dtype of) -> ...", facts=facts(op))
@@ -214,6 +222,12 @@ RULES: tuple[Rule, ...] = (
     *(elementwise(op, linear) for op, linear in LINEAR.items()),
     *(elementwise(op) for n in NAMED for op in _overloads(n) if op not in LINEAR),
     *(elementwise(op) for op in _OTHER),
+    Rule(
+        aten.log_sigmoid_forward.default,
+        _log_sigmoid,
+        notation="... -> ..., ...",
+        facts=facts(aten.log_sigmoid_forward.default),
+    ),
     Rule(aten.prelu.default, _prelu, notation="b c ..., c -> b c ...", facts=facts(aten.prelu.default)),
     rule(aten.view_as_real.default, "... -> ... _", linear=FIRST, facts=facts(aten.view_as_real.default)),
     rule(aten.view_as_complex.default, "... _ -> ...", linear=FIRST, facts=facts(aten.view_as_complex.default)),

@@ -143,6 +143,15 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
     return Tiling(pairs, _at_a_time(band, each), 2 * n + 1 if label == FOLDED else n, "embed" not in ranks)
 
 
+def in_tiles(node: Node, graph: Graph, tile: int) -> float:
+    """Pairs that are computed over pairs that count, where a causal mask leaves out ``tile`` keys at a time; 0: each."""
+    if not tile or band_of(node) != CAUSAL:
+        return 1.0
+    queries, keys = (int(graph.types[name].shape[-2]) for name in node.inputs[:2])
+    seen = sum(min(keys, math.ceil((q + 1) / tile) * tile) for q in range(queries))
+    return seen / (CAUSAL.pairs(queries, keys) or 1.0)
+
+
 def _at_a_time(band: Band, keys: int) -> int:
     """How many of ``keys`` a kernel sees at a time."""
     return keys if band.before is None else min(keys, ROWS + band.before + (band.after or 0))

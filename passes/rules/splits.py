@@ -9,12 +9,16 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, rules
 from autoshard.passes.rules.factors import Factors, numbered, positive, sizes_of
 from autoshard.runtime.window import Halo, Window, halo_of
+
+aten = torch.ops.aten
 
 
 def parts_of(size: int, lengths: Sequence[int], ranks: tuple[int, ...]) -> Iterator[Halo]:
@@ -40,15 +44,15 @@ def _split(node: Node, graph: Graph) -> Factors:
     """The dim is cut where every part leaves each rank a chunk."""
     (shape,) = graph.shapes(node.inputs)
     dim = positive(node.argument("dim"), len(shape))
-    lengths = _lengths(node, shape[dim])
+    lengths = lengths_of(node, shape[dim])
     fixed = not any(isinstance(n, Size) for n in (shape[dim], *lengths))
     dims = numbered(shape, () if fixed else (dim,))
     sizes = sizes_of(shape) | {f"d{dim}": min(lengths, default=0)}
     return Factors((dims,), (dims,) * len(node.outputs), sizes, linear=((0,),))
 
 
-def _lengths(node: Node, size: int) -> list[int]:
-    """Of all parts."""
+def lengths_of(node: Node, size: int) -> list[int]:
+    """Of all parts of a split."""
     if (given := node.argument("split_sizes", None)) is not None:
         return list(given)
     step = node.argument("split_size", None)
@@ -60,10 +64,18 @@ def _lengths(node: Node, size: int) -> list[int]:
 
 def _local(site: Site) -> Call:
     dim, axes = site.cut_dim
+    if (ranks := site.mesh.size_of(tuple(site.inputs[0].grouped))) > 1:
+        return _of_parts(site, dim, ranks)
     if site.mesh.size_of(axes) == 1:
         return site.unchanged()
-    lengths = _lengths(site.node, site.in_type(0).shape[dim])
+    lengths = lengths_of(site.node, site.in_type(0).shape[dim])
     return Call("split", (site.node.args[0], dim, lengths, spell(axes)), {})
+
+
+def _of_parts(site: Site, dim: int, ranks: int) -> Call:
+    """Of a rank's chunks of all parts."""
+    lengths = [n // ranks for n in lengths_of(site.node, site.in_type(0).shape[dim])]
+    return Call(aten.split_with_sizes.default, (site.node.args[0], lengths, dim), {})
 
 
 def _collectives(site: Site) -> tuple[Internal, ...]:
@@ -74,7 +86,7 @@ def _collectives(site: Site) -> tuple[Internal, ...]:
     local = site.inputs[0].max_local_shape(type_.shape)
     row = math.prod(n for d, n in enumerate(local) if d != dim) * type_.dtype.itemsize
     ranks = tuple(site.mesh.size_of(a) for a in axes)
-    return exchanged(axes, row, type_.shape[dim], _lengths(site.node, type_.shape[dim]), ranks, type_.grad)
+    return exchanged(axes, row, type_.shape[dim], lengths_of(site.node, type_.shape[dim]), ranks, type_.grad)
 
 
 VIEW = Facts(saves="", view=True)

@@ -48,7 +48,7 @@ def tie(problem: Stacked, labels: Sequence[Hashable | None]) -> Tied | None:
     for scope, number in problem.factors.items():
         where = tuple(of[i] for i in scope)
         if len(where) == 2 and where[0] == where[1]:
-            where, number = where[:1], store.of(np.diagonal(store.arrays[number], axis1=1, axis2=2).copy())
+            where, number = where[:1], store.diagonal(number)
         elif len(where) == 2 and where[0] > where[1]:
             where, number = where[::-1], store.transposed(number)
         counts.setdefault(where, Counter())[number] += 1

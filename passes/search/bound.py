@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.eliminate import Eliminator, Scope
+from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.network import Array
 from autoshard.passes.search.prune import NO_CHOICE
-from autoshard.passes.search.tables import Classes, Tables
+from autoshard.passes.search.tables import Tables
 
 _NOISE = 1e-9
 """relative"""

@@ -11,11 +11,11 @@ import math
 import numpy as np
 
 from autoshard.errors import PlanError
+from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.mixture import mix
 from autoshard.passes.search.network import Array, NotFoundError
 from autoshard.passes.search.prices import Part, Search, maximise_bound
 from autoshard.passes.search.stacked import Choice
-from autoshard.passes.search.tables import Classes
 
 # Iterations of the bound of a branch, and the box in which they start.
 ITERATIONS = 8
@@ -87,12 +87,11 @@ def _uses(part: Part, choices: tuple[Choice, Choice]) -> list[Array]:
     problem = part.problem
     uses = [np.zeros((len(part.prices), n)) for n in problem.sizes]
     for scope, number in problem.factors.items():
-        stack = problem.stacks[number]
-        rows = len(stack) - 1
+        rows = len(problem.stacks[number]) - 1
         if len(scope) == 1:
-            uses[scope[0]][:rows] += stack[1:]
+            uses[scope[0]][:rows] += problem.stacks[number][1:]
             continue
         for choice in choices if rows else ():
-            uses[scope[0]][:rows] += stack[1:, :, choice[scope[1]]] / 2
-            uses[scope[1]][:rows] += stack[1:, choice[scope[0]]] / 2
+            for axis, (own, other) in enumerate((scope, scope[::-1])):
+                uses[own][:rows] += problem.store.beside(number, 1 - axis, choice[other])[1:] / 2
     return [part.prices[:, None] * used for used in uses]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.lives import SLACK, Integers, Lives
 from autoshard.passes.search.network import Array
-from autoshard.passes.search.tables import Classes
 
 # After so many visits of nodes the clock is read.
 OFTEN = 64

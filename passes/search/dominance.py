@@ -14,10 +14,10 @@ import time
 import numpy as np
 
 from autoshard.errors import PlanError
+from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.network import Array
 from autoshard.passes.search.prune import EASY_COMPARISONS, NO_CHOICE, least_difference
-from autoshard.passes.search.stacked import Stacked, classes, value
-from autoshard.passes.search.tables import Classes
+from autoshard.passes.search.stacked import Stacked, value
 
 Probe = tuple[float, Array]
 """how much a unit of cost counts, and of every quantity"""
@@ -86,7 +86,7 @@ class Dominance:
         forbidden = np.zeros(size, dtype=bool)
         for number, axis in key:
             never = np.isinf(stacks[number][0])
-            forbidden |= never if axis < 0 else never.all(axis=1 - axis)
+            forbidden |= never if axis < 0 else never.all(axis=1 - axis)[self.problem.store.maps[number][axis]]
         feasible = np.flatnonzero(~forbidden)
         if len(feasible) < 2 or time.perf_counter() > self.deadline:
             return feasible
@@ -111,11 +111,8 @@ class Dominance:
         """(the class of equal slices of every strategy, per probe what one class costs less than another at least)."""
         if (number, axis) not in self._least:
             stack = self.problem.stacks[number]
-            stack = stack if axis == 0 else stack.swapaxes(1, 2)
-            found, first = classes(stack)
-            _, columns = classes(stack.swapaxes(1, 2))
-            small = stack[:, first][:, :, columns]
-            work = len(first) ** 2 * len(columns) * len(self.probes)
+            small, found = stack if axis == 0 else stack.swapaxes(1, 2), self.problem.store.maps[number][axis]
+            work = small.shape[1] ** 2 * small.shape[2] * len(self.probes)
             values = [value(small, weights, unit) for unit, weights in self.probes]
             self._least[number, axis] = (
                 (found, [least_difference(v) for v in values]) if work <= EASY_COMPARISONS else None

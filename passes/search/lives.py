@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.dominance import Dominance
+from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.network import Array, CostNetwork, Memory, Row
 from autoshard.passes.search.stacked import stack_rows
-from autoshard.passes.search.tables import Classes
 
 Integers = NDArray[np.intp]
 
@@ -39,7 +39,7 @@ class Lives:
         self.usage = tuple(u if lives else np.zeros(len(u)) for u, lives in zip(usage, alive, strict=True))
         self.beside: list[list[tuple[int, Array]]] = [[] for _ in usage]
         """of every node the edges: (other node, costs [own strategy, the other's])"""
-        for i, j, matrix in network.edges:
+        for i, j, matrix in network.matrices:
             self.beside[i].append((j, matrix))
             self.beside[j].append((i, matrix.T))
 
@@ -68,7 +68,7 @@ class Lives:
         """Of every node the edges that forbid something: (other node, what is allowed [own strategy, the other's])."""
         found: list[list[tuple[int, NDArray[np.bool_]]]] = [[] for _ in self.usage]
         known: dict[int, NDArray[np.bool_] | None] = {}
-        for i, j, matrix in self.network.edges:
+        for i, j, matrix in self.network.matrices:
             if id(matrix) not in known:
                 allowed = np.isfinite(matrix)
                 known[id(matrix)] = None if allowed.all() else allowed
@@ -80,7 +80,7 @@ class Lives:
 
     def without_beaten(self, deadline: float) -> tuple[Lives, list[Classes]]:
         """The same without strategies that cost and hold no less than another; and how those left are numbered here."""
-        nothing = (None,) * len(self.network.edges)
+        nothing = (None,) * len(self.network.matrices)
         problem = stack_rows(self.network, [Row(self.usage, nothing, self.scale)])
         left, numbers = Dominance(problem, deadline).run()
         usage = [u[k] for u, k in zip(self.usage, numbers, strict=True)]
@@ -97,7 +97,7 @@ class Lives:
         made: dict[tuple[int, bytes, bytes], Array] = {}
         keys = [k.tobytes() for k in kept]
         edges = []
-        for i, j, matrix in self.network.edges:
+        for i, j, matrix in self.network.matrices:
             key = id(matrix), keys[i], keys[j]
             if key not in made:
                 whole = matrix.shape == (len(kept[i]), len(kept[j]))
@@ -142,7 +142,7 @@ class Lives:
         network = self.network
         costs = np.array(
             [vector[s] for vector, s in zip(network.nodes, choice, strict=True)]
-            + [matrix[choice[i], choice[j]] for i, j, matrix in network.edges]
+            + [matrix[choice[i], choice[j]] for i, j, matrix in network.matrices]
         )
         excess = float(np.maximum(self.sums(self.held(choice)) - self.room, 0.0).sum())
         never = np.isinf(costs)

@@ -16,10 +16,10 @@ import numpy as np
 
 from autoshard.passes.search.descent import FORBIDDEN, Best
 from autoshard.passes.search.domains import Domains
+from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.lives import Lives
 from autoshard.passes.search.network import Array
 from autoshard.passes.search.stacked import Choice
-from autoshard.passes.search.tables import Classes
 from autoshard.passes.search.tree import Cheaper, Leaf, Tree
 
 # Leaves of a neighbourhood's tree, its nodes at first, at least and at most, and by what it grows and shrinks.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.errors import PlanError
+from autoshard.passes.search.folded import Matrix, whole
 
 Array = NDArray[np.float64]
 
@@ -26,14 +28,14 @@ class NotFoundError(PlanError):
 
 @dataclass(frozen=True)
 class CostNetwork:
-    """``nodes[i]``: float64 [n_i], the costs of node i's strategies; ``edges``: (i, j, float64 [n_i, n_j]).
+    """``nodes[i]``: float64 [n_i], the costs of node i's strategies; ``edges``: (i, j, float64 [n_i, n_j], maybe folded).
 
     ``inf`` forbids a choice. Several edges between one pair add up. Equal layers should share array objects: equal
     sub-problems are recognised by identity first, by content after that.
     """
 
     nodes: tuple[Array, ...]
-    edges: tuple[tuple[int, int, Array], ...]
+    edges: tuple[tuple[int, int, Matrix], ...]
 
     def __post_init__(self) -> None:
         for i, vector in enumerate(self.nodes):
@@ -48,6 +50,11 @@ class CostNetwork:
                     f"its nodes have {self.nodes[i].size} and {self.nodes[j].size} strategies"
                 )
 
+    @cached_property
+    def matrices(self) -> tuple[tuple[int, int, Array], ...]:
+        """The edges, none of them folded."""
+        return tuple((i, j, whole(matrix)) for i, j, matrix in self.edges)
+
     def cost(self, choice: tuple[int, ...]) -> float:
         """The total cost of one strategy per node."""
         total = sum(float(vector[s]) for vector, s in zip(self.nodes, choice, strict=True))
@@ -58,13 +65,14 @@ class CostNetwork:
 class Row:
     """A sum over the choices: Σ nodes[i][s_i] + Σ edges[e][s_i, s_j]. What exceeds ``limit`` costs ``price`` a unit.
 
-    ``nodes``: float64 [n_i] per node of the network; ``edges``: float64 [n_i, n_j] per edge, in its order; None: zeros.
+    ``nodes``: float64 [n_i] per node of the network; ``edges``: float64 [n_i, n_j] per edge, in its order,
+    folded where the network's is, and as it is; None: zeros.
     ``price`` inf: the limit must not be exceeded. Amounts are finite and may be negative. Share arrays where the network
     shares its own.
     """
 
     nodes: tuple[Array | None, ...]
-    edges: tuple[Array | None, ...]
+    edges: tuple[Matrix | None, ...]
     limit: float
     price: float = math.inf
 

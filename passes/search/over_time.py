@@ -16,13 +16,13 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.passes.search.descent import Best, descend
 from autoshard.passes.search.domains import Domains
+from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.lives import SLACK, Lives
 from autoshard.passes.search.neighbourhood import Neighbourhoods
 from autoshard.passes.search.network import Solution
 from autoshard.passes.search.prune import NO_CHOICE
 from autoshard.passes.search.stacked import Choice
 from autoshard.passes.search.subgradient import Priced, priced
-from autoshard.passes.search.tables import Classes
 from autoshard.passes.search.tree import Cheaper, Leaf, Tree
 
 GAP = 1e-9
@@ -102,7 +102,7 @@ class _Run:
         self.tree.put(Leaf(found.bound, domains, found.prices))
         weights = lives.weights(found.prices).tolist()
         self.near = Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights)
-        self.entries = max(sum(matrix.size for *_, matrix in lives.network.edges), 1)
+        self.entries = max(sum(matrix.size for *_, matrix in lives.network.matrices), 1)
         self.seconds = {"few": 0.0, "tree": 0.0, "neighbourhoods": 0.0}
 
     @property
@@ -193,5 +193,5 @@ def _unfit(given: Lives, best: Best, numbers: Sequence[Classes]) -> str:
 def _unit(lives: Lives) -> float:
     """A price of what is held too much, to begin with."""
     spread = [float(np.ptp(costs[np.isfinite(costs)])) for costs in lives.network.nodes]
-    edges = [float(np.ptp(m[np.isfinite(m)])) for _, _, m in lives.network.edges if np.isfinite(m).any()]
+    edges = [float(np.ptp(m[np.isfinite(m)])) for _, _, m in lives.network.matrices if np.isfinite(m).any()]
     return (sum(spread) + sum(edges) or 1.0) / len(spread) / lives.scale * 10

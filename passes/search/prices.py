@@ -17,10 +17,10 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.dominance import Dominance
+from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.network import GAP, Array, CostNetwork, Solution
 from autoshard.passes.search.relaxation import Elimination, easy
 from autoshard.passes.search.stacked import Choice, Stacked
-from autoshard.passes.search.tables import Classes
 
 Relaxed = Callable[[CostNetwork, float, Choice | None], Solution]
 """solves a network without rows as far as the quick methods get, until a deadline, from a choice that is known"""

@@ -12,8 +12,9 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.eliminate import Eliminator, Pruned
+from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.network import Array
-from autoshard.passes.search.tables import BLOCK, Classes, Tables
+from autoshard.passes.search.tables import BLOCK, Tables
 
 NO_CHOICE = "no choice of strategies is feasible: every one meets a forbidden cost"
 # Stands for "forbidden" where infinity minus infinity would arise; beyond every sum of finite costs.

@@ -48,9 +48,8 @@ class Elimination:
         self._count, self._open = len(problem.sizes), left or undecided(problem)
         core = self._open.problem
         self._uses = Counter(core.factors.values())
-        compact = [core.store.compact(number) for number in self._uses]
-        self._stacks = [stack for stack, _ in compact]
-        self.tape = Tape([maps for _, maps in compact])
+        self._stacks = [core.stacks[number] for number in self._uses]
+        self.tape = Tape([core.store.maps[number] for number in self._uses])
         self._work = Eliminator(self.tape, list(core.sizes))
         numbers = {base: number for number, base in enumerate(self._uses)}
         for scope, base in core.factors.items():

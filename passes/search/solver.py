@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -16,8 +17,9 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.eliminate import Eliminator, Step
+from autoshard.passes.search.folded import mapped, stored
 from autoshard.passes.search.milp import entries, solve_core
-from autoshard.passes.search.network import CostNetwork, NotFoundError, Solution
+from autoshard.passes.search.network import Array, CostNetwork, NotFoundError, Solution
 from autoshard.passes.search.prune import EASY_COMPARISONS, MAX_COMPARISONS, NO_CHOICE, Pruner, restrict
 from autoshard.passes.search.stacked import Choice
 from autoshard.passes.search.tables import Tables
@@ -157,7 +159,7 @@ def _search(run: _Run) -> bool:
 def grid(network: CostNetwork) -> int:
     """The exponent of the power of two whose multiples add up exactly, whatever the choice."""
     arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
-    largest = {key: _largest(array) for key, array in arrays.items()}
+    largest = {key: _largest(stored(array)) for key, array in arrays.items()}
     total = sum(largest[id(a)] for a in network.nodes) + sum(largest[id(edge[2])] for edge in network.edges)
     return math.frexp(total)[1] - GRID_BITS
 
@@ -165,10 +167,13 @@ def grid(network: CostNetwork) -> int:
 def on_grid(network: CostNetwork, exponent: int) -> CostNetwork:
     """The network with costs rounded to multiples of 2^exponent. Shared arrays stay shared."""
     arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
-    rounded = {key: np.ldexp(np.rint(np.ldexp(array, -exponent)), exponent) for key, array in arrays.items()}
-    return CostNetwork(
-        tuple(rounded[id(a)] for a in network.nodes), tuple((i, j, rounded[id(a)]) for i, j, a in network.edges)
-    )
+    rounded = {key: mapped(partial(_rounded, exponent), array) for key, array in arrays.items()}
+    nodes = tuple(stored(rounded[id(a)]) for a in network.nodes)
+    return CostNetwork(nodes, tuple((i, j, rounded[id(a)]) for i, j, a in network.edges))
+
+
+def _rounded(exponent: int, array: Array) -> Array:
+    return np.ldexp(np.rint(np.ldexp(array, -exponent)), exponent)
 
 
 def _largest(array: np.ndarray) -> float:

@@ -13,82 +13,122 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.eliminate import Scope
+from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, joint, stored
 from autoshard.passes.search.network import Array, CostNetwork, Row
-from autoshard.passes.search.tables import Classes
 
 Choice = tuple[int, ...]
 
 
 class Stacks:
-    """Numbers stacks of tables, equal ones alike: by the identity of their parts first, by content after that."""
+    """Numbers stacks of tables, equal ones alike: by the identity of their parts first, by content after that.
+
+    Of a stack of matrices equal slices along an axis are stored once, in order of first appearance.
+    """
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
+        """what is stored of each"""
+        self.maps: list[tuple[Classes, ...]] = []
+        """per axis of each the slice that stands for every index"""
         self._by_parts: dict[tuple[object, ...], int] = {}
-        self._compact: dict[int, tuple[Array, tuple[Classes, ...]]] = {}
-        self._by_content: dict[tuple[tuple[int, ...], bytes], int] = {}
+        self._by_content: dict[tuple[object, ...], int] = {}
 
-    def number(self, cost: Array, amounts: Sequence[Array | None], transposed: bool = False) -> int:
+    def number(self, cost: Matrix, amounts: Sequence[Matrix | None], transposed: bool = False) -> int:
         """The number of the stack; None: zeros, left out at the end."""
         key = (transposed, id(cost), *(None if part is None else id(part) for part in amounts))
         if key not in self._by_parts:
             while amounts and amounts[-1] is None:
                 amounts = amounts[:-1]
-            zeros = np.zeros(cost.shape)
-            stack = np.stack([cost, *(zeros if part is None else part for part in amounts)], dtype=np.float64)
-            self._by_parts[key] = self.of(stack.swapaxes(-1, -2) if transposed else stack)
+            zeros = np.zeros(stored(cost).shape)
+            parts = [stored(cost), *(zeros if part is None else stored(part) for part in amounts)]
+            maps = (cost.rows, cost.columns) if isinstance(cost, Folded) else None
+            number = self.of(np.stack(parts, dtype=np.float64), maps)
+            self._by_parts[key] = self.transposed(number) if transposed else number
         return self._by_parts[key]
 
     def add(self, a: int, b: int) -> int:
-        a, b = sorted((a, b), key=lambda k: (len(self.arrays[k]), k))
-        if ("sum", a, b) not in self._by_parts:
-            total = self.arrays[b].copy()
-            total[: len(self.arrays[a])] += self.arrays[a]
-            self._by_parts["sum", a, b] = self.of(total)
-        return self._by_parts["sum", a, b]
+        return self.summed(Counter((a, b)))
 
     def transposed(self, number: int) -> int:
         if ("transposed", number) not in self._by_parts:
-            self._by_parts["transposed", number] = self.of(self.arrays[number].swapaxes(-1, -2))
+            stack, maps = self.arrays[number].swapaxes(-1, -2), self.maps[number][::-1]
+            self._by_parts["transposed", number] = self.of(stack, maps)
         return self._by_parts["transposed", number]
 
-    def beside(self, number: int, axis: int) -> int:
-        """Of a stack of pairs, what the other node's strategies have beside the only one along ``axis``."""
-        key = ("beside", number, axis)
-        if key not in self._by_parts:
-            self._by_parts[key] = self.of(self.arrays[number].take([0], axis + 1).squeeze(axis + 1))
-        return self._by_parts[key]
+    def beside(self, number: int, axis: int, index: int = 0) -> Array:
+        """Of a stack of pairs, what the other node's strategies have beside the strategy ``index`` along ``axis``."""
+        maps = self.maps[number]
+        row: Array = self.arrays[number].take(maps[axis][index], axis + 1)[:, maps[1 - axis]]
+        return row
+
+    def alone(self, number: int, axis: int) -> int:
+        """Of a stack of pairs, :meth:`beside` of the only strategy along ``axis``."""
+        if ("alone", number, axis) not in self._by_parts:
+            self._by_parts["alone", number, axis] = self.of(self.beside(number, axis))
+        return self._by_parts["alone", number, axis]
+
+    def diagonal(self, number: int) -> int:
+        """Of a stack of pairs what both choosing alike costs."""
+        rows, columns = self.maps[number]
+        return self.of(self.arrays[number][:, rows, columns])
+
+    def whole(self, number: int) -> Array:
+        """The stack with all its slices."""
+        if self.arrays[number].ndim == 2:
+            return self.arrays[number]
+        rows, columns = self.maps[number]
+        whole: Array = self.arrays[number][:, rows[:, None], columns]
+        return whole
+
+    def at(self, number: int, choice: Sequence[int]) -> Array:
+        """Cost and amounts of one strategy per axis."""
+        places = (m[s] for m, s in zip(self.maps[number], choice, strict=True))
+        entry: Array = self.arrays[number][(slice(None), *places)]
+        return entry
+
+    def restricted(self, number: int, kept: Sequence[Classes | None]) -> int:
+        """The stack with the kept indices of every axis; None: all."""
+        stack, maps = self.arrays[number], self.maps[number]
+        if stack.ndim == 2:
+            return self.of(stack if kept[0] is None else stack.take(kept[0], 1))
+        return self.of(stack, [m if k is None else m[k] for m, k in zip(maps, kept, strict=True)])
 
     def summed(self, counts: Mapping[int, int]) -> int:
         """The sum of so many of each."""
         key = tuple(sorted(counts.items()))
         if ("summed", key) not in self._by_parts:
+            axes = [joint(maps) for maps in zip(*(self.maps[number] for number, _ in key), strict=True)]
             length = max(len(self.arrays[number]) for number in counts)
-            total = np.zeros((length, *self.arrays[key[0][0]].shape[1:]))
+            total = np.zeros((length, *(len(first) for first, _ in axes)))
             for number, many in key:
-                total[: len(self.arrays[number])] += many * self.arrays[number]
-            self._by_parts["summed", key] = self.of(total)
+                part = self.arrays[number]
+                for axis, (first, _) in enumerate(axes):
+                    part = part.take(self.maps[number][axis][first], axis + 1)
+                total[: len(part)] += many * part
+            self._by_parts["summed", key] = self.of(total, [where for _, where in axes])
         return self._by_parts["summed", key]
 
-    def compact(self, number: int) -> tuple[Array, tuple[Classes, ...]]:
-        """The stack with equal slices along an axis stored once, and per axis which slice stands for every index."""
-        if number not in self._compact:
-            stack, maps = self.arrays[number], []
-            if stack.ndim == 2:
-                maps.append(np.arange(stack.shape[1]))
-            for axis in range(1, stack.ndim if stack.ndim > 2 else 1):
-                where, first = classes(stack if axis == 1 else stack.swapaxes(1, 2))
-                stack = stack.take(first, axis)
-                maps.append(where)
-            self._compact[number] = stack, tuple(maps)
-        return self._compact[number]
-
-    def of(self, stack: Array) -> int:
+    def of(self, stack: Array, maps: Sequence[Classes] | None = None) -> int:
+        """``maps``: of a stack of matrices, where it is folded."""
+        if stack.ndim == 2:
+            maps = (np.arange(stack.shape[1]),)
+        else:
+            found = list(maps or map(np.arange, stack.shape[1:]))
+            for axis in (1, 2):
+                used, where = in_order(found[axis - 1])
+                stack = stack.take(used, axis)
+                same, first = classes(stack if axis == 1 else stack.swapaxes(1, 2))
+                stack, found[axis - 1] = stack.take(first, axis), same[where]
+            maps = tuple(found)
         stack = np.ascontiguousarray(stack)
-        content = stack.shape, hashlib.blake2b(stack.data, digest_size=16).digest()
+        digest = hashlib.blake2b(stack.data, digest_size=16)
+        for where in maps if stack.ndim > 2 else ():
+            digest.update(where.tobytes())
+        content = stack.shape, *map(len, maps), digest.digest()
         number = self._by_content.setdefault(content, len(self.arrays))
         if number == len(self.arrays):
             self.arrays.append(stack)
+            self.maps.append(tuple(maps))
         return number
 
 
@@ -96,7 +136,7 @@ class Stacks:
 class Stacked:
     """``factors``: (i,) of every node and (i, j), i < j, of joined pairs → the number of a stack.
 
-    In ``store``: float64 [1 + quantities, n_i] or [1 + quantities, n_i, n_j]: the cost, then the amounts of the quantities;
+    In ``store``: float64 [1 + quantities, n_i] or, folded, [1 + quantities, n_i, n_j]: the cost, then quantities' amounts;
     those left out at the end are zero. Row r sums quantity r.
     """
 
@@ -132,21 +172,22 @@ class Stacked:
         """The sum of every row."""
         total = np.zeros(len(self.limits))
         for scope, number in self.factors.items():
-            stack = self.stacks[number]
-            amounts = stack[1:, choice[scope[0]]] if len(scope) == 1 else stack[1:, choice[scope[0]], choice[scope[1]]]
+            amounts = self.store.at(number, [choice[i] for i in scope])[1:]
             total[: len(amounts)] += amounts
         return total
 
     def cost(self, choice: Choice) -> float:
         """The cost without what the rows add."""
-        at = ((self.stacks[number], [choice[i] for i in scope]) for scope, number in self.factors.items())
-        return sum(float(stack[(0, *place)]) for stack, place in at)
+        at = ((number, [choice[i] for i in scope]) for scope, number in self.factors.items())
+        return sum(float(self.store.at(number, place)[0]) for number, place in at)
 
     def priced(self, weights: Array, unit: float = 1.0) -> CostNetwork:
         """Costs times ``unit`` plus the rows' sums at the prices ``weights``. Equal tables are one array."""
         made = {number: value(self.stacks[number], weights, unit) for number in set(self.factors.values())}
+        pairs = {number for scope, number in self.factors.items() if len(scope) == 2}
+        folded = {number: Folded(made[number], *self.store.maps[number]) for number in pairs}
         nodes = tuple(made[self.factors[i,]] for i in range(len(self.sizes)))
-        edges = tuple((s[0], s[1], made[number]) for s, number in self.factors.items() if len(s) == 2)
+        edges = tuple((s[0], s[1], folded[number]) for s, number in self.factors.items() if len(s) == 2)
         return CostNetwork(nodes, edges)
 
     def costless(self) -> Stacked:
@@ -155,7 +196,8 @@ class Stacked:
         for number in self.factors.values():
             if number not in made:
                 stack = self.stacks[number]
-                made[number] = self.store.of(np.concatenate([np.where(np.isinf(stack[:1]), np.inf, 0.0), stack[1:]]))
+                costless = np.concatenate([np.where(np.isinf(stack[:1]), np.inf, 0.0), stack[1:]])
+                made[number] = self.store.of(costless, self.store.maps[number])
         return replace(self, factors={scope: made[number] for scope, number in self.factors.items()})
 
     def restricted(self, kept: Mapping[int, Classes]) -> Stacked:
@@ -166,10 +208,7 @@ class Stacked:
         def table(scope: Scope, number: int) -> int:
             key = (number, *(keys.get(i) for i in scope))
             if key not in made:
-                stack = self.stacks[number]
-                for axis, i in enumerate(scope):
-                    stack = stack.take(kept[i], axis + 1) if i in kept else stack
-                made[key] = self.store.of(stack)
+                made[key] = self.store.restricted(number, [kept.get(i) for i in scope])
             return made[key]
 
         factors = {scope: table(scope, number) for scope, number in self.factors.items()}
@@ -197,7 +236,7 @@ def undecided(problem: Stacked) -> Open:
     for scope, number in problem.factors.items():
         where = tuple(at[i] for i in scope if i in at)
         if len(where) < len(scope) == 2 and where:
-            number = store.beside(number, 1 if scope[0] in at else 0)
+            number = store.alone(number, 1 if scope[0] in at else 0)
         (counts.setdefault(where, Counter()) if where else decided)[number] += 1
     total = np.zeros(1 + len(problem.limits))
     for number, many in sorted(decided.items()):
@@ -247,7 +286,7 @@ def _check(network: CostNetwork, row: Row, number: int) -> None:
         raise PlanError(f"row {number} needs one entry per node and per edge of the network")
     if any(a is not None and a.shape != table.shape for a, table in zip(amounts, tables, strict=True)):
         raise PlanError(f"row {number}: an array of amounts has another shape than the costs beside it")
-    if not all(np.isfinite(a).all() for a in {id(a): a for a in amounts if a is not None}.values()):
+    if not all(np.isfinite(stored(a)).all() for a in {id(a): a for a in amounts if a is not None}.values()):
         raise PlanError(f"row {number}: amounts must be finite; forbid a choice in the costs")
     if not math.isfinite(row.limit) or not row.price >= 0:
         raise PlanError(f"row {number} needs a finite limit and a price of at least 0, got {row.limit} and {row.price}")

@@ -6,14 +6,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, whole
 from autoshard.passes.search.network import Array
 
 # A join is computed in blocks of about this many entries, so that its temporaries stay in cache.
 BLOCK = 1 << 16
 
-Classes = NDArray[np.intp]
 Span = tuple[int, tuple[int, ...]]
 """a table and the axes of a join that it spans, ascending"""
 
@@ -23,22 +22,25 @@ class Tables:
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
-        self._by_id: dict[int, tuple[Array, int]] = {}  # keeps the array alive, so that its id stays its own
+        self._by_id: dict[int, tuple[Matrix, int]] = {}  # keeps the array alive, so that its id stays its own
         self._by_content: dict[bytes, int] = {}
         self._memo: dict[tuple[object, ...], int] = {}
+        self._folded: dict[int, Folded] = {}
         self._classes: dict[tuple[int, int], Classes] = {}
         self._compact: dict[tuple[int, int], Array] = {}
 
-    def intern(self, array: Array) -> int:
+    def intern(self, array: Matrix) -> int:
         """The number of a table, by identity or by content. The array must not change afterwards."""
         known = self._by_id.get(id(array))
         if known is not None:
             return known[1]
-        array_c = np.asarray(array, dtype=np.float64, order="C")
+        array_c = np.asarray(whole(array), dtype=np.float64, order="C")
         digest = hashlib.blake2b(array_c.data, digest_size=16, key=repr(array_c.shape).encode()).digest()
         number = self._by_content.setdefault(digest, len(self.arrays))
         if number == len(self.arrays):
             self.arrays.append(array_c)
+            if isinstance(array, Folded):
+                self._folded[number] = array
         self._by_id[id(array)] = (array, number)
         return number
 
@@ -87,9 +89,11 @@ class Tables:
         """For every index along ``axis`` the number of its class of equal slices, classes in order of appearance."""
         known = self._classes.get((a, axis))
         if known is None:
-            rows = np.ascontiguousarray(np.moveaxis(self.arrays[a], axis, 0))
+            fold = self._folded.get(a)
+            rows = np.ascontiguousarray(np.moveaxis(fold.values if fold else self.arrays[a], axis, 0))
             seen: dict[bytes, int] = {}
             known = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], dtype=np.intp)
+            known = in_order(known[(fold.rows, fold.columns)[axis]])[1] if fold else known
             self._classes[a, axis] = known
         return known
 

@@ -11,21 +11,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autoshard.passes.search.folded import Classes, joint
 from autoshard.passes.search.network import Array
-from autoshard.passes.search.tables import Classes, Span, Tables, min_sum
+from autoshard.passes.search.tables import Span, Tables, min_sum
 
 Maps = tuple[Classes, ...]
 """per axis the slice that stands for every index"""
-
-
-def joint(maps: Sequence[Classes]) -> tuple[Classes, Classes]:
-    """Of several maps of one axis: (indices with different slices in some, for every index which of these it equals)."""
-    code = maps[0]
-    for other in maps[1:]:
-        code = code * (int(other.max()) + 1) + other
-        code = np.unique(code, return_inverse=True)[1]
-    first, where = np.unique(code, return_index=True, return_inverse=True)[1:]
-    return first, where
 
 
 def needed(slices: Classes, first: Classes) -> Classes | None:

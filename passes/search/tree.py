@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.passes.search.domains import Domains
+from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.lives import Lives
 from autoshard.passes.search.network import Array, CostNetwork, Solution
 from autoshard.passes.search.stacked import Choice
-from autoshard.passes.search.tables import Classes
 
 Cheaper = Callable[[CostNetwork, float, float], Solution]
 """(network, what is of interest costs less than this, deadline) → the cheapest choice; an empty one: there is none, or it was

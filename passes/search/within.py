@@ -13,13 +13,14 @@ from autoshard.passes.search.alike import Tied, bound
 from autoshard.passes.search.bound import Dual
 from autoshard.passes.search.branch import branch
 from autoshard.passes.search.eliminate import Eliminator
+from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.milp import Limit, solve_core
 from autoshard.passes.search.mixture import mix
 from autoshard.passes.search.network import GAP, Solution
 from autoshard.passes.search.prices import Part, Prices, Reduced, Relaxed, Search, maximise_bound
 from autoshard.passes.search.prune import NO_CHOICE
 from autoshard.passes.search.stacked import Choice, Stacked, undecided, value
-from autoshard.passes.search.tables import Classes, Tables
+from autoshard.passes.search.tables import Tables
 
 # Iterations of the bound, at first and when strategies that are too dear are gone, for effort 1.
 FIRST_ITERATIONS = 12
@@ -37,6 +38,8 @@ SWEEPS = 8
 # A problem of up to so many entries goes to the MILP as it is, and up to so many when what is too dear is gone.
 SMALL = 500
 MILP_ENTRIES = 10_000
+# Message passing leaves no so small part of a problem that has so many times as many.
+HOPELESS = 20
 # Entries times nodes of the MILP's tree, for effort 1.
 MILP_WORK = 400_000
 # The MILP first looks only this far above the bound, as a part of it; each failure looks four times as far.
@@ -74,7 +77,8 @@ def solve_alike(
         kept = {i: np.unique(seen[:, k]) for i, k in enumerate(tied.of)}
         left = max(search.deadline - time.perf_counter(), 1.0)
         each = searched(problem.restricted(kept), relaxed, left, effort, part.prices.tolist()).solution()
-        if each.cost < found.cost:
+        better = each.cost < found.cost
+        if better:
             choice = tuple(int(kept[i][s]) for i, s in enumerate(each.choice))
             found = replace(found, choice=choice, cost=each.cost)
         if found.cost - part.bound <= ENOUGH * abs(found.cost) or turn == TURNS - 1 or search.late:
@@ -82,7 +86,7 @@ def solve_alike(
         value = search.relax(part, np.array(each.prices))
         if value > part.bound:
             part.bound, part.prices = value, np.array(each.prices)
-        if len(search.seen) == len(seen):
+        if len(search.seen) == len(seen) or not (better or turn == 0):
             break
     found.stats["solved"], at = search.solved, part.prices
 
@@ -111,13 +115,15 @@ def searched(
     if _entries(search.part.problem) <= SMALL:
         stats["looks"] = close_gap(search, effort)
     if search.gap(search.bound) > ENOUGH:
-        thin(search)
+        if search.part.elimination is None:
+            thin(search)
         maximise_bound(search, search.part, math.ceil(ITERATIONS * effort), ENOUGH)
         search.bound = max(search.bound, search.part.bound)
         trials = max(MIXTURES * min(1.0, max(effort, FEW_NODES / len(problem.sizes))), FEWEST)
         stats["mixtures"] = mix(search, search.part, ENOUGH, math.ceil(trials))
         stats["branches"] = branch(search, ENOUGH, effort)
-    if search.gap(search.bound) > ENOUGH and "looks" not in stats:
+    hopeless = _entries(search.part.problem) > HOPELESS * MILP_ENTRIES * effort
+    if search.gap(search.bound) > ENOUGH and "looks" not in stats and not hopeless:
         stats["looks"] = close_gap(search, effort)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
@@ -224,10 +230,10 @@ def solve_programme(search: Search, kept: list[Classes], target: float, effort: 
     """Offers what the MILP finds among the ``kept``; returns (lower bound of these, whether it was solved to the end)."""
     part = search.part.restricted(dict(enumerate(kept)))
     problem = part.problem
-    core = [(scope, problem.stacks[number][0]) for scope, number in sorted(problem.factors.items())]
+    core = [(scope, problem.store.whole(number)[0]) for scope, number in sorted(problem.factors.items())]
     limits = []
     for r, (limit, price) in enumerate(zip(problem.limits, problem.prices, strict=True)):
-        stacks = ((scope, problem.stacks[number]) for scope, number in problem.factors.items())
+        stacks = ((scope, problem.store.whole(number)) for scope, number in problem.factors.items())
         amounts = {scope: stack[1 + r] for scope, stack in stacks if len(stack) > 1 + r}
         limits.append(Limit(amounts, float(limit), float(price)))
     found = solve_core(

@@ -120,7 +120,7 @@ def run(checks: Mapping[str, Any], rank: int, ranks: int, rendezvous: str, resul
     torch.set_num_threads(1)
     # A rank that fails alone leaves the others waiting; they must not wait for the half hour that is the default.
     wait = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=wait)
+    world.join(rendezvous, rank, ranks, timeout=wait)
     outcomes: dict[str, str] = {}
     for name in sys.argv[4].split(","):
         try:

@@ -5,6 +5,7 @@ Started by test_failures_gloo.py.
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import sys
@@ -21,6 +22,8 @@ from autoshard.runtime import process_group
 
 STEPS = 12
 """calls; after the first 8, those that repeat the one before are not compared"""
+WAIT = 4
+"""seconds that a collective may take"""
 X = torch.ones(8, 6)
 
 
@@ -62,7 +65,8 @@ def fail(*args: object) -> None:
 def main() -> None:
     rank, rendezvous, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    wait = datetime.timedelta(seconds=WAIT) if how == "catch" else None
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=wait)
     hints = {"blocks.*.up.weight": autoshard.Shard(0), "blocks.*.down.weight": autoshard.Shard(1)}
     mesh = autoshard.Mesh({"tp": 2}, hardware="ideal_network")
     sharded = autoshard.compile(Net(), mesh, (X,), hints=hints)
@@ -84,6 +88,9 @@ def main() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 elif how == "stop":
                     break
+                elif how == "catch":  # an error of the script's own code, which it survives
+                    time.sleep(2 * WAIT)
+                    break
                 elif how == "kill in backward":
                     loss = sharded(X)
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -97,7 +104,7 @@ def main() -> None:
             loss.backward()
     except Exception as error:
         print(f"{time.monotonic() - begin:.2f} s: {type(error).__name__}: {error}", flush=True)
-        if how not in ("kill", "stop", "kill in backward"):
+        if how not in ("kill", "stop", "catch", "kill in backward"):
             # Who goes on after that is told so, and nothing hangs.
             collectives.update(right)
             time.sleep(3 * rank)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
+import state_sweep
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -16,6 +18,7 @@ from pipeline_steps import made
 from safetensors.torch import load_file
 from test_real_models import build
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from training_worker import FOLDER, main
 
 import autoshard
@@ -158,6 +161,29 @@ def one_fails() -> None:
         assert far(loss_of(sharded(*args)).detach(), expected.detach()) <= TOLERANCE
 
 
+def gradients_of_inputs_in_parts() -> None:
+    """DTensors, and local tensors, get their part of the gradient: of micro-batches, and of stages."""
+    ranks = dist.get_world_size()
+    for axes, wishes in (({"dp": ranks}, {"micro_batches": 2}), ({"pp": 2, "dp": ranks // 2}, {"stages": "pp"})):
+        torch.manual_seed(0)
+        model, x = (
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), Mean()).double(),
+            torch.randn(8, 6).double(),
+        )
+        sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), (x,), **wishes)
+        own = x.clone().requires_grad_()
+        model(own).backward()
+        given = distribute_tensor(x, sharded.device_mesh["dp"], [Shard(0)], src_data_rank=None).requires_grad_()
+        sharded(given).backward()
+        assert given.grad is not None
+        assert far(given.grad.full_tensor(), own.grad) <= TOLERANCE
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.pow(3).mean()
+
+
 class Broken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -176,6 +202,8 @@ if __name__ == "__main__":
         "local_inputs": local_inputs,
         "saved": saved,
         "generates": generates,
+        "gradients_of_inputs_in_parts": gradients_of_inputs_in_parts,
     }
+    cases |= {name: functools.partial(state_sweep.run, "stages", name) for name in state_sweep.IN_PROCESSES}
     cases |= {"t5": lambda: library("t5", schedule="interleaved"), "whisper": lambda: library("whisper")}
     main(cases)

@@ -199,7 +199,7 @@ def most_under_way(training: Training) -> int:
 
 
 def run(rank: int, ranks: int, rendezvous: str, result: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    world.join(rendezvous, rank, ranks)
     found = killed() if sys.argv[4] == "killed" else resumed()
     if rank == 0:
         Path(result).write_text(json.dumps(found))

@@ -355,7 +355,7 @@ CHECKS = {name.removeprefix("check_"): fn for name, fn in list(globals().items()
 
 def run(rank: int, ranks: int, rendezvous: str, result: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    world.join(rendezvous, rank, ranks)
     outcomes: dict[str, str] = {}
     for name, check in CHECKS.items():
         try:

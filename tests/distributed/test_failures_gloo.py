@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from failure_worker import WAIT
 from world import HERE, environment
 
 SOON = 5.0
@@ -43,6 +44,14 @@ def test_a_rank_that_is_gone(tmp_path: Path, how: str) -> None:
     seconds, text = seconds_and_text(seen(tmp_path, how)[0])
     assert seconds < SOON
     assert re.match(rf"CommunicationError: {IN_FORWARD}: another rank is gone \(ended, killed, or out of", text), text
+
+
+@pytest.mark.slow
+def test_a_rank_whose_own_code_fails_and_that_lives_on(tmp_path: Path) -> None:
+    """Nobody can tell it from a slow one: the others wait as long as the process group says, and name the collective."""
+    seconds, text = seconds_and_text(seen(tmp_path, "catch")[0])
+    assert WAIT <= seconds < WAIT + SOON
+    assert re.match(rf"CommunicationError: {IN_FORWARD}: another rank is gone .* or did not come in time", text), text
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import world
 from pipeline_cases import CASES
+from state_sweep import IN_PROCESSES
 
 FAST = {
     "gpt_1f1b",
@@ -19,7 +21,16 @@ FAST = {
     "interleaved_without_gradients",
     "one_verdict",
 }
-OWN = ("resumed_elsewhere", "one_fails", "local_inputs", "saved", "generates", "t5", "whisper")
+OWN = (
+    "resumed_elsewhere",
+    "one_fails",
+    "local_inputs",
+    "saved",
+    "generates",
+    "t5",
+    "whisper",
+    "gradients_of_inputs_in_parts",
+)
 """cases of pipeline_worker.py alone"""
 WORLDS = [
     pytest.param(2, id="world2"),
@@ -47,3 +58,10 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_as_on_one_device(outcome: Callable[[int, str], str], name: str, ranks: int) -> None:
     found = outcome(ranks, name)
     assert found == "", found
+
+
+@pytest.mark.slow
+def test_states(tmp_path: Path) -> None:
+    """Cases of tests/state_*.py in two stages, a process each."""
+    found = json.loads(world.start("pipeline_worker.py", 2, tmp_path, ",".join(IN_PROCESSES), timeout=600))
+    assert not any(found.values()), found

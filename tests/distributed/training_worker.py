@@ -269,7 +269,7 @@ def device_mesh() -> None:
 def other_dtensors() -> None:
     """DTensors on a mesh that no sharded module runs on are torch's own, and those of a module are not."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    mine = dist.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("mine",))
+    mine = dist.device_mesh.init_device_mesh(torch.get_default_device().type, (ranks,), mesh_dim_names=("mine",))
     sharded = autoshard.compile(nn.Linear(4, 4 * ranks), mesh(), (torch.ones(8, 4),), hints={"*": "colwise"})
     (number,) = {p.device_mesh for p in sharded.parameters()}
     for on, summed in ((mine, False), (number, True)):

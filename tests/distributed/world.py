@@ -1,6 +1,6 @@
-"""Worlds of gloo processes: forked from one process that has imported torch, a process per rank.
+"""Worlds of gloo (or NCCL) processes: forked from one process that has imported torch, a process per rank.
 
-The test calls :func:`start`, the script :func:`main`.
+The test calls :func:`start`, the script :func:`main`, every rank :func:`join`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 
@@ -48,7 +49,7 @@ def start(script: str, ranks: int, folder: Path, *arguments: str, timeout: float
                     os.killpg(world, signal.SIGKILL)
     log = (folder / "log").read_text("utf-8", "replace")
     assert answer == "0", log
-    assert "Warning" not in log, log
+    assert "Warning" not in log or "AUTOSHARD_TEST_DEVICE" in os.environ, log
     return (folder / "result.json").read_text("utf-8")
 
 
@@ -94,9 +95,28 @@ def exiting() -> Iterator[None]:
         os._exit(status)
 
 
+def join(rendezvous: str, rank: int, ranks: int, **options: Any) -> None:
+    """Make this process a rank of torch.distributed: with gloo, or on GPUs, which ranks may have to share, with NCCL."""
+    import torch
+    import torch.distributed as dist
+    from harness import use_device
+
+    device = os.environ.get("AUTOSHARD_TEST_DEVICE", "cpu")
+    backend = "gloo"
+    if device == "cuda":
+        backend = "nccl"
+        os.environ["NCCL_HOSTID"] = str(rank)  # ranks of one GPU pass for hosts of their own, which send over a socket
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        use_device(device)
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, **options)
+
+
 def main(run: Callable[[int, int, str, str], None]) -> None:
     """Call ``run(rank, ranks, rendezvous file, result file)`` in a process per rank; exit with 1 where one failed."""
     ranks, rendezvous, result = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    if rank := os.environ.get("AUTOSHARD_TEST_RANK"):
+        with exiting():
+            run(int(rank), ranks, rendezvous, result)
     ids = [_fork(run, rank, ranks, rendezvous, result) for rank in range(ranks)]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ids]
     sys.exit(any(statuses))
@@ -105,6 +125,10 @@ def main(run: Callable[[int, int, str, str], None]) -> None:
 def _fork(run: Callable[[int, int, str, str], None], rank: int, *arguments: object) -> int:
     process = os.fork()
     if process == 0:
+        if (
+            "AUTOSHARD_TEST_DEVICE" in os.environ and "AUTOSHARD_TEST_RANK" not in os.environ
+        ):  # CUDA does not live on in a fork
+            os.execve(sys.executable, [sys.executable, *sys.argv], {**environment(), "AUTOSHARD_TEST_RANK": str(rank)})
         with exiting():
             run(rank, *arguments)  # type: ignore[arg-type]
     return process

@@ -15,8 +15,11 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 _OPAQUE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
-"""what most attributes are, and what holds no tensor"""
+_SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
+_PLAIN = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, *_SYMBOLS)
+)
+"""what most attributes are, and what is a leaf; an open length knows the tensors of its trace, and is one all the same"""
 
 
 def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:

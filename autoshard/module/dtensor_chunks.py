@@ -1,0 +1,87 @@
+"""DTensors of which a rank holds several chunks, for torch.distributed.checkpoint: it takes what a rank holds for one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from autoshard.layout import Layout
+from autoshard.mesh import Mesh
+
+
+class Chunk(NamedTuple):
+    """A block of the whole tensor, and of this rank's."""
+
+    metadata: ChunkStorageMetadata
+    local: torch.Tensor
+
+
+def chunks(x: DTensor) -> list[Chunk]:
+    """What this rank holds of ``x``, as blocks of the whole: views."""
+    mesh = Mesh.of(x.device_mesh)
+    rank = mesh.rank(list(x.device_mesh.get_coordinate() or ()))
+    layout, whole = Layout.from_torch(mesh, x.placements), x.to_local()
+    found = []
+    for block in itertools.product(*(_spans(layout, d, n, rank) for d, n in enumerate(x.shape))):
+        local = whole
+        for dim, (_, held, length) in enumerate(block):
+            local = local.narrow(dim, held, length)
+        offsets = torch.Size([start for start, _, _ in block])
+        found.append(Chunk(ChunkStorageMetadata(offsets=offsets, sizes=local.shape), local))
+    return found
+
+
+def _spans(layout: Layout, dim: int, size: int, rank: int) -> list[tuple[int, int, int]]:
+    """Of every chunk of a dim: where it begins, where in what the rank holds, its length."""
+    parts = layout.chunks_of(dim, size, rank)
+    begin = itertools.accumulate((n for _, n in parts), initial=0)
+    return [(start, held, n) for (start, n), held in zip(parts, begin, strict=False)]
+
+
+def in_order(gathered: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What ranks held one after another, as the whole tensor: chunks of the parts of a dim come together."""
+    for placed in set(layout.grouped.values()):
+        ranks, dim = layout.mesh.size_of(layout.cutting(placed.dim)), placed.dim
+        gathered = gathered.unflatten(dim, (ranks, placed.parts, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+    return gathered
+
+
+def mend_checkpoints() -> None:
+    """Have checkpoints read and write every chunk of DTensors of which a rank holds several; others are as they were."""
+    torchs: Any = DTensor
+    written, listed, shard = torchs.__create_write_items__, torchs.__create_chunk_list__, torchs.__get_tensor_shard__
+
+    def create_write_items(self: DTensor, fqn: str, given: Any) -> Any:
+        return [_item(fqn, self, c) for c in chunks(self)] if in_chunks(self) else written(self, fqn, given)
+
+    def create_chunk_list(self: DTensor) -> Any:
+        return [c.metadata for c in chunks(self)] if in_chunks(self) else listed(self)
+
+    def get_tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
+        if not in_chunks(self):
+            found: torch.Tensor = shard(self, index)
+            return found
+        return next(c.local for c in chunks(self) if c.metadata.offsets == index.offset)
+
+    torchs.__create_write_items__ = create_write_items
+    torchs.__create_chunk_list__ = create_chunk_list
+    torchs.__get_tensor_shard__ = get_tensor_shard
+
+
+def in_chunks(x: DTensor) -> bool:
+    """Whether a rank holds several chunks of ``x`` by one placement, and no other axis cuts that dim."""
+    placements: Any = x.placements
+    cut = {p.dim for p in placements if hasattr(p, "split_factor")}
+    return bool(cut) and not any(p.is_shard() and p.dim in cut for p in placements)
+
+
+def _item(fqn: str, x: DTensor, chunk: Chunk) -> WriteItem:
+    data = TensorWriteData(
+        chunk=chunk.metadata, properties=TensorProperties.create_from_tensor(chunk.local), size=x.size()
+    )
+    return WriteItem(index=MetadataIndex(fqn, chunk.metadata.offsets), type=WriteItemType.SHARD, tensor_data=data)

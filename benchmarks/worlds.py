@@ -1,0 +1,53 @@
+"""Worlds of gloo processes on this machine: how the scripts here start their ranks, and keep them on cores of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+PINNED = "BENCHMARK_PINNED"
+"""set by :mod:`quiet`: the cores of a world are its own, and each rank takes its share of them"""
+
+
+def launch(script: str, arguments: Sequence[str], ranks: int) -> int:
+    """Run ``script`` once per rank, with ``--rank`` and ``--rendezvous`` on top; the exit code that is largest."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, script, *arguments, "--rendezvous", f"{folder}/rendezvous"]
+        workers = [subprocess.Popen([*command, "--rank", str(r)], env=env) for r in range(ranks)]
+        return max((worker.wait() for worker in workers), key=abs)
+
+
+def join(rank: int, ranks: int, rendezvous: str | os.PathLike[str]) -> None:
+    """Become a rank of a gloo world, with one thread."""
+    pin(rank, ranks)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+
+
+def pin(rank: int, ranks: int) -> None:
+    """One thread; and where :data:`PINNED` is set, this rank's share of the cores that its world may use."""
+    torch.set_num_threads(1)
+    if os.environ.get(PINNED) and len(cores := neighbours(os.sched_getaffinity(0))) >= ranks:
+        each = len(cores) // ranks
+        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
+
+
+def neighbours(cores: Iterable[int]) -> list[int]:
+    """``cores`` with those side by side that are threads of one."""
+
+    def place(core: int) -> tuple[int, int, int]:
+        topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+        try:
+            package, one = (int((topology / n).read_text()) for n in ("physical_package_id", "core_id"))
+        except (OSError, ValueError):
+            return 0, core, core
+        return package, one, core
+
+    return sorted(cores, key=place)

@@ -1,0 +1,69 @@
+"""Fused projections whose result is split into equal parts: types say so, that every part may be cut and not the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.sizes import Size
+from autoshard.passes.rules.factors import positive
+from autoshard.passes.rules.parts import SPLITS, equal_parts
+from autoshard.runtime.experts import experts_op
+
+aten = torch.ops.aten
+
+EXPERTS = experts_op._opoverload
+
+Parts = tuple[int, int]
+"""a dim, and into how many equal parts it is split"""
+
+
+def fused(graph: Graph) -> Graph:
+    """``graph`` whose types know the parts of what is split, and of the parameters that it is a product of."""
+    found: dict[str, Parts] = {}
+    for node in graph.nodes:
+        for value, parts in _split(node, graph):
+            chain = dict(_behind(value, parts, graph))
+            if (
+                all(found.get(name, parts) == parts for name, parts in chain.items())
+                and chain.keys() & graph.parameters
+            ):
+                found |= chain
+    if not found:
+        return graph
+    return replace(graph, types={n: replace(t, parts=found[n]) if n in found else t for n, t in graph.types.items()})
+
+
+def _split(node: Node, graph: Graph) -> Iterator[tuple[str, Parts]]:
+    """What ``node`` splits into equal parts."""
+    if node.op in SPLITS and (parts := equal_parts(node, graph)) is not None:
+        yield node.inputs[0], parts
+    elif node.op is EXPERTS and node.argument("gated"):
+        yield node.inputs[3], (2 if node.argument("transposed") else 1, 2)
+
+
+def _behind(value: str, parts: Parts, graph: Graph) -> Iterator[tuple[str, Parts]]:
+    """``value`` and what it is made of, as far as that has the same parts, down to parameters."""
+    yield value, parts
+    node, (dim, count) = graph.producers.get(value), parts
+    if node is None or isinstance(graph.shape(value)[dim], Size):
+        return
+    shapes = graph.shapes(node.inputs)
+    last = len(graph.shape(value)) - 1
+    if node.op in (aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default) and dim == last:
+        turned = node.op is aten.linear.default
+        weight, bias = (1, 2) if turned else (len(node.inputs) - 1, 0 if node.op is aten.addmm.default else None)
+        if len(shapes[weight]) == 2:
+            yield from _behind(node.inputs[weight], (0 if turned else 1, count), graph)
+        if bias is not None and bias < len(shapes) and len(shapes[bias]) == 1:
+            yield from _behind(node.inputs[bias], (0, count), graph)
+    elif node.op is aten.t.default and len(shapes[0]) == 2:
+        yield from _behind(node.inputs[0], (1 - dim, count), graph)
+    elif node.op is aten.transpose.int:
+        swapped = [positive(node.argument(name), last + 1) for name in ("dim0", "dim1")]
+        yield from _behind(node.inputs[0], (swapped[1 - swapped.index(dim)] if dim in swapped else dim, count), graph)
+    elif node.op is aten._to_copy.default:
+        yield from _behind(node.inputs[0], parts, graph)

@@ -1,0 +1,74 @@
+"""Along a dim that is split into equal parts later, an axis may cut every part: ranks then hold theirs of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from autoshard.layout import Grouped, Placement, Shard
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.sizes import Size
+from autoshard.passes.rules.factors import positive
+from autoshard.passes.rules.splits import lengths_of
+
+aten = torch.ops.aten
+
+SPLITS = frozenset(
+    {
+        aten.split.Tensor,
+        aten.split.sizes,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+        aten.unsafe_chunk.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+    }
+)
+_CARRY = SPLITS | {
+    aten.linear.default,
+    aten.addmm.default,
+    aten.mm.default,
+    aten.matmul.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten._to_copy.default,
+}
+"""operations whose local form is the same on chunks of parts"""
+
+
+def equal_parts(node: Node, graph: Graph) -> tuple[int, int] | None:
+    """The dim that a split shares out, and into how many parts, if these are equal."""
+    (shape,) = graph.shapes(node.inputs)
+    dim = positive(node.argument("dim"), len(shape))
+    lengths = lengths_of(node, shape[dim])
+    if len(lengths) < 2 or len(set(lengths)) > 1 or any(isinstance(n, Size) for n in (shape[dim], *lengths)):
+        return None
+    return dim, len(lengths)
+
+
+def in_parts(found: Sequence[Strategy], node: Node, graph: Graph) -> Iterator[Strategy]:
+    """Those of ``found`` that cut dims which have parts, with every part cut."""
+    types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+    if node.op not in _CARRY or not any(t.parts for t in types):
+        return
+    for strategy in found:
+        placed = list(zip((*strategy.inputs, *strategy.outputs), types, strict=True))
+        cut = placed[: len(node.inputs)] if node.op in SPLITS else placed
+        counts = {_count(p, t) for p, t in cut if isinstance(p, Shard)}
+        if strategy.divides and len(counts) == 1 and (count := counts.pop()):
+            made = [_grouped(p, count) for p, _ in cut] + [p for p, _ in placed[len(cut) :]]
+            size = next(int(t.shape[p.dim]) for p, t in cut if isinstance(p, Shard)) // count
+            inputs, outputs = tuple(made[: len(node.inputs)]), tuple(made[len(node.inputs) :])
+            yield replace(strategy, inputs=inputs, outputs=outputs, size=size, even=True)
+
+
+def _count(placement: Shard, type_: TensorType) -> int:
+    """How many parts the dim has that is cut; 0: it has none."""
+    return type_.parts[1] if type_.parts and type_.parts[0] == placement.dim else 0
+
+
+def _grouped(placement: Placement, count: int) -> Placement:
+    return Grouped(placement.dim, count) if isinstance(placement, Shard) else placement

@@ -1,0 +1,77 @@
+"""Matrices whose equal rows, and equal columns, are stored once: an edge asks of layouts only how one value lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values = NDArray[np.float64]
+Classes = NDArray[np.intp]
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """Entry [i, j] is ``values[rows[i], columns[j]]``."""
+
+    values: Values
+    rows: Classes
+    columns: Classes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the whole matrix."""
+        return len(self.rows), len(self.columns)
+
+    @property
+    def size(self) -> int:
+        """Entries of the whole matrix."""
+        return len(self.rows) * len(self.columns)
+
+    def __getitem__(self, at: tuple[Any, ...]) -> Any:
+        return self.values[self.rows[at[0]], self.columns[at[1]]]
+
+    def whole(self) -> Values:
+        """The matrix with all its rows and columns."""
+        return self.values[np.ix_(self.rows, self.columns)]
+
+
+Matrix = Values | Folded
+
+
+def stored(matrix: Matrix) -> Values:
+    """What is stored: every entry at least once."""
+    return matrix.values if isinstance(matrix, Folded) else matrix
+
+
+def whole(matrix: Matrix) -> Values:
+    """The matrix with all its rows and columns."""
+    return matrix.whole() if isinstance(matrix, Folded) else matrix
+
+
+def mapped(function: Callable[..., Values], matrix: Matrix, *others: Matrix | None) -> Matrix:
+    """``function`` of every entry, and of those of ``others``, which are folded as ``matrix`` is; None is handed on."""
+    found = function(stored(matrix), *(None if x is None else stored(x) for x in others))
+    return replace(matrix, values=found) if isinstance(matrix, Folded) else found
+
+
+def joint(maps: Sequence[Classes]) -> tuple[Classes, Classes]:
+    """Of several maps of one axis: (indices with different slices in some, for every index which of these it equals)."""
+    code = maps[0]
+    for other in maps[1:]:
+        code = code * (int(other.max()) + 1) + other
+        code = np.unique(code, return_inverse=True)[1]
+    first, where = np.unique(code, return_index=True, return_inverse=True)[1:]
+    return first, where
+
+
+def in_order(where: Classes) -> tuple[Classes, Classes]:
+    """A map numbered by first appearance: (the slices that are used, in that order, the map)."""
+    used, first, inverse = np.unique(where, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return used[order], rank[inverse]

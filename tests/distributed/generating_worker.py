@@ -1,0 +1,9 @@
+"""One rank of a gloo world that makes tokens; started by test_generating_gloo.py."""
+
+from functools import partial
+
+from checks import main
+from generating_models import MESHES, MODELS, as_one_device
+
+if __name__ == "__main__":
+    main({f"{name}-{mesh}": partial(as_one_device, name, mesh) for name in MODELS for mesh in MESHES})

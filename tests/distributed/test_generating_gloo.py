@@ -1,0 +1,18 @@
+"""Tokens of every kind of model under torch.distributed, as the unsharded model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import world
+from generating_models import MODELS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_as_one_device(name: str, mesh: str, tmp_path: Path) -> None:
+    case = f"{name}-{mesh}"
+    assert json.loads(world.start("generating_worker.py", 2, tmp_path, case, timeout=280)) == {case: ""}
