@@ -316,7 +316,7 @@ class _Simulation:
             if ran.statement.members and ran.statement.call.fn in ("enter_parameters", "gather_parameters"):
                 self._reduced(ran)
             else:
-                self._passed(ran, given)
+                self._passed(ran)
         for name in given:
             self.heap.hold(self.gradient.pop(name), -1)
         for storage in ran.kept:
@@ -338,7 +338,7 @@ class _Simulation:
             if self.uses[x] and not self.heap.held[x]:
                 self.heap.hold(x)
 
-    def _passed(self, ran: _Ran, given: Sequence[str]) -> None:
+    def _passed(self, ran: _Ran) -> None:
         outcome = ran.outcome
         self._seen(ran.statement, "backward", outcome.backward_peak)
         for name, gradient in zip(ran.operands, outcome.gradients, strict=False):

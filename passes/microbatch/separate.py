@@ -77,7 +77,7 @@ class _Separating:
             for position, name in enumerate(node.inputs):
                 uses = [canonical(s.inputs[position], graph.types[name].grad) for s in strategies]
                 if name in free:
-                    costs = [c + self._of_input(name, p) for c, p in zip(costs, uses, strict=True)]
+                    costs = [c + _of_input(p) for c, p in zip(costs, uses, strict=True)]
                 else:
                     self._connect(name, made[name], f"node:{node.name}", uses)
             self._add(f"node:{node.name}", strategies, costs)
@@ -102,12 +102,6 @@ class _Separating:
     def _connect(self, value: str, made: tuple[str, list[Placement]], reader: str, uses: Sequence[Placement]) -> None:
         wrong = np.array([[float(a != b) for b in uses] for a in made[1]]).reshape(len(made[1]), len(uses))
         self.edges.append((made[0], reader, wrong, value))
-
-    def _of_input(self, name: str, placement: Placement) -> float:
-        """What it costs to read an input so: any dim that the micro-batches divide may be cut."""
-        if not isinstance(placement, Shard):
-            return 0.0 if placement == R else np.inf
-        return LATER_DIM * placement.dim
 
     def _exits(self, name: str) -> list[Placement]:
         """A loss is a sum over the micro-batches; other outputs are put together again."""
@@ -243,3 +237,10 @@ def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> Call
 def is_plain(call: Call) -> bool:
     """Whether a local form is made of operations of torch alone, and does not ask which micro-batch it is."""
     return not any(isinstance(x, Offset) or (isinstance(x, Call) and isinstance(x.fn, str)) for x in walk(call))
+
+
+def _of_input(placement: Placement) -> float:
+    """What it costs to read an input so: any dim that the micro-batches divide may be cut."""
+    if not isinstance(placement, Shard):
+        return 0.0 if placement == R else np.inf
+    return LATER_DIM * placement.dim

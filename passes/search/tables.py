@@ -28,7 +28,6 @@ class Tables:
         self._folded: dict[int, Folded] = {}
         self._classes: dict[tuple[int, int], Classes] = {}
         self._compact: dict[tuple[int, int], Array] = {}
-        self.hits = 0
 
     def intern(self, array: Matrix) -> int:
         """The number of a table, by identity or by content. The array must not change afterwards."""
@@ -84,8 +83,6 @@ class Tables:
         number = self._memo.get(key)
         if number is None:
             number = self._memo[key] = self.intern(compute())
-        else:
-            self.hits += 1
         return number
 
     def classes(self, a: int, axis: int) -> Classes:

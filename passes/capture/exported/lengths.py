@@ -90,7 +90,7 @@ class Lengths:
     and labels have one batch. A call in which they differ is compiled again.
     """
 
-    def __init__(self, program: torch.export.ExportedProgram, inputs: Mapping[str, tuple[Open, torch.Tensor]]) -> None:
+    def __init__(self, inputs: Mapping[str, tuple[Open, torch.Tensor]]) -> None:
         """``inputs``: name in the graph → the example's tensor, and what export traced in its place."""
         self.meaning: dict[sympy.Symbol, sympy.Expr] = {}
         self.example: dict[sympy.Symbol, int] = {}

@@ -47,7 +47,6 @@ _UNINITIALISED = {
 def same_as(
     op: Any,
     args: Any,
-    kwargs: Any,
     types: dict[str, TensorType],
     result: Any,
     shape_of: Callable[[torch.Tensor], Sequence[int]],

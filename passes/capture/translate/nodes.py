@@ -91,7 +91,7 @@ class _Translation:
         self.detached: dict[str, Ref] = {}
         self.inputs: dict[str, Input] = {}
         self.constants: dict[str, torch.Tensor] = {}
-        self.lengths = Lengths(program, self.opened(inputs))
+        self.lengths = Lengths(self.opened(inputs))
 
     def opened(self, inputs: Mapping[str, Open]) -> dict[str, tuple[Open, torch.Tensor]]:
         """Name of an input → what is open of it, and what stands for it in the trace."""
@@ -150,7 +150,7 @@ class _Translation:
                     self.values[name] = Ref(twin)
                     continue
             self.inputs[name] = new
-            self.define(name, self.fx_nodes[name], self.fx_nodes[name].meta["val"], grad)
+            self.define(name, self.fx_nodes[name].meta["val"], grad)
         return tuple(flat)
 
     def constant(self, spec: InputSpec) -> torch.Tensor:
@@ -167,7 +167,7 @@ class _Translation:
             )
         return tensor.detach()
 
-    def define(self, name: str, node: fx.Node, value: Any, grad: bool) -> None:
+    def define(self, name: str, value: Any, grad: bool) -> None:
         self.types[name] = type_ = type_of(value, grad and self.training, self.lengths.of)
         if self.double and type_.dtype in SINGLE and memory_order(value) != tuple(range(value.ndim)):
             self.types[name] = replace(type_, permuted=True)
@@ -225,7 +225,7 @@ class _Translation:
         is_output = any(user.op == "output" for user in node.users)
         if node.target is aten.clone.default and is_output:
             return None  # the user gets a tensor of his own
-        found = same_as(node.target, args, kwargs, self.types, node.meta.get("val"), self.shape)
+        found = same_as(node.target, args, self.types, node.meta.get("val"), self.shape)
         if found and self.double and is_felt(self.types[found.name], self.fakes[found.name], node.meta.get("val")):
             return None
         return found
@@ -274,7 +274,7 @@ class _Translation:
         positions = torch.arange(self.types[ref.name].numel).as_strided(size, stride, storage_offset or 0)
         self.constants[name] = positions.reshape(-1)
         self.inputs[name] = Input(name, "constant", name)
-        self.define(name, node, self.constants[name], False)
+        self.define(name, self.constants[name], False)
         flat, values = (self.emit(node, aten.reshape.default, (x, [-1]), {}) for x in (ref, src))
         put = self.emit(node, aten.index_put.default, (flat, [Ref(name)], values), {})
         written = self.emit(node, aten.reshape.default, (put, list(shape)), {})
@@ -335,7 +335,7 @@ class _Translation:
         grads: list[bool],
     ) -> None:  # fmt: skip
         for output, slot, value in used:
-            self.define(output, node, value, grads[slot])
+            self.define(output, value, grads[slot])
         made = Node(
             name=name,
             op=op,
