@@ -117,9 +117,8 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[
 
 def _given(graph: Graph, wishes: Wishes) -> dict[str, Layout]:
     inputs = comes_in(wishes.inputs, graph)
-    taken = (
-        {} if graph.training else {i.fqn: inputs[i.name] for i in graph.inputs if i.name in inputs}
-    )  # given back as taken
+    given_back = () if graph.training else graph.inputs
+    taken = {i.fqn: inputs[i.name] for i in given_back if i.name in inputs}
     return {**inputs, **held(wishes.parameters, graph), **goes_out({**taken, **(wishes.states or {})}, graph)}
 
 
