@@ -5,15 +5,20 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import autoshard
+from autoshard.layout import Layout
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.propagate import propagate
+from autoshard.passes.propagate.edges import EdgeTables
 from autoshard.passes.propagate.hints import resolve
+from autoshard.passes.propagate.planner import Planner
+from autoshard.passes.redistribute import cost_matrix
 
 
 class Mlp(nn.Module):
@@ -174,3 +179,24 @@ def test_an_operation_that_reads_a_value_in_two_layouts() -> None:
         return add
         """,
     )
+
+
+def test_what_edges_cannot_tell_apart_is_stored_once() -> None:
+    """Of a value that is read as query, key and value, too, whose later readings pay only where they ask for another layout."""
+
+    class Attends(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(x, x, x).square().mean()
+
+    graph = capture(Attends(), (torch.empty(2, 4, 16, 8, requires_grad=True),), {})
+    network = Planner(graph, autoshard.Mesh({"tp": 4}), {}).network(limited=False)[0]
+    tables = EdgeTables(graph, network.mesh, network.links, held=False)
+    masked = [link for link in network.links if link.mask is not None]
+    assert masked
+    for link in masked:
+        table = tables.of(link)
+        sides = [[Layout(network.mesh, p) for p in side.placed] for side in (link.given, link.asked)]
+        type_ = graph.types[link.value]
+        expected = cost_matrix(*sides, type_.shape, type_.dtype, type_.moves, type_.unknown)
+        whole = sum(table.parts)[np.ix_(table.rows, table.columns)]
+        np.testing.assert_allclose(whole, np.where(link.mask, expected, 0.0), rtol=1e-12)

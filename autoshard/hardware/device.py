@@ -15,6 +15,9 @@ import torch
 from autoshard.errors import MeshError
 from autoshard.hardware.link import Link, Rate, Route
 
+ALIGNED = 16
+"""bytes that a load of a fast kernel takes at once"""
+
 TILE = (128, 256)
 """rows and columns of the result that one unit computes at a time: the tile of cuBLAS's fastest kernels"""
 
@@ -49,6 +52,8 @@ class Hardware:
     """(dtype, FLOP/s) where products were measured; else a wider float runs at half the speed per doubling"""
     products: tuple[tuple[int, float], ...] = ()
     """(length, share): what products reach of ``flops`` whose shortest dim is this long; beyond the longest, all of it"""
+    unaligned: float = 1.0
+    """what products of 16-bit floats reach of that where rows in memory are no multiples of :data:`ALIGNED` bytes"""
     convolutions: float = 1.0
     """what convolutions reach, relative to products"""
     attention_tile: int = 0
@@ -65,8 +70,14 @@ class Hardware:
         return Route(self.node, self.network, inside, nodes, self.kernel_latency)
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Peak FLOP/s for matmuls in ``dtype``; wider floats run at a half of it per doubling."""
-        measured = dict(self.dtypes).get(str(dtype).removeprefix("torch."))
+        """Peak FLOP/s for matmuls in ``dtype``; wider floats run at a half of it per doubling.
+
+        Float32 is "tf32" where ``torch.set_float32_matmul_precision`` lets it be.
+        """
+        name, known = str(dtype).removeprefix("torch."), dict(self.dtypes)
+        if name == "float32" and "tf32" in known and torch.get_float32_matmul_precision() != "highest":
+            name = "tf32"
+        measured = known.get(name)
         if measured is not None:
             return measured
         bits = 8 * dtype.itemsize if dtype.is_floating_point else 16
@@ -94,11 +105,21 @@ class Hardware:
         return moved / self.updates if self.updates else self.memory_seconds(moved)
 
     def product_seconds(
-        self, flops: float, result: tuple[int, ...], dtype: torch.dtype, convolution: bool = False
+        self, flops: float, result: tuple[int, ...], dtype: torch.dtype, convolution: bool = False, aligned: bool = True
     ) -> float:
-        """Time of ``flops`` operations of a matrix product, or a convolution, whose result has this local shape."""
-        share = self.convolutions if convolution else self._share(flops, result)
+        """Time of ``flops`` operations of a matrix product, or a convolution, whose result has this local shape.
+
+        ``aligned``: see :meth:`is_aligned`, of the product whose gradients these are, too.
+        """
+        share = self.convolutions if convolution else self._share(flops, result) * (1.0 if aligned else self.unaligned)
         return flops * self._waves(result) / (self.peak(dtype) * self.efficiency * share)
+
+    def is_aligned(self, flops: float, result: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Whether rows of a product's operands and result, in memory, can be read and written in whole loads."""
+        if not flops or not result or dtype.itemsize > 2:
+            return True
+        summed = flops / (2.0 * math.prod(result))
+        return not any(n * dtype.itemsize % ALIGNED for n in (result[-1], round(summed)))
 
     def _share(self, flops: float, result: tuple[int, ...]) -> float:
         """What a product reaches by its shortest dim: of the rows and columns of its result, and the one it sums over."""

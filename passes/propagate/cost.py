@@ -149,9 +149,10 @@ def node_seconds(
             moved += 3 * (tiling.tiles - 1) * math.prod(shapes[-1]) * max(4, dtype.itemsize)
     else:
         convolves = node.op in CONVOLVES
-        ahead = device.product_seconds(forward, shapes[-1], dtype, convolves) if flops else 0.0
+        aligned = convolves or device.is_aligned(forward, shapes[-1], dtype)
+        ahead = device.product_seconds(forward, shapes[-1], dtype, convolves, aligned) if flops else 0.0
         each = (work - forward) / max(1, len(wanting))
-        back = math.fsum(device.product_seconds(each, x, dtype, convolves) for x in wanting) if flops else 0.0
+        back = math.fsum(device.product_seconds(each, x, dtype, convolves, aligned) for x in wanting) if flops else 0.0
         if device.functions and node.op._schema.name.rpartition("::")[2] in FUNCTIONS:
             elements = max(map(math.prod, shapes))
             ahead, back = (device.function_seconds(elements, backward) for backward in (False, True))

@@ -183,24 +183,25 @@ class EdgeTables:
         mask = None if link.mask is None else link.mask.tobytes()
         key = (type_, link.value in self.movable, link.given.key, link.asked.key, mask)
         if key not in self.tables:
-            (given, first, rows), (asked, other, columns) = self._sides(link)
-            link = link._replace(given=given, asked=asked, mask=None if link.mask is None else link.mask[other])
-            cut = np.ix_(first, other)
+            (given, _, above, rows), (asked, first, beside, columns) = self._sides(link)
+            link = link._replace(given=given, asked=asked, mask=None if link.mask is None else link.mask[first])
+            cut = np.ix_(above, beside)
             parts = self._seconds(link, cut)
             parts, held = self._held(link, parts, cut) if self.held else (paid(parts, link.mask), None)
             bytes_ = None if held is None else Folded(held * self.flying, rows, columns)
             self.tables[key] = Table(parts, bytes_, rows, columns)
         return self.tables[key]
 
-    def _sides(self, link: Link) -> Iterator[tuple[Side, np.ndarray, np.ndarray]]:
-        """Each side with one of all choices that the link cannot tell apart; the codes of these, and per state which it is."""
+    def _sides(self, link: Link) -> Iterator[tuple[Side, np.ndarray, np.ndarray, np.ndarray]]:
+        """Each side with one of all choices that the link cannot tell apart; which these are, their codes, and per state
+        which of them it is."""
         for side, marks in ((link.given, (link.given.holds,)), (link.asked, (link.asked.saves, link.mask))):
             codes = self.codes[self.graph.types[link.value], id(side.placed)]
             first, where = joint([codes, *(mark.astype(np.int64) for mark in marks if mark is not None)])
             saves, holds = (None if mark is None else mark[first] for mark in (side.saves, side.holds))
             placed = tuple(side.placed[i] for i in first)
             states = np.concatenate([t * len(first) + where for t in range(len(side.tags))])
-            yield replace(side, placed=placed, saves=saves, holds=holds), codes[first], states
+            yield replace(side, placed=placed, saves=saves, holds=holds), first, codes[first], states
 
     def _seconds(self, link: Link, cut: tuple[np.ndarray, ...]) -> Parts:
         """What the conversions take, for all tags of the two sides."""

@@ -46,7 +46,9 @@ _CARRY = SPLITS | {
 
 def equal_parts(node: Node, graph: Graph) -> tuple[int, int] | None:
     """The dim that a split shares out, and into how many parts, if these are equal."""
-    (shape,) = graph.shapes(node.inputs)
+    shape, *lengths_as_values = graph.shapes(node.inputs)
+    if lengths_as_values:
+        return None
     dim = positive(node.argument("dim"), len(shape))
     lengths = lengths_of(node, shape[dim])
     if len(lengths) < 2 or len(set(lengths)) > 1 or any(isinstance(n, Size) for n in (shape[dim], *lengths)):
@@ -56,7 +58,7 @@ def equal_parts(node: Node, graph: Graph) -> tuple[int, int] | None:
 
 def viewed_parts(node: Node, graph: Graph) -> tuple[int, int] | None:
     """The dim that a view makes (3, part, …) of, and 3: queries, keys and values of one projection."""
-    if node.op is not aten.reshape.default:
+    if node.op is not aten.reshape.default or len(node.inputs) > 1:  # lengths may be values of the graph
         return None
     (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     for left, right in view_groups(source, result):
