@@ -224,6 +224,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hardware", default="h100", help="the preset, or file, to compare with")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no GPU here")
+        return
     torch.manual_seed(0)
     h = hardware(options.hardware)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, beside {h.name}")

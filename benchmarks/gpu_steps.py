@@ -1,7 +1,7 @@
 """Training steps on this GPU, beside what a plan for it predicts: seconds and memory.
 
     python benchmarks/gpu_steps.py --hardware h100 --models "llama;gpt" --inductor
-    python benchmarks/gpu_steps.py --small          # the same on a CPU, to try the script
+    python benchmarks/gpu_steps.py --small          # sizes that a CPU computes, too, as it does where there is no GPU
 
 A step is forward, backward and fused AdamW. *plain*: the model as it is, *ours*: compiled for a mesh of one rank of
 torch.distributed, each run eagerly and, if asked for, under torch.compile. *predicted*: ``plan.cost.total_s`` for a device
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--inductor", action="store_true", help="under torch.compile, too")
     options = parser.parse_args()
-    found = settings(options.small)
+    found = settings(options.small or not CUDA)
     with tempfile.TemporaryDirectory() as folder:
         at = f"file://{folder}/rendezvous"
         dist.init_process_group("nccl" if CUDA else "gloo", init_method=at, rank=0, world_size=1)
