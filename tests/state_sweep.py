@@ -27,6 +27,7 @@ COUNTS = {
     "draws_and_buffers_are_those_of_the_forward": 5,
     "a_buffer_written_before_the_backward": 5,
     "parts_of_fused_projections_stay_cut": 3,
+    "weights_cut_in_every_part_are_clipped_saved_and_loaded": 3,
 }
 """micro-batches of cases whose batches are odd"""
 
@@ -59,7 +60,7 @@ DETACHED = r"assert ours\.requires_grad == theirs\.requires_grad"
 WRITTEN = "the forward writes into its input '(x|cache)' in place; return the new value"
 COUNTED = r"assert (not any\(c\.kind == \"all_gather\"|counted)"
 """of collectives: a step of micro-batches sums once in each call, and a stage on one rank has none"""
-PLANNED = r"(in c\.reason for c in sharded\.plan|plan\.layouts\[|type\(cache\[0\]\[0\]\) is not torch\.Tensor)"
+PLANNED = r"(in c\.reason for c in sharded\.plan|layouts\[|type\(cache\[0\]\[0\]\) is not torch\.Tensor)"
 """layouts that are not those of one batch on {tp: 2}"""
 
 _WITHOUT_LOSS = (

@@ -94,16 +94,12 @@ def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout:
 
 def cut(full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
     """``full``'s part on every rank; the backward puts the ranks' gradients together."""
-    if layout.mesh.size == 1:
-        return (full.view_as(full),)
     parts: tuple[torch.Tensor, ...] = _Cut.apply(full, layout, name)  # type: ignore[no-untyped-call]
     return parts
 
 
 def joined(shards: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...] | None, name: str) -> torch.Tensor:
     """:func:`join`, differentiable: the backward cuts the gradient."""
-    if layout.mesh.size == 1:
-        return shards[0]
     full: torch.Tensor = _Join.apply(layout, shape, name, *shards)  # type: ignore[no-untyped-call]
     return full
 
