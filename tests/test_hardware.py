@@ -1,29 +1,88 @@
-"""What a device takes for products by dtype and by how rows lie in memory."""
+"""What a device takes for products by dtype and by how rows lie in memory; rates of links by kind and group; files."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from autoshard.hardware import PRESETS
+import autoshard
+from autoshard import Hardware, Link, Mesh
+from autoshard.hardware import PRESETS, Rate
+
+H100 = PRESETS["h100"]
 
 
 def test_rows_that_are_no_whole_loads_slow_products_of_16_bits() -> None:
     """GPT-2's 50257 classes; the gradients of such a product are slow, too. Decoding one row is not."""
-    h = PRESETS["h100"]
-    slow, fast = (h.is_aligned(2.0 * 1024 * 768 * n, (1024, n), torch.bfloat16) for n in (50257, 50304))
+    slow, fast = (H100.is_aligned(2.0 * 1024 * 768 * n, (1024, n), torch.bfloat16) for n in (50257, 50304))
     assert (slow, fast) == (False, True)
-    assert h.is_aligned(2.0 * 768 * 50304, (1, 50304), torch.bfloat16)
-    assert h.is_aligned(2.0 * 1024 * 768 * 50257, (1024, 50257), torch.float32)
-    taken = [h.product_seconds(1e12, (1024, 50304), torch.bfloat16, aligned=aligned) for aligned in (True, False)]
-    assert taken[1] == pytest.approx(taken[0] / h.unaligned)
+    assert H100.is_aligned(2.0 * 768 * 50304, (1, 50304), torch.bfloat16)
+    assert H100.is_aligned(2.0 * 1024 * 768 * 50257, (1024, 50257), torch.float32)
+    taken = [H100.product_seconds(1e12, (1024, 50304), torch.bfloat16, aligned=aligned) for aligned in (True, False)]
+    assert taken[1] == pytest.approx(taken[0] / H100.unaligned)
 
 
 def test_float32_is_slow_unless_it_may_be_tf32() -> None:
-    h = PRESETS["h100"]
     try:
-        assert h.peak(torch.float32) == h.peak(torch.float64) == 66.9e12
+        assert H100.peak(torch.float32) == H100.peak(torch.float64) == 66.9e12
         torch.set_float32_matmul_precision("high")
-        assert h.peak(torch.float32) == 494.7e12
+        assert H100.peak(torch.float32) == 494.7e12
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_rates_of_collectives_are_those_measured() -> None:
+    one_node = Mesh({"tp": 8})
+    for kind, passes, gigabytes, latency in (("all_gather", 1, 394, 30e-6), ("all_reduce", 2, 267, 31e-6)):
+        size = 1e9
+        ring = passes * 7 / 8 * size
+        taken = H100.kernel_latency + latency + size / (gigabytes * 1e9)
+        assert one_node.link("tp").seconds(ring, kind) == pytest.approx(taken)
+    assert one_node.link("tp").seconds(0.0, "reduce_scatter") == pytest.approx(H100.kernel_latency + 30e-6)
+
+
+@pytest.mark.parametrize(("nodes", "gather", "reduce"), [(2, 70e-6, 53e-6), (8, 297e-6, 109e-6)])
+def test_groups_that_span_nodes_are_hierarchical(nodes: int, gather: float, reduce: float) -> None:
+    mesh = Mesh({"dp": nodes, "tp": 8})
+    whole = mesh.link(("dp", "tp"))
+    assert whole.seconds(0.0, "all_gather") - H100.kernel_latency == pytest.approx(min(gather, reduce), rel=0.05)
+    assert whole._rate("all_gather")[0] == pytest.approx(gather, rel=0.05)  # of a ring
+    assert whole.seconds(0.0, "all_reduce") - H100.kernel_latency == pytest.approx(reduce, rel=0.05)
+    across = mesh.link("dp")
+    assert (across.inside, across.nodes) == (1, nodes)
+    assert [mesh.crosses(axes) for axes in ("dp", ("dp", "tp"), "tp")] == [True, True, False]
+    # A group with all cards of its nodes sends through all of them, one with a single rank per node through one.
+    assert across.rate("all_gather")[1] == pytest.approx(1 / 48e9)
+    assert whole.rate("all_gather")[1] < across.rate("all_gather")[1] / 4
+    # An all-to-all sends each rank its own: nearly all of it leaves the node, through the rank's own card.
+    assert whole.rate("all_to_all")[1] > 3 * whole.rate("all_gather")[1]
+    for route in (whole, across, mesh.link("tp")):
+        together, apart = route.rate("all_reduce"), [route.rate(k) for k in ("reduce_scatter", "all_gather")]
+        assert together[0] <= sum(a for a, _ in apart)
+        assert together[1] <= sum(b for _, b in apart) / 2
+
+
+def test_rates_between_measured_sizes_and_beyond() -> None:
+    link = Link(1.0, 1.0, (Rate("all_gather", 2, 1e-6, 4e9), Rate("all_gather", 6, 3e-6, 2e9)))
+    assert link.rate("all_gather", 1) == (0.0, 0.0)
+    assert link.rate("all_gather", 4) == pytest.approx((2e-6, (1 / 4e9 + 1 / 2e9) / 2))
+    assert link.rate("all_gather", 8) == pytest.approx((4e-6, 1 / 2e9))
+    assert link.rate("all_to_all", 6) == link.rate("all_gather", 6)
+    assert Link(1e-6, 1e9).rate("all_reduce", 5) == pytest.approx((2e-6, 1e-9))
+
+
+def test_hardware_is_saved_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    for hardware in PRESETS.values():
+        hardware.save(path)
+        assert Hardware.load(path) == hardware == Mesh({"dp": 2}, hardware=str(path)).hardware
+    path.write_text(json.dumps({"name": "half"}))
+    with pytest.raises(autoshard.MeshError, match="is no hardware that"):
+        Mesh({"dp": 2}, hardware=str(path))
+    with pytest.raises(autoshard.MeshError, match="cannot be read"):
+        Hardware.load(tmp_path / "none.json")
+    with pytest.raises(autoshard.MeshError, match="unknown hardware 'h1oo'"):
+        Mesh({"dp": 2}, hardware="h1oo")

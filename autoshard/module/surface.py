@@ -32,7 +32,7 @@ def class_of(base: type[Any], kind: type[nn.Module], root: type[Any]) -> type[An
         forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
     names: dict[str, Any] = {"forward": forward}
     if isinstance(getattr(kind, "device", None), property):  # it asks parameters, of which there are none before a call
-        names["device"] = property(lambda self: getattr(self, "_device", None) or self._of.tensors()[0].device)
+        names["device"] = property(lambda self: self._of.tensors()[0].device)
     if isinstance(getattr(kind, "dtype", None), property):
         names["dtype"] = property(lambda self: next(t.dtype for t in self._of.tensors() if t.is_floating_point()))
     return derived(base, kind, names | _of_generation(kind))

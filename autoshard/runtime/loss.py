@@ -40,11 +40,12 @@ def cross_entropy(
     mean = reduction == "mean"
     known = not mean or target.is_floating_point()
     count = None if known else _count(logits, target, weight, ignore_index, batch_axes)
-    if pieces and not class_axes:
-        loss = in_pieces(logits, target, weight, ignore_index, label_smoothing)
-        loss = loss if reduction == "none" else loss.sum()
-    elif class_axes:
-        loss = _over_classes(logits, target, weight, ignore_index, label_smoothing, classes, class_axes)
+    if class_axes or pieces:
+        options = weight, ignore_index, label_smoothing
+        if class_axes:
+            loss = _over_classes(logits, target, *options, classes, class_axes)
+        else:
+            loss = in_pieces(logits, target, *options)
         loss = loss if reduction == "none" else loss.sum()
     else:
         summed = "none" if reduction == "none" else "sum"

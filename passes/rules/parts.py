@@ -16,22 +16,13 @@ from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.factors import positive
 from autoshard.passes.rules.shape import view_groups
-from autoshard.passes.rules.splits import lengths_of
+from autoshard.passes.rules.splits import RULES, lengths_of
 
 aten = torch.ops.aten
 
-SPLITS = frozenset(
-    {
-        aten.split.Tensor,
-        aten.split.sizes,
-        aten.split_with_sizes.default,
-        aten.chunk.default,
-        aten.unsafe_chunk.default,
-        aten.unsafe_split.Tensor,
-        aten.unsafe_split_with_sizes.default,
-    }
-)
+SPLITS = frozenset(rule.op for rule in RULES)
 QKV = 3
+"""queries, keys and values: the parts of a dim that is seen as (3, part, …)"""
 _CARRY = SPLITS | {
     aten.linear.default,
     aten.addmm.default,
