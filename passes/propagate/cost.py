@@ -24,12 +24,6 @@ from autoshard.passes.rules.embedding import LOOK_UPS, TABLE, TABLE_SUMS
 from autoshard.passes.rules.facts import facts_of, is_view
 
 CONVOLVES = frozenset(rule.op for rule in CONVOLUTIONS)
-FUNCTIONS = frozenset(
-    "exp log log1p expm1 sin cos tanh sigmoid erf gelu silu mish softplus elu selu pow rsqrt sqrt softmax _softmax log_softmax "
-    "_log_softmax logsumexp cross_entropy_loss layer_norm native_layer_norm rms_norm group_norm native_group_norm batch_norm "
-    "_native_batch_norm_legit_functional".split()
-)
-"""names of operations that compute more for an element than an addition does"""
 LINE = 64
 """bytes that memory gives at least"""
 
@@ -153,7 +147,7 @@ def node_seconds(
         ahead = device.product_seconds(forward, shapes[-1], dtype, convolves, aligned) if flops else 0.0
         each = (work - forward) / max(1, len(wanting))
         back = math.fsum(device.product_seconds(each, x, dtype, convolves, aligned) for x in wanting) if flops else 0.0
-        if device.functions and node.op._schema.name.rpartition("::")[2] in FUNCTIONS:
+        if device.functions and facts_of(node.op).function:
             elements = max(map(math.prod, shapes))
             ahead, back = (device.function_seconds(elements, backward) for backward in (False, True))
     seconds = launch + max(ahead, device.traffic_seconds(moved))

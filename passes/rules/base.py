@@ -130,6 +130,8 @@ class Facts:
     """what a float32 island may rely on: elements rounded correctly each by itself, sums, or products of matrices"""
     chains: bool = False
     """whether a compiler computes it in one kernel with elementwise neighbours, though no tag of torch says so"""
+    function: bool = False
+    """whether it computes more for an element than an addition does: exp, softmax, a norm"""
     looks_up: bool = False
     """whether it reads of its first operand no more than it gives"""
     backward: float | None = None

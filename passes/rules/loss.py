@@ -150,7 +150,9 @@ def _over_dim(names: str, function: str) -> list[Rule]:
         extra = {"dtype": dtype} if dtype != site.in_type(0).dtype else {}
         return Call(function, (site.node.args[0], dim, spell(axes)), extra)
 
-    return rules(names, alike, local, "... -> ...", _softmax_collectives, facts=Facts(saves="result", chains=True))
+    return rules(
+        names, alike, local, "... -> ...", _softmax_collectives, facts=Facts(saves="result", chains=True, function=True)
+    )
 
 
 # --- losses that go element by element, and row by row ---
@@ -247,7 +249,10 @@ RULES: tuple[Rule, ...] = (
         "n vocab ..., n ..., _ -> n ... (none), P (sum, mean); vocab: I",
         _cross_entropy_collectives,
         facts=Facts(
-            lambda node, types: "target weight" if _has_classes(node, types) else None, _log_softmax, chains=True
+            lambda node, types: "target weight" if _has_classes(node, types) else None,
+            _log_softmax,
+            chains=True,
+            function=True,
         ),
     ),
     *rules(

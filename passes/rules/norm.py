@@ -196,19 +196,24 @@ def _instance_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
 
 
 LAYER_NORM = Facts(
-    "input weight bias result1 result2", lambda n, types: _moments(_rows(n, types), n, types), chains=True
+    "input weight bias result1 result2",
+    lambda n, types: _moments(_rows(n, types), n, types),
+    chains=True,
+    function=True,
 )
-RMS_NORM = Facts("input: input weight result1", _rms_intermediates, chains=True)
+RMS_NORM = Facts("input: input weight result1", _rms_intermediates, chains=True, function=True)
 GROUP_NORM = Facts(
     "input weight",
     lambda n, types: _moments((types[n.inputs[0]].shape[0], n.argument("num_groups")), n, types),
     chains=True,
+    function=True,
 )
 BATCH_NORM = Facts(
     "input weight running_mean running_var result1 result2",
     lambda n, types: _moments((types[n.inputs[0]].shape[1],), n, types) if _trains(n) else (),
+    function=True,
 )
-INSTANCE_NORM = Facts("input", _instance_intermediates)
+INSTANCE_NORM = Facts("input", _instance_intermediates, function=True)
 
 RULES: tuple[Rule, ...] = (
     *rules("layer_norm.default", _last_dims(True), _local_last_dims, _LAYER, _last_dims_collectives, facts=LAYER_NORM),

@@ -93,6 +93,10 @@ SAVES = {
 
 EXACT = frozenset("_to_copy to type_as clone contiguous add sub mul div neg abs sqrt rsqrt where masked_fill".split())
 """rounded correctly, or not at all. Kernels of exp, sin or sigmoid round otherwise in a vector than at its end"""
+FUNCTIONS = frozenset(
+    "exp log log1p expm1 sin cos tanh sigmoid erf gelu silu mish softplus elu selu pow rsqrt sqrt".split()
+)
+"""computed by series or tables"""
 _POWERS = (1, 2, 3)
 """exponents that are products, and in the derivative too"""
 
@@ -112,7 +116,8 @@ def facts(op: torch._ops.OpOverload) -> Facts:
     rounding: Any = _power if name == "pow" else "exact" if name in EXACT else ""
     inside = _like_operand if name in ("log_sigmoid", "special_ndtr") else None
     view = False if name in ("contiguous", "to") else None
-    return Facts(saves, inside, view, rounding=rounding, chains=name in ("to", "_to_copy"))
+    chains, function = name in ("to", "_to_copy"), name in FUNCTIONS
+    return Facts(saves, inside, view, rounding=rounding, chains=chains, function=function)
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:

@@ -221,10 +221,17 @@ _WHOLE, _DROPPED = "reduced dims whole", "reduced dims dropped"
 
 
 def _combining(
-    names: str, space: SpaceOf, local: LocalFormOf, collectives: CollectivesOf, saves: str = "self result"
+    names: str,
+    space: SpaceOf,
+    local: LocalFormOf,
+    collectives: CollectivesOf,
+    saves: str = "self result",
+    function: bool = False,
 ) -> list[Rule]:
     """Reductions over cut dims by a function of the runtime."""
-    return rules(names, space, local, f"{_DROPPED}, combined", collectives, sized=False, facts=Facts(saves))
+    return rules(
+        names, space, local, f"{_DROPPED}, combined", collectives, sized=False, facts=Facts(saves, function=function)
+    )
 
 
 SUM = Facts(saves="", rounding="sum")
@@ -247,7 +254,7 @@ RULES: tuple[Rule, ...] = (
     *_combining("any.default any.dim any.dims", _combined, _local("any"), _gathers("results"), ""),
     *_combining("all.default all.dim all.dims", _combined, _local("all"), _gathers("results"), ""),
     *_combining("prod.default prod.dim_int", _combined, _local("prod", _cast), _gathers("products")),
-    *_combining("logsumexp.default", _combined, _local("logsumexp", _cast), _logsumexp_collectives),
+    *_combining("logsumexp.default", _combined, _local("logsumexp", _cast), _logsumexp_collectives, function=True),
     *(
         rule
         for n, saves in (("var", "self"), ("std", "self result"), ("var_mean", "self"), ("std_mean", "self result"))

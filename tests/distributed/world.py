@@ -125,9 +125,7 @@ def main(run: Callable[[int, int, str, str], None]) -> None:
 def _fork(run: Callable[[int, int, str, str], None], rank: int, *arguments: object) -> int:
     process = os.fork()
     if process == 0:
-        if (
-            "AUTOSHARD_TEST_DEVICE" in os.environ and "AUTOSHARD_TEST_RANK" not in os.environ
-        ):  # CUDA does not live on in a fork
+        if "AUTOSHARD_TEST_DEVICE" in os.environ:  # CUDA does not live on in a fork
             os.execve(sys.executable, [sys.executable, *sys.argv], {**environment(), "AUTOSHARD_TEST_RANK": str(rank)})
         with exiting():
             run(rank, *arguments)  # type: ignore[arg-type]
