@@ -133,6 +133,8 @@ class Patterns:
             turned = self.made(matrix, aten.t.default, aten.transpose.int)
             if turned is not None:
                 matrix, transposed = turned.args[0], not transposed
+            if len(self.graph.shape(matrix)) == 2 and matrix.name in self.graph.parameters:  # a module of its own
+                return rows, matrix, transposed
             one = self.made(matrix, aten.select.int)
             if one is None or one.args[1:] != (0, number) or len(self.graph.shape(one.args[0])) != 3:
                 return None
@@ -225,6 +227,20 @@ class Patterns:
         return shaped.args[0] if shaped is not None and same else None
 
     # --- one expert after the other ---
+
+    def of_rows(self, value: Ref, rows: Ref) -> Ref | None:
+        """What ``value`` is the ``rows`` of."""
+        shaped = self.made(value, aten.reshape.default)
+        picked = self.made(value if shaped is None else shaped.args[0], aten.index.Tensor)
+        if picked is None:
+            return None
+        if shaped is None and picked.args[1] == [rows]:
+            return picked.args[0]
+        wide = self.made(picked.args[0], aten.unsqueeze.default)
+        if shaped is None or wide is None or wide.args[1] != 0 or picked.args[1] != [None, rows]:
+            return None
+        same = len(self.graph.shape(value)) == 2 and self.graph.shape(value)[1] == self.graph.shape(wide.args[0])[-1]
+        return wide.args[0] if same and len(self.graph.shape(wide.args[0])) == 2 else None
 
     def added(self, node: Node) -> tuple[Ref, Ref, Ref] | None:
         """(what is added to, rows, values) of a node that adds values to some rows."""
