@@ -9,9 +9,9 @@ import torch
 from autoshard.runtime.banded import banded_op
 from autoshard.runtime.ctc import ctc_loss
 from autoshard.runtime.embedding import pooled_op
-from autoshard.runtime.stacked import stacked_op
 from autoshard.runtime.exactly import exactly
 from autoshard.runtime.functions import function
+from autoshard.runtime.stacked import stacked_op
 
 aten = torch.ops.aten
 Sample = tuple[tuple[Any, ...], dict[str, Any]]

@@ -14,7 +14,7 @@ from typing import Any, Union
 import torch
 
 from autoshard.passes.capture.translate.canonical import remove_dead
-from autoshard.passes.capture.translate.patterns import Patterns, Product, letters
+from autoshard.passes.capture.translate.patterns import Patterns, ProductOf, letters
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.stacked import STACKED
 from autoshard.runtime.experts import experts_op
@@ -62,38 +62,43 @@ class Mixture:
 
 
 class Experts:
-    """Two products around an activation; ``first``: one tensor, or that of gates and that of what they multiply. Matrices
-    are of all experts, or of one each."""
+    """Two products around an activation. Matrices are of all experts, or of one each."""
 
     def __init__(
         self,
         x: Ref,
         first: tuple[Matrices, ...],
         second: Matrices,
-        activation: str,
-        gated: bool,
-        transposed: bool,
+        biases: tuple[tuple[Matrices, ...], tuple[Matrices, ...]],
+        form: tuple[str, bool, bool],
     ) -> None:
-        self.x, self.first, self.second = x, first, second
-        self.form = activation, gated, transposed
+        self.x, self.second, self.biases, self.form = x, second, biases, form
+        self.first = first
+        """one tensor, or that of gates and that of what they multiply"""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Experts) and vars(self) == vars(other)
 
     __hash__ = object.__hash__
 
+    @property
+    def weights(self) -> tuple[tuple[str, tuple[Matrices, ...]], ...]:
+        """Operand of the operation → what it is made of; nothing where it is absent."""
+        pairs = zip(("first_bias", "second_bias"), self.biases, strict=True)
+        return ("first", self.first), ("second", (self.second,)), *pairs
+
 
 def _made(node: Node, mixture: Mixture, graph: Graph) -> Iterator[tuple[Node, tuple[int, ...] | None]]:
     """The nodes in the place of ``node``, with the shapes of their results."""
     experts, dim = mixture.experts, 2 if mixture.experts.form[2] else 1
     joined: list[Ref] = []
-    for name, several in (("first", experts.first), ("second", (experts.second,))):
+    for name, several in experts.weights:
         found: list[Ref] = []
         for made, shape in _joined(node, name, several, dim, graph):
             yield made, shape
             found = [Ref(made.outputs[0])]
         joined += found or [m for m in several if isinstance(m, Ref)]
-    args = (mixture.x, mixture.ids, mixture.weights, *joined, *experts.form)
+    args = (mixture.x, mixture.ids, mixture.weights, *joined[:2], *experts.form, *joined[2:])
     yield replace(node, op=experts_op._opoverload, args=args, kwargs={}), graph.shape(node.outputs[0])
 
 
@@ -108,9 +113,11 @@ def _joined(
         return new, tuple(shape)
 
     parts = [(m,) if isinstance(m, Ref) else m for m in several]
+    if not parts:
+        return
     count, apart = len(parts[0]), not isinstance(several[0], Ref)
     shape = list(graph.shape(parts[0][0]))
-    if apart and dim == 1:  # parts of an expert side by side
+    if apart and (dim == 1 or len(shape) == 1):  # parts of an expert side by side
         each = [m for of_one in zip(*parts, strict=True) for m in of_one]
         yield made(name, STACKED, (each, len(parts)), (count, len(parts) * shape[0], *shape[1:]))
         return
@@ -124,19 +131,27 @@ def _joined(
         yield made(name, aten.cat.default, ([p[0] for p in parts], dim), shape)
 
 
-def _experts(y: Ref, product: Product, patterns: Patterns) -> Experts | None:
+def _experts(y: Ref, product: ProductOf, patterns: Patterns) -> Experts | None:
     """The experts whose results are ``y``, in the order that ``product`` knows a product of rows and matrices by."""
     if (second := product(y)) is None:
         return None
-    mid, matrices, transposed = second
-    for hidden, gate, activation in patterns.activated(mid):
+    for hidden, gate, activation in patterns.activated(second.rows):
         halves = (gate,) if hidden is None else patterns.halves(gate, hidden) or (gate, hidden)
-        made = [product(half) for half in halves]
-        if any(m is None or m[0] != made[0][0] or m[2] != transposed for m in made):  # type: ignore[index]
+        made = [m for half in halves if (m := product(half)) is not None]
+        if (
+            len(made) < len(halves)
+            or len({(m.rows, m.transposed, m.bias is None) for m in (*made, second._replace(rows=made[0].rows))}) > 1
+        ):
             continue
-        x, first = made[0][0], tuple[Matrices, ...](m[1] for m in made if m is not None)  # type: ignore[index]
-        if len({patterns.graph.shape(f) for f in first if isinstance(f, Ref)}) == 1:
-            return Experts(x, first, matrices, activation, hidden is not None, transposed)
+        first = tuple[Matrices, ...](m.matrices for m in made)
+        biases = (
+            tuple[Matrices, ...](m.bias for m in made if m.bias is not None),
+            tuple[Matrices, ...](m.bias for m in (second,) if m.bias is not None),
+        )
+        if len({patterns.graph.shape(m.matrices) for m in made}) == 1:
+            return Experts(
+                made[0].rows, first, second.matrices, biases, (activation, hidden is not None, second.transposed)
+            )
     return None
 
 
@@ -212,16 +227,19 @@ def _together(experts: Sequence[Experts], graph: Graph) -> Experts | None:
     one = experts[0]
     if all(e == one for e in experts):
         return one if isinstance(one.second, Ref) and graph.shape(one.second)[0] == len(experts) else None
-    if any((e.x, e.form, len(e.first)) != (one.x, one.form, len(one.first)) for e in experts):
+    if any(
+        (e.x, e.form, [len(w) for _, w in e.weights]) != (one.x, one.form, [len(w) for _, w in one.weights])
+        for e in experts
+    ):
         return None
-    *first, second = (
-        tuple(m for m in of_all if isinstance(m, Ref))
-        for of_all in zip(*((*e.first, e.second) for e in experts), strict=True)
-    )
-    shapes = [{graph.shape(m) for m in of_all} for of_all in (*first, second)]
-    if any(len(s) != 1 or len(next(iter(s))) != 2 for s in shapes) or len({*map(tuple, shapes[:-1])}) != 1:
-        return None
-    return Experts(one.x, tuple(first), second, *one.form)
+    found: list[tuple[Matrices, ...]] = []
+    for of_all in zip(*(e.weights for e in experts), strict=True):  # of one operand
+        parts = [tuple(m for m in each if isinstance(m, Ref)) for each in zip(*(w for _, w in of_all), strict=True)]
+        shapes = {graph.shape(m) for part in parts for m in part}
+        if len(shapes) > 1 or any(len(s) > 2 for s in shapes):
+            return None
+        found.append(tuple(parts))
+    return Experts(one.x, found[0], found[1][0], (found[2], found[3]), one.form)
 
 
 def _of_one(rows: Ref, value: Ref, patterns: Patterns) -> tuple[int, Ref, Ref, Experts] | None:
