@@ -73,13 +73,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Runs the forward again: the local form differentiates by itself, the op is for whole tensors."""
-    saved = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+    wanting = (*ctx.needs_input_grad, False, False)  # biases that are not given
+    saved = zip(ctx.saved_tensors, wanting, strict=False)
     given = [t if t is None else t.detach().requires_grad_(n) for t, n in saved]
     with torch.enable_grad():
         out = experts(*(x if t is None else t for t, x in zip(given, ctx.form, strict=True)))
     wanted = [t for t in given if t is not None and t.requires_grad]
     found = iter(torch.autograd.grad(out, wanted, grad))
-    return tuple(next(found) if t is not None and t.requires_grad else None for t in given)
+    gradients = [next(found) if t is not None and t.requires_grad else None for t in given]
+    return tuple(gradients[: len(ctx.needs_input_grad)])
 
 
 experts_op.register_autograd(_backward, setup_context=_save)
