@@ -20,7 +20,7 @@ from autoshard import runtime
 from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuntimeMismatchError
 from autoshard.hardware import PRESETS
-from autoshard.runtime import ring_journey, tile
+from autoshard.runtime import ring_journey, ring_order, tile
 from autoshard.runtime.ring_order import CAUSAL, spans, tiles, work
 from autoshard.runtime.window import chunks
 
@@ -83,7 +83,8 @@ def run(
     given = random(B, HEADS, queries, WIDTH), random(B, heads, keys, WIDTH), random(B, heads, keys, value)
     causal = how.get("causal", False)
     scale = how.get("scale")
-    expected = F.scaled_dot_product_attention(*given, mask, 0.0, causal, scale=scale, enable_gqa=heads != HEADS)
+    dense = None if how.get("sloped") else mask
+    expected = F.scaled_dot_product_attention(*given, dense, 0.0, causal, scale=scale, enable_gqa=heads != HEADS)
     cotangent = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     theirs = [expected, *torch.autograd.grad(expected, given, cotangent)]
 
@@ -99,6 +100,7 @@ def run(
 
     def one(*operands: Any) -> torch.Tensor:
         where = {"queries": queries, "keys": keys, "axes": "cp", "folded": how.get("folded", False)}
+        where["sloped"] = how.get("sloped", False)
         return runtime.ring_attention(*operands, causal, scale, **where)
 
     outs = world.run(one, list(zip(*parts, masks, strict=True)))
@@ -117,6 +119,20 @@ def test_causal(ranks: int, length: int) -> None:
     for folded in (False, True):
         theirs, ours, _ = run(ranks, length, length, heads=2, causal=True, folded=folded)
         assert error(theirs, ours) < 1e-12, folded
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_biases_by_distance(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ALiBi, folded or not: of slopes alone, some rows at a time."""
+    monkeypatch.setattr(ring_order, "ROWS", 3)
+    slopes, at = torch.tensor([0.5, 0.25, 0.1, 0.0]).double().view(1, -1, 1, 1), torch.arange(41)
+    for folded in (False, True):
+        dense = (slopes * (at - at[:, None])).masked_fill(at > at[:, None], -torch.inf)
+        theirs, _, _ = run(1, 41, 41, heads=2, mask=dense)
+        _, ours, _ = run(ranks, 41, 41, heads=2, mask=slopes, causal=True, folded=folded, sloped=True)
+        assert error(theirs, ours) < 1e-12, folded
+        _, wrong, _ = run(ranks, 41, 41, heads=2, mask=2 * slopes, causal=True, folded=folded, sloped=True)
+        assert error(theirs, wrong) > 1e-3
 
 
 _SEEN = torch.rand(10, 14, generator=torch.Generator().manual_seed(1)) < 0.5
