@@ -300,6 +300,24 @@ def test_planned_bytes_are_sent(causal: bool) -> None:
     assert sent["backward"] == 4 * 3 / 4 * activation + 5 * swapped
 
 
+def test_bytes_of_gathered_keys_and_of_two_axes() -> None:
+    """2 (N-1)/N of keys and values each way; a ring of R ranks beside U that turn the sequence into heads: 6 (R-1)/R of an
+    activation's part of their heads, and 8 (U-1)/U² of its part of their positions."""
+    x, activation = torch.randn(2, 16, 16), 2 * 16 * 16 * 8
+    hints = {"x": autoshard.Shard(1), "*weight": "replicate"}
+    found = collectives(Attention(16, 4, 2, causal=False), {"cp": 4}, hints, (x,))
+    gathered = 3 / 4 * (2 * activation / 2)
+    assert found["all_gather", ("cp",), "forward", gathered] == 1
+    assert found["reduce_scatter", ("cp",), "backward", gathered] == 1
+    like, sent = {"cp": "ring", "sp": "ulysses"}, Counter[str]()
+    for (kind, *_, size), count in collectives(
+        Attention(16, 4, 4, causal=False), {"cp": 2, "sp": 2}, None, (x,), like=like
+    ).items():
+        sent[kind] += count * size
+    assert sent["permute"] == 6 / 2 * activation / 2
+    assert sent["all_to_all"] == 8 / 4 * activation / 2
+
+
 def test_combines_with_other_cuts() -> None:
     """Two axes in one ring, a ring beside heads of either kind, beside samples, and folded queries."""
     random = torch.Generator().manual_seed(0)
