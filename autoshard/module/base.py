@@ -16,7 +16,7 @@ from torch import nn
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.module.compiling import Compiling, Settings
-from autoshard.module.entrance import check_leaves
+from autoshard.module.entrance import check_leaves, check_trained
 from autoshard.module.executable import Executable, first_that_serves
 from autoshard.module.inner import compiled_for_generation, inner
 from autoshard.module.microbatches import MicroBatchRun
@@ -115,6 +115,8 @@ class ShardedModule(Compiling):
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
             executable = self._serving(call, number)
+            if self._wanted and not call.state.recorded:
+                check_trained(x for x, _ in executable.graph.outside)
             own, written = executable.apart(call.leaves)
             if self._of.absent:
                 self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")

@@ -89,8 +89,8 @@ def test_a_rank_that_raises_in_its_forward(tmp_path: Path) -> None:
     seconds, text = seconds_and_text(other)
     assert seconds < SOON
     assert re.match(rf"CommunicationError: {IN_FORWARD}: rank 1 failed: MemoryError: no", text), text
-    for said in (other, failed):
-        assert re.search(r"then: \w+Error: the ranks disagree on whether an earlier call failed", said), said
+    for said in (other, failed):  # by the agreement, or by a look while it is waited for
+        assert re.search(r"then: \w+Error: .*the ranks disagree on whether an earlier call failed", said), said
 
 
 @pytest.mark.parametrize(
