@@ -1,13 +1,20 @@
-"""What a forward reads and the model does not hold: globals, closures, modules hidden in lists."""
+"""What is not the model's: globals, closures and hidden modules that a forward reads; DTensors of a user's own."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from state_harness import Of, case, close, full, once, pair, refused, rows
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import autoshard
 
@@ -77,3 +84,70 @@ def tensors_of_others_are_written(mesh: autoshard.Mesh) -> None:
         close(full(sharded(rows())), expected)
         with torch.no_grad():
             teacher.weight.add_(1)
+
+
+def _indexed(x: Any, y: Any) -> None:
+    x[1].zero_()
+    x[2:4].mul_(y[2:4])
+    x[0] = y[1]
+
+
+def _assigned(x: Any, y: Any) -> None:
+    x.data = y
+
+
+def _masked(x: Any, y: Any) -> None:
+    x[x > 0] = 0
+
+
+def _stepped(x: Any, y: Any) -> None:
+    x.grad = y.clone()
+    torch.optim.AdamW([x], 0.1, fused=True).step()
+
+
+DONE: tuple[Callable[[Any, Any], Any], ...] = (
+    *(_indexed, _assigned, _masked, _stepped),
+    lambda x, y: (x * y).sum().item(),
+    lambda x, y: f"{(x * y).sum().item():.9f}",
+    lambda x, y: (x[1] * y[1] + x.sum(0)).softmax(-1),
+    lambda x, y: x.copy_(y).pow_(2.0),
+    lambda x, y: x[:, 1:3].contiguous() @ y[:2, :2],
+    lambda x, y: torch._foreach_copy_([x], [y]) and None,
+    lambda x, y: torch.linalg.vector_norm(x).pow_(2.0),
+    lambda x, y: x.fill_(y.max()),
+)
+"""what scripts do with DTensors: those among them that this library mends for its own"""
+
+
+@case
+def dtensors_of_ones_own(mesh: autoshard.Mesh) -> None:
+    """On a mesh that equals the module's they are as on any other where torch computes as of the whole; else as the whole."""
+    if not dist.is_initialized():
+        return
+    sharded = autoshard.compile(nn.Linear(8, 8), mesh, (torch.ones(4, 8),))
+    equal, other = (init_device_mesh("cpu", (mesh.size,), mesh_dim_names=(name,)) for name in (*mesh.axes, "users"))
+    assert sharded.device_mesh == equal != other
+    mended = 0
+    for do, placement in itertools.product(DONE, (Shard(0), Shard(1), Replicate())):
+        wholes = rows(5), rows(5, seed=2)
+        expected = do(*wholes), wholes[0]
+        on_equal, on_other = (_done(do, on, placement, expected) for on in (equal, other))
+        assert on_equal[0], (do, placement)
+        assert on_equal == on_other or not on_other[0], "what torch does right stays as it is"
+        mended += not on_other[0]
+    assert mended, "there is something that torch does not do"
+
+
+def _done(do: Any, on: DeviceMesh, placement: Any, expected: tuple[Any, Any]) -> tuple[Any, ...]:
+    """Whether the result and the tensor are as with plain tensors; type and layout of the result, and what was sent."""
+    x, y = (distribute_tensor(rows(5, seed=seed), on, [placement], src_data_rank=None) for seed in (1, 2))
+    try:
+        with CommDebugMode() as sent:
+            made = do(x, y)
+    except Exception as error:
+        return False, error
+    right = all(
+        torch.allclose(full(a).detach(), b.detach()) if isinstance(b, torch.Tensor) else a == b or a == pytest.approx(b)
+        for a, b in zip((made, x), expected, strict=True)
+    )
+    return right, type(made), getattr(made, "placements", None), sent.get_total_counts()
