@@ -27,15 +27,15 @@ class Hidden(nn.Module):
         self.lin, self.teacher = nn.Linear(8, 8), [nn.Linear(8, 8).double().requires_grad_(trained)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lin(x) - self.teacher[0](x)
+        return (self.lin(x) - self.teacher[0](x)).square().mean()
 
 
 @case
 def parameters_of_others_are_trained(mesh: autoshard.Mesh) -> None:
     scale = nn.Parameter(rows(1)[0])
     for model, named in (
-        (Of(lambda lin, x: lin(x) * scale), "'scale' of an enclosing function"),
-        (Of(lambda lin, x: lin(x) * OUTSIDE), "the global 'OUTSIDE'"),
+        (Of(lambda lin, x: (lin(x) * scale).square().mean()), "'scale' of an enclosing function"),
+        (Of(lambda lin, x: (lin(x) * OUTSIDE).square().mean()), "the global 'OUTSIDE'"),
         (Hidden(True), "'weight' of a Linear"),
     ):
         model.double()
@@ -47,7 +47,9 @@ def parameters_of_others_are_trained(mesh: autoshard.Mesh) -> None:
         sharded.requires_grad_(False)
         with refused("requires a gradient and is no parameter of the model"):  # eager records it
             sharded(rows())
-    model, sharded = pair(mesh, lambda: Of(lambda lin, x: lin(x) * scale.detach() + lin(x).to(scale.dtype)), rows())
+    model, sharded = pair(
+        mesh, lambda: Of(lambda lin, x: (lin(x) * scale.detach()).to(scale.dtype).square().mean()), rows()
+    )
     once(model, sharded, rows())
 
 
@@ -61,7 +63,7 @@ def tensors_of_others_are_written(mesh: autoshard.Mesh) -> None:
 
     def function(lin: nn.Module, x: torch.Tensor) -> Any:
         y = lin(x) * own.scale
-        return y.tanh() if own.on.item() else y
+        return (y.tanh() if own.on.item() else y).square().mean()
 
     model, sharded = pair(mesh, lambda: Of(function), rows())
     with torch.no_grad():
@@ -81,7 +83,7 @@ def tensors_of_others_are_written(mesh: autoshard.Mesh) -> None:
     weights = sharded.full_state_dict()
     for _ in range(2):
         expected = nn.functional.linear(rows(), weights["lin.weight"], weights["lin.bias"]) - teacher(rows())
-        close(full(sharded(rows())), expected)
+        close(full(sharded(rows())), expected.square().mean())
         with torch.no_grad():
             teacher.weight.add_(1)
 
