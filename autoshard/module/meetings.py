@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 
 class Meets(Protocol):
@@ -27,7 +27,7 @@ def collective(do: Callable[Concatenate[M, P], T]) -> Callable[Concatenate[M, P]
     """
 
     @functools.wraps(do)
-    def together(sharded: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+    def together(sharded: M, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with sharded.meeting(f"{do.__name__}()"):
             return do(sharded, *args, **kwargs)
 
