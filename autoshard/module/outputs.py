@@ -93,7 +93,9 @@ class Output(DTensor):
                     made = func(*given[0], **given[1])
                     if isinstance(made, torch.Size):
                         return made
-                    made = Output.of(made) if isinstance(made, DTensor) else pytree.tree_map_only(DTensor, Output.of, made)
+                    made = (
+                        Output.of(made) if isinstance(made, DTensor) else pytree.tree_map_only(DTensor, Output.of, made)
+                    )
                     _follow(func, given[0], made)
                     return made
                 except torch.OutOfMemoryError:

@@ -253,7 +253,7 @@ def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
 
 
-def _views_like(buffer: torch.Tensor, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _views_like(buffer: torch.Tensor, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Consecutive views of ``buffer`` in the shapes of ``xs``, by one call where none is empty: torch forgets its shape."""
     if not all(x.numel() for x in xs):
         return _views(buffer, [x.shape for x in xs])
