@@ -103,6 +103,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         **_ANYWAY,
         **dict.fromkeys(("local_inputs", "outputs_fed_back", "text_generated_by_transformers"), COUNTED),
         **dict.fromkeys(("rows_travel_to_their_experts", "windows_beside_padding"), PLANNED),
+        "experts_in_modules_lie_whole_on_one_rank": "assert owners",
         **dict.fromkeys(
             ("parts_of_fused_projections_stay_cut", "a_cache_of_ones_own", "a_cache_handed_in_and_out"), PLANNED
         ),
