@@ -3,8 +3,8 @@
     git worktree add /tmp/before SOME_COMMIT
     python benchmarks/against.py /tmp/before --seconds 120
 
-Processor seconds of one thread, each the least of three calls after one that is not counted (imports, tables that are kept). The
-ratio is the median over the rounds. Nothing is run but what both trees have: the reference models, ``plan`` and ``compile``.
+Processor seconds of one thread, each the least of three calls after one that is not counted (imports, tables that are kept).
+The ratio is the median over the rounds. Only what both trees have is run: the reference models, ``plan`` and ``compile``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
-        return worker()
+        worker()
+        return
     if asked.other is None:
         parser.error("name another checkout")
     start, rounds = time.monotonic(), []
