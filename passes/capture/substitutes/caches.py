@@ -29,5 +29,7 @@ class Caches(Observer):
 
 def _caches() -> list[Any]:
     kind = functools._lru_cache_wrapper
-    found = [x for x in gc.get_objects() if type(x) is kind]
+    found = [
+        x for x in gc.get_referrers(kind) if type(x) is kind
+    ]  # every object refers to its type; no list of all objects
     return [x for x in found if (getattr(x, "__module__", "") or "").partition(".")[0] not in _NOT_THE_MODELS]
