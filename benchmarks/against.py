@@ -1,7 +1,7 @@
-"""How long plans and compilations of small models take, in this tree and in another one, round by round in turn.
+"""How long plans and compilations of small models take, in this tree and, round by round in turn, in another one.
 
     git worktree add /tmp/before SOME_COMMIT
-    python benchmarks/against.py /tmp/before --seconds 120
+    python benchmarks/against.py /tmp/before --seconds 200
 
 Processor seconds of one thread, each the least of three calls after one that is not counted (imports, tables that are kept).
 The ratio is the median over the rounds. Only what both trees have is run: the reference models, ``plan`` and ``compile``.
@@ -39,7 +39,8 @@ def worker() -> None:
     for name in ("mlp", "gpt", "llama", "moe", "vit"):
         reference = models.get(name)
         cases[name] = reference.model, reference.inputs(batch=4)
-    mesh, took = autoshard.Mesh({"dp": 2, "tp": 2}, hardware="h100"), {}
+    mesh = autoshard.Mesh({"dp": 2, "tp": 2}, hardware="h100")
+    took: dict[str, list[float]] = {}
     for name, (model, (args, kwargs)) in cases.items():
         for what in ("plan", "compile"):
             for call in range(CALLS + 1):
@@ -61,23 +62,23 @@ def measured(tree: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", nargs="?", type=Path, help="the root of another checkout")
-    parser.add_argument("--seconds", type=float, default=120.0, help="no round begins later")
+    parser.add_argument("other", nargs="?", type=Path, help="the root of another checkout; default: none")
+    parser.add_argument("--seconds", type=float, default=60.0, help="no round begins later")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
         worker()
         return
-    if asked.other is None:
-        parser.error("name another checkout")
-    start, rounds = time.monotonic(), []
+    trees = [HERE] if asked.other is None else [HERE, asked.other.resolve()]
+    start, rounds = time.monotonic(), list[list[dict[str, float]]]()
     while not rounds or time.monotonic() - start < asked.seconds:
-        rounds.append((measured(asked.other.resolve()), measured(HERE)))
-    print(f"{len(rounds)} rounds, processor seconds\n{'':22}{'other':>8}{'this':>8}{'ratio':>8}")
+        rounds.append([measured(tree) for tree in trees])
+    titles = ("this", "other", "this/other")[: 2 * len(trees) - 1]
+    print(f"{len(rounds)} rounds, processor seconds\n{'':22}" + "".join(f"{title:>12}" for title in titles))
     for name in rounds[0][0]:
-        ratio = statistics.median(new[name] / old[name] for old, new in rounds)
-        least = (min(each[side][name] for each in rounds) for side in (0, 1))
-        print(f"{name:22}" + "".join(f"{s:8.3f}" for s in (*least, ratio)))
+        row = [min(each[side][name] for each in rounds) for side in range(len(trees))]
+        row += [statistics.median(each[0][name] / each[1][name] for each in rounds)] if asked.other else []
+        print(f"{name:22}" + "".join(f"{figure:12.3f}" for figure in row))
 
 
 if __name__ == "__main__":
