@@ -229,6 +229,7 @@ SHAPE: dict[str, list[Sample]] = {
     "broadcast_tensors.default": [call([f(4, 1), f(3)])],
     "pixel_shuffle.default": [call(f(2, 12, 4, 3), 2)],
     "pixel_unshuffle.default": [call(f(2, 4, 4, 6), 2)],
+    "channel_shuffle.default": [call(f(4, 6, 3, 5), 2)],
     "im2col.default": [
         call(f(3, 4, 5, 5), [2, 2], [1, 1], [0, 0], [1, 1]),
         call(f(4, 5, 5), [2, 2], [1, 1], [1, 0], [1, 1]),
