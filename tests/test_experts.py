@@ -300,7 +300,10 @@ def test_routing_by_sorted_rows() -> None:
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("form", ["with_a_rest", "uneven_modules", "twice_weighed_modules"])
+@pytest.mark.parametrize(
+    "form",
+    ["twice_weighed_modules", *(pytest.param(x, marks=pytest.mark.slow) for x in ("with_a_rest", "uneven_modules"))],
+)
 def test_what_is_no_mixture_stays(form: str) -> None:
     model, x = routed(form), torch.randn(2, 6, routing_models.WIDTH)
     graph = captured(model, (x,), {})
