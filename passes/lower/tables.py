@@ -15,7 +15,7 @@ def tables_together(program: Program) -> Program:
     """``program`` with look-ups in one call as far as none needs what another has found; it stands in no block."""
     if not any(s.call.fn == TABLES for s in program.statements):
         return program
-    whole = {n for n, t in program.graph.types.items() if t.tables}
+    whole = {n for n, t in program.graph.types.items() if t.tables and t.looked_up}
     depth: dict[str, int] = {}
     units: list[list[Statement]] = []
     open_: dict[Any, list[Statement]] = {}
