@@ -59,6 +59,8 @@ def states_of(network: Network, name: str, variable: Variable, assignment: Assig
         chosen = variable.choices[0] if kind == "mutation" else assignment.layouts[name].placements
     place, count = place_of(chosen, variable.choices), len(variable.choices)
     most = NEEDED if kind == "shared" or (kind == "node" and rest in network.views) else 0
+    if kind == "shared" and NEEDED not in variable.tags:  # its copies are made again whatever is chosen
+        most = AGAIN
     stages = variable.stages or (None,) * len(variable.tags)
     wanted = assignment.zero.get(rest, 0) if variable.stages else None
     allowed = (t for t, tag in enumerate(variable.tags) if tag <= most or len(variable.tags) == 1)
