@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from state_harness import Of, case, close, full, once, pair, refused, rows
+from state_harness import Of, both, case, close, full, once, pair, refused, rows
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -153,3 +153,30 @@ def _done(do: Any, on: DeviceMesh, placement: Any, expected: tuple[Any, Any]) ->
         for a, b in zip((made, x), expected, strict=True)
     )
     return right, type(made), getattr(made, "placements", None), sent.get_total_counts()
+
+
+class Asks(nn.Module):
+    """Computes another way where gradients may be recorded, whether or not any are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.lin(x))
+        if torch.is_grad_enabled():
+            return y.square().mean()
+        return y.add_(1).square().mean() if y.is_leaf else y.mean()
+
+
+@case
+def grad_mode_that_a_forward_asks_for(mesh: autoshard.Mesh) -> None:
+    model, sharded = pair(mesh, Asks, rows())
+    for trained, recorded in ((True, True), (True, False), (False, True), (False, False)):
+        both(model, sharded, lambda m, trained=trained: m.requires_grad_(trained))
+        with torch.set_grad_enabled(recorded):
+            close(sharded(rows()), model(rows()))
+    model, sharded = pair(mesh, Asks, rows(), train=False)
+    with torch.no_grad():
+        close(sharded(rows()), model(rows()))
+    assert len(sharded.programs) == 1
