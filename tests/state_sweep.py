@@ -119,9 +119,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         # A stage on one rank has no collectives, and all of its tensors are whole.
         "accumulation_with_no_sync": fails(_SUMMED, r"Counter\(\)"),
         "hybrid_sharding_with_no_sync": fails('assert counted["reduce_scatter", "backward"] == 3 * once['),
-        "local_inputs": fails(
-            'assert not any(c.kind == "all_gather" for c in sharded.collectives)', "\n"
-        ),  # between stages
+        "local_inputs": fails('assert not any(c.kind == "all_gather" for c in sharded.collectives)'),  # between stages
         "outputs_fed_back": fails("assert counted == {", r"\(0, Counter\(\)\)"),
         "text_generated_by_transformers": fails('assert counted == {("all_reduce", "forward"): 2 + 1}'),
         "rows_travel_to_their_experts": fails('assert any("rows to their experts" in', "Routed on .* mesh pp=2.*"),
