@@ -97,6 +97,9 @@ _UNDIVIDED = (
     *("copied", "compiled_by_torch", "inference_mode_first", "grouped_products_in_float32"),
     *("frozen_but_for_the_head_and_unfrozen", "frozen_from_the_beginning"),
 )
+_ONE_LAYER = (
+    *("parameters_of_others_are_trained", "tensors_of_others_are_written", "grad_mode_that_a_forward_asks_for"),
+)
 _RECURRENT = (
     *("autocast_around_the_call", "autocast_on_whole_tensors_is_eagers_bit_for_bit", "autocast_in_evaluation"),
 )
@@ -129,7 +132,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "a_cache_handed_in_and_out": fails("assert type(cache[0][0]) is not torch.Tensor"),
         "a_buffer_that_is_returned": says("the model has 1 operations to cut between"),
         "another_default_dtype_inside": says("stage 0 would have no operation of its own"),
-        **dict.fromkeys(("tensors_of_others_are_written", "grad_mode_that_a_forward_asks_for"), ONE_OF_TWO),
+        **dict.fromkeys(_ONE_LAYER, ONE_OF_TWO),
         # There is no axis that inputs are cut by.
         "local_inputs_that_do_not_fit": says("DID NOT RAISE HintError", "Failed"),
         "a_cache_given_as_an_argument": WRITTEN,
