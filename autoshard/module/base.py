@@ -26,7 +26,7 @@ from autoshard.module.saving import save
 from autoshard.module.stages import one_after_another
 from autoshard.passes.capture.exported.trees import flattened
 from autoshard.plans.plan import Plan
-from autoshard.plans.record import Collective
+from autoshard.report.record import Collective
 from autoshard.runtime.autocast import without_autocast
 from autoshard.runtime.module import RankModule
 

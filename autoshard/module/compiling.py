@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autoshard.compiler import compiled
-from autoshard.errors import CaptureError
+from autoshard.errors import CaptureError, PlanError
 from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout, Shard
@@ -236,7 +236,10 @@ class Compiling(Fixed):
         others = {name: self._layout_of.get(name, Layout(self._running)) for name in self._of.slots}
         object.__setattr__(self, "_parameter_layouts", {**others, **kept})
         outputs = carried(found.graph.out_spec, inspect.signature(self._of.model.forward).parameters)
-        return Executable.of(found, described(found.graph, args, kwargs), outputs, structure)
+        executable = Executable.of(found, described(found.graph, args, kwargs), outputs, structure)
+        if structure is not None and (why := executable.refuses(structure, call.leaves)):
+            raise PlanError(f"the program does not serve the call it was made for: {why}")
+        return executable
 
     def _keeps(self, executable: Executable, number: int) -> bool:
         """Whether an output stays in its layout: unless the user says otherwise, in inference a state for the next call."""

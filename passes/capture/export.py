@@ -28,6 +28,7 @@ from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.questions import Exported, indifferent
 from autoshard.passes.capture.exported.arguments import Example, argument_paths, gradient_sources, with_keywords
 from autoshard.passes.capture.exported.attributes import WrittenError, apart, as_buffers, check_unwritten, held
+from autoshard.passes.capture.exported.growing import from_one, longer
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
 from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.observer import Forward, patched, replacing
@@ -78,6 +79,17 @@ def capture(
     register_types(example)
     if dynamic:
         opened(_tensors(model, example), dynamic)  # a wrong request is refused before tracing
+    graph = _captured(model, example, training, dynamic, precision)
+    if dynamic is True and (other := longer(graph, example)) is not None:
+        with contextlib.suppress(CaptureError):
+            return from_one(graph, _captured(model, other, training, dynamic, precision)) or graph
+    return graph
+
+
+def _captured(
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, precision: Precision | None
+) -> Graph:
+    """See :func:`capture`."""
     with (
         _untouched(model),
         _quiet(),

@@ -38,7 +38,8 @@ class TensorType:
     sparse: bool = False
     """whether its gradient is sparse"""
     tables: int = 0
-    """of one that may lie whole on one rank: how many tables, itself included, may that are as large, or half as large"""
+    """of a table, or a matrix of one expert, that may lie whole on one rank: how many, itself included, may that are as
+    large, or half as large"""
     parts: tuple[int, int] | None = None
     """a dim that is split into so many equal parts later, of each of which a rank may hold a chunk"""
 
