@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from state_harness import Of, both, case, close, full, once, pair, refused, rows
+from state_harness import Net, Of, both, case, close, full, ids, once, pair, refused, rows, same_gradients, same_state
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -180,3 +180,31 @@ def grad_mode_that_a_forward_asks_for(mesh: autoshard.Mesh) -> None:
     with torch.no_grad():
         close(sharded(rows()), model(rows()))
     assert len(sharded.programs) == 1
+
+
+def _renewed(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, 0, 0.1)
+        nn.init.kaiming_uniform_(module.weight[:4].detach())
+        nn.init.trunc_normal_(module.bias, 0, 0.1)
+
+
+@case
+def draws_in_weights_gradients_and_outputs(mesh: autoshard.Mesh) -> None:
+    """Weights made anew, noise, dropout of an output: one device's numbers, whatever the ranks are seeded with."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model, sharded = pair(mesh, Net, ids())
+    for own, module in ((0, model), (rank, sharded)):
+        torch.manual_seed(5 + own)
+        module.apply(_renewed)
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(torch.rand_like(p) * 0.1)
+        loss, logits = module(ids())
+        (full(loss) + full(nn.functional.dropout(logits, 0.5)).square().sum()).backward()
+        for p in module.parameters():
+            p.grad.add_(torch.randn_like(p.grad))
+        if own:  # it goes on with its own numbers, as for augmentation
+            assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(5 + own).get_state())
+    same_state(sharded, model)
+    same_gradients(sharded, model)

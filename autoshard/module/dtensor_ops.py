@@ -20,6 +20,7 @@ from torch.optim import _muon
 
 from autoshard.errors import LayoutError
 from autoshard.module.dtensor_chunks import mend_checkpoints
+from autoshard.module.dtensor_draws import DRAWS, drawn
 from autoshard.module.dtensor_views import VIEWS, indexed, set_through, set_whole
 from autoshard.module.owned import is_owned
 
@@ -58,6 +59,8 @@ def _mend() -> None:
         _handle(op, _on_parts)
     for op in VIEWS:
         _handle(op, _view)
+    for op in DRAWS:
+        _handle(op, _draw)
     for op in (aten.copy_.default, aten.fill_.Tensor):
         _handle(op, _set)
     for op in (aten.set_.source_Tensor, aten.set_.default):
@@ -161,6 +164,10 @@ def _on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return indexed(args[0], _as_it_was(op, args, kwargs), op, args[1:])
+
+
+def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (_as_it_was if is_owned(args[0]) else drawn)(op, args, kwargs)
 
 
 def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
