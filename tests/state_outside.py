@@ -194,6 +194,7 @@ def draws_in_weights_gradients_and_outputs(mesh: autoshard.Mesh) -> None:
     """Weights made anew, noise, dropout of an output: one device's numbers, whatever the ranks are seeded with."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     model, sharded = pair(mesh, Net, ids())
+    dropped: list[torch.Tensor] = []
     for own, module in ((0, model), (rank, sharded)):
         torch.manual_seed(5 + own)
         module.apply(_renewed)
@@ -201,10 +202,12 @@ def draws_in_weights_gradients_and_outputs(mesh: autoshard.Mesh) -> None:
             for p in module.parameters():
                 p.add_(torch.rand_like(p) * 0.1)
         loss, logits = module(ids())
-        (full(loss) + full(nn.functional.dropout(logits, 0.5)).square().sum()).backward()
+        dropped.append(full(nn.functional.dropout(logits, 0.5)))
+        full(loss).backward()
         for p in module.parameters():
             p.grad.add_(torch.randn_like(p.grad))
         if own:  # it goes on with its own numbers, as for augmentation
             assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(5 + own).get_state())
+    close(*reversed(dropped))
     same_state(sharded, model)
     same_gradients(sharded, model)
