@@ -150,7 +150,8 @@ class Compiling(Fixed):
 
     def _state(self, leaves: Sequence[Any], recorded: bool | None) -> State:
         original = self._of
-        original.root.training = self.training
+        if original.root.training != self.training:
+            original.root.training = self.training
         check_call(leaves, original.tensors)
         if recorded is None:
             wanted = self.training if self._settings.training is None else self._settings.training
