@@ -1,6 +1,7 @@
 """What torch's DTensor computes wrongly, refuses or is slow at, and scripts and optimizers ask of parameters and outputs.
 
-DTensors on meshes that no sharded module runs on are left as they are.
+DTensors on meshes that no sharded module runs on are left as they are. Those of others on an equal mesh cannot be told from
+ours, as DTensor gives results of one the mesh of the other: what is mended is what torch refuses, or computes of a part alone.
 """
 
 from __future__ import annotations
