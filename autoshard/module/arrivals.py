@@ -26,7 +26,8 @@ def dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequen
     """This rank's part of a tensor of global ``shape`` as a DTensor; differentiable."""
     spec = _spec(mesh, tuple(layout.to_torch()), torch.Size(shape), local.dtype)
     if not local.requires_grad:  # there is nothing for autograd to record
-        return new_dtensor(DTensor, local.view_as(local), spec, requires_grad=False)
+        found: DTensor = new_dtensor(DTensor, local.view_as(local), spec, requires_grad=False)
+        return found
     _, stride, _ = spec.tensor_meta  # type: ignore[misc]
     return DTensor.from_local(local, mesh, spec.placements, run_check=False, shape=spec.shape, stride=stride)
 

@@ -142,7 +142,8 @@ def _register(cls: type) -> None:
         attributes = _attributes(value)
         if of_cache and (counted := attributes.keys() & _COUNTS):
             attributes |= {n: _as_length(attributes[n], attributes.get("device")) for n in counted}
-        children, others = {}, {}
+        children: dict[str, Any] = {}
+        others: dict[str, Any] = {}
         for name, attribute in attributes.items():
             (children if _is_child(attribute, of_cache) else others)[name] = attribute
         return [*children.values()], _Context(tuple(children), others)
