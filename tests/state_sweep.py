@@ -57,7 +57,7 @@ def run(way: str, name: str) -> None:
 NO_LOSS = "a scalar that carries a gradient"
 LATER = "create_graph=True: gradients of a step of micro-batches or stages have no derivative"
 DETACHED = r"assert ours\.requires_grad == theirs\.requires_grad"
-WRITTEN = "the forward writes into its input '(x|cache)' in place; return the new value"
+WRITTEN = "the forward writes into its input 'x' in place; return the new value"
 COUNTED = r"assert (not any\(c\.kind == \"all_gather\"|counted)"
 """of collectives: a step of micro-batches sums once in each call, and a stage on one rank has none"""
 PLANNED = r"(in c\.reason for c in sharded\.plan|layouts\[|type\(cache\[0\]\[0\]\) is not torch\.Tensor)"
@@ -108,7 +108,6 @@ OTHERWISE: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("a_buffer_that_is_returned", "another_default_dtype_inside"), "Ask for fewer stages"),
         "local_inputs_that_do_not_fit": "DID NOT RAISE HintError",  # there is no axis that inputs are cut by
-        "a_cache_given_as_an_argument": WRITTEN,
         "attention_kernels_and_matmul_precision": "stages='pp': the mesh has the axes tp",
     },
 }

@@ -141,18 +141,13 @@ class _Cut:
         )
 
     def _check_buffers(self, stages: Stages) -> None:
-        """A buffer that is written lies in one stage: others would not see what it becomes. So it is with inputs."""
-        given = {i.fqn for i in self.graph.inputs if i.kind == "input"}
+        """What is written, a buffer or an input, is read in one stage: others would not see what it becomes."""
         for fqn in self.graph.mutations:
-            if fqn in given:
-                raise PlanError(
-                    f"stages: the forward writes into its input {fqn!r} in place; return the new value instead"
-                )
-            homes = stages.homes.get(fqn, ())
+            homes = [s.number for s in stages.each if any(i.fqn == fqn for i in s.graph.inputs)]
             if len(homes) > 1:
                 raise PlanError(
-                    f"stages: buffer {fqn!r} is written by the forward, and read in stages {', '.join(map(str, homes))}. "
-                    "Cut elsewhere, or ask for fewer stages."
+                    f"stages: {fqn!r} is written by the forward, and read in stages {', '.join(map(str, homes))}. "
+                    "Cut elsewhere, ask for fewer stages, or return the new value instead."
                 )
 
 
