@@ -11,7 +11,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.observer import Forward, patched, replacing
 from autoshard.passes.capture.refusals.checks import check_dtypes, check_example, check_model
 from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
+from autoshard.passes.capture.refusals.outside import reading_outside
 from autoshard.passes.capture.repeats.calls import UnequalError
 from autoshard.passes.capture.repeats.observer import Repeats
 from autoshard.passes.capture.repeats.written_out import write_out
@@ -89,7 +90,13 @@ def _captured(
     model: nn.Module, example: Example, training: bool, dynamic: Dynamic, precision: Precision | None
 ) -> Graph:
     """See :func:`capture`."""
-    with _untouched(model), _quiet(), torch.enable_grad(), reading_in(model, precision) as kept:
+    with (
+        _untouched(model),
+        _quiet(),
+        torch.enable_grad(),
+        reading_in(model, precision) as kept,
+        reading_outside() as read,
+    ):
         apart(model)
         try:
             program, eager_grads, inputs = _export(model, example, training, dynamic)
@@ -97,7 +104,7 @@ def _captured(
             as_buffers(model, error.names)
             program, eager_grads, inputs = _export(model, example, training, dynamic)
         graph = with_kept_casts(translate(program, model, example, training, inputs))
-    graph = with_tables(with_precision(graph, kept, precision))
+    graph = replace(with_tables(with_precision(graph, kept, precision)), outside=tuple(read.values()))
     check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)

@@ -309,6 +309,7 @@ RULES: tuple[Rule, ...] = (
     *rules("broadcast_tensors.default", _broadcast_tensors, None, "..., ... -> ..., ...", facts=VIEW),
     *rules("pixel_shuffle.default", _pixels, None, "... (c r r) h w -> ... c (h r) (w r)", facts=NOTHING),
     *rules("pixel_unshuffle.default", _pixels, None, "... c (h r) (w r) -> ... (c r r) h w", facts=NOTHING),
+    *rules("channel_shuffle.default", _in_place(lambda node, shape: (1,)), None, "dim 1 whole", facts=NOTHING),
     *rules("im2col.default col2im.default", _columns, None, "n c _ _ -> n (c k) _, or back", facts=NOTHING),
     *rules("max_unpool2d.default", _unpooled(2), None, "n c _, n c _ -> n c _", facts=INDICES),
     *rules("max_unpool3d.default", _unpooled(3), None, "n c _, n c _ -> n c _", facts=INDICES),

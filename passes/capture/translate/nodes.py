@@ -161,11 +161,6 @@ class _Translation:
                 f"the model's tensor {spec.target!r} is neither parameter nor buffer and has no data. Register it with "
                 "register_buffer() or as nn.Parameter."
             )
-        if tensor.requires_grad and self.training:
-            raise CaptureError(
-                f"the model's tensor {spec.target!r} requires a gradient and is not a parameter; it would be a "
-                "constant of the graph. Make it an nn.Parameter."
-            )
         return tensor.detach()
 
     def define(self, name: str, value: Any, grad: bool) -> None:
