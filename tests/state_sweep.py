@@ -136,7 +136,6 @@ OTHERWISE: dict[str, dict[str, str]] = {
         # There is no axis that inputs are cut by.
         "local_inputs_that_do_not_fit": says("DID NOT RAISE HintError", "Failed"),
         "experts_in_modules_lie_whole_on_one_rank": fails("assert owners"),
-        "a_cache_given_as_an_argument": WRITTEN,
         "attention_kernels_and_matmul_precision": says("stages='pp': the mesh has the axes tp", "MeshError"),
     },
 }

@@ -125,7 +125,7 @@ class Executable:
                         f"the forward writes in place into its input {fqn!r}, which shares memory with input {other!r}: "
                         "the program would not see the write there. Pass a clone of one of them."
                     )
-        aside = {name for name, fqn in written.items() if fqn not in self.compiled.program.in_place}
+        aside = {name for name, fqn in written.items() if fqn not in self.compiled.in_place}
         copies = [x.clone() if n in aside else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
         return copies, {fqn: named[name] for name, fqn in written.items()}
 
