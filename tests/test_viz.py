@@ -19,8 +19,8 @@ from picture_samples import ODD_NAMES, chain, deep_llama, planned
 import autoshard
 from autoshard import Layout, LayoutError, Partial, PlanError, Shard, stages
 from autoshard.plans.plan import Plan
-from autoshard.plans.schedule import LINKS, timeline
 from autoshard.progress import stage
+from autoshard.report.schedule import LINKS, timeline
 from autoshard.viz import dot, html, trace_json, tree_text, visualize
 from autoshard.viz.layout_picture import visualize_layout
 from autoshard.viz.trace import memory_over_time
