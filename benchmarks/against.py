@@ -1,7 +1,7 @@
 """How long plans and compilations of small models take, in this tree and, round by round in turn, in another one.
 
-    git worktree add /tmp/before SOME_COMMIT
-    python benchmarks/against.py /tmp/before --seconds 200
+    git worktree add ../before SOME_COMMIT
+    python benchmarks/against.py ../before --seconds 200
 
 Processor seconds of one thread, each the least of three calls after one that is not counted (imports, tables that are kept).
 The ratio is the median over the rounds. Only what both trees have is run: the reference models, ``plan`` and ``compile``.

@@ -10,7 +10,7 @@ import torch
 
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, spell
-from autoshard.passes.ir.sizes import reaches
+from autoshard.passes.ir.sizes import Size, reaches
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, Types, rules
 from autoshard.passes.rules.factors import Dims, Factors, broadcast, dims_argument, numbered, positive, sizes_of
 from autoshard.passes.rules.windows import Sliding, cut, haloed, halos
@@ -67,8 +67,9 @@ def _shifts(node: Node, shape: tuple[int, ...]) -> dict[int, int]:
     """Dims that a slice of step 1 or a constant pad changes, and how many positions it puts in front of them."""
     if "pad" not in str(node.op):
         start = node.argument("start") or 0
+        fixed = {d: n for d in _changed(node, shape) if not isinstance(n := shape[d], Size)}
         known = isinstance(start, int) and node.argument("step") == 1
-        return {d: -min(max(positive(start, n), 0), n) for d in _changed(node, shape) if known for n in (shape[d],)}
+        return {d: -min(max(positive(start, n), 0), n) for d, n in fixed.items() if known}
     pad = node.argument("pad")
     return {d: pad[2 * (len(shape) - 1 - d)] for d in _changed(node, shape)} if _is_constant(node) else {}
 
