@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from autoshard.module.gradients import clip_grad_norm_
     from autoshard.passes.redistribute import Redistribution, redistribution
     from autoshard.plans.plan import Plan
-    from autoshard.plans.record import Collective, Cost
+    from autoshard.report.record import Collective, Cost
     from autoshard.testing import register_rule
     from autoshard.viz.layout_picture import visualize_layout
 
@@ -65,8 +65,8 @@ _LAZY = {
     "Redistribution": "autoshard.passes.redistribute",
     "visualize_layout": "autoshard.viz.layout_picture",
     "Plan": "autoshard.plans.plan",
-    "Cost": "autoshard.plans.record",
-    "Collective": "autoshard.plans.record",
+    "Cost": "autoshard.report.record",
+    "Collective": "autoshard.report.record",
 }
 
 __all__ = [

@@ -31,11 +31,11 @@ from autoshard.passes.propagate.experts import like_of
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
-from autoshard.plans.record import Cost
 from autoshard.plans.stages import check_stages
 from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
 from autoshard.precision import precision_of
+from autoshard.report.record import Cost
 from autoshard.serving import calls_for, check_asked, laid_out, served
 from autoshard.stages import set_up_logs
 

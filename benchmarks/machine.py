@@ -130,7 +130,7 @@ def work(options: argparse.Namespace) -> None:
         plan = autoshard.plan(module, one, wanting, training=True)
         row(name, plan.cost.compute_s - plan.cost.optimizer_s, measured(module, wanting))
     for name, elements, step in updates():
-        row(name, hardware.memory_seconds(7 * 4 * elements), step)
+        row(name, hardware.update_seconds(7 * 4 * elements), step)
     if options.rank == 0 and options.json:
         options.json.mkdir(parents=True, exist_ok=True)
         (options.json / f"machine-{options.ranks}.json").write_text(json.dumps(rows))

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autoshard
 from autoshard import models
-from autoshard.plans.schedule import COMPUTE, timeline
+from autoshard.report.schedule import COMPUTE, timeline
 
 RANKS, WARM_UP = 2, 4
 COLOURS = {"all_gather": "#2e86ab", "reduce_scatter": "#c0392b", "all_to_all": "#c0392b", "all_reduce": "#e08e0b"}

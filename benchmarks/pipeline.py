@@ -27,9 +27,9 @@ from autoshard.compiler import captured, planned
 from autoshard.models.llama import LlamaConfig
 from autoshard.passes.pipeline.choose import Cutting, Piece
 from autoshard.passes.pipeline.timeline import orders, refusal, timeline
-from autoshard.plans.pipeline import StageTimes, stage_times
-from autoshard.plans.units import show_bytes, show_seconds
 from autoshard.plans.wishes import Wishes
+from autoshard.report.pipeline import StageTimes, stage_times
+from autoshard.report.units import show_bytes, show_seconds
 
 # --- searches ---
 

@@ -31,8 +31,8 @@ import autoshard
 from autoshard.compiler import build, captured
 from autoshard.models import Gpt, GptConfig
 from autoshard.passes.microbatch import micro_batched
-from autoshard.plans.units import show_bytes, show_seconds
 from autoshard.plans.wishes import Wishes
+from autoshard.report.units import show_bytes, show_seconds
 
 WARM_UP = 9
 """more calls than are compared with their inputs by default"""

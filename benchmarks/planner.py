@@ -27,8 +27,8 @@ from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.ir.program import Program
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.rules import rule_for
-from autoshard.plans.schedule import step_end
 from autoshard.plans.wishes import Wishes
+from autoshard.report.schedule import step_end
 
 Selects = Callable[[str, str, bool], float]
 """(module, operation, whether it is a product) → the share of it that is computed again in the backward"""

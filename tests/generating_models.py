@@ -53,10 +53,9 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
          "eos_token_id": 2, "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None},
     ),
 }  # fmt: skip
-PROGRAMS = {"gemma2": 5, "t5": 4, "whisper": 4, "mamba": 3}
-"""how many are compiled for all lengths where it is not two: borders of a window; a state that comes in another layout from a
-token than from a prompt; with an encoder the call that layouts are
-chosen for, the first token, the second, whose cache is of length 1, and all others"""
+PROGRAMS = {"gemma2": 3, "t5": 3, "whisper": 3, "mamba": 3}
+"""how many are compiled for all lengths where it is not two: a window that is full; a state that comes in another layout
+from a token than from a prompt; with an encoder the call that layouts are chosen for"""
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp2": ({"tp": 2}, {"like": "megatron"}),
     "tp4": ({"tp": 4}, {"like": "megatron"}),

@@ -12,7 +12,7 @@ from autoshard import Invariant, Layout, Mesh, Replicate, Shard, models
 from autoshard.hardware import PRESETS
 from autoshard.models.llama import Llama, LlamaConfig, example_inputs
 from autoshard.plans.plan import Plan
-from autoshard.plans.record import Choice, Collective, Cost
+from autoshard.report.record import Choice, Collective, Cost
 
 ODD_NAMES = (
     "</script><script>window.hacked=1</script>",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch.profiler import ProfilerActivity, profile
 
 from autoshard.plans.plan import Plan
-from autoshard.plans.schedule import collective_name
+from autoshard.report.schedule import collective_name
 
 BUCKET = re.compile(r" \(\+(\d+)\)$")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,57 @@ def mask_loop(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.
     return out
 
 
+class Expert(nn.Module):
+    """Parameters of its own."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(WIDTH, HIDDEN, bias=gated), nn.Linear(WIDTH, HIDDEN) if gated else None
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=gated)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class Modules(Routed):
+    """Experts in an ``nn.ModuleList``; with gates they have biases."""
+
+    def __init__(self, form: str, gated: bool) -> None:
+        super().__init__(form)
+        del self.first, self.second
+        self.experts = nn.ModuleList(Expert(gated) for _ in range(COUNT))
+
+
+def modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As Mistral's own code."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(model.experts):
+        rows, slots = torch.where(ids == e)
+        out[rows] += weights[rows, slots, None] * expert(x[rows])
+    return out
+
+
+def mask_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As transformers before its experts were tensors."""
+    out, chosen = torch.zeros_like(x), F.one_hot(ids, COUNT).permute(2, 1, 0)
+    for e in range(COUNT):
+        slots, rows = torch.where(chosen[e])
+        y = model.experts[e](x[None, rows].reshape(-1, WIDTH)) * weights[rows, slots, None]
+        out.index_add_(0, rows, y.to(x.dtype))
+    return out
+
+
+def uneven_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Experts of two kinds: none of the forms."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(model.experts):
+        rows, slots = torch.where(ids == e)
+        y = expert(x[rows]) if e else expert.down(F.relu(expert.up(x[rows])))
+        out = out.index_add(0, rows, y * weights[rows, slots, None])
+    return out
+
+
 def with_a_rest(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """A loop that leaves out an expert: it is none of the forms."""
     out = torch.zeros_like(x)
@@ -77,5 +129,7 @@ def with_a_rest(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torc
     return out
 
 
-Form = Callable[[Routed, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-FORMS: dict[str, Form] = {f.__name__: f for f in (dense, in_order, loop, mask_loop, with_a_rest)}
+Form = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+FORMS: dict[str, Form] = {
+    f.__name__: f for f in (dense, in_order, loop, mask_loop, with_a_rest, modules, mask_modules, uneven_modules)
+}

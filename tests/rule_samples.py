@@ -87,6 +87,7 @@ MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
     grouped_mm._opoverload: [call(f(7, 4), f(5, 4, 6), torch.tensor([2, 2, 5, 6, 7], dtype=torch.int32))],
     experts_op._opoverload: [
         call(f(6, 4), i(5, 6, 2), f(6, 2), f(5, 6, 4), f(5, 4, 3), "silu", True, False),
+        call(f(6, 4), i(3, 6, 2), f(6, 2), f(3, 8, 4), f(3, 5, 4), "silu", True, False, f(3, 8), f(3, 5)),
         call(
             f(5, 4),
             torch.tensor([[2], [-1], [0], [3], [2]]),
@@ -228,6 +229,7 @@ SHAPE: dict[str, list[Sample]] = {
     "broadcast_tensors.default": [call([f(4, 1), f(3)])],
     "pixel_shuffle.default": [call(f(2, 12, 4, 3), 2)],
     "pixel_unshuffle.default": [call(f(2, 4, 4, 6), 2)],
+    "channel_shuffle.default": [call(f(4, 6, 3, 5), 2)],
     "im2col.default": [
         call(f(3, 4, 5, 5), [2, 2], [1, 1], [0, 0], [1, 1]),
         call(f(4, 5, 5), [2, 2], [1, 1], [1, 0], [1, 1]),

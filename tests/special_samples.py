@@ -11,6 +11,7 @@ from autoshard.runtime.ctc import ctc_loss
 from autoshard.runtime.embedding import pooled_op
 from autoshard.runtime.exactly import exactly
 from autoshard.runtime.functions import function
+from autoshard.runtime.stacked import stacked_op
 
 aten = torch.ops.aten
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -53,6 +54,7 @@ EMBEDDINGS: dict[Any, list[Sample]] = {
         call(f(5, 4), i(5, 3, 2), -1, True),
         call(f(4, 3), torch.tensor(2)),
     ],
+    stacked_op._opoverload: [call([f(4, 3), f(4, 3)], 1), call([f(6, 4), f(6, 4), f(6, 4), f(6, 4)], 2)],
     pooled_op._opoverload: [
         call(f(7, 5), i(7, 4, 3), "sum"),
         call(f(7, 4), i(7, 3, 2, 5), "mean", 6),

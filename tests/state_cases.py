@@ -16,6 +16,7 @@ import state_functions  # noqa: F401
 import state_generate  # noqa: F401
 import state_inputs  # noqa: F401
 import state_kept  # noqa: F401
+import state_outside  # noqa: F401
 import state_serving  # noqa: F401
 import state_tensors  # noqa: F401
 import state_torch  # noqa: F401

@@ -89,7 +89,8 @@ class Wide(nn.Module):
 def hybrid_sharding_with_no_sync(mesh: autoshard.Mesh) -> None:
     """Gradients of shards are scattered in every backward, and summed over the replicas once, on a mesh of two axes."""
     rows = dict.fromkeys(mesh.axes, autoshard.Shard(0))
-    hints = {"*": "replicate", "*.weight": {mesh.axes[-1]: autoshard.Shard(0)}, "x": rows, "a": rows, "b": rows}
+    weight = {**dict.fromkeys(mesh.axes, autoshard.Replicate()), mesh.axes[-1]: autoshard.Shard(0)}
+    hints = {"*": "replicate", "*.weight": weight, "x": rows, "a": rows, "b": rows}
     batches = [torch.randn(2048, 256, generator=torch.Generator().manual_seed(n)).double() for n in range(3)]
     usual = real(mesh).hardware
     quick = replace(usual, node=Link(1e-9, usual.node.bandwidth))  # bytes count, and not how many messages they are in

@@ -60,6 +60,42 @@ def each_rank_sums_its_own_experts(mesh: autoshard.Mesh) -> None:
         steps(model, sharded, batch(*ids))
 
 
+class InModules(Routed):
+    """The experts are modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.first, self.second
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8)) for _ in range(3))
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor]:
+        x = self.layer(batch["x"])
+        scores = F.one_hot(batch["ids"], 3).sum(1) + 0 * x[:, :3]  # not known before, as those of a router
+        y, ids = torch.zeros_like(x), scores.topk(2).indices
+        for number, expert in enumerate(self.experts):
+            rows, slots = torch.where(ids == number)
+            y[rows] += batch["weights"][rows, slots, None] * expert(x[rows])
+        return ((x + y).square().mean(),)
+
+
+@case
+def experts_in_modules_lie_whole_on_one_rank(mesh: autoshard.Mesh) -> None:
+    """Two on the first rank, one on the second; saved, clipped, loaded into whole weights, and other lengths."""
+    (axis,) = mesh.axes
+    model, sharded = pair(mesh, InModules, batch(*EVEN), like={axis: "expert"})
+    owners = [sharded.plan.layouts[f"experts.{e}.0.weight"].owner for e in range(3)]
+    assert owners == [{axis: 0}, {axis: 0}, {axis: 1}]
+    steps(model, sharded, batch(*EVEN), batch(*((0, 1),) * 6), batch(*((2, 1),) * 6, seed=2))
+    steps(model, sharded, batch(*EVEN[:4]))
+    for module in (model, sharded):
+        module(batch(*EVEN))[0].backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    close(autoshard.clip_grad_norm_(sharded, 0.1), norm)
+    _, other = pair(mesh, InModules, batch(*EVEN), like="ddp")
+    other.load_full_state_dict(sharded.full_state_dict())
+    same_state(other, model)
+
+
 class Fused(nn.Module):
     """Attention with fewer key than query heads, and a gated layer, each with one projection for all of its parts."""
 

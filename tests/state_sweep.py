@@ -103,10 +103,12 @@ OTHERWISE: dict[str, dict[str, str]] = {
         **_ANYWAY,
         **dict.fromkeys(("local_inputs", "outputs_fed_back", "text_generated_by_transformers"), COUNTED),
         **dict.fromkeys(("rows_travel_to_their_experts", "windows_beside_padding"), PLANNED),
+        "experts_in_modules_lie_whole_on_one_rank": "assert owners",
         **dict.fromkeys(
             ("parts_of_fused_projections_stay_cut", "a_cache_of_ones_own", "a_cache_handed_in_and_out"), PLANNED
         ),
         **dict.fromkeys(("a_buffer_that_is_returned", "another_default_dtype_inside"), "Ask for fewer stages"),
+        "tensors_of_others_are_written": "this call reads parameters of 1 of the 2 stages",
         "local_inputs_that_do_not_fit": "DID NOT RAISE HintError",  # there is no axis that inputs are cut by
         "a_cache_given_as_an_argument": WRITTEN,
         "attention_kernels_and_matmul_precision": "stages='pp': the mesh has the axes tp",

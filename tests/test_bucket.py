@@ -22,6 +22,7 @@ from autoshard.passes.ir.verify import check_program
 from autoshard.passes.lower import bucket as module
 from autoshard.passes.lower.blocks import hoisted
 from autoshard.passes.lower.bucket import bucket, regathered
+from autoshard.passes.propagate import bucketed
 
 aten = torch.ops.aten
 
@@ -128,10 +129,12 @@ def test_buckets_are_as_large_as_their_link_asks_for() -> None:
     """A gather of 1 MB/s and 9 s: at 81 MB on the wire, of 108 MB among 4 ranks, latency is a tenth. Without, DDP's size."""
     device = PRESETS["h100"]
     slow = replace(device, node=Link(9.0 / 1.75, 1e6), kernel_latency=0.0)
-    assert module.bucket_bytes(Mesh({"dp": 4}, slow), "dp") == pytest.approx(108e6)
+    assert bucketed.bucket_bytes(Mesh({"dp": 4}, slow), "dp") == pytest.approx(108e6)
     wire = replace(device, node=Link(0.0, 1e9), kernel_latency=0.0)
-    assert module.bucket_bytes(Mesh({"dp": 4}, wire), ("dp",)) == 25 * 2**20
-    assert module.bucket_bytes(Mesh({"dp": 4}, "cpu"), "dp") == pytest.approx(60e-6 * 1.75 * 1.5e9 * 9 * 4 / 3, rel=0.1)
+    assert bucketed.bucket_bytes(Mesh({"dp": 4}, wire), ("dp",)) == 25 * 2**20
+    assert bucketed.bucket_bytes(Mesh({"dp": 4}, "cpu"), "dp") == pytest.approx(
+        60e-6 * 1.75 * 1.5e9 * 9 * 4 / 3, rel=0.1
+    )
 
 
 def test_a_bucket_stands_after_what_its_members_are_made_from() -> None:

@@ -129,10 +129,21 @@ def positions(length: int) -> torch.Tensor:
 
 
 def test_caches_of_the_model_hold_no_tensors_without_data() -> None:
-    model = Model(lambda s, x: s.lin(x) + positions(x.shape[-1]))
+    """Of one that is there, of one that the forward makes; what others hold stays."""
+    made: list[Callable[[int], torch.Tensor]] = []
+    other = functools.lru_cache(lambda n: torch.zeros(n))
+    zeros = other(3)
+
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        if not made:
+            made.append(functools.lru_cache(lambda n: positions(n) + 1))
+        return model.lin(x) + positions(x.shape[-1]) + made[0](x.shape[-1])
+
+    model = Model(forward)
     capture(model, (X,))
     capture(model, (X,))
-    assert type(positions(4)) is torch.Tensor
+    assert type(positions(4)) is type(made[0](4)) is torch.Tensor
+    assert other(3) is zeros
     assert model(X).shape == X.shape
 
 

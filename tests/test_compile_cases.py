@@ -92,6 +92,22 @@ def test_empty_shards_by_hint() -> None:
     assert report.plan.layouts["weight"]["tp"] == Shard(0)
 
 
+class Biased(nn.Module):
+    """Attention with learnt biases, as Swin's windows have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(randn(2, 5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, self.bias)
+
+
+def test_a_learnt_mask_on_a_rank_without_rows() -> None:
+    """PyTorch gives the mask of an empty attention no gradient, where the other ranks have one."""
+    assert_equal_training(Biased(), {"fsdp": 3}, (randn(4, 2, 5, 4),), like="fsdp")
+
+
 def test_axes_of_size_one() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
     report = assert_equal_training(model, {"pp": 1, "tp": 2, "dp": 1}, (randn(4, 8),))

@@ -186,16 +186,45 @@ def test_what_goes_to_no_expert_adds_nothing() -> None:
     assert report.ok, report
 
 
-@pytest.mark.parametrize("form", ["dense", pytest.param("loop", marks=pytest.mark.slow), "mask_loop"])
+def routed(form: str) -> nn.Module:
+    return routing_models.Modules(form, form == "modules") if "modules" in form else routing_models.Routed(form)
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["dense", "modules", *(pytest.param(x, marks=pytest.mark.slow) for x in ("loop", "mask_loop", "mask_modules"))],
+)
 def test_routing_as_users_write_it(form: str) -> None:
     """Rows travel, weights do not; as many bytes as the operation sends where it is called."""
     x, sent = torch.randn(2, 6, routing_models.WIDTH), Counter[str]()
-    report = assert_equal_training(routing_models.Routed(form), {"ep": 2}, (x,), like="expert", steps=1)
+    report = assert_equal_training(routed(form), {"ep": 2}, (x,), like="expert", steps=1)
     for c in report.plan.collectives:
         sent[c.kind] += c.bytes * (c.phase == "forward")
     there = 12 * routing_models.TOP / 2 * routing_models.WIDTH * 8 / 2  # half of a rank's chosen rows, float64
     assert sent["all_to_all"] == 2 * there + 8.0 * 2 * 2 / 2  # and the numbers of rows
     assert sent["all_gather"] < routing_models.COUNT * routing_models.WIDTH * routing_models.HIDDEN * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["modules", "mask_modules"])
+@pytest.mark.parametrize(
+    ("axes", "like"),
+    [
+        ({"ep": 2, "tp": 2}, {"ep": "expert", "tp": "megatron"}),
+        ({"dp": 2, "ep": 2}, {"dp": "fsdp", "ep": "expert"}),
+        ({"ep": 4}, "expert"), ({"ep": 3}, "expert"), ({"dp": 2, "ep": 2}, "expert"), ({"ep": 2, "tp": 2}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_experts_that_are_modules(form: str, axes: dict[str, int], like: Any) -> None:
+    """Each lies whole on one rank; no weight of one moves."""
+    x = torch.randn(2, 6, routing_models.WIDTH)
+    report = assert_equal_training(routed(form), axes, (x,), like=like, steps=3)
+    owners = {str(x) for n, x in report.plan.layouts.items() if "experts" in n and n.endswith("weight")}
+    assert len(owners) > 1, owners
+    assert not [
+        c for c in report.plan.collectives if "experts" in c.reason and c.kind == "all_gather" and "tp" not in axes
+    ]
 
 
 def test_matrices_of_gates_beside_those_that_they_gate() -> None:
@@ -254,7 +283,8 @@ def test_routing_by_sorted_rows() -> None:
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
 
 
-def test_what_is_no_mixture_stays() -> None:
-    model, x = routing_models.Routed("with_a_rest"), torch.randn(2, 6, routing_models.WIDTH)
+@pytest.mark.parametrize("form", ["with_a_rest", "uneven_modules"])
+def test_what_is_no_mixture_stays(form: str) -> None:
+    model, x = routed(form), torch.randn(2, 6, routing_models.WIDTH)
     graph = captured(model, (x,), {})
     assert not any(n.op is experts_op._opoverload for n in graph.nodes)

@@ -22,8 +22,10 @@ FLOORS = (
     ("module", "devices"),
     ("serving",),
     ("compiler",),
-    ("stages", "wishes"),
-    ("plans", "viz", "initialise"),
+    ("stages",),
+    ("plans", "initialise"),
+    ("viz",),
+    ("report",),
     ("passes.codegen", "passes.memory"),
     ("passes.lower",),
     ("passes.microbatch", "passes.pipeline"),
@@ -100,7 +102,7 @@ def test_no_circle_among_files() -> None:
 
 def test_every_room_has_a_floor() -> None:
     named = {room for floor in FLOORS for room in floor}
-    assert {_room(name) for name in FILES} - named == {"", "compiler", "passes"} - named
+    assert {_room(name) for name in FILES} == named | {"", "passes"}
 
 
 def test_arrows_run_downwards() -> None:
@@ -123,8 +125,7 @@ def test_rooms_of_one_floor_do_not_need_each_other(rooms: tuple[str, ...]) -> No
     folders = {
         room for room in rooms if f"autoshard.{room}" in FILES and FILES[f"autoshard.{room}"].name == "__init__.py"
     }
-    pairs = {(a, b) for a, others in between.items() for b in others if {a, b} <= folders}
-    assert pairs <= {("plans", "viz"), ("viz", "plans")}  # a plan draws itself; pictures read its record
+    assert {(a, b) for a, others in between.items() for b in others if {a, b} <= folders} == set()
 
 
 def test_arrows_within_capture_run_downwards() -> None:

@@ -1,4 +1,4 @@
-"""Models of public libraries in pipeline stages, in one process: losses and gradients are those of one device, in float64."""
+"""Models of public libraries and our own in pipeline stages, in one process: steps as on one device, in float64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import double, ideal
+from pipeline_steps import compare
 from test_real_models import CASES, build
 
 import autoshard
@@ -17,39 +18,65 @@ MESHES = {
     "pp2": {"pp": 2}, "pp4": {"pp": 4}, "pp2tp2": {"pp": 2, "tp": 2}, "dp2pp2": {"dp": 2, "pp": 2},
     "pp2dp2tp2": {"pp": 2, "dp": 2, "tp": 2},
 }  # fmt: skip
-BATCHES = {"pp2": 4, "pp4": 4, "pp2tp2": 2, "dp2pp2": 2, "pp2dp2tp2": 2}
+COUNTS = (2, 4, 8)
 NAMES = ("llama", "gpt2", "bert", "t5", "whisper", "vit", "resnet", "mixtral")
 SINGLE = 1e-6
 """relative, of losses that a library computes in float32 in a float64 model: their sum is rounded by micro-batch"""
 
 
+def batch(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Sixteen rows of the four, each another; of texts every row has another number of labels, and the first has none."""
+    kwargs = {n: torch.cat([x, x.roll(1, 0), x.flip(0), x.roll(2, -1)]) for n, x in double(kwargs).items()}
+    if (labels := kwargs["labels"]).ndim > 1:
+        columns = torch.arange(labels.shape[1])
+        labels.masked_fill_(columns >= torch.arange(len(labels))[:, None] * 5 % 13, -100)
+    return kwargs
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", NAMES)
-def test_real_models(name: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_models(name: str, mesh: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, gradients and weights after steps of AdamW; dropout is drawn as on one device."""
     model, _, kwargs = build(name, monkeypatch)
     model.double()
-    kwargs = double(kwargs)
-    count = 1 if name == "resnet" else BATCHES[mesh]  # batch norm needs the whole batch
+    kwargs = batch(kwargs)
+    count = 1 if name == "resnet" else count  # batch norm needs the whole batch
     sharded = autoshard.compile(copy.deepcopy(model), ideal(MESHES[mesh]), (), kwargs, stages="pp", micro_batches=count)
     assert sharded.plan.staged is not None
     assert len(sharded.plan.staged.plans) == MESHES[mesh]["pp"]
-    losses = []
-    for m in (model, sharded):
-        torch.manual_seed(0)
-        losses.append(m(**kwargs).loss)
-        losses[-1].backward()
-    single = losses[0].dtype == torch.float32
-    assert abs(float(losses[0].detach() - losses[1].detach())) <= (SINGLE if single else 1e-9) * abs(
-        float(losses[0].detach())
-    )
-    ours = dict(sharded.named_parameters())
-    largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
-    for n, p in model.named_parameters():
-        assert (p.grad is None) == (ours[n].grad is None), n
-        if p.grad is not None:
-            error, scale = float((ours[n].grad - p.grad).abs().max()), float(p.grad.abs().max())
-            assert error <= (SINGLE if single else 1e-9) * max(scale, 1e-3 * largest), n
+    ours, theirs = (torch.optim.AdamW(m.parameters(), 1e-2, eps=1e-3) for m in (sharded, model))
+    for step in range(3):
+        losses = []
+        for m in (model, sharded):
+            torch.manual_seed(step)
+            losses.append(m(**kwargs).loss)
+            losses[-1].backward()
+        exact = SINGLE if losses[0].dtype == torch.float32 else 1e-9
+        expected, found = (float(x.detach()) for x in losses)
+        assert abs(found - expected) <= exact * abs(expected)
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        mine = sharded.full_gradients()
+        assert mine.keys() == gradients.keys()
+        largest = max(float(g.abs().max()) for g in gradients.values())
+        for n, g in gradients.items():
+            error, scale = float((mine[n] - g).abs().max()), float(g.abs().max())
+            assert error <= exact * max(scale, 1e-3 * largest), (step, n)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = sharded.full_state_dict()
+    for n, x in model.state_dict().items():
+        assert float((weights[n] - x).abs().max()) <= 10 * exact * max(1.0, float(x.abs().max())), n
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ["gpt", "llama", "moe"])
+def test_our_models(name: str, mesh: str, count: int) -> None:
+    compare(name, ideal(MESHES[mesh]), count)
 
 
 @pytest.mark.slow
@@ -65,6 +92,23 @@ def test_four_axes(axes: dict[str, int]) -> None:
         m(ids, ids).loss.backward()
         gradients.append({n: p.grad for n, p in m.named_parameters()})
     assert max(float((gradients[0][n] - x).abs().max()) for n, x in gradients[1].items()) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "resnet"])
+def test_without_a_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stages work at once: the batch goes through in parts, and the outputs are those of one device."""
+    model, _, kwargs = build(name, monkeypatch)
+    model.double().eval()
+    kwargs = batch(kwargs)
+    given = kwargs if name in ("t5", "whisper") else {n: x for n, x in kwargs.items() if n != "labels"}
+    sharded = autoshard.compile(
+        copy.deepcopy(model), ideal({"pp": 2}), (), given, stages="pp", micro_batches=4, training=False
+    )
+    assert sharded.plan.staged is not None
+    assert sharded.plan.staged.micro_batches == 4
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(**given).logits, model(**given).logits, rtol=1e-9, atol=1e-12)
 
 
 def test_every_case_is_one() -> None:

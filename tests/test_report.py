@@ -13,7 +13,7 @@ from torch import nn
 from autoshard import Mesh, models
 from autoshard.api import plan
 from autoshard.plans.plan import Plan
-from autoshard.plans.report import (
+from autoshard.report.text import (
     globbed,
     hot_spots,
     local_bytes,
@@ -25,7 +25,7 @@ from autoshard.plans.report import (
     traffic,
     utilisation,
 )
-from autoshard.plans.units import show_bytes, show_seconds
+from autoshard.report.units import show_bytes, show_seconds
 from autoshard.viz.tree import change
 
 

@@ -171,7 +171,7 @@ class Windowed(nn.Module):
 
 
 def test_a_sliding_window_compiles_no_program_for_each_length() -> None:
-    """Its count is an open length: one program below the window, one where it is full, and its borders."""
+    """Its count is an open length: a prompt, one program below the window, and one where it is full."""
     caches = pytest.importorskip("transformers.cache_utils")
     torch.manual_seed(0)
     model, x = Windowed().double().eval(), torch.randn(2, 24, 16).double()
@@ -185,7 +185,36 @@ def test_a_sliding_window_compiles_no_program_for_each_length() -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
         assert made[0].cumulative_length == made[1].cumulative_length == end
         assert made[0].keys.shape == made[1].keys.shape
-    assert len(sharded.programs) <= 5
+    assert len(sharded.programs) == 3
+
+
+class Counting(nn.Module):
+    """A state that grows by what comes; ``ones``: whether one of length 1 is a special case."""
+
+    def __init__(self, ones: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.ones = nn.Linear(4, 8), nn.Linear(8, 4), ones
+
+    def forward(self, x: torch.Tensor, state: tuple[torch.Tensor, ...] = ()) -> tuple[torch.Tensor, Any]:
+        y = torch.cat([*state, self.up(x)], 1)
+        if self.ones and state and state[0].shape[1] == 1:
+            y = y * 2
+        return self.down(y).sum(1), (y,)
+
+
+@pytest.mark.parametrize(("ones", "programs"), [(False, 2), pytest.param(True, 3, marks=pytest.mark.slow)])
+def test_a_state_that_grows_from_a_length_of_one(ones: bool, programs: int) -> None:
+    """It is one of all lengths, where the model treats it so."""
+    torch.manual_seed(0)
+    model, x = Counting(ones).double().eval(), torch.randn(3, 6, 4).double()
+    sharded = autoshard.compile(copy.deepcopy(model), {"tp": 2}, like="replicate", training=False, dynamic=True)
+    made: list[Any] = [(), ()]
+    with torch.no_grad():
+        for at in range(6):
+            found, made[0] = sharded(x[:, at : at + 1], *([made[0]] if at else []))
+            wanted, made[1] = model(x[:, at : at + 1], *([made[1]] if at else []))
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    assert len(sharded.programs) == programs
 
 
 def test_weights_that_lie_otherwise_in_the_same_memory_are_seen() -> None:

@@ -23,11 +23,11 @@ from autoshard.passes.pipeline import Pieces, boundaries
 from autoshard.passes.propagate.planner import Planner
 from autoshard.plans import stages
 from autoshard.plans.alike import renaming
-from autoshard.plans.pipeline import pipeline
 from autoshard.plans.plan import Plan
-from autoshard.plans.record import Staged
-from autoshard.plans.units import show_seconds
 from autoshard.plans.wishes import Wishes
+from autoshard.report.pipeline import pipeline
+from autoshard.report.record import Staged
+from autoshard.report.units import show_seconds
 from autoshard.viz.html import html
 from autoshard.viz.trace import trace_json
 

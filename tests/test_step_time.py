@@ -28,7 +28,7 @@ from autoshard.passes.propagate.step_time import Parts, movable_values, summed
 from autoshard.passes.rules import ring, rule_for
 from autoshard.passes.search import solve
 from autoshard.plans.plan import Plan
-from autoshard.plans.schedule import COMPUTE, step_end, timeline
+from autoshard.report.schedule import COMPUTE, step_end, timeline
 
 H100 = PRESETS["h100"]
 ALONE = replace(H100, overlap=0.0)

@@ -19,8 +19,8 @@ from picture_samples import ODD_NAMES, chain, deep_llama, planned
 import autoshard
 from autoshard import Layout, LayoutError, Partial, PlanError, Shard, stages
 from autoshard.plans.plan import Plan
-from autoshard.plans.schedule import LINKS, timeline
 from autoshard.progress import stage
+from autoshard.report.schedule import LINKS, timeline
 from autoshard.viz import dot, html, trace_json, tree_text, visualize
 from autoshard.viz.layout_picture import visualize_layout
 from autoshard.viz.trace import memory_over_time
@@ -69,7 +69,7 @@ def test_every_operand_has_an_edge(llama: Plan) -> None:
 
 
 def test_a_redistribution_starts_where_the_one_before_ended() -> None:
-    plan = deep_llama()
+    plan = planned("gpt:tiny", dp=2, tp=2)
     drawn = drawing(plan)
     first = {i.id: plan.collectives[i.collectives[0]] for i in drawn.root.items() if i.collectives}
     pairs = [(first[a], first[b]) for a, b, _ in drawn.edges if a in first and b in first]

@@ -40,6 +40,8 @@ CPU_TILE = 512
 """keys that PyTorch's attention on CPUs leaves out together (kvSplitSize in ATen's native/cpu/FlashAttentionKernel.cpp)"""
 CACHED = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21)
 """elements of tensors that caches may hold"""
+KEPT = 1 << 26
+"""bytes of results that a forward keeps before anything is given back"""
 
 
 def _move(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
@@ -197,6 +199,18 @@ class _Clock:
             torch.cuda.synchronize(self.device)
 
 
+def _kept_seconds(clock: _Clock, call: Callable[[], torch.Tensor]) -> float:
+    """Of one call, whose result is kept beside those of others until all are given back: in a step results go to memory
+    that no cache holds, and that the system may have to map first."""
+    count = max(1, min(MOST, KEPT // call().nbytes))
+
+    def forward() -> None:
+        kept = [call() for _ in range(count)]
+        kept.clear()
+
+    return clock.seconds(forward, together=True) / count
+
+
 def _product_speed(clock: _Clock, dtype: torch.dtype, quick: bool) -> float:
     """FLOP/s of the best of a few products."""
     sizes = (4096, 8192) if clock.device.type == "cuda" else (256, 512) if quick else (256, 512, 1024)
@@ -236,16 +250,16 @@ def _convolution_speed(clock: _Clock) -> float:
 def _bandwidth(clock: _Clock) -> float:
     """Bytes per second that an addition reads and writes, of tensors that fit in no cache."""
     n = 1 << (28 if clock.device.type == "cuda" else 23)
-    a, b, out = (torch.ones(n, device=clock.device) for _ in range(3))
-    return 3 * 4 * n / clock.seconds(lambda: torch.add(a, b, out=out), together=True)
+    a, b = (torch.ones(n, device=clock.device) for _ in range(2))
+    return 3 * 4 * n / _kept_seconds(clock, partial(torch.add, a, b))
 
 
 def _caches(clock: _Clock) -> tuple[tuple[float, float], ...]:
-    """(bytes, seconds) of products by element of a few sizes, again and again with the same tensors."""
+    """(bytes, seconds) of products by element of a few sizes, of the same operands again and again."""
     found: list[tuple[float, float]] = []
     for n in (1, *CACHED):
-        a, b, out = (torch.ones(n, device=clock.device) for _ in range(3))
-        taken = _agreed(clock.seconds(partial(torch.mul, a, b, out=out), together=True), max)
+        a, b = (torch.ones(n, device=clock.device) for _ in range(2))
+        taken = _agreed(_kept_seconds(clock, partial(torch.mul, a, b)), max)
         found.append((3.0 * 4 * n, max(taken, found[-1][1] if found else 0.0)))
     (_, launch), *rows = found
     return tuple((size, taken - launch) for size, taken in rows)
@@ -269,7 +283,7 @@ def _function_seconds(clock: _Clock) -> tuple[float, float]:
     x = torch.rand(512, 256, device=clock.device, requires_grad=True)
     out = x.softmax(1)
     back = partial(torch.autograd.grad, out, x, torch.ones_like(out), retain_graph=True)
-    forward, backward = (clock.seconds(call, together=True) for call in (partial(x.softmax, 1), back))
+    forward, backward = (_kept_seconds(clock, call) for call in (partial(x.detach().softmax, 1), lambda: back()[0]))
     return forward / x.numel(), backward / x.numel()
 
 

@@ -18,9 +18,9 @@ from autoshard.passes.ir.program import Program
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view
 from autoshard.plans.plan import Plan
-from autoshard.plans.report import globbed
-from autoshard.plans.units import show_seconds
 from autoshard.plans.wishes import Wishes
+from autoshard.report.text import globbed
+from autoshard.report.units import show_seconds
 
 STATUSES = ("refused", "replicated", "decomposed", "sharded")
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.errors import AutoshardError
 from autoshard.module.base import ShardedModule
-from autoshard.plans.units import show_bytes, show_seconds
+from autoshard.report.units import show_bytes, show_seconds
 from autoshard.runtime.module import RankModule
 
 

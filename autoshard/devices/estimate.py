@@ -24,11 +24,11 @@ from autoshard.passes.pipeline.choose import Cutting, Piece
 from autoshard.passes.pipeline.fold import Folded, folded
 from autoshard.passes.pipeline.timeline import held, in_flight, orders, refusal
 from autoshard.passes.search.network import Effort
-from autoshard.plans.pipeline import stage_times
 from autoshard.plans.plan import Plan
-from autoshard.plans.report import local_bytes
 from autoshard.plans.stages import CHUNKS, budget_of
 from autoshard.plans.wishes import Wishes
+from autoshard.report.pipeline import stage_times
+from autoshard.report.text import local_bytes
 
 AXIS = "pp"
 EFFORT = Effort(0.1, branches=False)

@@ -17,9 +17,9 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.experts.roles import named_by_role
 from autoshard.plans.follow import assignment_of
 from autoshard.plans.plan import Plan
-from autoshard.plans.record import Candidate, Cost
-from autoshard.plans.units import show_seconds
 from autoshard.plans.wishes import Wishes
+from autoshard.report.record import Candidate, Cost
+from autoshard.report.units import show_seconds
 from autoshard.runtime.autocast import without_autocast
 
 log = logging.getLogger("autoshard.plan")

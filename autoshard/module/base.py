@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -16,15 +17,16 @@ from torch import nn
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.module.compiling import Compiling, Settings
-from autoshard.module.entrance import check_leaves
+from autoshard.module.entrance import check_leaves, check_trained
 from autoshard.module.executable import Executable, first_that_serves
 from autoshard.module.inner import compiled_for_generation, inner
+from autoshard.module.meetings import collective
 from autoshard.module.microbatches import MicroBatchRun
 from autoshard.module.saving import save
 from autoshard.module.stages import one_after_another
 from autoshard.passes.capture.exported.trees import flattened
 from autoshard.plans.plan import Plan
-from autoshard.plans.record import Collective
+from autoshard.report.record import Collective
 from autoshard.runtime.autocast import without_autocast
 from autoshard.runtime.module import RankModule
 
@@ -115,6 +117,8 @@ class ShardedModule(Compiling):
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
             executable = self._serving(call, number)
+            if self._wanted and not call.state.recorded:
+                check_trained(x for x, _ in executable.graph.outside)
             own, written = executable.apart(call.leaves)
             if self._of.absent:
                 self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
@@ -193,6 +197,7 @@ class ShardedModule(Compiling):
         """As :meth:`_run`, one stage after the other."""
         return one_after_another(executable, inputs, self._run)
 
+    @collective
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write ``rank_module.py``, ``plan.json``, ``inputs.json``, ``lines.json`` and ``rank<r>.safetensors``.
 
@@ -209,6 +214,11 @@ class ShardedModule(Compiling):
 
     # --- state ---
 
+    def meeting(self, what: str) -> AbstractContextManager[None]:
+        """Inside, all ranks do ``what`` together: see :func:`~autoshard.module.meetings.collective`."""
+        return contextlib.nullcontext()
+
+    @collective
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Original name → full tensor (a copy), for every entry of the original state dict. Collective."""
         return {n: self._full(t.detach()) for n, t in self.state_dict(keep_vars=True).items()}
@@ -233,6 +243,7 @@ class ShardedModule(Compiling):
                     f"state dict entry {name!r} has shape {list(state[name].shape)}, the model {list(tensor.shape)}"
                 )
 
+    @collective
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Original parameter name → full gradient (parameters without one are left out). Collective."""
         return {n: self._full(p.grad) for n, p in self.named_parameters() if p.grad is not None}

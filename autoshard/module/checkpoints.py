@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.module.base import ShardedModule
+from autoshard.module.meetings import collective
 from autoshard.module.owned import is_owned, local_of, part_of_owned
 from autoshard.module.pipelined import PipelinedModule
 from autoshard.module.pipelined_state import own_state, whole_state
@@ -54,6 +55,7 @@ def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> 
                     _local(tensor).copy_(_part(file, str(names[name]), sharded, tensor))
 
 
+@collective
 def full_optimizer_state_dict(sharded: ShardedModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state dict with whole tensors on the CPU: that of the unsharded model. Collective.
 

@@ -38,6 +38,11 @@ def of_call(notes: Notes, call: Call, number: int, inputs: Inputs, deferred: boo
     )
 
 
+def of_meeting(notes: Notes, what: str) -> tuple[Claim, ...]:
+    """What the ranks compare before they do ``what`` together, beside calls."""
+    return (("what they do", zlib.crc32(what.encode())), (_FAILED, 2 * notes.failed + notes.broken))
+
+
 def of_values(leaves: Sequence[Any], mesh: Mesh, places: Sequence[Sequence[int]], compared: bool) -> tuple[Claim, ...]:
     """The data of the inputs; 0 where they are not ``compared``.
 

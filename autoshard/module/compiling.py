@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autoshard.compiler import compiled
-from autoshard.errors import CaptureError
+from autoshard.errors import CaptureError, PlanError
 from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout, Shard
@@ -145,8 +145,11 @@ class Compiling(Fixed):
 
     def _recorded(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with these arguments records gradients; only then its program has a backward."""
-        wanted = torch.is_grad_enabled() and self._settings.training is not False
-        return wanted and requires_grad(leaves, self._of.tensors())
+        return self._wanted and requires_grad(leaves, self._of.tensors())
+
+    @property
+    def _wanted(self) -> bool:
+        return torch.is_grad_enabled() and self._settings.training is not False
 
     def _state(self, leaves: Sequence[Any], recorded: bool | None) -> State:
         original = self._of
@@ -173,19 +176,26 @@ class Compiling(Fixed):
             adopted = replace(call, state=self._state(call.leaves, call.state.recorded))
             if found.structure is not None:
                 found.structure = adopted.key(exactly=False)
-            self._executables[adopted.key(number)] = found
+            key = adopted.key(number)
+            if key in self._executables:  # it is outdated; what was loaded of it is known by its identity
+                self._executables[key, len(self._executables)] = self._executables.pop(key)
+            self._executables[key] = found
         object.__setattr__(self, "_latest", found)
         return found
 
     def _program_for(self, call: Call, number: int) -> Executable | None:
-        """The program for this call, if there is one: first of those with symbolic lengths, which serve most calls."""
-        open_ = [found for found in self._executables.values() if found.structure is not None] if not number else ()
+        """The program for this call, if there is one: first of those with symbolic lengths, which serve most calls.
+
+        One that read tensors outside of the model that were written since serves no call more.
+        """
+        current = {key: found for key, found in self._executables.items() if not found.graph.is_outdated}
+        open_ = [found for found in current.values() if found.structure is not None] if not number else ()
         for found in open_:
             why = found.refuses(call.key(exactly=False), call.leaves)
             if not why:
                 return found
             log_of_programs.info("a program does not serve this call: %s", why)
-        return self._executables.get(call.key(number))
+        return current.get(call.key(number))
 
     @property
     def programs(self) -> list[Executable]:
@@ -225,7 +235,10 @@ class Compiling(Fixed):
         others = {name: self._layout_of.get(name, Layout(self._running)) for name in self._of.slots}
         object.__setattr__(self, "_parameter_layouts", {**others, **kept})
         outputs = carried(found.graph.out_spec, inspect.signature(self._of.model.forward).parameters)
-        return Executable.of(found, described(found.graph, args, kwargs), outputs, structure)
+        executable = Executable.of(found, described(found.graph, args, kwargs), outputs, structure)
+        if structure is not None and (why := executable.refuses(structure, call.leaves)):
+            raise PlanError(f"the program does not serve the call it was made for: {why}")
+        return executable
 
     def _keeps(self, executable: Executable, number: int) -> bool:
         """Whether an output stays in its layout: unless the user says otherwise, in inference a state for the next call."""

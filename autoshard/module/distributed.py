@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -141,6 +142,18 @@ class DistributedModule(OnRank):
             self._comm.notes.call += 1
             return super().forward(*args, **kwargs)
 
+    @contextlib.contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """See :meth:`ShardedModule.meeting`."""
+        notes = self._comm.notes
+        with notes.told(), self._turns:
+            notes.call, notes.meetings = notes.call + 1, notes.meetings + 1
+            notes.present(what, lambda: claims.of_meeting(notes, what))
+            self._agreement.agree(*notes.claims())
+            if notes.broken:
+                raise CommunicationError(AFTERWARDS)
+            yield
+
     def specialise(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
     ) -> Executable:
@@ -158,8 +171,9 @@ class DistributedModule(OnRank):
         executable = self._program_for(call, number)
         # Of a state that grows the ranks know the length.
         present = call.key(number, exactly=_is_plain), self._deferred, notes.failed, notes.broken
-        checked = notes.call <= FIRST_CALLS or "inputs" in self._checks
-        notes.claims = functools.partial(claims.of_call, notes, call, number, self._settings.inputs, self._deferred)
+        checked = notes.call - notes.meetings <= FIRST_CALLS or "inputs" in self._checks
+        of_call = functools.partial(claims.of_call, notes, call, number, self._settings.inputs, self._deferred)
+        notes.present("a call", of_call)
         if checked or executable is None or present != self._compared or not self._repeats(executable):
             object.__setattr__(self, "_compared", present)
             agreement.begin(*notes.claims(), *claims.of_values(call.leaves, self._running, self._places, checked))

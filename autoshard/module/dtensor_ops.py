@@ -1,18 +1,21 @@
 """What torch's DTensor computes wrongly, refuses or is slow at, and scripts and optimizers ask of parameters and outputs.
 
-DTensors on meshes that no sharded module runs on are left as they are.
+DTensors on meshes that no sharded module runs on are left as they are. Those of others on an equal mesh cannot be told from
+ours, as DTensor gives results of one the mesh of the other: what is mended is what torch refuses, or computes of a part alone.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import _muon
 
 from autoshard.errors import LayoutError
@@ -45,6 +48,7 @@ def is_ours(x: object) -> TypeGuard[DTensor]:
 @functools.cache
 def _mend() -> None:
     _handle(aten._local_scalar_dense.default, _number)
+    _handle(aten.detach.default, _detach)
     for op in (aten.pow_.Scalar, aten._foreach_mul_.List):  # Adafactor
         _handle(op, _on_whole)
     for packet in _FUSED:
@@ -174,9 +178,29 @@ def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.item()``: DTensor's own gives this rank's summand."""
+    """``x.item()``: DTensor's own gives this rank's summand. Sums are taken at once, without a redistribution of it."""
+    x = args[0]
     with torch.no_grad():
-        return op(args[0].full_tensor())
+        summed = [(i, p) for i, p in enumerate(x.placements) if p.is_partial()]
+        plain = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for _, p in summed)
+        if x.ndim or is_owned(x) or not plain or x.dtype not in (torch.float32, torch.float64):
+            return op(x.full_tensor())
+        total = x._local_tensor.clone() if summed else x._local_tensor
+        for i, p in summed:
+            dist.all_reduce(total, group=x.device_mesh.get_group(i))
+            if p.reduce_op == "avg":
+                total /= x.device_mesh.size(i)
+        return op(total)
+
+
+def _detach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of every gradient, as autograd takes it: its own way has nothing to find out."""
+    x = args[0]
+    return new_dtensor(DTensor, op(x._local_tensor), x._spec, requires_grad=False)
+
+
+new_dtensor = inspect.unwrap(DTensor.__new__)
+"""without what keeps torch.compile out of it, at several Python calls for each parameter and step"""
 
 
 def _on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ reaches the parts.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,7 +62,12 @@ def is_view(func: Any) -> bool:
 
 def writes(func: Any) -> bool:
     """Whether ``func`` writes into its first argument."""
-    return bool(_WRITING.fullmatch(getattr(func, "__name__", "")))
+    return _is_writing(getattr(func, "__name__", ""))
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _is_writing(name: str) -> bool:
+    return bool(_WRITING.fullmatch(name))
 
 
 def indexed(x: Any, made: Any, op: Any, rest: tuple[Any, ...]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,20 @@ def check_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device: str
                 "the module."
             )
         check_dense(x, partial(name, i))
+
+
+def check_trained(outside: Iterable[torch.Tensor]) -> None:
+    """Raise :class:`CaptureError` where one of what a program reads ``outside`` of the model is to get a gradient.
+
+    For calls that record none but where gradients are on: eager would.
+    """
+    for x in outside:
+        if x.requires_grad:
+            raise CaptureError(
+                f"the forward reads a tensor of shape {list(x.shape)} that requires a gradient and is no parameter of the "
+                "model: its program would not give it one. Make it an nn.Parameter of the model, read its .detach(), or call "
+                "under torch.no_grad()."
+            )
 
 
 def beside(error: CaptureError, programs: Sequence[Executable], leaves: Sequence[Any]) -> CaptureError:

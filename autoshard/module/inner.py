@@ -37,6 +37,7 @@ def _made(sharded: Compiling, path: str, base: type[Compiling]) -> Compiling:
     original.parts = {"": of.parts[path], **within(of.parts)}
     original.slots = within(of.slots)
     original.parameters = [name[len(below) :] for name in of.parameters if name.startswith(below)]
+    original.elsewhere = within(of.elsewhere)
     original.adopted = True
     layouts = {name: sharded._layout_of.get(name, Layout(sharded._running)) for name in of.slots}
     settings, like = sharded._settings, sharded._settings.wishes.like
@@ -50,6 +51,7 @@ def _made(sharded: Compiling, path: str, base: type[Compiling]) -> Compiling:
         _executables={},
         _latest=None,
         _inner={},
+        _homes=sharded._homes and within(dict(sharded._homes)),
         _parameter_layouts=within(layouts),
         _layout_of=within(sharded._layout_of),
     )

@@ -6,7 +6,6 @@ backward outside takes it along, so that several of them cost one sum.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoshard import runtime
 from autoshard.errors import RuntimeMismatchError
+from autoshard.module.dtensor_ops import new_dtensor
 from autoshard.module.owned import local_of
 from autoshard.module.sparse_gradients import accumulate
 from autoshard.runtime.again import CHANGED
@@ -84,12 +84,8 @@ def _in_rows(p: Any, gradient: torch.Tensor | None, spec: Any) -> torch.Tensor |
 
 
 def _global(gradient: torch.Tensor, spec: Any) -> DTensor:
-    found: DTensor = _new_dtensor(DTensor, gradient.detach(), spec, requires_grad=False)
+    found: DTensor = new_dtensor(DTensor, gradient.detach(), spec, requires_grad=False)
     return found
-
-
-_new_dtensor = inspect.unwrap(DTensor.__new__)
-"""without what keeps torch.compile out of it, at several Python calls for each parameter and step"""
 
 
 def _met(

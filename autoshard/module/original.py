@@ -18,6 +18,7 @@ from autoshard.module.closures import rebind
 from autoshard.module.parts import Part, parts_of
 from autoshard.module.state import State, defaults
 from autoshard.passes.capture.exported.attributes import as_buffers, attribute
+from autoshard.passes.capture.observer import patched
 from autoshard.runtime.autocast import autocast_state
 
 
@@ -263,7 +264,10 @@ def _are(found: Sequence[object], known: Sequence[object]) -> bool:
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with every tensor on the meta device; ties are kept, no memory is taken."""
+    """A copy of ``model`` with its parameters and buffers on the meta device; ties are kept, no memory is taken.
+
+    Other tensors that it holds are the same: what is written there is seen in later captures.
+    """
     memo: dict[int, Any] = {id(recording_of(model)): None}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
@@ -271,7 +275,8 @@ def skeleton(model: nn.Module) -> nn.Module:
         memo[id(b)] = b.detach().to("meta")
     for t in computed(model):
         memo[id(t)] = t.detach().to("meta")
-    made = copy.deepcopy(model, memo)
+    with patched((kind, "__deepcopy__", lambda x, memo: x) for kind in (torch.Tensor, nn.Parameter)):
+        made = copy.deepcopy(model, memo)
     rebind(made, memo)
     return made
 

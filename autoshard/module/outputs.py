@@ -78,7 +78,7 @@ class Output(DTensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in ABOUT:
+        if func in ABOUT or (func is torch.Tensor.backward and len(args) == 1):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         given = tuple(args), dict(kwargs or {})
@@ -93,7 +93,9 @@ class Output(DTensor):
                     made = func(*given[0], **given[1])
                     if isinstance(made, torch.Size):
                         return made
-                    made = pytree.tree_map_only(DTensor, Output.of, made)
+                    made = (
+                        Output.of(made) if isinstance(made, DTensor) else pytree.tree_map_only(DTensor, Output.of, made)
+                    )
                     _follow(func, given[0], made)
                     return made
                 except torch.OutOfMemoryError:

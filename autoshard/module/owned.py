@@ -20,7 +20,7 @@ from autoshard.module.arrivals import dtensor
 from autoshard.runtime import sparse
 from autoshard.runtime.communicator import Communicator, bind
 from autoshard.runtime.move import Move
-from autoshard.runtime.tables import are_neighbours
+from autoshard.runtime.stacked import are_neighbours
 
 _NAMES = ("replicas",)
 """of the mesh of the ranks that own something"""

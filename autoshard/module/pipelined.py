@@ -19,6 +19,7 @@ from autoshard.mesh import Mesh
 from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule, default_device_type
 from autoshard.module.executable import Executable
+from autoshard.module.meetings import collective
 from autoshard.module.microbatches import beforehand, delivered, part_of, unseen
 from autoshard.module.pipeline import Lengths, ProgramPipeline, form_of
 from autoshard.module.stage_gradients import mark
@@ -101,6 +102,7 @@ class PipelinedModule(DistributedModule):
         named = ((n, p.grad) for n, p in self.named_parameters() if p.grad is not None)
         return [g for n, g in named if self._along.is_mine(self._stage_of(n))]
 
+    @collective
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Original name → full tensor (a copy), for every entry of the original state dict, on every rank. Collective."""
         own = self.state_dict(keep_vars=True)
@@ -130,6 +132,7 @@ class PipelinedModule(DistributedModule):
             for name, tensor in self.state_dict(keep_vars=True).items():
                 self._load(tensor, state[name])
 
+    @collective
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Original parameter name → full gradient (parameters without one are left out), on every rank. Collective."""
         own = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}

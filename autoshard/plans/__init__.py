@@ -1,1 +1,1 @@
-"""What was decided: the plan, how it is described, how it is reported."""
+"""How plans come about: what is wished, a program described, a plan followed, the stages of a pipeline."""

@@ -24,9 +24,9 @@ from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.checks import has_rule
 from autoshard.passes.rules.facts import is_view
 from autoshard.plans.plan import Plan
-from autoshard.plans.record import TOGETHER, Choice, Collective, Cost
-from autoshard.plans.report import utilisation
-from autoshard.plans.schedule import step_end
+from autoshard.report.record import TOGETHER, Choice, Collective, Cost
+from autoshard.report.schedule import step_end
+from autoshard.report.text import utilisation
 
 ONCE = 0
 """in place of a number of times: once in all passes"""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from autoshard.plans.diff import diff
-from autoshard.plans.explain import explain
-from autoshard.plans.record import Record
-from autoshard.plans.report import plan_text
-from autoshard.plans.tp_plan import TpPlan, tp_plan
+from autoshard.report.diff import diff
+from autoshard.report.explain import explain
+from autoshard.report.record import Record
+from autoshard.report.text import plan_text
+from autoshard.report.tp_plan import TpPlan, tp_plan
 from autoshard.viz import visualize
 
 

@@ -24,9 +24,9 @@ from autoshard.passes.propagate.hints import resolve
 from autoshard.plans.alike import renamed, renaming
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
-from autoshard.plans.record import Staged
 from autoshard.plans.stages_together import rest, together
 from autoshard.plans.wishes import Wishes
+from autoshard.report.record import Staged
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 """schedule → stages per rank"""

@@ -10,10 +10,10 @@ from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.pipeline import Stages
 from autoshard.passes.propagate.alternatives import Later
-from autoshard.plans.pipeline import pipeline_cost, pipeline_memory
 from autoshard.plans.plan import Plan
-from autoshard.plans.record import Choice, Staged
-from autoshard.plans.report import utilisation
+from autoshard.report.pipeline import pipeline_cost, pipeline_memory
+from autoshard.report.record import Choice, Staged
+from autoshard.report.text import utilisation
 
 T = TypeVar("T")
 

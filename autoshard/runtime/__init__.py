@@ -124,6 +124,7 @@ from autoshard.runtime.ring import banded_rows, ring_attention
 from autoshard.runtime.scan import cummax, cummin, cumprod, cumsum, logcumsumexp
 from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax
 from autoshard.runtime.sparse import cast_table
+from autoshard.runtime.stacked import stacked
 from autoshard.runtime.tables import table_wise
 
 __all__ += [
@@ -182,6 +183,7 @@ __all__ += [
     "sharded_select",
     "softmax",
     "split",
+    "stacked",
     "std",
     "std_mean",
     "table_wise",

@@ -48,17 +48,15 @@ class Bucket(ABC):
         deferred: bool = False,
     ) -> None:
         self.moves, self.replicas, self.listed, self.dtypes = tuple(moves), replicas, listed, dtypes
+        first = self.moves[0]
+        self.awaited = replicas or (first.axes if first.verb == "enter" else ())
+        """axes whose sum comes last in the backward, so that it may be taken once for several; () where there is none"""
         self.deferred = deferred and bool(self.awaited)
 
     @property
     @abstractmethod
     def home(self) -> Communicator:
         """A rank whose tensors it sees."""
-
-    @property
-    def awaited(self) -> tuple[str, ...]:
-        """Axes whose sum comes last in the backward, so that it may be taken once for several; () where there is none."""
-        return self.replicas or (self.moves[0].axes if self.moves[0].verb == "enter" else ())
 
     @property
     def last_move(self) -> Move:
@@ -113,5 +111,7 @@ def by_dtype(xs: Sequence[torch.Tensor | None]) -> list[list[int]]:
 
 def each(moves: Sequence[Move], change: Callable[[Move], Move]) -> list[Move]:
     """Every move changed; several tensors often share one."""
+    if moves.count(moves[0]) == len(moves):
+        return [change(moves[0])] * len(moves)
     known: dict[int, Move] = {}
     return [known.get(id(m)) or known.setdefault(id(m), change(m)) for m in moves]

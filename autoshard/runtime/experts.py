@@ -37,14 +37,17 @@ def experts_op(
     activation: str,
     gated: bool,
     transposed: bool,
+    first_bias: torch.Tensor | None = None,
+    second_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rows ``x`` [t, w], each through the experts ``ids`` [t, k], summed with ``weights`` [t, k] → [t, v].
 
     An expert is ``activation(x @ first) @ second``; ``gated``: ``first`` makes [gate, up], and
     ``activation(gate) * up`` goes into ``second``. Experts lie along dim 0: ``first`` [e, h, w] and ``second`` [e, v, h]
-    as of linear layers, ``transposed`` [e, w, h] and [e, h, v]. An id that names no expert, such as -1, adds nothing.
+    as of linear layers, ``transposed`` [e, w, h] and [e, h, v]. Biases: [e, h] and [e, v]. An id that names no expert, such
+    as -1, adds nothing.
     """
-    return experts(x, ids, weights, first, second, activation, gated, transposed)
+    return experts(x, ids, weights, first, second, activation, gated, transposed, first_bias, second_bias)
 
 
 @experts_op.register_fake
@@ -57,23 +60,28 @@ def _(
     activation: str,
     gated: bool,
     transposed: bool,
+    first_bias: torch.Tensor | None = None,
+    second_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], second.shape[2 if transposed else 1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.form = inputs[5:]
+    ctx.form = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+    ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs))
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Runs the forward again: the local form differentiates by itself, the op is for whole tensors."""
-    given = [t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)]
+    wanting = (*ctx.needs_input_grad, False, False)  # biases that are not given
+    saved = zip(ctx.saved_tensors, wanting, strict=False)
+    given = [t if t is None else t.detach().requires_grad_(n) for t, n in saved]
     with torch.enable_grad():
-        out = experts(*given, *ctx.form)
-    wanted = [t for t in given if t.requires_grad]
+        out = experts(*(x if t is None else t for t, x in zip(given, ctx.form, strict=True)))
+    wanted = [t for t in given if t is not None and t.requires_grad]
     found = iter(torch.autograd.grad(out, wanted, grad))
-    return *(next(found) if t.requires_grad else None for t in given), None, None, None
+    gradients = [next(found) if t is not None and t.requires_grad else None for t in given]
+    return tuple(gradients[: len(ctx.needs_input_grad)])
 
 
 experts_op.register_autograd(_backward, setup_context=_save)
@@ -88,6 +96,8 @@ def experts(
     activation: str = "silu",
     gated: bool = True,
     transposed: bool = False,
+    first_bias: torch.Tensor | None = None,
+    second_bias: torch.Tensor | None = None,
     count: int | None = None,
     expert_axes: Axes = (),
     exchange_axes: Axes = (),
@@ -118,12 +128,16 @@ def experts(
     of_rows = exchanges_rows(ids.numel(), first.numel() // max(1, first.shape[dim]))
     parts = split(first, dim, (hidden, hidden), hidden_axes) if apart and not of_rows else [first]
     made = [grouped_mm(rows, part if transposed else part.mT, ends, True) for part in parts]
+    if first_bias is not None:  # which is not taken apart
+        made = [made[0] + _of_rows(first_bias, ends, rows)]
     if apart and of_rows:
         made = split(made[0], 1, (hidden, hidden), hidden_axes)
     mid = ACTIVATIONS[activation](made[0]) if not gated else _gated(made, ACTIVATIONS[activation])
     if not transposed:
         second = second.mT
     out = grouped_mm(mid, second, ends, True)
+    if second_bias is not None:
+        out = out + _of_rows(second_bias, ends, rows)
     if routes.order is not None:
         out = torch.empty_like(out).index_copy(0, routes.order, out)
     out = _exchanged(out, held, routes.back())
@@ -136,6 +150,12 @@ def exchanges_rows(rows: int, weights: int) -> bool:
     """Whether gates and what they gate are brought together after the product: ``rows`` are fewer than ``weights``, the
     elements of one of the features on a rank."""
     return rows < weights
+
+
+def _of_rows(bias: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """For every one of ``rows`` that of its expert."""
+    numbers = torch.arange(rows.shape[0], device=ends.device, dtype=ends.dtype)
+    return bias.index_select(0, torch.searchsorted(ends, numbers, right=True))
 
 
 def _gated(made: list[torch.Tensor], activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -129,12 +129,12 @@ class FlatBucket(Bucket):
         if verb in LOCAL:
             parts = [self.comm.local(m, x) for m, x in zip(moves, xs, strict=True)]
             buffer = self._flat(parts, dtype)
-            return buffer, None, _views(buffer, [p.shape for p in parts])
+            return buffer, None, _views_like(buffer, parts)
         self._announce(moves, xs, phase, dtype)
         with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
             if verb == "all_reduce":
                 buffer = self._flat(xs, dtype)
-                return buffer, self._all_reduce(buffer, moves[0].axes), _views(buffer, [x.shape for x in xs])
+                return buffer, self._all_reduce(buffer, moves[0].axes), _views_like(buffer, xs)
             if verb == "reduce_scatter":
                 return self._reduce_scatter(moves, xs, dtype)
             moved = self._begin_gather(moves, xs, dtype)() if verb == "all_gather" else self._all_to_all(moves, xs)
@@ -251,3 +251,10 @@ def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.
     rest = buffer.numel() - sum(sizes)
     parts = torch.split(buffer, [*sizes, rest] if rest else sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
+
+
+def _views_like(buffer: torch.Tensor, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Consecutive views of ``buffer`` in the shapes of ``xs``, by one call where none is empty: torch forgets its shape."""
+    if not all(x.numel() for x in xs):
+        return _views(buffer, [x.shape for x in xs])
+    return list(torch._C._nn.unflatten_dense_tensors(buffer, xs))

@@ -40,6 +40,11 @@ class Notes:
         self.number = next(_numbers)
         self.call = 0
         """calls that began; 0: it is being compiled"""
+        self.meetings = 0
+        """how many of them were no calls of the model, but something else that all ranks do together"""
+        self.doing = "a call"
+        self._presented = 0, 0
+        """the call, and how many times it was presented before: several compilations are no call"""
         self.failed = 0
         """how many calls failed on this rank"""
         self.broken = False
@@ -49,6 +54,12 @@ class Notes:
         """what this rank's present call is, for the others to compare with theirs"""
         self.settle: Callable[[], None] = lambda: None
         """called before every collective: what the ranks must agree on before they begin one"""
+
+    def present(self, doing: str, claims: Callable[[], tuple[Claim, ...]]) -> None:
+        """Say what this rank does now. ``claims``: see :attr:`claims`."""
+        self.doing, self.claims = doing, claims
+        at, number = self._presented
+        self._presented = self.call, number + 1 if at == self.call else 0
 
     def leave(self, error: BaseException) -> None:
         """Tell the other ranks that this call fails here. The first rank's note stays."""
@@ -86,8 +97,14 @@ class Notes:
         mine = {what: number for what, number, *peers in self.claims() if not peers}
         if not mine:
             return ""
-        said = _store().compare_set(f"{self._key(self.call)}/claims", "", json.dumps([dist.get_rank(), mine]))
-        first, theirs = json.loads(said)
+        said = json.dumps([dist.get_rank(), self.doing, mine])
+        first, doing, theirs = json.loads(
+            _store().compare_set(f"{self._key(self.call)}/{self._presented[1]}", "", said)
+        )
+        if doing != self.doing:
+            return (
+                f"rank {first} is in {doing}, and rank {dist.get_rank()} in {self.doing}: every rank has to do the same"
+            )
         differing = [what for what in mine.keys() | theirs.keys() if mine.get(what) != theirs.get(what)]
         return f"the ranks disagree on {sorted(differing)[0]}: rank {first} comes with another" if differing else ""
 

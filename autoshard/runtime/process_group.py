@@ -139,7 +139,7 @@ class TorchCommunicator(Communicator):
 
     def buffer(self, like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat buffer of ``size`` elements where ``like`` is, for gradients that are to be kept."""
-        return self.spare.take(like, size, dtype, self.notes.call)
+        return self.spare.take(like, size, dtype, self.notes.call - self.notes.meetings)
 
     def during(self, move: Move | None, phase: str) -> None:
         """The collectives that follow are for this move in this phase; for none: ``phase`` says for what."""

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from autoshard.runtime import sparse as rows_only
 from autoshard.runtime.communicator import Axes, current
 from autoshard.runtime.move import Move, Splits
+from autoshard.runtime.stacked import OneAfterAnother, are_neighbours
 
 
 class Bags(NamedTuple):
@@ -138,7 +138,7 @@ def _looked_up(
         others = [t for t in tables if not t.shape[0]]
         each = zip(([here[0], *others], *([t] for t in here[1:])), bags, strict=True)
         return torch.cat([_looked_up(own, [bag], mode, padding, sparse) for own, bag in each])
-    stacked: torch.Tensor = _Stacked.apply(sparse, *tables)  # type: ignore[no-untyped-call]
+    stacked: torch.Tensor = OneAfterAnother.apply(sparse, *tables)  # type: ignore[no-untyped-call]
     if not bags:
         return stacked[:0]
     if padding is not None and padding >= 0 and bags[0].offsets is None:
@@ -159,41 +159,6 @@ _POOL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda rows: rows.mean(-2),
     "max": lambda rows: rows.amax(-2),
 }
-
-
-class _Stacked(torch.autograd.Function):
-    """Tables that lie one after another in memory as one, without a copy."""
-
-    @staticmethod
-    def forward(ctx: Any, sparse: bool, *tables: torch.Tensor) -> torch.Tensor:
-        ctx.sizes, ctx.sparse = [t.shape[0] for t in tables], sparse
-        here = [t for t in tables if t.shape[0]]
-        if not here:
-            return tables[0].new_empty(0, tables[0].shape[1])
-        size = (sum(t.shape[0] for t in here), here[0].shape[1])
-        whole = here[0].new_empty(0)
-        return whole.set_(here[0].untyped_storage(), here[0].storage_offset(), size, (size[1], 1))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        starts = itertools.accumulate(ctx.sizes, initial=0)
-        if ctx.sparse:
-            if not gradient.is_sparse:  # none of them is here
-                none = torch.zeros(0, dtype=torch.int64, device=gradient.device)
-                return None, *(rows_only.from_rows(none, gradient[:0], 0) for _ in ctx.sizes)
-            return None, *(rows_only.narrowed(gradient, 0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
-        return None, *(gradient.narrow(0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
-
-
-def are_neighbours(tables: Sequence[torch.Tensor]) -> bool:
-    """Whether these lie one after another in one piece of memory."""
-    return all(
-        a.is_contiguous()
-        and b.is_contiguous()
-        and a.untyped_storage()._cdata == b.untyped_storage()._cdata
-        and b.storage_offset() == a.storage_offset() + a.numel()
-        for a, b in itertools.pairwise(tables)
-    )
 
 
 def _splits(

@@ -27,10 +27,10 @@ from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.passes.rules.embedding import LOOK_UPS
 from autoshard.plans.describe import describe
 from autoshard.plans.plan import Plan
-from autoshard.plans.report import local_bytes
-from autoshard.plans.serving import Phase, Serving
 from autoshard.plans.wishes import Wishes
 from autoshard.progress import stage
+from autoshard.report.serving import Phase, Serving
+from autoshard.report.text import local_bytes
 from autoshard.runtime.autocast import without_autocast
 from autoshard.serving.calls import Call, calls_of
 

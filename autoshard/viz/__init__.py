@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import PlanError
-from autoshard.plans.record import Record
+from autoshard.report.record import Record
 from autoshard.viz.dot import dot, svg
 from autoshard.viz.html import html
 from autoshard.viz.layout_picture import visualize_layout

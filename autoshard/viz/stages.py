@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.passes.pipeline.timeline import Timeline
-from autoshard.plans.pipeline import pipeline
-from autoshard.plans.record import Record
+from autoshard.report.pipeline import pipeline
+from autoshard.report.record import Record
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 CATEGORIES = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}

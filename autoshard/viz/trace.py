@@ -1,6 +1,6 @@
 """The timeline of a plan in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-One row per stream of :mod:`autoshard.plans.schedule`: compute, and communication inside nodes and between them; and memory.
+One row per stream of :mod:`autoshard.report.schedule`: compute, and communication inside nodes and between them; and memory.
 Of a plan with stages a process per rank along their axis, with its work, its messages and its waiting.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 
-from autoshard.plans.pipeline import pipeline
-from autoshard.plans.record import Record
-from autoshard.plans.report import hot_spots
-from autoshard.plans.schedule import COMPUTE, timeline
+from autoshard.report.pipeline import pipeline
+from autoshard.report.record import Record
+from autoshard.report.schedule import COMPUTE, timeline
+from autoshard.report.text import hot_spots
 from autoshard.viz.stages import memory_over_steps, trace_rows
 
 

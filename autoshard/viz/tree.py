@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.passes.rules.facts import is_view_named
-from autoshard.plans.record import Choice, Collective, Record
-from autoshard.plans.report import globbed, numbers, short_op
+from autoshard.report.record import Choice, Collective, Record
+from autoshard.report.text import globbed, numbers, short_op
 
 LONGEST = 150
 """children of a box that are drawn at once; a longer box is cut into parts"""

@@ -11,7 +11,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,11 +28,13 @@ from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.questions import Exported, indifferent
 from autoshard.passes.capture.exported.arguments import Example, argument_paths, gradient_sources, with_keywords
 from autoshard.passes.capture.exported.attributes import WrittenError, apart, as_buffers, check_unwritten, held
+from autoshard.passes.capture.exported.growing import from_one, longer
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
 from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.observer import Forward, patched, replacing
 from autoshard.passes.capture.refusals.checks import check_dtypes, check_example, check_model
 from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
+from autoshard.passes.capture.refusals.outside import reading_outside
 from autoshard.passes.capture.repeats.calls import UnequalError
 from autoshard.passes.capture.repeats.observer import Repeats
 from autoshard.passes.capture.repeats.written_out import write_out
@@ -77,7 +79,24 @@ def capture(
     register_types(example)
     if dynamic:
         opened(_tensors(model, example), dynamic)  # a wrong request is refused before tracing
-    with _untouched(model), _quiet(), torch.enable_grad(), reading_in(model, precision) as kept:
+    graph = _captured(model, example, training, dynamic, precision)
+    if dynamic is True and (other := longer(graph, example)) is not None:
+        with contextlib.suppress(CaptureError):
+            return from_one(graph, _captured(model, other, training, dynamic, precision)) or graph
+    return graph
+
+
+def _captured(
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, precision: Precision | None
+) -> Graph:
+    """See :func:`capture`."""
+    with (
+        _untouched(model),
+        _quiet(),
+        torch.enable_grad(),
+        reading_in(model, precision) as kept,
+        reading_outside() as read,
+    ):
         apart(model)
         try:
             program, eager_grads, inputs = _export(model, example, training, dynamic)
@@ -85,7 +104,7 @@ def capture(
             as_buffers(model, error.names)
             program, eager_grads, inputs = _export(model, example, training, dynamic)
         graph = with_kept_casts(translate(program, model, example, training, inputs))
-    graph = with_tables(with_precision(graph, kept, precision))
+    graph = replace(with_tables(with_precision(graph, kept, precision)), outside=tuple(read.values()))
     check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)

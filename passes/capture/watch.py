@@ -26,6 +26,7 @@ from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, R
 from autoshard.passes.capture.refusals.default_dtype import DefaultDtype
 from autoshard.passes.capture.refusals.draws import Draws
 from autoshard.passes.capture.refusals.gradients import Gradients
+from autoshard.passes.capture.refusals.outside import ReadsOutside
 from autoshard.passes.capture.repeats.observer import Repeats
 from autoshard.passes.capture.substitutes.autocast import Autocast
 from autoshard.passes.capture.substitutes.caches import Caches
@@ -62,7 +63,7 @@ def concerns(
     refusals, loops = Refusals(), Loops(learnt)
     steering = () if example is None else (Steering(example),)
     return (
-        repeats, numbers, Draws(refusals), DefaultDtype(refusals), Caches(),
+        ReadsOutside(training, refusals), repeats, numbers, Draws(refusals), DefaultDtype(refusals), Caches(),
         PackedSequences(), Gradients(training, refusals), CustomFunctions(training, refusals),
         Checkpoints(training, refusals),
         NoGrad(), Conversions(), Scripted(), FlexAttention(), Experts(), Autocast(), Bodies(),

@@ -38,7 +38,8 @@ class TensorType:
     sparse: bool = False
     """whether its gradient is sparse"""
     tables: int = 0
-    """of one that may lie whole on one rank: how many tables, itself included, may that are as large, or half as large"""
+    """of a table, or a matrix of one expert, that may lie whole on one rank: how many, itself included, may that are as
+    large, or half as large"""
     parts: tuple[int, int] | None = None
     """a dim that is split into so many equal parts later, of each of which a rank may hold a chunk"""
 
@@ -244,6 +245,8 @@ class Graph:
     """fqn of a buffer or an input → value written back to it after the forward"""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """lifted tensor constants by input name"""
+    outside: tuple[tuple[torch.Tensor, int], ...] = field(default=(), compare=False, repr=False)
+    """what the forward read of tensors with data, and their versions then: of constants, and of what decided a branch"""
     symbols: Symbols = STATIC
     """the lengths of inputs that types may depend on"""
     flat_inputs: tuple[str | None, ...] = ()
@@ -257,6 +260,11 @@ class Graph:
         """Whether the model computes in float64: its parameters, or its inputs where it has none."""
         parameters = [self.types[i.name].dtype for i in self.inputs if i.kind == "parameter"]
         return torch.float64 in (parameters or [self.types[i.name].dtype for i in self.inputs])
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a tensor that the forward read outside of its parameters, buffers and inputs was written since."""
+        return any(x._version != version for x, version in self.outside)
 
     @cached_property
     def example(self) -> Graph:

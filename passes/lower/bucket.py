@@ -14,20 +14,12 @@ from typing import Any
 
 import networkx as nx
 
-from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import refs
 from autoshard.passes.ir.merge import fused, merged
 from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.blocks import runs
+from autoshard.passes.propagate.bucketed import BUCKET_BYTES, bucket_bytes, goes_in_buckets
 from autoshard.passes.rules.facts import is_view, saves_operand
-
-BUCKET_BYTES = 25 * 2**20
-"""a bucket is closed when it holds this many bytes per rank, on links without latency (DistributedDataParallel's default),
-and never before where nothing is gathered: its gradients are there anyway"""
-LEAST, MOST = 2**20, 256 * 2**20
-"""bounds of what follows from a link"""
-LATENCY = 0.1
-"""of the time of a bucket's gather: smaller buckets overlap better, larger ones take more memory"""
 
 _KINDS = {"enter": "enter_parameters", "all_gather": "gather_parameters"}
 
@@ -138,21 +130,11 @@ def _units(statements: Iterable[Statement], program: Program, zero: Mapping[str,
     return units
 
 
-def bucket_bytes(mesh: Mesh, axes: str | Sequence[str]) -> float:
-    """Bytes of a gathered bucket in whose gather along ``axes`` latency takes its share."""
-    route = mesh.link(axes)
-    latency, per_byte = route.rate("all_gather")
-    if not latency:
-        return BUCKET_BYTES
-    ring = latency / per_byte * (1 - LATENCY) / LATENCY
-    return min(MOST, max(LEAST, ring * route.ranks / (route.ranks - 1)))
-
-
 def _function(s: Statement, program: Program) -> str | None:
     """The function that does the same to a bucket; None for a statement that stays alone."""
     type_ = program.types.get(s.value)
-    if s.step is None or not s.parameter or type_ is None or not type_.grad or type_.sparse:
-        return None  # a sparse gradient is no part of a flat buffer
+    if s.step is None or not s.parameter or type_ is None or not goes_in_buckets(type_):
+        return None
     return _KINDS.get(s.step.kind)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import Node
+from autoshard.passes.propagate.bucketed import latency_shares, share_of
 from autoshard.passes.propagate.edges import conversion_parts, paid, readings
 from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
@@ -88,6 +89,10 @@ class _Alternatives:
         return movable_values(self.graph)
 
     @cached_property
+    def shares(self) -> Mapping[str, float]:
+        return latency_shares(self.graph, self.mesh)
+
+    @cached_property
     def stages(self) -> Mapping[str, int]:
         return stages_of(self.graph, self.assignment.zero)
 
@@ -98,7 +103,7 @@ class _Alternatives:
             return ()
         sources = {name: self.assignment.source(name).placements for name in node.inputs}
         targets = tuple(tuple(self.targets[name]) for name in node.outputs)
-        owned = tuple((self.stages.get(name), name in self.movable) for name in (*node.inputs, *node.outputs))
+        owned = tuple(self._terms(name) for name in (*node.inputs, *node.outputs))
         key = (id(space), current, tuple(sources[n] for n in node.inputs), targets, owned)
         if key not in self.known:
             parts = space.parts
@@ -115,8 +120,12 @@ class _Alternatives:
         return parts.step(self.mesh.hardware.overlap, self.graph.passes)
 
     def _parts(self, name: str, sources: Sequence[Placements], targets: Sequence[Placements]) -> Parts:
-        type_, movable = self.graph.types[name], name in self.movable
-        return conversion_parts(type_, self.mesh, sources, targets, self.stages.get(name), movable, self.graph.passes)
+        type_ = self.graph.types[name]
+        return conversion_parts(type_, self.mesh, sources, targets, *self._terms(name), self.graph.passes)
+
+    def _terms(self, name: str) -> tuple[int | None, bool, float]:
+        """The stage of ZeRO, whether conversions can move in time, and the share of their latency."""
+        return self.stages.get(name), name in self.movable, share_of(name, self.shares)
 
     def _best(self, space: OpSpace, extra: np.ndarray, current: int) -> tuple[Alternative, ...]:
         order = [int(i) for i in np.argsort(extra, kind="stable") if i != current and math.isfinite(extra[i])]

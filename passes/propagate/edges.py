@@ -13,6 +13,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.bucketed import latency_shares, share_of
 from autoshard.passes.propagate.keep import Copies, Side, kept, stages
 from autoshard.passes.propagate.op_space import OpSpace
 from autoshard.passes.propagate.step_time import Parts, movable_values
@@ -27,6 +28,7 @@ def conversion_parts(
     targets: Sequence[Placements],
     stage: int | None,
     movable: bool,
+    share: float = 1.0,
     passes: int = 1,
 ) -> Parts:
     """What it takes per pass to bring a value from each source (row) to each target (column): forward and backward.
@@ -34,35 +36,35 @@ def conversion_parts(
     ``stage``: None of what is no parameter. What is gathered of a parameter is gathered once more in the backward (0,
     FSDP), or once a step and kept: gradients are reduced once (1, ZeRO-1), or scattered in each of the step's ``passes`` (2).
     Sums over replicas are taken once in any case. ``movable``: see
-    :func:`~autoshard.passes.propagate.step_time.movable_values`.
+    :func:`~autoshard.passes.propagate.step_time.movable_values`; ``share``: of the latency of messages that it shares with
+    others (:func:`~autoshard.passes.propagate.bucketed.latency_shares`).
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
-    found: Sequence[np.ndarray] = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown)
+    found: Sequence[np.ndarray] = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown, share)
     if stage == 0 and type_.grad:
         gathered = _gathers(a, b)
-        again = forward_matrices(type_, a, b)
+        again = forward_matrices(type_, a, b, share)
         found = tuple(x + np.where(gathered, y, 0.0) for x, y in zip(found, again, strict=True))
     if passes == 1 or stage is None:
         return as_parts(found, movable)
-    apart = found if stage == 1 else _sums(type_, a, b) if type_.grad else [np.zeros_like(x) for x in found]
+    apart = found if stage == 1 else _sums(type_, a, b, share) if type_.grad else [np.zeros_like(x) for x in found]
     if stage == 2:
-        apart = [x + y for x, y in zip(apart, forward_matrices(type_, a, b), strict=True)]
+        apart = [x + y for x, y in zip(apart, forward_matrices(type_, a, b, share), strict=True)]
     apart = [np.where(np.isfinite(x), np.minimum(x, y), 0.0) for x, y in zip(found, apart, strict=True)]
     each = as_parts([x - y for x, y in zip(found, apart, strict=True)], movable)
     once = as_parts(apart, movable)
     return replace(each, once=once.blocking, node_once=once.node, network_once=once.network)
 
 
-def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> list[np.ndarray]:
+def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], share: float) -> list[np.ndarray]:
     """The part of :func:`link_matrices` that is sums of gradients over replicas: I → R on the way."""
     reads = [frozenset(a for a in x.axes_with(Replicate)) for x in targets]
     found = [np.zeros((len(sources), len(targets))) for _ in range(3)]
     for axes in set(reads):
         entered = [x.replace({a: Replicate() for a in axes.intersection(x.axes_with(Invariant))}) for x in sources]
         columns = np.array([r == axes for r in reads])
-        for out, seconds in zip(
-            found, link_matrices(sources, entered, type_.shape, type_.dtype, type_.moves, type_.unknown), strict=True
-        ):
+        what = type_.shape, type_.dtype, type_.moves, type_.unknown
+        for out, seconds in zip(found, link_matrices(sources, entered, *what, share), strict=True):
             out[:, columns] = np.diag(seconds)[:, None]
     return found
 
@@ -82,11 +84,11 @@ def as_parts(links: Sequence[np.ndarray], movable: bool) -> Parts:
 
 
 def forward_matrices(
-    type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]
+    type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], share: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Seconds, of launches, inside a node and between nodes, of the conversions of the value alone, without its gradient's."""
     a, b = ([layout.without_gradient() for layout in side] for side in (sources, targets))
-    return link_matrices(a, b, type_.shape, type_.dtype, False, type_.unknown)
+    return link_matrices(a, b, type_.shape, type_.dtype, False, type_.unknown, share)
 
 
 def forward_seconds(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
@@ -158,7 +160,7 @@ class EdgeTables:
 
     def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool, flying: int = 1) -> None:
         self.graph, self.mesh, self.held, self.flying = graph, mesh, held, flying
-        self.movable = movable_values(graph)
+        self.movable, self.shares = movable_values(graph), latency_shares(graph, mesh)
         self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
         self.known: dict[TensorType, dict[Placements, int]] = {}
         self.alive: list[Sequence[Placements]] = []
@@ -181,7 +183,14 @@ class EdgeTables:
         """What a link takes, and its bytes; those of equal links are one."""
         type_ = self.graph.types[link.value]
         mask = None if link.mask is None else link.mask.tobytes()
-        key = (type_, link.value in self.movable, link.given.key, link.asked.key, mask)
+        key = (
+            type_,
+            link.value in self.movable,
+            share_of(link.value, self.shares),
+            link.given.key,
+            link.asked.key,
+            mask,
+        )
         if key not in self.tables:
             (given, _, above, rows), (asked, first, beside, columns) = self._sides(link)
             link = link._replace(given=given, asked=asked, mask=None if link.mask is None else link.mask[first])
@@ -221,13 +230,11 @@ class EdgeTables:
 
     def _conversions(self, value: str, stage: int | None) -> Parts:
         """What bringing a value from every known layout to every other takes."""
-        type_, movable = self.graph.types[value], value in self.movable
-        if (type_, stage, movable) not in self.matrices:
+        type_, terms = self.graph.types[value], (stage, value in self.movable, share_of(value, self.shares))
+        if (key := (type_, *terms)) not in self.matrices:
             known = tuple(self.known[type_])
-            self.matrices[type_, stage, movable] = conversion_parts(
-                type_, self.mesh, known, known, stage, movable, self.graph.passes
-            )
-        return self.matrices[type_, stage, movable]
+            self.matrices[key] = conversion_parts(type_, self.mesh, known, known, *terms, self.graph.passes)
+        return self.matrices[key]
 
     def _held(self, link: Link, parts: Parts, cut: tuple[np.ndarray, ...]) -> tuple[Parts, np.ndarray | None]:
         of_stage = {stage: self._copies(link.value, stage) for row in stages(link.given, link.asked) for stage in row}

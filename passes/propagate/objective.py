@@ -12,6 +12,7 @@ import numpy as np
 from autoshard.layout import Layout
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.propagate import cost as costs
+from autoshard.passes.propagate.bucketed import latency_shares, share_of
 from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices
 from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.op_space import internal_collectives, signature, traffic_on
@@ -104,11 +105,11 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
         operations[node.name] = known[key]
     prices: dict[object, Parts] = {}
     conversions: list[Parts] = []
-    movable, stages = movable_values(graph), stages_of(graph, assignment.zero)
+    movable, stages, shares = movable_values(graph), stages_of(graph, assignment.zero), latency_shares(graph, mesh)
     for value, src, dst in _conversions(assignment):
         if src == dst:
             continue
-        case = (graph.types[value], src, dst, stages.get(value), value in movable)
+        case = (graph.types[value], src, dst, stages.get(value), value in movable, share_of(value, shares))
         if case not in prices:
             prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:], graph.passes)[0, 0]
         conversions.append(prices[case])

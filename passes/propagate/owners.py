@@ -11,6 +11,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import TensorType
 from autoshard.passes.propagate.hints import Constraint, Limit
+from autoshard.passes.rules.stacked import OWNERS
 
 Axes = tuple[str, ...]
 
@@ -30,14 +31,31 @@ def with_owners(assignment: Assignment, constraints: Mapping[str, Constraint | L
     """
     fixed = {name for name, c in constraints.items() if isinstance(c, Constraint)}
     layouts, types, mesh = assignment.layouts, assignment.graph.types, assignment.mesh
-    tables = [n for n in assignment.graph.parameters if layouts[n].owner]
-    found: dict[str, Layout] = {}
+    found = _in_order(assignment)
+    tables = [n for n in assignment.graph.parameters if layouts[n].owner and n not in found]
     for axes in dict.fromkeys(tuple(layouts[n].owner) for n in sorted(tables)):
         names = sorted(n for n in tables if tuple(layouts[n].owner) == axes)
         found |= _dealt({n: types[n] for n in names}, axes, layouts, mesh, fixed)
     if not found:
         return assignment
     return replace(assignment, layouts={**layouts, **found}, shared={**assignment.shared, **_shared(assignment, found)})
+
+
+def _in_order(assignment: Assignment) -> dict[str, Layout]:
+    """Matrices of experts → their layouts: each on the rank that has this chunk of all experts."""
+    found: dict[str, Layout] = {}
+    mesh, layouts = assignment.mesh, assignment.layouts
+    for node in assignment.graph.nodes:
+        axes = [a for a, s in zip(mesh.axes, assignment.choices[node.name], strict=True) if s.label == OWNERS]
+        if not axes:
+            continue
+        whole, parts = Layout(mesh, dict.fromkeys(axes, Shard(0))), node.argument("parts")
+        for rank in range(mesh.size):
+            start, length = whole.chunk_of(0, len(node.inputs) // parts, rank)
+            owner = {a: Owned(owner=mesh.index_along(rank, a)) for a in axes}
+            mine = node.inputs[start * parts : (start + length) * parts]
+            found.update((n, layouts[n].replace(owner)) for n in mine)
+    return found
 
 
 def _shared(assignment: Assignment, found: Mapping[str, Layout]) -> dict[str, Layout]:

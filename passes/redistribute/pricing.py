@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -13,9 +14,13 @@ from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.redistribute.space import Floats, Ints, Space, State, space
+from autoshard.runtime.move import COLLECTIVES
 
 Moves = bool | torch.dtype
 """whether the gradient is moved back; a dtype: its own, where that is another than the value's"""
+
+IN_BUCKETS = ("enter", "all_gather")
+"""moves that several parameters make in one call: into what replicas read, their gradients summed, and from shards"""
 
 FORBIDDEN = 1 << 60
 """bytes of a move that the shape does not allow; more than any real one, and sums of a few stay below 2**63"""
@@ -32,7 +37,8 @@ class Prices:
     piece: Ints
     """per move: elements of the smaller chunk, the unit of volume"""
     shares: Floats
-    """[2, moves]: of ``seconds`` those of launches, and those of links between nodes"""
+    """[5, moves]: of ``seconds`` those of launches, those of links between nodes, and what several tensors that move together
+    pay once: launches, latency of links inside a node, of links between nodes"""
 
 
 def width(dtype: torch.dtype, grad: Moves) -> int:
@@ -82,7 +88,31 @@ def _shares(mesh: Mesh, graph: Space, seconds: Floats, grad: bool) -> Floats:
     launches = calls * mesh.hardware.kernel_latency
     known = np.isfinite(seconds)
     rest = np.where(known, seconds, 0.0) - launches
-    return np.stack([np.where(known, launches, 0.0), np.where(known & crossing, rest, 0.0)])
+    latency = cache(lambda *call: message_latency(mesh, *call))
+    merges = [m.kind in IN_BUCKETS for m in graph.moves]
+    together = np.array(
+        [
+            latency(tuple(mesh.axes[a] for a in m.group), m.kind, m.backward if grad else None) if merged else 0.0
+            for m, merged in zip(graph.moves, merges, strict=True)
+        ],
+        np.float64,
+    )
+    once = np.where(merges, launches, 0.0)
+    links = together - once
+    shares = (
+        launches,
+        np.where(crossing, rest, 0.0),
+        once,
+        np.where(crossing, 0.0, links),
+        np.where(crossing, links, 0.0),
+    )
+    return np.where(known, np.stack(shares), 0.0)
+
+
+def message_latency(mesh: Mesh, axes: tuple[str, ...], forward: str, backward: str | None) -> float:
+    """Seconds of the collectives of a move, forward and backward, that do not depend on its bytes."""
+    found = [mesh.link(axes).rate(kind)[0] for kind in (forward, backward) if kind in COLLECTIVES]
+    return math.fsum(found)
 
 
 def _uneven(shape: tuple[int, ...], graph: Space) -> npt.NDArray[np.bool_]:

@@ -11,7 +11,7 @@ import torch
 
 from autoshard.layout import Grouped, Layout, Owned
 from autoshard.passes.redistribute.planner import distances, kinds_of
-from autoshard.passes.redistribute.pricing import FORBIDDEN, Moves, Prices, price, width
+from autoshard.passes.redistribute.pricing import FORBIDDEN, IN_BUCKETS, Moves, Prices, message_latency, price, width
 from autoshard.passes.redistribute.query import in_chunks, redistribution
 from autoshard.passes.redistribute.space import EXACT_AXES, Floats, everything, state_of
 
@@ -40,21 +40,23 @@ def link_matrices(
     dtype: torch.dtype,
     grad: Moves,
     closed: tuple[int, ...] = (),
+    share: float = 1.0,
 ) -> tuple[Floats, Floats, Floats]:
     """Seconds of the fastest redistribution from each source (row) to each target (column): of the launches of its
     collectives, of links inside a node, and of links between nodes: float64.
 
     Forward plus, if ``grad``, backward; inf where none exists. Equals the ``seconds`` of
-    ``redistribution(..., minimize="seconds")``. ``closed``: dims that are not cut on the way.
+    ``redistribution(..., minimize="seconds")``. ``closed``: dims that are not cut on the way. ``share``: of the latency of
+    collectives that go in buckets (:data:`~autoshard.passes.redistribute.pricing.IN_BUCKETS`), what this tensor pays.
     """
     if not sources or not targets:
         none = np.zeros((len(sources), len(targets)))
         return none, none, none
     if any(x.fixed for x in (*sources, *targets)):
-        return _of_fixed(sources, targets, shape, dtype, grad, closed)
+        return _of_fixed(sources, targets, shape, dtype, grad, closed, share)
     mesh, shape, kinds = sources[0].mesh, tuple(shape), kinds_of((*sources, *targets), bool(grad))
     if mesh.ndim > EXACT_AXES:
-        return _one_by_one(sources, targets, shape, dtype, grad, closed)
+        return _one_by_one(sources, targets, shape, dtype, grad, closed, share)
     prices = price(mesh, shape, dtype.itemsize, kinds, width(dtype, grad), everything(mesh.ndim, len(shape)), closed)
     index = prices.space.index
     rows, columns = ([index[state_of(x, len(shape), grad=bool(grad))] for x in side] for side in (sources, targets))
@@ -63,7 +65,15 @@ def link_matrices(
     else:
         found = [_to_one(prices, goal) for goal in columns]
         seconds, shares = (np.stack([pair[i][..., rows] for pair in found], axis=-1) for i in (0, 1))
-    return shares[0], seconds - shares[0] - shares[1], shares[1]
+    launches, between, *spared = shares
+    return _apart(seconds, launches, between, [(1.0 - share) * x for x in spared])
+
+
+def _apart(
+    seconds: Floats, launches: Floats, between: Floats, spared: Sequence[Floats]
+) -> tuple[Floats, Floats, Floats]:
+    """Launches, links inside a node and links between nodes, without what is ``spared`` of each."""
+    return launches - spared[0], seconds - launches - between - spared[1], between - spared[2]
 
 
 def _of_fixed(sources: Sequence[Layout], targets: Sequence[Layout], *what: Any) -> tuple[Floats, Floats, Floats]:
@@ -89,29 +99,38 @@ def _one_by_one(
     dtype: torch.dtype,
     grad: Moves,
     closed: tuple[int, ...],
+    share: float,
 ) -> tuple[Floats, Floats, Floats]:
     """On a mesh too large for one graph, every pair has its own."""
 
-    def seconds(src: Layout, dst: Layout) -> tuple[float, float, float]:
+    def seconds(src: Layout, dst: Layout) -> tuple[float, ...]:
         plan = redistribution(src, dst, shape, src.mesh, dtype, grad, minimize="seconds", closed=closed)
         launch = src.mesh.hardware.kernel_latency
         launches = {s: launch * ((s.forward_bytes > 0) + (s.backward_bytes > 0)) for s in plan.steps}
         between = sum(s.seconds - launches[s] for s in plan.steps if src.mesh.crosses(s.axes))
         calls = sum(launches[s] for s in plan.steps)
-        return calls, plan.seconds - calls - between, between
+        spared = [0.0, 0.0, 0.0]
+        for s in (s for s in plan.steps if s.kind in IN_BUCKETS):
+            spared[0] += launches[s]
+            spared[1 + src.mesh.crosses(s.axes)] += message_latency(src.mesh, s.axes, s.kind, s.backward) - launches[s]
+        return plan.seconds, calls, between, *spared
 
     found = np.array([[seconds(src, dst) for dst in targets] for src in sources])
-    return found[..., 0], found[..., 1], found[..., 2]
+    every, launches, between, *spared = np.moveaxis(found, -1, 0)
+    return _apart(every, launches, between, [(1.0 - share) * x for x in spared])
 
 
 @lru_cache(maxsize=1024)
 def _to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
-    """From every state to one: seconds [states], and the shares of them [2, states]."""
+    """From every state to one: seconds [states], and the shares of them [5, states]."""
     found = distances(prices, prices.seconds, goal)
     graph = prices.space
     order = np.lexsort((prices.seconds + found[graph.dst], graph.src))
     states, begin = np.unique(graph.src[order], return_index=True)
-    leads, shares = np.arange(len(found)), np.zeros((2, len(found)))  # the next state on the way, and the move there
+    leads, shares = (
+        np.arange(len(found)),
+        np.zeros((len(prices.shares), len(found))),
+    )  # the next state on the way, and the move there
     leads[states] = graph.dst[order[begin]]
     shares[:, states] = prices.shares[:, order[begin]]
     ends = found >= FORBIDDEN
@@ -124,9 +143,12 @@ def _to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
 
 @lru_cache(maxsize=64)
 def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
-    """Floyd-Warshall over all states: seconds [states, states], and the shares of them [2, states, states]."""
+    """Floyd-Warshall over all states: seconds [states, states], and the shares of them [5, states, states]."""
     graph = prices.space
-    distance, shares = np.full((len(graph.states),) * 2, np.inf), np.zeros((2, *(len(graph.states),) * 2))
+    distance, shares = (
+        np.full((len(graph.states),) * 2, np.inf),
+        np.zeros((len(prices.shares), *(len(graph.states),) * 2)),
+    )
     cheapest_last = np.argsort(-prices.seconds, kind="stable")
     ends = graph.src[cheapest_last], graph.dst[cheapest_last]
     distance[ends], shares[:, ends[0], ends[1]] = prices.seconds[cheapest_last], prices.shares[:, cheapest_last]

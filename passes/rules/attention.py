@@ -112,7 +112,7 @@ def _local(site: Site) -> Call:
         extent |= {"keys": shape[-1], "key_axes": spell(key_axes)} if key_axes else {}
         mask = Call("causal_mask", (query, node.argument("key")), extent)
         causal = False
-    if key_axes or probability:
+    if key_axes or probability or _forgets_mask(site):
         return _spelled_out(site, (query, key, value), mask, shape, {last: key_axes, last - 1: row_axes})
     return site.unchanged(key=key, value=value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
@@ -120,6 +120,14 @@ def _local(site: Site) -> Call:
 def _ring(site: Site) -> str:
     """Which ring or folded order it takes, if any."""
     return next((label for label in (*ring.LABELS, ring.FOLDED_ROWS) if site.axes(label)), "")
+
+
+def _forgets_mask(site: Site) -> bool:
+    """Whether torch's own op would give a learnt mask no gradient: on a rank that holds no queries (torch 2.13)."""
+    mask, out, last = site.node.positions.get("attn_mask"), site.outputs[0], site.mesh.size - 1
+    if mask is None or not site.in_type(mask).grad:
+        return False
+    return any(out.chunk_of(d, n, last)[1] == 0 for d, n in enumerate(site.out_type().shape))
 
 
 def _spelled_out(

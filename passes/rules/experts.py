@@ -25,27 +25,31 @@ def _strategies(node: Node, graph: Graph) -> Space:
 
     Experts are summands, and so are the features between their products.
     """
-    (rows, _), _, _, first, _ = graph.shapes(node.inputs)
+    (rows, _), _, _, first, _, *biases = graph.shapes(node.inputs)
     row: Dims = ("rows", None)
     of_first: Dims = ("experts", "hidden", None)
     of_second: Dims = ("experts", "columns", "hidden")
     if node.argument("transposed"):
         of_first, of_second = (of_first[0], *of_first[:0:-1]), (of_second[0], *of_second[:0:-1])
+    of_biases: tuple[Dims, ...] = (("experts", "hidden"), ("experts", "columns")) if biases else ()
     factors = Factors(
-        (row, row, row, of_first, of_second),
+        (row, row, row, of_first, of_second, *of_biases),
         (("rows", "columns"),),
         {"rows": rows, "experts": first[0], "hidden": _hidden(node, graph), "columns": graph.shape(node.outputs[0])[1]},
-        linear=((2,), (4,)),
+        addends=frozenset({6} if biases else ()),
+        linear=((2,), (4, 6) if biases else (4,)),
     )
     found = factors.strategies(node, graph)
-    return (*found, _exchange(rows), *(_halves(s) for s in found if s.label == "hidden" and node.argument("gated")))
+    halves = tuple(_halves(s) for s in found if s.label == "hidden" and node.argument("gated"))
+    if biases and halves:  # those of gates, and of what they gate, are not brought together
+        found = tuple(s for s in found if s.label != "hidden")
+    return (*found, _exchange(rows, len(node.inputs)), *halves)
 
 
 def _halves(hidden: Strategy) -> Strategy:
     """Each rank holds its part of the gates and of what they gate."""
-    first = hidden.inputs[3]
-    assert isinstance(first, Shard)
-    inputs = (*hidden.inputs[:3], Grouped(first.dim, 2), hidden.inputs[4])
+    dims = {i: p.dim for i, p in enumerate(hidden.inputs) if i in (3, 5) and isinstance(p, Shard)}
+    inputs = tuple(Grouped(dims[i], 2) if i in dims else p for i, p in enumerate(hidden.inputs))
     return replace(hidden, label="hidden/2", inputs=inputs, even=True, alone=True)
 
 
@@ -54,15 +58,17 @@ def _hidden(node: Node, graph: Graph) -> int:
     return graph.shapes(node.inputs)[4][1 if node.argument("transposed") else 2]
 
 
-def _exchange(rows: int) -> Strategy:
+def _exchange(rows: int, operands: int) -> Strategy:
     cut = Shard(0)
-    return Strategy(EXCHANGE, (cut,) * 5, (cut,), rows, divides=True, joins="none")
+    return Strategy(EXCHANGE, (cut,) * operands, (cut,), rows, divides=True, joins="none")
 
 
 def _local(site: Site) -> Call:
     node = site.node
     x, ids, weights, first, second = node.args[:5]
     form = {name: node.argument(name) for name in ("activation", "gated", "transposed")}
+    if len(node.inputs) > 5:
+        form |= {name: node.argument(name) for name in ("first_bias", "second_bias")}
     if axes := site.inputs[3].axes_of(0):
         form |= {"count": site.in_type(3).shape[0], "expert_axes": spell(axes)}
     if axes := site.axes(EXCHANGE):
@@ -109,18 +115,19 @@ def _of_parts(site: Site) -> tuple[Internal, ...]:
 
 def _flops(node: Node, graph: Graph) -> float:
     """Two products per row and expert that it goes to."""
-    _, ids, _, first, second = (graph.types[name] for name in node.inputs)
+    _, ids, _, first, second = (graph.types[name] for name in node.inputs[:5])
     return 2.0 * ids.numel * (math.prod(first.shape[1:]) + math.prod(second.shape[1:]))
 
 
 def _intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
     """Rows in the order of their experts, what is between the products, results, and where they lie."""
-    x, ids, _, first, second = (types[name] for name in node.inputs)
+    x, ids, _, first, second, *biases = (types[name] for name in node.inputs)
     wide = first.shape[2 if node.argument("transposed") else 1]
     hidden = second.shape[1 if node.argument("transposed") else 2]
     widths = [x.shape[1], wide, *([hidden, hidden] if node.argument("gated") else [hidden])]
     rows = int(ids.numel)
     made = [TensorType((rows, n), x.dtype) for n in (*widths, types[node.outputs[0]].shape[1])]
+    made += [TensorType((rows, n), x.dtype) for n in (wide, made[-1].shape[1])] if biases else []
     return (*made, TensorType((2, rows), torch.int64))
 
 

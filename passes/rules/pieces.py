@@ -10,7 +10,7 @@ import torch
 
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, spell
-from autoshard.passes.ir.sizes import reaches
+from autoshard.passes.ir.sizes import Size, reaches
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, Types, rules
 from autoshard.passes.rules.factors import Dims, Factors, broadcast, dims_argument, numbered, positive, sizes_of
 from autoshard.passes.rules.windows import Sliding, cut, haloed, halos
@@ -67,8 +67,9 @@ def _shifts(node: Node, shape: tuple[int, ...]) -> dict[int, int]:
     """Dims that a slice of step 1 or a constant pad changes, and how many positions it puts in front of them."""
     if "pad" not in str(node.op):
         start = node.argument("start") or 0
+        fixed = {d: n for d in _changed(node, shape) if not isinstance(n := shape[d], Size)}
         known = isinstance(start, int) and node.argument("step") == 1
-        return {d: -min(max(positive(start, n), 0), n) for d in _changed(node, shape) if known for n in (shape[d],)}
+        return {d: -min(max(positive(start, n), 0), n) for d, n in fixed.items() if known}
     pad = node.argument("pad")
     return {d: pad[2 * (len(shape) - 1 - d)] for d in _changed(node, shape)} if _is_constant(node) else {}
 
@@ -308,6 +309,7 @@ RULES: tuple[Rule, ...] = (
     *rules("broadcast_tensors.default", _broadcast_tensors, None, "..., ... -> ..., ...", facts=VIEW),
     *rules("pixel_shuffle.default", _pixels, None, "... (c r r) h w -> ... c (h r) (w r)", facts=NOTHING),
     *rules("pixel_unshuffle.default", _pixels, None, "... c (h r) (w r) -> ... (c r r) h w", facts=NOTHING),
+    *rules("channel_shuffle.default", _in_place(lambda node, shape: (1,)), None, "dim 1 whole", facts=NOTHING),
     *rules("im2col.default col2im.default", _columns, None, "n c _ _ -> n (c k) _, or back", facts=NOTHING),
     *rules("max_unpool2d.default", _unpooled(2), None, "n c _, n c _ -> n c _", facts=INDICES),
     *rules("max_unpool3d.default", _unpooled(3), None, "n c _, n c _ -> n c _", facts=INDICES),

@@ -95,7 +95,7 @@ class Block(runtime.Block):
         topk, topk_1 = torch.topk(router, 2)
         softmax = F.softmax(topk, dim=-1)  # [16/32, 2] S(0)@ep  moe.py:74
         # [2/4, 64, 128] S(0)@ep  moe.py:74
-        einsum_2_experts = torch.cat(
+        einsum_2_first = torch.cat(
             [self.feed_forward.experts.gate, self.feed_forward.experts.up], dim=2
         )
         # S(1)@ep → S(0)@ep    backward: all-to-all
@@ -105,7 +105,7 @@ class Block(runtime.Block):
             tokens,
             topk_1,
             softmax,
-            einsum_2_experts,
+            einsum_2_first,
             self.feed_forward.experts.down,
             activation="silu",
             gated=True,
@@ -202,7 +202,7 @@ class Block_2(runtime.Block):
         topk, topk_1 = torch.topk(router, 2)
         softmax = F.softmax(topk, dim=-1)  # [16/32, 2] S(0)@ep  moe.py:74
         # [2/4, 64, 128] S(0)@ep  moe.py:74
-        einsum_5_experts = torch.cat(
+        einsum_5_first = torch.cat(
             [self.feed_forward.experts.gate, self.feed_forward.experts.up], dim=2
         )
         # S(1)@ep → S(0)@ep    backward: all-to-all
@@ -212,7 +212,7 @@ class Block_2(runtime.Block):
             tokens,
             topk_1,
             softmax,
-            einsum_5_experts,
+            einsum_5_first,
             self.feed_forward.experts.down,
             activation="silu",
             gated=True,

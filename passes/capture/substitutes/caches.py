@@ -8,8 +8,9 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
-from autoshard.passes.capture.observer import Observer
+from autoshard.passes.capture.observer import Observer, patched
 
+_CACHE = functools._lru_cache_wrapper
 _NOT_THE_MODELS = ("torch", "sympy", "functools", "autoshard", "numpy")
 
 
@@ -18,16 +19,34 @@ class Caches(Observer):
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        before = {id(cache): cache.cache_info().misses for cache in _caches()}
+        # To look for caches is to go through all objects: so those that are made meanwhile are noted.
+        there = [(x, x.cache_info().misses) for x in gc.get_referrers(_CACHE) if type(x) is _CACHE and _is_users(x)]
+        making = _Making()
         try:
-            yield
+            with patched(((functools, "_lru_cache_wrapper", making),)):
+                yield
         finally:
-            for cache in _caches():
-                if cache.cache_info().misses > before.get(id(cache), 0):
+            for cache, misses in (*there, *((x, 0) for x in making.made if _is_users(x))):
+                if cache.cache_info().misses != misses:
                     cache.cache_clear()
 
 
-def _caches() -> list[Any]:
-    kind = functools._lru_cache_wrapper
-    found = [x for x in gc.get_objects() if type(x) is kind]
-    return [x for x in found if (getattr(x, "__module__", "") or "").partition(".")[0] not in _NOT_THE_MODELS]
+class _Making:
+    """Stands for the type of caches, and notes those that it makes."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def __call__(self, *args: Any) -> Any:
+        self.made.append(_CACHE(*args))
+        return self.made[-1]
+
+    def __getitem__(self, item: Any) -> Any:
+        return _CACHE[item]
+
+    def __instancecheck__(self, x: object) -> bool:
+        return isinstance(x, _CACHE)
+
+
+def _is_users(cache: Any) -> bool:
+    return (getattr(cache, "__module__", "") or "").partition(".")[0] not in _NOT_THE_MODELS

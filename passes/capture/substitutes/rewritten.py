@@ -11,13 +11,14 @@ import torch
 from autoshard.passes.capture.observer import Call, Observer, Patch
 from autoshard.passes.capture.substitutes.mistraced import MISTRACED, PATCHES
 from autoshard.passes.capture.substitutes.unchecked import UNCHECKED
+from autoshard.passes.capture.substitutes.windows import indexed
 
 
 def _equal(input: torch.Tensor, other: torch.Tensor) -> bool:  # noqa: A002
     return input.shape == other.shape and bool((input == other).all())
 
 
-REWRITTEN: dict[Any, Any] = UNCHECKED | MISTRACED
+REWRITTEN: dict[Any, Any] = UNCHECKED | MISTRACED | {torch.Tensor.__getitem__: indexed}
 _ASKING = {torch.equal: _equal, torch.Tensor.equal: _equal}
 """those whose stand-in asks a question, for an observer to answer"""
 

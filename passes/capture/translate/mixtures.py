@@ -7,17 +7,22 @@ experts are matrices in one tensor each for the first and the second product (or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any, Union
 
 import torch
 
 from autoshard.passes.capture.translate.canonical import remove_dead
-from autoshard.passes.capture.translate.patterns import Patterns, Product, letters
+from autoshard.passes.capture.translate.patterns import Patterns, ProductOf, letters
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.rules.stacked import STACKED
 from autoshard.runtime.experts import experts_op
 
 aten = torch.ops.aten
+
+Matrices = Union[Ref, tuple[Ref, ...]]
+"""of all experts in one tensor, or one of each"""
 
 
 def as_mixtures(graph: Graph) -> Graph:
@@ -32,7 +37,21 @@ def as_mixtures(graph: Graph) -> Graph:
                 found = True
                 like = types[made.inputs[0]]
                 types[made.outputs[0]] = TensorType(shape, like.dtype, any(types[n].grad for n in made.inputs))
-    return remove_dead(replace(graph, nodes=tuple(nodes), types=types)) if found else graph
+    return _of_owners(remove_dead(replace(graph, nodes=tuple(nodes), types=types))) if found else graph
+
+
+def _of_owners(graph: Graph) -> Graph:
+    """``graph`` whose types say of which experts the matrices may lie whole on one rank: of parameters that nothing else
+    reads."""
+    types = dict(graph.types)
+    given = {out.name for out in graph.outputs if isinstance(out, Ref)} | set(graph.mutations.values())
+    for node in graph.nodes:
+        if node.op is STACKED and all(
+            n in graph.parameters and len(graph.uses[n]) == 1 and n not in given for n in node.inputs
+        ):
+            count = len(node.inputs) // node.argument("parts")
+            types |= {n: replace(types[n], tables=count) for n in node.inputs}
+    return replace(graph, types=types)
 
 
 class Mixture:
@@ -43,47 +62,96 @@ class Mixture:
 
 
 class Experts:
-    """Two products around an activation; ``first``: one tensor, or that of gates and that of what they multiply."""
+    """Two products around an activation. Matrices are of all experts, or of one each."""
 
     def __init__(
-        self, x: Ref, first: tuple[Ref, ...], second: Ref, activation: str, gated: bool, transposed: bool
+        self,
+        x: Ref,
+        first: tuple[Matrices, ...],
+        second: Matrices,
+        biases: tuple[tuple[Matrices, ...], tuple[Matrices, ...]],
+        form: tuple[str, bool, bool],
     ) -> None:
-        self.x, self.first, self.second = x, first, second
-        self.form = activation, gated, transposed
+        self.x, self.second, self.biases, self.form = x, second, biases, form
+        self.first = first
+        """one tensor, or that of gates and that of what they multiply"""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Experts) and vars(self) == vars(other)
 
     __hash__ = object.__hash__
 
+    @property
+    def weights(self) -> tuple[tuple[str, tuple[Matrices, ...]], ...]:
+        """Operand of the operation → what it is made of; nothing where it is absent."""
+        pairs = zip(("first_bias", "second_bias"), self.biases, strict=True)
+        return ("first", self.first), ("second", (self.second,)), *pairs
+
 
 def _made(node: Node, mixture: Mixture, graph: Graph) -> Iterator[tuple[Node, tuple[int, ...] | None]]:
     """The nodes in the place of ``node``, with the shapes of their results."""
-    experts = mixture.experts
-    first, shape = experts.first[0], graph.shape(experts.first[0])
-    if len(experts.first) == 2:
-        name, dim = f"{node.name}_experts", 2 if experts.form[2] else 1
-        wide = (*shape[:dim], 2 * shape[dim], *shape[dim + 1 :])
-        first = Ref(name)
-        yield replace(node, name=name, op=aten.cat.default, args=(list(experts.first), dim), kwargs={},
-                      outputs=(name,), output_slots=(0,)), wide  # fmt: skip
-    args = (mixture.x, mixture.ids, mixture.weights, first, experts.second, *experts.form)
+    experts, dim = mixture.experts, 2 if mixture.experts.form[2] else 1
+    joined: list[Ref] = []
+    for name, several in experts.weights:
+        found: list[Ref] = []
+        for made, shape in _joined(node, name, several, dim, graph):
+            yield made, shape
+            found = [Ref(made.outputs[0])]
+        joined += found or [m for m in several if isinstance(m, Ref)]
+    args = (mixture.x, mixture.ids, mixture.weights, *joined[:2], *experts.form, *joined[2:])
     yield replace(node, op=experts_op._opoverload, args=args, kwargs={}), graph.shape(node.outputs[0])
 
 
-def _experts(y: Ref, product: Product, patterns: Patterns) -> Experts | None:
+def _joined(
+    node: Node, name: str, several: Sequence[Matrices], dim: int, graph: Graph
+) -> Iterator[tuple[Node, tuple[int, ...]]]:
+    """What makes one tensor of ``several``, of which the last result is it; nothing where it is one."""
+
+    def made(name: str, op: torch._ops.OpOverload, args: tuple[Any, ...], shape: Sequence[int]) -> Any:
+        name = f"{node.name}_{name}"
+        new = replace(node, name=name, op=op, args=args, kwargs={}, outputs=(name,), output_slots=(0,))
+        return new, tuple(shape)
+
+    parts = [(m,) if isinstance(m, Ref) else m for m in several]
+    if not parts:
+        return
+    count, apart = len(parts[0]), not isinstance(several[0], Ref)
+    shape = list(graph.shape(parts[0][0]))
+    if apart and (dim == 1 or len(shape) == 1):  # parts of an expert side by side
+        each = [m for of_one in zip(*parts, strict=True) for m in of_one]
+        yield made(name, STACKED, (each, len(parts)), (count, len(parts) * shape[0], *shape[1:]))
+        return
+    if apart:
+        for i, part in enumerate(parts):
+            yield made(f"{name}_{i}", STACKED, (list(part),), (count, *shape))
+        shape = [count, *shape]
+        parts = [(Ref(f"{node.name}_{name}_{i}"),) for i in range(len(parts))]
+    if len(parts) > 1:
+        shape[dim] *= len(parts)
+        yield made(name, aten.cat.default, ([p[0] for p in parts], dim), shape)
+
+
+def _experts(y: Ref, product: ProductOf, patterns: Patterns) -> Experts | None:
     """The experts whose results are ``y``, in the order that ``product`` knows a product of rows and matrices by."""
     if (second := product(y)) is None:
         return None
-    mid, matrices, transposed = second
-    for hidden, gate, activation in patterns.activated(mid):
+    for hidden, gate, activation in patterns.activated(second.rows):
         halves = (gate,) if hidden is None else patterns.halves(gate, hidden) or (gate, hidden)
-        made = [product(half) for half in halves]
-        if any(m is None or m[0] != made[0][0] or m[2] != transposed for m in made):  # type: ignore[index]
+        made = [m for half in halves if (m := product(half)) is not None]
+        if (
+            len(made) < len(halves)
+            or len({(m.rows, m.transposed, m.bias is None) for m in (*made, second._replace(rows=made[0].rows))}) > 1
+        ):
             continue
-        x, first = made[0][0], tuple(m[1] for m in made if m is not None)  # type: ignore[index]
-        if len({patterns.graph.shape(f) for f in first}) == 1:
-            return Experts(x, first, matrices, activation, hidden is not None, transposed)
+        first = tuple[Matrices, ...](m.matrices for m in made)
+        biases = (
+            tuple[Matrices, ...](m.bias for m in made if m.bias is not None),
+            tuple[Matrices, ...](m.bias for m in (second,) if m.bias is not None),
+        )
+        if len({patterns.graph.shape(m.matrices) for m in made}) == 1:
+            return Experts(
+                made[0].rows, first, second.matrices, biases, (activation, hidden is not None, second.transposed)
+            )
     return None
 
 
@@ -127,10 +195,12 @@ def _sorted(node: Node, patterns: Patterns) -> Mixture | None:
 
 
 def _loop(node: Node, patterns: Patterns) -> Mixture | None:
-    """Of the last of ``count`` experts, one after the other: out.index_add(0, rows, expert(x[rows]) * weights[rows, slots])."""
+    """Of the last expert, one after the other: out.index_add(0, rows, expert(x[rows]) * weights[rows, slots])."""
+    if (last := patterns.added(node)) is None or _goes_on(node, patterns):
+        return None
     found: dict[int, tuple[Ref, Ref, Experts]] = {}
     here: Node | None = node
-    total = Ref("")
+    total = last[0]
     while here is not None and (step := patterns.added(here)) is not None:
         total, rows, value = step
         if (one := _of_one(rows, value, patterns)) is None:
@@ -138,12 +208,38 @@ def _loop(node: Node, patterns: Patterns) -> Mixture | None:
         number, *what = one
         found[number] = tuple(what)  # type: ignore[assignment]
         here = patterns.graph.producers.get(total.name)
-    count = patterns.graph.shape(found[max(found)][2].second)[0] if found else 0
-    alike = bool(found) and all(what == found[max(found)] for what in found.values())
-    if not alike or sorted(found) != list(range(count)) or not patterns.is_zero(total):
+    if sorted(found) != list(range(len(found))) or not patterns.is_zero(total):
         return None
     ids, weights, experts = found[0]
-    return Mixture(experts.x, ids, weights, experts) if patterns.is_distinct(ids) else None
+    alike = all((i, w) == (ids, weights) for i, w, _ in found.values())
+    together = _together([found[e][2] for e in sorted(found)], patterns.graph) if alike else None
+    return Mixture(experts.x, ids, weights, together) if together is not None and patterns.is_distinct(ids) else None
+
+
+def _goes_on(node: Node, patterns: Patterns) -> bool:
+    """Whether another expert adds to the same."""
+    steps = (patterns.added(user) for user in patterns.graph.uses[node.outputs[0]])
+    return any(step is not None and step[0].name == node.outputs[0] for step in steps)
+
+
+def _together(experts: Sequence[Experts], graph: Graph) -> Experts | None:
+    """Experts of a loop as one: all are products with the same tensors, or each has matrices of its own."""
+    one = experts[0]
+    if all(e == one for e in experts):
+        return one if isinstance(one.second, Ref) and graph.shape(one.second)[0] == len(experts) else None
+    if any(
+        (e.x, e.form, [len(w) for _, w in e.weights]) != (one.x, one.form, [len(w) for _, w in one.weights])
+        for e in experts
+    ):
+        return None
+    found: list[tuple[Matrices, ...]] = []
+    for of_all in zip(*(e.weights for e in experts), strict=True):  # of one operand
+        parts = [tuple(m for m in each if isinstance(m, Ref)) for each in zip(*(w for _, w in of_all), strict=True)]
+        shapes = {graph.shape(m) for part in parts for m in part}
+        if len(shapes) > 1 or any(len(s) > 2 for s in shapes):
+            return None
+        found.append(tuple(parts))
+    return Experts(one.x, found[0], found[1][0], (found[2], found[3]), one.form)
 
 
 def _of_one(rows: Ref, value: Ref, patterns: Patterns) -> tuple[int, Ref, Ref, Experts] | None:
@@ -154,9 +250,9 @@ def _of_one(rows: Ref, value: Ref, patterns: Patterns) -> tuple[int, Ref, Ref, E
     for y, factor in patterns.times(value):
         experts = _experts(y, patterns.of_number(number), patterns)
         weights = patterns.weights_at(factor, rows, slots)
-        picked = patterns.made(experts.x, aten.index.Tensor) if experts is not None else None
-        if experts is None or weights is None or picked is None or picked.args[1] != [rows]:
+        source = patterns.of_rows(experts.x, rows) if experts is not None else None
+        if experts is None or weights is None or source is None:
             continue
-        experts.x = picked.args[0]
+        experts.x = source
         return number, ids, weights, experts
     return None

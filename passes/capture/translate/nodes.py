@@ -27,6 +27,7 @@ from autoshard.passes.capture.exported.symbolic import constant, is_length, is_s
 from autoshard.passes.capture.refusals.checks import check_filled, check_result, is_left_out, not_an_op, written
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
 from autoshard.passes.capture.substitutes.checkpoints import checkpoint_of
+from autoshard.passes.capture.substitutes.windows import as_slice
 from autoshard.passes.capture.translate.canonical import (
     OVERWRITING,
     STRIDED,
@@ -160,11 +161,6 @@ class _Translation:
                 f"the model's tensor {spec.target!r} is neither parameter nor buffer and has no data. Register it with "
                 "register_buffer() or as nn.Parameter."
             )
-        if tensor.requires_grad and self.training:
-            raise CaptureError(
-                f"the model's tensor {spec.target!r} requires a gradient and is not a parameter; it would be a "
-                "constant of the graph. Make it an nn.Parameter."
-            )
         return tensor.detach()
 
     def define(self, name: str, value: Any, grad: bool) -> None:
@@ -187,6 +183,7 @@ class _Translation:
         if not isinstance(op, torch._ops.OpOverload):
             raise CaptureError(f"{where(node)}: {not_an_op(node)}")
         args, kwargs = self.argument(node.args), self.argument(dict(node.kwargs))
+        op, args = as_slice(op, args)
         if any(is_symbolic(a) for a in pytree.tree_leaves((args, kwargs))):
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
         if op is aten._to_copy.default and not isinstance(args[0], Ref):  # vmap makes tensors of numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,8 +15,19 @@ from autoshard.runtime.grouped import grouped_mm
 
 aten = torch.ops.aten
 
-Product = Callable[[Ref], tuple[Ref, Ref, bool] | None]
-"""a value → (rows, matrices of all experts, whether these are [.., in, out]) if it is a product of them"""
+
+class Product(NamedTuple):
+    """Rows times matrices of experts."""
+
+    rows: Ref
+    matrices: Ref
+    transposed: bool
+    """whether these are [.., in, out]"""
+    bias: Ref | None = None
+
+
+ProductOf = Callable[[Ref], Product | None]
+"""a value → the product that it is"""
 _GROUPED = {grouped_mm._opoverload, aten._grouped_mm.default}
 _PLAIN = (aten.reshape.default, aten._to_copy.default, aten.squeeze.dim, aten.unsqueeze.default, aten.clone.default)
 
@@ -91,52 +102,54 @@ class Patterns:
         whole = self.graph.shape(node.args[0])[-1] == 2 * self.graph.shape(gate)[-1]
         return (node.args[0],) if len(shapes) == 1 and whole and node.argument("dim") % rank == rank - 1 else None
 
-    def by_expert(self, value: Ref) -> tuple[Ref, Ref, bool] | None:
+    def by_expert(self, value: Ref) -> Product | None:
         """A product [e, t, n] of rows [t, k] or [e, t, k]."""
         if (node := self.made(value, aten.bmm.default, aten.matmul.default)) is not None:
             rows, matrices = node.args
             shapes = self.graph.shapes((rows.name, matrices.name))
-            return (rows, matrices, True) if len(shapes[1]) == 3 and len(shapes[0]) in (2, 3) else None
+            return Product(rows, matrices, True) if len(shapes[1]) == 3 and len(shapes[0]) in (2, 3) else None
         node = self.made(value, aten.einsum.default)
         for rows, matrices in (node.args[1], node.args[1][::-1]) if node is not None and len(node.args[1]) == 2 else ():
             named = letters(node, (rows, matrices))  # type: ignore[arg-type]
             if named in (("ab", "cbd", "cad"), ("abc", "acd", "abd")):
-                return rows, matrices, True
+                return Product(rows, matrices, True)
             if named in (("ab", "cdb", "cad"), ("abc", "adc", "abd")):
-                return rows, matrices, False
+                return Product(rows, matrices, False)
         return None
 
-    def in_groups(self, ends: list[str]) -> Product:
+    def in_groups(self, ends: list[str]) -> ProductOf:
         """Grouped products; ``ends`` gets where their groups end."""
 
-        def product(value: Ref) -> tuple[Ref, Ref, bool] | None:
+        def product(value: Ref) -> Product | None:
             if (node := self.made(value, *_GROUPED)) is None or len(node.inputs) != 3:
                 return None
             rows, matrices, at = (Ref(name) for name in node.inputs)
             ends.append(at.name)
             turned = self.made(matrices, aten.transpose.int)
             if turned is not None and {d % 3 for d in turned.args[1:3]} == {1, 2}:
-                return rows, turned.args[0], False
-            return rows, matrices, True
+                return Product(rows, turned.args[0], False)
+            return Product(rows, matrices, True)
 
         return product
 
-    def of_number(self, number: int) -> Product:
+    def of_number(self, number: int) -> ProductOf:
         """Products with the matrix of one expert."""
 
-        def product(value: Ref) -> tuple[Ref, Ref, bool] | None:
+        def product(value: Ref) -> Product | None:
             node = self.made(value, aten.matmul.default, aten.mm.default, aten.linear.default)
-            if node is None or len(node.inputs) != 2:
+            if node is None:
                 return None
-            rows, matrix = node.args[:2]
+            rows, matrix, *bias = (node.args[i] for i in range(len(node.inputs)))
             transposed = node.op is not aten.linear.default
             turned = self.made(matrix, aten.t.default, aten.transpose.int)
             if turned is not None:
                 matrix, transposed = turned.args[0], not transposed
+            if len(self.graph.shape(matrix)) == 2 and matrix.name in self.graph.parameters:  # a module of its own
+                return Product(rows, matrix, transposed, *bias)
             one = self.made(matrix, aten.select.int)
-            if one is None or one.args[1:] != (0, number) or len(self.graph.shape(one.args[0])) != 3:
+            if bias or one is None or one.args[1:] != (0, number) or len(self.graph.shape(one.args[0])) != 3:
                 return None
-            return rows, one.args[0], transposed
+            return Product(rows, one.args[0], transposed)
 
         return product
 
@@ -225,6 +238,22 @@ class Patterns:
         return shaped.args[0] if shaped is not None and same else None
 
     # --- one expert after the other ---
+
+    def of_rows(self, value: Ref, rows: Ref) -> Ref | None:
+        """What ``value`` is the ``rows`` of."""
+        shaped = self.made(value, aten.reshape.default)
+        picked = self.made(value if shaped is None else shaped.args[0], aten.index.Tensor)
+        if picked is None:
+            return None
+        source: Ref = picked.args[0]
+        if shaped is None and picked.args[1] == [rows]:
+            return source
+        wide = self.made(source, aten.unsqueeze.default)
+        if shaped is None or wide is None or wide.args[1] != 0 or picked.args[1] != [None, rows]:
+            return None
+        base: Ref = wide.args[0]
+        shapes = self.graph.shape(value), self.graph.shape(base)
+        return base if [len(s) for s in shapes] == [2, 2] and shapes[0][1] == shapes[1][1] else None
 
     def added(self, node: Node) -> tuple[Ref, Ref, Ref] | None:
         """(what is added to, rows, values) of a node that adds values to some rows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoshard.passes.ir.graph import Node
 from autoshard.passes.propagate.experts.families import Families, Family
+from autoshard.passes.propagate.hints import OWNER
 from autoshard.passes.propagate.op_space import Asked
 from autoshard.passes.rules.experts import EXCHANGE
 from autoshard.runtime.experts import experts_op
@@ -23,4 +24,5 @@ def by_expert(families: Families, batch: frozenset[Family]) -> tuple[dict[str, A
     asked = {n.name: families.asked(n, families.labels(n, batch)) for n in families.graph.nodes if n.name not in free}
     asked |= {n.name: Asked(frozenset({EXCHANGE})) for n in found}
     weights = {p for n in found for v in n.inputs[3:] for p in families.origins(v)}
-    return asked, dict.fromkeys(weights, frozenset({0}))
+    types = families.graph.types
+    return asked, {p: frozenset({OWNER if types[p].tables else 0}) for p in weights}

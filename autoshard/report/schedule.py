@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from autoshard.plans.record import Choice, Collective, Record
-from autoshard.plans.report import short_op
+from autoshard.report.record import Choice, Collective, Record
+from autoshard.report.text import short_op
 from autoshard.runtime import profiling
 
 COMPUTE, LINKS = "compute", ("communication inside nodes", "communication between nodes")

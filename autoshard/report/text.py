@@ -17,10 +17,10 @@ from rich.text import Text
 
 from autoshard.layout import Invariant, Layout, Replicate
 from autoshard.passes.ir.memory import Recomputed
-from autoshard.plans.pipeline import stage_rows
-from autoshard.plans.record import Choice, Collective, Cost, Record
-from autoshard.plans.serving import serving_text
-from autoshard.plans.units import show_bytes, show_flops, show_seconds
+from autoshard.report.pipeline import stage_rows
+from autoshard.report.record import Choice, Collective, Cost, Record
+from autoshard.report.serving import serving_text
+from autoshard.report.units import show_bytes, show_flops, show_seconds
 
 WIDTH = 120
 """columns of the text where it does not go to a terminal"""

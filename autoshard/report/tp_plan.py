@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from autoshard.errors import PlanError
 from autoshard.layout import Layout, Shard
-from autoshard.plans.record import Choice, Record
+from autoshard.report.record import Choice, Record
 
 _PRODUCTS = {"aten.linear.default": 0, "aten.addmm.default": 1, "aten.mm.default": 1, "aten.matmul.default": 1}
 """operations with a weight → the dim of their weight that makes output features"""

@@ -7,9 +7,9 @@ import fnmatch
 from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.errors import PlanError
-from autoshard.plans.record import Choice, Collective, Record
-from autoshard.plans.report import local_bytes, short_op, show_layout
-from autoshard.plans.units import show_bytes, show_seconds
+from autoshard.report.record import Choice, Collective, Record
+from autoshard.report.text import local_bytes, short_op, show_layout
+from autoshard.report.units import show_bytes, show_seconds
 
 MOST = 12
 """parameters and operations of a module that are told one by one"""

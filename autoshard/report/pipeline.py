@@ -15,7 +15,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.pipeline.timeline import StageSeconds, Timeline, orders, timeline
-from autoshard.plans.record import Collective, Cost, Record, Staged
+from autoshard.report.record import Collective, Cost, Record, Staged
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from autoshard.hardware import Hardware
 from autoshard.layout import Grouped, Invariant, Layout, Owned, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory, Recomputed
-from autoshard.plans.serving import Serving
+from autoshard.report.serving import Serving
 
 Kind = TypeVar("Kind", bound="Record")
 
@@ -88,7 +88,7 @@ class Cost:
     optimizer_s: float = 0.0
     """the part of ``compute_s`` that updates the parameters"""
     schedule_s: float = 0.0
-    """when the last event of the timeline ends (:mod:`autoshard.plans.schedule`): what the search does not see is which
+    """when the last event of the timeline ends (:mod:`autoshard.report.schedule`): what the search does not see is which
     collective finds which compute to hide behind, and what collectives save that go together"""
     mfu: float = 0.0
     """model FLOPs per rank over what the hardware could do in ``total_s``"""

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
-from autoshard.plans.record import Record
-from autoshard.plans.report import globbed, numbers, show_layout
-from autoshard.plans.units import show_bytes, show_flops, show_seconds
+from autoshard.report.record import Record
+from autoshard.report.text import globbed, numbers, show_layout
+from autoshard.report.units import show_bytes, show_flops, show_seconds
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
 """of :class:`~autoshard.passes.ir.memory.Memory`"""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autoshard.plans.units import show_bytes, show_seconds
+from autoshard.report.units import show_bytes, show_seconds
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,75 @@
+"""Tensors that a forward reads and the model does not hold: a global, a closure's, those of a module hidden in a list.
+
+They are constants of the graph. Autograd would give those that are trained a gradient, which a program does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autoshard.frames import is_ours, stack
+from autoshard.passes.capture.observer import Call, Observer, Refusals
+
+_read: ContextVar[dict[int, tuple[torch.Tensor, int]]] = ContextVar("read")
+
+
+@contextlib.contextmanager
+def reading_outside() -> Iterator[Mapping[int, tuple[torch.Tensor, int]]]:
+    """Yields the tensors with data that traces inside have read, and their versions, by identity."""
+    found: dict[int, tuple[torch.Tensor, int]] = {}
+    token = _read.set(found)
+    try:
+        yield found
+    finally:
+        _read.reset(token)
+
+
+class ReadsOutside(Observer):
+    """Notes them, and refuses those that would get a gradient, where gradients are wanted (``training``)."""
+
+    def __init__(self, training: bool, refuse: Refusals) -> None:
+        self.training, self.refuse = training, refuse
+
+    def after(self, call: Call, result: Any) -> Any:
+        """Refuse a result that has the gradient of such an operand."""
+        outside = [x for x in call.operands if _is_outside(x)]
+        read = _read.get()
+        for x in outside:
+            read.setdefault(id(x), (x, x._version))
+        trained = next((x for x in outside if x.requires_grad), None)
+        if not self.training or trained is None:
+            return result
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(result)):
+            raise self.refuse(
+                f"the forward reads {_name(trained)} {list(trained.shape)}, which requires a gradient and is no parameter of "
+                "the model: its program would not give it one. Make it an nn.Parameter of the model, or its module a part "
+                "of it, or read its .detach()."
+            )
+        return result
+
+
+def _is_outside(x: torch.Tensor) -> bool:
+    """Whether it has data: what a trace makes, and the model's own in it, have none."""
+    return type(x) in (torch.Tensor, nn.Parameter) and not x.is_meta and not x.is_inference()
+
+
+def _name(x: torch.Tensor) -> str:
+    """What the code that runs calls it."""
+    for f in stack():
+        if is_ours(f.f_code.co_filename):
+            continue
+        for own in [value for value in list(f.f_locals.values()) if isinstance(value, nn.Module)]:
+            if name := next((n for n, p in (*own._parameters.items(), *vars(own).items()) if p is x), ""):
+                return f"{name!r} of a {type(own).__name__}"
+        if name := next((n for n in f.f_code.co_freevars if f.f_locals.get(n) is x), ""):
+            return f"{name!r} of an enclosing function"
+        if name := next((n for n, value in list(f.f_globals.items()) if value is x), ""):
+            return f"the global {name!r}"
+    return "a tensor"

@@ -1,0 +1,53 @@
+"""The last elements along a dim of open length, as caches of sliding windows keep them: one graph for all lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoshard.passes.ir.sizes import ENDLESS
+
+
+@torch.library.custom_op("autoshard::last", mutates_args=())
+def last(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """The last ``count`` along a dim, or all where there are fewer: a slice, of which a trace knows the length."""
+    return x.narrow(dim, max(x.shape[dim] - count, 0), min(x.shape[dim], count)).clone()
+
+
+@last.register_fake
+def _(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:dim], torch.sym_min(x.shape[dim], count), *x.shape[dim + 1 :])
+
+
+def _no_backward(ctx: Any, gradient: Any) -> Any:
+    raise NotImplementedError("an op of traces alone")
+
+
+last.register_autograd(_no_backward)
+
+
+def as_slice(op: Any, args: Any) -> tuple[Any, Any]:
+    """What an operation of the trace, with its arguments, is in the graph."""
+    if op is not torch.ops.autoshard.last.default:
+        return op, args
+    x, dim, count = args
+    return torch.ops.aten.slice.Tensor, (x, dim, -count, ENDLESS)
+
+
+def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """``x[index]``. Of a dim that is no longer than asked for torch takes all, in a graph for such lengths alone."""
+    if not isinstance(index, tuple) or not all(isinstance(i, slice) for i in index):
+        return x[index]
+    ends = {d: -i.start for d, (i, n) in enumerate(zip(index, x.shape, strict=False)) if _is_short(i, n)}
+    for dim, count in ends.items():
+        x = last(x, dim, count)
+    rest = tuple(slice(None) if d in ends else i for d, i in enumerate(index))
+    return x if ends and all(i == slice(None) for i in rest) else x[rest]
+
+
+def _is_short(i: slice, length: Any) -> bool:
+    """Whether it asks for the last of an open length, for as many as there are in the example or more."""
+    if not isinstance(length, torch.SymInt) or not length.node.has_hint() or not isinstance(i.start, int):
+        return False
+    return i.start < 0 and (i.stop, i.step) == (None, None) and bool(length.node.hint <= -i.start)

@@ -1,0 +1,155 @@
+"""What is not the model's: globals, closures and hidden modules that a forward reads; DTensors of a user's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from state_harness import Of, case, close, full, once, pair, refused, rows
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import autoshard
+
+
+class Hidden(nn.Module):
+    """A teacher in a list, where parameters() does not see it."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.lin, self.teacher = nn.Linear(8, 8), [nn.Linear(8, 8).double().requires_grad_(trained)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.lin(x) - self.teacher[0](x)).square().mean()
+
+
+@case
+def parameters_of_others_are_trained(mesh: autoshard.Mesh) -> None:
+    scale = nn.Parameter(rows(1)[0])
+    for model, named in (
+        (Of(lambda lin, x: (lin(x) * scale).square().mean()), "'scale' of an enclosing function"),
+        (Of(lambda lin, x: (lin(x) * OUTSIDE).square().mean()), "the global 'OUTSIDE'"),
+        (Hidden(True), "'weight' of a Linear"),
+    ):
+        model.double()
+        sharded = autoshard.compile(model, mesh)
+        with refused(f"the forward reads {named} .* requires a gradient and is no parameter of the model"):
+            sharded(rows())
+        with torch.no_grad():
+            close(sharded(rows()), model(rows()))
+        sharded.requires_grad_(False)
+        with refused("requires a gradient and is no parameter of the model"):  # eager records it
+            sharded(rows())
+    model, sharded = pair(
+        mesh, lambda: Of(lambda lin, x: (lin(x) * scale.detach()).to(scale.dtype).square().mean()), rows()
+    )
+    once(model, sharded, rows())
+
+
+OUTSIDE = nn.Parameter(rows(1, seed=5)[0])
+
+
+@case
+def tensors_of_others_are_written(mesh: autoshard.Mesh) -> None:
+    """Values that a forward reads outside are those of the call, whether they are computed with or decide a branch."""
+    own = SimpleNamespace(scale=rows(1)[0], on=torch.tensor(True))
+
+    def function(lin: nn.Module, x: torch.Tensor) -> Any:
+        y = lin(x) * own.scale
+        return (y.tanh() if own.on.item() else y).square().mean()
+
+    model, sharded = pair(mesh, lambda: Of(function), rows())
+    with torch.no_grad():
+        own.scale.mul_(2)
+    once(model, sharded, rows())
+    own.on.fill_(False)
+    once(model, sharded, rows())
+    once(model, sharded, rows(6))  # of the program before nothing is kept
+    count = len(sharded.programs)
+    once(model, sharded, rows(6))
+    assert len(sharded.programs) == count
+
+    torch.manual_seed(0)
+    model = Hidden(False).double()
+    teacher = model.teacher[0]
+    sharded = autoshard.compile(model, mesh, (rows(),))
+    weights = sharded.full_state_dict()
+    for _ in range(2):
+        expected = nn.functional.linear(rows(), weights["lin.weight"], weights["lin.bias"]) - teacher(rows())
+        close(full(sharded(rows())), expected.square().mean())
+        with torch.no_grad():
+            teacher.weight.add_(1)
+
+
+def _indexed(x: Any, y: Any) -> None:
+    x[1].zero_()
+    x[2:4].mul_(y[2:4])
+    x[0] = y[1]
+
+
+def _assigned(x: Any, y: Any) -> None:
+    x.data = y
+
+
+def _masked(x: Any, y: Any) -> None:
+    x[x > 0] = 0
+
+
+def _stepped(x: Any, y: Any) -> None:
+    x.grad = y.clone()
+    torch.optim.AdamW([x], 0.1, fused=True).step()
+
+
+DONE: tuple[Callable[[Any, Any], Any], ...] = (
+    *(_indexed, _assigned, _masked, _stepped),
+    lambda x, y: (x * y).sum().item(),
+    lambda x, y: f"{(x * y).sum().item():.9f}",
+    lambda x, y: (x[1] * y[1] + x.sum(0)).softmax(-1),
+    lambda x, y: x.copy_(y).pow_(2.0),
+    lambda x, y: x[:, 1:3].contiguous() @ y[:2, :2],
+    lambda x, y: torch._foreach_copy_([x], [y]) and None,
+    lambda x, y: torch.linalg.vector_norm(x).pow_(2.0),
+    lambda x, y: x.fill_(y.max()),
+)
+"""what scripts do with DTensors: those among them that this library mends for its own"""
+
+
+@case
+def dtensors_of_ones_own(mesh: autoshard.Mesh) -> None:
+    """On a mesh that equals the module's they are as on any other where torch computes as of the whole; else as the whole."""
+    if not dist.is_initialized():
+        return
+    sharded = autoshard.compile(nn.Linear(8, 8), mesh, (torch.ones(4, 8),))
+    equal, other = (init_device_mesh("cpu", (mesh.size,), mesh_dim_names=(name,)) for name in (*mesh.axes, "users"))
+    assert sharded.device_mesh == equal != other
+    mended = 0
+    for do, placement in itertools.product(DONE, (Shard(0), Shard(1), Replicate())):
+        wholes = rows(5), rows(5, seed=2)
+        expected = do(*wholes), wholes[0]
+        on_equal, on_other = (_done(do, on, placement, expected) for on in (equal, other))
+        assert on_equal[0], (do, placement)
+        assert on_equal == on_other or not on_other[0], "what torch does right stays as it is"
+        mended += not on_other[0]
+    assert mended, "there is something that torch does not do"
+
+
+def _done(do: Any, on: DeviceMesh, placement: Any, expected: tuple[Any, Any]) -> tuple[Any, ...]:
+    """Whether the result and the tensor are as with plain tensors; type and layout of the result, and what was sent."""
+    x, y = (distribute_tensor(rows(5, seed=seed), on, [placement], src_data_rank=None) for seed in (1, 2))
+    try:
+        with CommDebugMode() as sent:
+            made = do(x, y)
+    except Exception as error:
+        return False, error
+    right = all(
+        torch.allclose(full(a).detach(), b.detach()) if isinstance(b, torch.Tensor) else a == b or a == pytest.approx(b)
+        for a, b in zip((made, x), expected, strict=True)
+    )
+    return right, type(made), getattr(made, "placements", None), sent.get_total_counts()
