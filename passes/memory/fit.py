@@ -47,10 +47,7 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     """
     mesh, optimizer, flying = planner.mesh, planner.optimizer, planner.flying
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
-    first = planner.glance()
-    program, memory = tried(first or planner.cheapest(), optimizer, flying)
-    if first is not None and memory.peak <= budget:  # else the cheapest is hardly one that fits
-        program, memory = tried(planner.cheapest(), optimizer, flying)
+    program, memory = tried(planner.cheapest(), optimizer, flying)
     if memory.peak <= budget:
         return replace(program, assignment=proven(program.assignment)), memory
     closest, best = (_bounded(program, 0.0), memory), None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ log = logging.getLogger("autoshard.plan")
 Prepare = Callable[[Network, CostNetwork, tuple[Row, ...], Sequence[Hashable | None] | None], Prepared]
 """what makes of a network, with its costs, rows and labels, what is to be solved"""
 
-GLANCE = Effort(glance=True)
 LIMITED = 0.1
 """what searches under a limit may take, as a part of what proofs take"""
 
@@ -84,25 +82,12 @@ class Planner:
         self._loosest: dict[bool, tuple[float, Solution]] = {}
         """even → the largest limit that was tried, and what was found under it"""
 
-    def glance(self) -> Assignment | None:
-        """Nearly the fewest seconds, whatever memory it takes, where the fewest are long searched for; None where not."""
-        return self._freely(GLANCE) if self._free[1].large else None
-
     def cheapest(self) -> Assignment:
         """The fewest seconds, whatever memory it takes; the bound is to be found (:func:`proven`)."""
-        return self._freely(self.effort)
-
-    def _freely(self, effort: Effort) -> Assignment:
-        network, prepared = self._free
-        found = prepared.solve(effort=effort, prices=self.prices or None)
+        network, built = self.network(limited=not self.plain)
+        found = self.prepare(network, built.network, built.hiding, built.alike).solve(effort=self.effort)
         self.prices = found.prices
         return assigned(network, found)
-
-    @cached_property
-    def _free(self) -> tuple[Network, Prepared]:
-        """The network without bytes, where that is enough."""
-        network, built = self.network(limited=not self.plain)
-        return network, self.prepare(network, built.network, built.hiding, built.alike)
 
     def within(self, limit: float, budget: float | None = None) -> tuple[Assignment, float]:
         """The fewest seconds where what the choices hold at the end of the forward is at most ``limit`` bytes per rank, and

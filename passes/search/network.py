@@ -119,8 +119,6 @@ class Effort:
     """of the work that proofs take"""
     branches: bool = True
     """whether a gap that prices leave is branched on"""
-    glance: bool = False
-    """whether, of a network whose equal layers are searched as one, a choice near the cheapest will do, without a bound"""
 
     def of(self, count: float) -> int:
         """So many of ``count``, at least one."""

@@ -91,11 +91,6 @@ class Prepared:
                 return found
         return solve_within(self._reduced, problem, relaxed, time_limit, effort, prices)
 
-    @property
-    def large(self) -> bool:
-        """Whether equal layers are searched as one."""
-        return self._tied is not None
-
     @cached_property
     def _problem(self) -> Stacked:
         return stack_rows(self.network, self.rows, self.stacks)

@@ -25,8 +25,6 @@ from autoshard.passes.search.tables import Tables
 # Iterations of the bound, at first and when strategies that are too dear are gone, for effort 1.
 FIRST_ITERATIONS = 12
 ITERATIONS = 48
-# The size of the box of prices in which a second price is looked for, where two have to do.
-GLANCE_REACH = 0.5
 # Of a problem of many layers a gap of this part of the cost is not worth more: its plan would lose its regularity.
 ENOUGH = 2e-3
 # Turns between equal layers as one and each for itself, and between few strategies and all, for effort 1.
@@ -68,14 +66,9 @@ def solve_alike(
     and still to be found. ``reduced``: of the tied problem; else see :func:`searched`.
     """
     search = Search(tied.problem, relaxed, time.perf_counter() + limit, prices, reduced)
-    if effort.glance:
-        maximise_bound(search, search.part, 2, reach=GLANCE_REACH)
-    else:
-        begun(search, effort)
+    begun(search, effort)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
-    if effort.glance:
-        return replace(search.solution(), choice=tied.lifted(search.choice), lower_bound=-math.inf, exact=False)
     columns(search, effort)
     part, found = search.part, search.solution()
     found = replace(found, choice=tied.lifted(found.choice), exact=False)
