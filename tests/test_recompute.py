@@ -12,6 +12,7 @@ from torch import nn
 
 import autoshard
 from autoshard.compiler import build, captured
+from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.lower.lowered import lowered
 from autoshard.passes.memory.simulate import simulate
@@ -229,3 +230,13 @@ def test_what_does_not_fit_says_why() -> None:
     for recompute in ("auto", "blocks"):
         with pytest.raises(autoshard.PlanError, match=r"the least peak found is .* GB, at the .*\. What helps: "):
             planned(recompute, memory_budget=1e6)
+
+
+@pytest.mark.slow
+def test_within_a_budget_from_copies_that_are_always_made_again() -> None:
+    """A sequence of 1,048,576 positions, two layers of Llama-3-8B: the fastest plan does not fit, and another one does."""
+    config = LlamaConfig(vocab=128256, width=4096, hidden=14336, heads=32, kv_heads=8, layers=2)
+    with torch.device("meta"):
+        model, tokens = Llama(config).bfloat16(), torch.zeros(1, 2**20, dtype=torch.long)
+    plan = autoshard.plan(model, autoshard.Mesh({"cp": 16}), (tokens, tokens), memory_budget=60e9)
+    assert plan.memory.peak <= 60e9
