@@ -161,6 +161,35 @@ def one_fails() -> None:
         assert far(loss_of(sharded(*args)).detach(), expected.detach()) <= TOLERANCE
 
 
+def in_flight() -> None:
+    """Micro-batches whose forward has run and whose backward has not, counted as they run: as many as plans count."""
+    mesh, (model, args) = ideal(MESHES[dist.get_world_size()]), made("gpt")
+    stage = dist.get_rank() * mesh.size_of("pp") // dist.get_world_size()
+    for schedule, expected in (
+        ("gpipe", 4),
+        ("1f1b", 2 - stage),
+        ("interleaved", 3 + 2 * (1 - stage)),
+        ("zero_bubble", 2),
+    ):
+        asked: dict[str, Any] = {"stages": "pp", "micro_batches": 4, "schedule": schedule}
+        sharded = autoshard.compile(copy.deepcopy(model), mesh, args, **asked)
+        right, flying, most = sharded._results, set[int](), [0]
+
+        def counted(part: Any, inputs: Any, right: Any = right, flying: Any = flying, most: Any = most) -> Any:
+            results = right(part, inputs)
+            number = len(most)
+            flying.add(number)
+            most.append(len(flying))
+            next(x for x in results if x.requires_grad).register_hook(lambda _: flying.discard(number))
+            return results
+
+        object.__setattr__(sharded, "_results", counted)
+        sharded(*args)
+        assert not flying
+        assert max(most) <= expected, (schedule, stage, most)
+        assert max(most) == expected or schedule in ("interleaved", "zero_bubble"), (schedule, stage, most)
+
+
 def gradients_of_inputs_in_parts() -> None:
     """DTensors, and local tensors, get their part of the gradient: of micro-batches, and of stages."""
     ranks = dist.get_world_size()
@@ -202,6 +231,7 @@ if __name__ == "__main__":
         "local_inputs": local_inputs,
         "saved": saved,
         "generates": generates,
+        "in_flight": in_flight,
         "gradients_of_inputs_in_parts": gradients_of_inputs_in_parts,
     }
     cases |= {name: functools.partial(state_sweep.run, "stages", name) for name in state_sweep.IN_PROCESSES}

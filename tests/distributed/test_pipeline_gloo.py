@@ -27,6 +27,7 @@ OWN = (
     "local_inputs",
     "saved",
     "generates",
+    "in_flight",
     "t5",
     "whisper",
     "gradients_of_inputs_in_parts",
