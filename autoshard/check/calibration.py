@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from autoshard.errors import MeshError
 from autoshard.hardware import Hardware, Link, Rate, free_memory
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.runtime.move import Move
-from autoshard.runtime.process_group import TorchCommunicator
+from autoshard.runtime.process_group import TorchCommunicator, all_gather_single
 
 SHORT, LONG, MOST = 0.002, 0.05, 1000
 """seconds that a repetition takes at least where every rank has a core, and where ranks share cores; the most calls in it"""
@@ -356,22 +357,41 @@ def _line(kind: str, ranks: int, found: Sequence[tuple[float, float]]) -> Rate:
 
 
 def _overlap(clock: _Clock) -> float:
-    """How fast products run while an all-reduce runs beside them: T = C + (1 − η)·M, with about twice as much C as M."""
-    x = torch.ones(1 << (26 if clock.device.type == "cuda" else 20), device=clock.device)
+    """How fast compute runs while a bucket travels beside it: T = C + (1 − η)·M, with about twice as much C as M.
+
+    A bucket is copied together before it travels, and what is gathered is taken apart after it. Nothing hides that, so it
+    counts here: of reductions and of gathers, those that hide less.
+    """
     n = 4096 if clock.device.type == "cuda" else 256
     a = torch.randn(n, n, device=clock.device, dtype=USED[clock.device.type])
-    moved = clock.seconds(lambda: dist.all_reduce(x), together=True)
-    one = clock.seconds(lambda: a @ a)
+    one = clock.seconds(lambda: torch.relu(a @ a))
+    return min(_hidden(clock, lambda: torch.relu(a @ a), one, gathers) for gathers in (False, True))
+
+
+def _hidden(clock: _Clock, operation: Callable[[], torch.Tensor], one: float, gathers: bool) -> float:
+    """η of an all-reduce, or an all-gather, of four tensors beside operations of which each takes ``one`` second alone."""
+    size = 1 << (24 if clock.device.type == "cuda" else 18)
+    world = dist.get_world_size() if gathers else 1
+    parts = [torch.ones(-(-size // world), device=clock.device) for _ in range(4)]
+    flat = torch.cat(parts)
+    whole = flat.new_empty(world * flat.numel())
+
+    def begin(x: torch.Tensor) -> Any:
+        return all_gather_single(whole, x, async_op=True) if gathers else dist.all_reduce(x, async_op=True)
+
+    moved = clock.seconds(lambda: begin(flat).wait(), together=True)
     count = max(4, int(2 * moved / one))
 
-    def compute() -> None:
-        for _ in range(count):
-            a @ a
+    def compute() -> list[torch.Tensor]:
+        return [operation() for _ in range(count)]
 
     def both() -> None:
-        work = dist.all_reduce(x, async_op=True)
+        work = begin(torch.cat(parts))
         compute()
         work.wait()
+        if gathers:
+            rows = whole.view(world, 4, -1)
+            [torch.cat([row[i] for row in rows]) for i in range(4)]
 
     alone, together = clock.seconds(compute, together=True), clock.seconds(both, together=True)
     return min(1.0, max(0.0, 1.0 - (together - alone) / moved))
