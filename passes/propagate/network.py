@@ -250,9 +250,7 @@ class Network:
             if self.offer is not None:
                 again = any(AGAIN in side.tags for _, side, _ in readers)
                 saving = [side.tags for _, side, _ in readers if side.saves is not None and side.saves.any()]
-                pinned = all(
-                    1 in tags and 0 not in tags for tags in saving
-                )  # nobody keeps a copy: none is kept for them
+                pinned = all(1 in tags and 0 not in tags for tags in saving)  # nobody keeps a copy, so none is kept
                 copies = again and value not in self.graph.parameters
                 tags = passive_tags(value in needed, copies, not (copies and saving and pinned))
             stages, fixed = self._stages(value), value in self.graph.parameters
