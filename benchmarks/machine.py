@@ -25,7 +25,8 @@ import worlds
 from torch import Tensor, nn
 
 import autoshard
-from autoshard.check.calibration import _agreed, _Clock, _move
+from autoshard.check.clock import Clock, agreed
+from autoshard.check.travel import move_of
 from autoshard.runtime.process_group import TorchCommunicator
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -99,7 +100,7 @@ def updates() -> Iterator[tuple[str, int, Callable[[], object]]]:
 def work(options: argparse.Namespace) -> None:
     """One rank; the first prints."""
     worlds.join(options.rank, options.ranks, options.rendezvous)
-    clock = _Clock(torch.device("cpu"), 6)
+    clock = Clock(torch.device("cpu"), 6)
     if not options.hardware.exists():
         found = autoshard.calibrate(quick=False)
         if options.rank == 0:
@@ -109,7 +110,7 @@ def work(options: argparse.Namespace) -> None:
     rows: list[tuple[str, float, float]] = []
 
     def row(name: str, predicted: float, call: Callable[[], object]) -> None:
-        rows.append((name, predicted, _agreed(clock.seconds(call, together=True), max)))
+        rows.append((name, predicted, agreed(clock.seconds(call, together=True), max)))
         if options.rank == 0:
             _, said, took = rows[-1]
             print(f"{name:34}{said * 1e6:12.1f}{took * 1e6:12.1f}{said / took:8.2f}", flush=True)
@@ -119,7 +120,7 @@ def work(options: argparse.Namespace) -> None:
     for kind in KINDS:
         comm = TorchCommunicator({"ranks": options.ranks}, range(options.ranks))
         for exponent in range(6, 23, 2):
-            move, shape = _move(kind, options.ranks, 1 << exponent)
+            move, shape = move_of(kind, options.ranks, 1 << exponent)
             x = torch.ones(shape)
             bytes_ = move.ring_bytes(x, options.ranks)
             said = hardware.route(options.ranks, 1).seconds(bytes_, kind)

@@ -1,0 +1,65 @@
+"""Clocks of calibration: what a call takes, and what all ranks agree on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+SHORT, LONG, MOST = 0.002, 0.05, 1000
+"""seconds that a repetition takes at least where every rank has a core, and where ranks share cores; the most calls in it"""
+
+USED = {"cpu": torch.float32, "cuda": torch.bfloat16}
+"""the dtype that kernels are measured in, if not in several"""
+
+
+def on_this_machine() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def agreed(value: float, pick: Callable[[Sequence[float]], float]) -> float:
+    """The slowest rank's, or the smallest: the same on every rank."""
+    found: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(found, float(value))
+    return pick(found)
+
+
+class Clock:
+    """The least of several repetitions, after one to warm up: what other work on the machine adds is not the machine's.
+
+    Where ranks share cores a repetition goes on for so long that all of them have their turns in it: what is measured
+    then is what a rank has of a core, as in training.
+    """
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+        shared = device.type == "cpu" and on_this_machine() * torch.get_num_threads() > (os.cpu_count() or 1)
+        self.long = LONG if shared else SHORT
+
+    def seconds(self, call: Callable[[], object], together: bool = False) -> float:
+        """Of one call. ``together``: all ranks begin at once, and call equally often."""
+        self._took(call, 1)
+        often = max(1, min(MOST, round(self.long / self._took(call, 1))))
+        if together:
+            often = round(agreed(often, max))
+        found = []
+        for _ in range(self.repeats):
+            if together:
+                dist.barrier()
+            found.append(self._took(call, often))
+        return min(found)
+
+    def _took(self, call: Callable[[], object], often: int) -> float:
+        self._wait()
+        begin = time.perf_counter()
+        for _ in range(often):
+            call()
+        self._wait()
+        return (time.perf_counter() - begin) / often
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

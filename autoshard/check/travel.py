@@ -1,0 +1,115 @@
+"""What collectives take by size, between how many ranks, and how much of it hides behind compute: parts of calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoshard.check.clock import USED, Clock, agreed
+from autoshard.hardware import Rate
+from autoshard.runtime.move import Move
+from autoshard.runtime.process_group import TorchCommunicator, all_gather_single
+
+
+def move_of(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
+    """The move of ``size`` elements, and the shape of what a rank brings."""
+    axes = ("ranks",)
+    if kind == "all_reduce":
+        return Move("P", "I", axes), (size,)
+    if kind == "all_gather":
+        return Move("S", "R", axes, 0, size), (size // ranks,)
+    if kind == "reduce_scatter":
+        return Move("P", "S", axes, 0, size), (size,)
+    return Move("S", "S", axes, 0, ranks, 1, size // ranks), (1, size // ranks)
+
+
+def rates(clock: Clock, ranks: int, quick: bool) -> Iterator[Rate]:
+    """α and β of every kind among ``ranks`` ranks; groups of that many measure at once. Messages are between two."""
+    world = dist.get_world_size()
+    if ranks < 2 or world % ranks:
+        return
+    first = dist.get_rank() // ranks * ranks
+    comm = TorchCommunicator({"ranks": ranks}, range(first, first + ranks))
+    sizes = (1 << 12, 1 << 17, 1 << 20) if quick else (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        found: list[tuple[float, float]] = []
+        for size in sizes:
+            move, shape = move_of(kind, ranks, size)
+            x = torch.ones(shape, device=clock.device)
+            taken = clock.seconds(partial(comm.execute, move, x, "forward"), together=True)
+            found.append((move.ring_bytes(x, ranks), agreed(taken, max)))
+        yield _line(kind, ranks, found)
+    if ranks == world:
+        yield _line("permute", 2, [(4.0 * size, agreed(_message(clock, size), max)) for size in sizes])
+
+
+def _message(clock: Clock, size: int) -> float:
+    """Seconds of a message of ``size`` elements to the neighbour, while as much comes from it."""
+    neighbour = dist.get_rank() ^ 1
+    if neighbour >= dist.get_world_size():  # an odd one: the others measure
+        return clock.seconds(lambda: None, together=True)
+    sent, received = (torch.ones(size, device=clock.device) for _ in range(2))
+    both = [dist.P2POp(dist.isend, sent, neighbour), dist.P2POp(dist.irecv, received, neighbour)]
+
+    def exchange() -> None:
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    return clock.seconds(exchange, together=True)
+
+
+def _line(kind: str, ranks: int, found: Sequence[tuple[float, float]]) -> Rate:
+    """α and β of (bytes, seconds) that err least, relatively: a line through the ends alone says little of what is between."""
+    bytes_, seconds = torch.tensor(found, dtype=torch.float64).unbind(1)
+    matrix = torch.stack([1 / seconds, bytes_ / seconds], 1)
+    latency, per_byte = (
+        torch.linalg.lstsq(matrix, torch.ones(len(found), 1, dtype=torch.float64)).solution.flatten().tolist()
+    )
+    if per_byte <= 0:  # all take about as long
+        per_byte = 1e-15
+    return Rate(kind, ranks, max(1e-9, min(latency, found[0][1])), 1.0 / per_byte)
+
+
+def overlap(clock: Clock) -> float:
+    """How fast compute runs while a bucket travels beside it: T = C + (1 − η)·M, with about twice as much C as M.
+
+    A bucket is copied together before it travels, and what is gathered is taken apart after it. Nothing hides that, so it
+    counts here: of reductions and of gathers, those that hide less.
+    """
+    n = 4096 if clock.device.type == "cuda" else 256
+    a = torch.randn(n, n, device=clock.device, dtype=USED[clock.device.type])
+    one = clock.seconds(lambda: torch.relu(a @ a))
+    return min(_hidden(clock, lambda: torch.relu(a @ a), one, gathers) for gathers in (False, True))
+
+
+def _hidden(clock: Clock, operation: Callable[[], torch.Tensor], one: float, gathers: bool) -> float:
+    """η of an all-reduce, or an all-gather, of four tensors beside operations of which each takes ``one`` second alone."""
+    size = 1 << (24 if clock.device.type == "cuda" else 18)
+    world = dist.get_world_size() if gathers else 1
+    parts = [torch.ones(-(-size // world), device=clock.device) for _ in range(4)]
+    flat = torch.cat(parts)
+    whole = flat.new_empty(world * flat.numel())
+
+    def begin(x: torch.Tensor) -> Any:
+        return all_gather_single(whole, x, async_op=True) if gathers else dist.all_reduce(x, async_op=True)
+
+    moved = clock.seconds(lambda: begin(flat).wait(), together=True)
+    count = max(4, int(2 * moved / one))
+
+    def compute() -> list[torch.Tensor]:
+        return [operation() for _ in range(count)]
+
+    def both() -> None:
+        work = begin(torch.cat(parts))
+        compute()
+        work.wait()
+        if gathers:
+            rows = whole.view(world, 4, -1)
+            [torch.cat([row[i] for row in rows]) for i in range(4)]
+
+    alone, together = clock.seconds(compute, together=True), clock.seconds(both, together=True)
+    return min(1.0, max(0.0, 1.0 - (together - alone) / moved))
