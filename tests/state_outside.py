@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from state_harness import Of, case, close, full, once, pair, refused, rows
+from state_harness import Net, Of, both, case, close, full, ids, once, pair, refused, rows, same_gradients, same_state
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -153,3 +153,61 @@ def _done(do: Any, on: DeviceMesh, placement: Any, expected: tuple[Any, Any]) ->
         for a, b in zip((made, x), expected, strict=True)
     )
     return right, type(made), getattr(made, "placements", None), sent.get_total_counts()
+
+
+class Asks(nn.Module):
+    """Computes another way where gradients may be recorded, whether or not any are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.lin(x))
+        if torch.is_grad_enabled():
+            return y.square().mean()
+        return y.add_(1).square().mean() if y.is_leaf else y.mean()
+
+
+@case
+def grad_mode_that_a_forward_asks_for(mesh: autoshard.Mesh) -> None:
+    model, sharded = pair(mesh, Asks, rows())
+    for trained, recorded in ((True, True), (True, False), (False, True), (False, False)):
+        both(model, sharded, lambda m, trained=trained: m.requires_grad_(trained))
+        with torch.set_grad_enabled(recorded):
+            close(sharded(rows()), model(rows()))
+    model, sharded = pair(mesh, Asks, rows(), train=False)
+    with torch.no_grad():
+        close(sharded(rows()), model(rows()))
+    assert len(sharded.programs) == 1
+
+
+def _renewed(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, 0, 0.1)
+        nn.init.kaiming_uniform_(module.weight[:4].detach())
+        nn.init.trunc_normal_(module.bias, 0, 0.1)
+
+
+@case
+def draws_in_weights_gradients_and_outputs(mesh: autoshard.Mesh) -> None:
+    """Weights made anew, noise, dropout of an output: one device's numbers, whatever the ranks are seeded with."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model, sharded = pair(mesh, Net, ids())
+    dropped: list[torch.Tensor] = []
+    for own, module in ((0, model), (rank, sharded)):
+        torch.manual_seed(5 + own)
+        module.apply(_renewed)
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(torch.rand_like(p) * 0.1)
+        loss, logits = module(ids())
+        dropped.append(full(nn.functional.dropout(logits, 0.5)))
+        full(loss).backward()
+        for p in module.parameters():
+            p.grad.add_(torch.randn_like(p.grad))
+        if own:  # it goes on with its own numbers, as for augmentation
+            assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(5 + own).get_state())
+    close(*reversed(dropped))
+    same_state(sharded, model)
+    same_gradients(sharded, model)

@@ -14,4 +14,4 @@ from state_sweep import OTHERWISE, outcome
 @pytest.mark.parametrize("way", OTHERWISE)
 def test_as_the_unsharded_model_or_refused(way: str, name: str) -> None:
     found, expected = outcome(way, name), OTHERWISE[way].get(name, "")
-    assert re.search(expected, found, re.DOTALL) if expected else not found, found
+    assert re.fullmatch(expected, found, re.DOTALL) if expected else not found, found

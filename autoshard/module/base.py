@@ -113,7 +113,7 @@ class ShardedModule(Compiling):
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = flattened((args, kwargs))
         check_leaves(self._of.model, leaves, spec, self._device_type())
-        call = self._call(leaves, spec, self._recorded(leaves))
+        call = self._call(leaves, spec, self._recorded(leaves), self._wanted)
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
             executable = self._serving(call, number)

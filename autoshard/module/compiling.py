@@ -134,14 +134,17 @@ class Compiling(Fixed):
         with self._turns:
             leaves, spec = flattened((tuple(args), dict(kwargs)))
             check_example(self._of.model, (tuple(args), dict(kwargs)))
-            return self._serving(self._call(leaves, spec, recorded), number)
+            training = self.training if self._settings.training is None else self._settings.training
+            wanted = training if recorded is None else recorded
+            recorded = wanted and requires_grad(leaves, self._of.tensors()) if recorded is None else recorded
+            return self._serving(self._call(leaves, spec, recorded, wanted), number)
 
-    def _call(self, leaves: Sequence[Any], spec: Any, recorded: bool | None) -> Call:
-        """A call with arguments of these leaves in the present state. ``recorded``: see :meth:`specialise`."""
+    def _call(self, leaves: Sequence[Any], spec: Any, recorded: bool, grad: bool) -> Call:
+        """A call with arguments of these leaves in the present state, but for grad mode. See :class:`State`."""
         leaves = self._arrived(leaves, spec)
         if self._of.renewed():
             self._show()
-        return Call(leaves, spec, self._state(leaves, recorded))
+        return Call(leaves, spec, self._state(leaves, recorded, grad))
 
     def _recorded(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with these arguments records gradients; only then its program has a backward."""
@@ -151,14 +154,12 @@ class Compiling(Fixed):
     def _wanted(self) -> bool:
         return torch.is_grad_enabled() and self._settings.training is not False
 
-    def _state(self, leaves: Sequence[Any], recorded: bool | None) -> State:
+    def _state(self, leaves: Sequence[Any], recorded: bool, grad: bool) -> State:
         original = self._of
-        original.root.training = self.training
+        if original.root.training != self.training:
+            original.root.training = self.training
         check_call(leaves, original.tensors)
-        if recorded is None:
-            wanted = self.training if self._settings.training is None else self._settings.training
-            recorded = wanted and requires_grad(leaves, original.tensors())
-        return original.state(recorded, self._form)
+        return original.state(recorded, grad, self._form)
 
     def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """What programs depend on of a parameter or buffer."""
@@ -169,11 +170,12 @@ class Compiling(Fixed):
         found = self._program_for(call, number)
         if found is None:
             try:
-                with torch.inference_mode(False):  # what is made here outlives the call
+                # What is made here outlives the call.
+                with torch.inference_mode(False), torch.set_grad_enabled(call.state.grad):
                     found = self._build(call, call.key(exactly=False))
             except CaptureError as error:
                 raise beside(error, self.programs, call.leaves) from error
-            adopted = replace(call, state=self._state(call.leaves, call.state.recorded))
+            adopted = replace(call, state=self._state(call.leaves, call.state.recorded, call.state.grad))
             if found.structure is not None:
                 found.structure = adopted.key(exactly=False)
             key = adopted.key(number)

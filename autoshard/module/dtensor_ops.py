@@ -7,7 +7,6 @@ ours, as DTensor gives results of one the mesh of the other: what is mended is w
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
@@ -19,7 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.optim import _muon
 
 from autoshard.errors import LayoutError
+from autoshard.module.arrivals import new_dtensor
 from autoshard.module.dtensor_chunks import mend_checkpoints
+from autoshard.module.dtensor_draws import DRAWS, drawn
 from autoshard.module.dtensor_views import VIEWS, indexed, set_through, set_whole
 from autoshard.module.owned import is_owned
 
@@ -58,6 +59,8 @@ def _mend() -> None:
         _handle(op, _on_parts)
     for op in VIEWS:
         _handle(op, _view)
+    for op in DRAWS:
+        _handle(op, _draw)
     for op in (aten.copy_.default, aten.fill_.Tensor):
         _handle(op, _set)
     for op in (aten.set_.source_Tensor, aten.set_.default):
@@ -163,6 +166,10 @@ def _view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return indexed(args[0], _as_it_was(op, args, kwargs), op, args[1:])
 
 
+def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (_as_it_was if is_owned(args[0]) else drawn)(op, args, kwargs)
+
+
 def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[…] = y``: after the view of ``x`` was taken."""
     x = args[0]
@@ -197,10 +204,6 @@ def _detach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of every gradient, as autograd takes it: its own way has nothing to find out."""
     x = args[0]
     return new_dtensor(DTensor, op(x._local_tensor), x._spec, requires_grad=False)
-
-
-new_dtensor = inspect.unwrap(DTensor.__new__)
-"""without what keeps torch.compile out of it, at several Python calls for each parameter and step"""
 
 
 def _on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from autoshard.module.dtensor_draws import first_ranks_generator
 
 aten = torch.ops.aten
 
@@ -22,9 +25,13 @@ VIEWS = (aten.select.int, aten.slice.Tensor)
 
 _WRITING = re.compile(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
 """names of functions that write into their first argument"""
+_DRAWS = re.compile(
+    "normal|uniform|bernoulli|random|exponential|cauchy|geometric|dropout|orthogonal|sparse|rrelu|dirac"
+)
+"""in names of functions that may draw"""
 _VIEWS = frozenset(
     "__getitem__ select narrow unbind chunk split tensor_split view view_as reshape transpose t permute movedim squeeze "
-    "unsqueeze flatten unflatten expand diagonal".split()
+    "unsqueeze flatten unflatten expand diagonal detach".split()
 )
 """names of functions whose results are views in eager torch"""
 
@@ -38,11 +45,19 @@ class Copied(DTensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        args, kwargs = in_order(args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            if writes(func) and set_through(func, args, kwargs or {}):
+            if writes(func) and set_through(func, args, kwargs):
                 return args[0]
-            made = func(*args, **(kwargs or {}))
+            made = func(*args, **kwargs)
         return seen_from(args[0], made, func, args[1:]) if is_view(func) else made
+
+
+def in_order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments of a call with the first one by place: ``torch.nn.init`` gives all by name."""
+    if args or "tensor" not in kwargs:
+        return args, kwargs
+    return (kwargs["tensor"],), {name: x for name, x in kwargs.items() if name != "tensor"}
 
 
 def seen_from(x: DTensor, made: Any, view: Any, rest: Sequence[Any]) -> Any:
@@ -57,7 +72,7 @@ def seen_from(x: DTensor, made: Any, view: Any, rest: Sequence[Any]) -> Any:
 
 def is_view(func: Any) -> bool:
     """Whether what ``func`` gives is a view of its first argument in eager."""
-    return getattr(func, "__name__", "") in _VIEWS
+    return getattr(func, "__name__", "") in _VIEWS or func == torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def writes(func: Any) -> bool:
@@ -98,7 +113,8 @@ def set_whole(
         for step, rest, i in steps:
             made = step(view, *rest)
             view = made[i] if isinstance(made, list | tuple) else made
-        write(view, *own, **named)
+        with first_ranks_generator(source, named.get("generator")) if _DRAWS.search(write.__name__) else nullcontext():
+            write(view, *own, **named)
         source.copy_(_part(whole, source))
     return view
 

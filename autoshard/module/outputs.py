@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from autoshard.module.dtensor_views import is_view, seen_from, set_through, writes
+from autoshard.module.dtensor_views import in_order, is_view, seen_from, set_through, writes
 
 log = logging.getLogger("autoshard")
 
@@ -81,7 +81,8 @@ class Output(DTensor):
         if func in ABOUT or (func is torch.Tensor.backward and len(args) == 1):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        given = tuple(args), dict(kwargs or {})
+        args, kwargs = in_order(args, kwargs or {})
+        given = tuple(args), dict(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if writes(func) and set_through(func, *given):
                 return args[0]

@@ -21,6 +21,8 @@ class State:
 
     recorded: bool
     """gradients are recorded: the program has a backward"""
+    grad: bool
+    """grad mode is on: a forward may ask, also where nothing requires a gradient"""
     modes: tuple[bool, ...]
     """train or eval, of every module"""
     trained: tuple[bool, ...]

@@ -93,7 +93,7 @@ def _captured(
     with (
         _untouched(model),
         _quiet(),
-        torch.enable_grad(),
+        torch.set_grad_enabled(training or torch.is_grad_enabled()),
         reading_in(model, precision) as kept,
         reading_outside() as read,
     ):
@@ -211,6 +211,8 @@ def _traced(
             try:
                 with steering.values_at_hand() if steered else contextlib.nullcontext():
                     given = _without_data(model, example)
+                if not training:  # their views may be written where gradients are off
+                    given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
                 inputs = opened(_tensors(model, given), dynamic) if dynamic else {}
                 shapes = shapes_for_export(inputs.values()) if inputs else None
                 with effects_stay(), watch.active():

@@ -1,0 +1,79 @@
+"""Draws in DTensors: noise on weights and gradients, weights made anew, dropout of an output.
+
+DTensor draws on CPUs for every part by itself: replicas get other numbers where the ranks' generators differ, and parts
+the same ones where they do not. Here the whole is drawn, as one device does, from the state of the first rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+DRAWS = tuple(DTensor._op_dispatcher._random_ops)
+"""the ops that torch takes for draws"""
+
+
+def drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``op`` gives of the whole, in the layout of its first operand."""
+    like: DTensor = args[0]
+    writes = op._schema.name.endswith("_")
+    own, named = pytree.tree_map_only(
+        DTensor, _blank if writes or "_like" in op._schema.name else _whole, (args, kwargs)
+    )
+    with first_ranks_generator(like, named.get("generator")):
+        made = op(*own, **named)
+    placements = [Replicate() if p.is_partial() else p for p in like.placements]
+    parts = pytree.tree_map_only(
+        torch.Tensor, lambda x: distribute_tensor(x, like.device_mesh, placements, src_data_rank=None), made
+    )
+    if not writes:
+        return parts
+    if placements != list(like.placements):
+        like._spec = parts._spec
+    like._local_tensor.copy_(parts._local_tensor)
+    return like
+
+
+@contextlib.contextmanager
+def first_ranks_generator(x: DTensor, generator: torch.Generator | None) -> Iterator[None]:
+    """Inside, the generator, or the default one where ``x`` lies, has the state of its mesh's first rank. Collective.
+
+    A rank that was seeded otherwise goes on with its own numbers afterwards.
+    """
+    generator = generator or _default(x.device_mesh.device_type)
+    before = generator.get_state()
+    first = _of_first(before, x.device_mesh)
+    alike = torch.equal(first, before)
+    if not alike:
+        generator.set_state(first)
+    yield
+    if not alike:
+        generator.set_state(before)
+
+
+def _whole(x: DTensor) -> torch.Tensor:
+    return x.full_tensor()
+
+
+def _blank(x: DTensor) -> torch.Tensor:
+    """In memory as the whole would be: that is the order of the draws."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.to_local().device)
+
+
+def _default(kind: str) -> torch.Generator:
+    return torch.cuda.default_generators[torch.cuda.current_device()] if kind == "cuda" else torch.default_generator
+
+
+def _of_first(state: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The state of the mesh's first rank. Collective."""
+    found = state.clone().to(mesh.device_type)
+    for axis in reversed(range(mesh.ndim)):
+        dist.broadcast(found, group=mesh.get_group(axis), group_src=0)
+    return found.to(state.device)
