@@ -73,12 +73,19 @@ def main() -> None:
     start, rounds = time.monotonic(), list[list[dict[str, float]]]()
     while not rounds or time.monotonic() - start < asked.seconds:
         rounds.append([measured(tree) for tree in trees])
-    titles = ("this", "other", "this/other")[: 2 * len(trees) - 1]
+        show(rounds)  # what there is, should it be stopped
+
+
+def show(rounds: list[list[dict[str, float]]]) -> None:
+    """Least seconds of each tree, and the median of the ratios."""
+    count = len(rounds[0])
+    titles = ("this", "other", "this/other")[: 2 * count - 1]
     print(f"{len(rounds)} rounds, processor seconds\n{'':22}" + "".join(f"{title:>12}" for title in titles))
     for name in rounds[0][0]:
-        row = [min(each[side][name] for each in rounds) for side in range(len(trees))]
-        row += [statistics.median(each[0][name] / each[1][name] for each in rounds)] if asked.other else []
+        row = [min(each[side][name] for each in rounds) for side in range(count)]
+        row += [statistics.median(each[0][name] / each[1][name] for each in rounds)] if count > 1 else []
         print(f"{name:22}" + "".join(f"{figure:12.3f}" for figure in row))
+    print(flush=True)
 
 
 if __name__ == "__main__":
