@@ -72,13 +72,14 @@ class Nonzero(nn.Module):
 
 
 class Experts(nn.Module):
-    """Mixture of experts as transformers writes it: a loop over experts, each on the tokens routed to it."""
+    """A loop over experts, each on the tokens routed to it. Norms inside make them no mixture that capture knows."""
 
     def __init__(self, experts: int = 4, top: int = 2) -> None:
         super().__init__()
         self.router, self.top = nn.Linear(WIDTH, experts), top
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(experts)
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(experts)
         )
 
     def forward(self, h: Tensor) -> Tensor:
