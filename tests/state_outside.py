@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -211,3 +212,14 @@ def draws_in_weights_gradients_and_outputs(mesh: autoshard.Mesh) -> None:
     close(*reversed(dropped))
     same_state(sharded, model)
     same_gradients(sharded, model)
+
+
+@case
+def anomalies_are_detected(mesh: autoshard.Mesh) -> None:
+    model, sharded = pair(mesh, lambda: Of(lambda lin, x: (lin(x) * x.sum().sqrt()).square().mean()), rows().abs())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly():
+            once(model, sharded, rows().abs())
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                full(sharded(-rows().abs())).backward()

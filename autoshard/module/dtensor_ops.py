@@ -48,7 +48,8 @@ def is_ours(x: object) -> TypeGuard[DTensor]:
 
 @functools.cache
 def _mend() -> None:
-    _handle(aten._local_scalar_dense.default, _number)
+    for op in (aten._local_scalar_dense.default, aten._is_any_true.default):  # the latter: of anomaly mode
+        _handle(op, _number)
     _handle(aten.detach.default, _detach)
     for op in (aten.pow_.Scalar, aten._foreach_mul_.List):  # Adafactor
         _handle(op, _on_whole)
