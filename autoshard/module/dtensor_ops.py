@@ -21,6 +21,7 @@ from torch.optim import _muon
 from autoshard.errors import LayoutError
 from autoshard.module.dtensor_chunks import mend_checkpoints
 from autoshard.module.dtensor_draws import DRAWS, drawn
+from autoshard.module.dtensor_files import mend_files
 from autoshard.module.dtensor_views import VIEWS, indexed, set_through, set_whole
 from autoshard.module.owned import is_owned
 
@@ -68,6 +69,7 @@ def _mend() -> None:
         _handle(op, _set_storage)
     _handle(aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
     mend_checkpoints()
+    mend_files(is_ours)
     DTensor.__format__ = _format  # type: ignore[assignment, method-assign]
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
     _muon._zeropower_via_newtonschulz = _whole_matrix(_muon._zeropower_via_newtonschulz)
