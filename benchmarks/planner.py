@@ -28,6 +28,7 @@ from autoshard.passes.ir.program import Program
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.rules import rule_for
 from autoshard.plans.wishes import Wishes
+from autoshard.precision import Precision
 from autoshard.report.schedule import step_end
 
 Selects = Callable[[str, str, bool], float]
@@ -50,6 +51,7 @@ class Row:
     seconds: float
     again: Selects | None = None
     dtype: torch.dtype = torch.bfloat16
+    """of parameters; float32: with :data:`MIXED`"""
 
 
 class PlainAttention(nn.Module):
@@ -76,18 +78,34 @@ class Core(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+        scores = torch.matmul(q / math.sqrt(q.shape[-1]), k.transpose(-1, -2))  # the factor is the product's: baddbmm
         return torch.matmul(self.dropout(F.softmax(scores, dim=-1)), v)
 
 
+class InFloat32:
+    """The loss of logits in float32, as Megatron-LM (core/tensor_parallel/cross_entropy.py) and torchtitan compute it."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = super().forward(tokens).logits  # type: ignore[misc]
+        return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+
+
+class MegatronGpt(InFloat32, Gpt):
+    """As Megatron-LM trains it."""
+
+
+class TitanLlama(InFloat32, Llama):
+    """As torchtitan trains it."""
+
+
 def gpt(width: int, vocab: int, length: int, heads: int, dropout: float = 0.0) -> Callable[[int], nn.Module]:
-    return lambda layers: Gpt(GptConfig(vocab, length, width, heads, layers, dropout))
+    return lambda layers: MegatronGpt(GptConfig(vocab, length, width, heads, layers, dropout))
 
 
 def plain_gpt(width: int, vocab: int, length: int, heads: int) -> Callable[[int], nn.Module]:
     def make(layers: int) -> nn.Module:
         config = GptConfig(vocab, length, width, heads, layers)
-        model = Gpt(config)
+        model = MegatronGpt(config)
         for block in model.blocks:
             block.attention = PlainAttention(config)
         return model
@@ -96,7 +114,7 @@ def plain_gpt(width: int, vocab: int, length: int, heads: int) -> Callable[[int]
 
 
 def llama(config: LlamaConfig) -> Callable[[int], nn.Module]:
-    return lambda layers: Llama(replace(config, layers=layers))
+    return lambda layers: TitanLlama(replace(config, layers=layers))
 
 
 def whole(module: str, op: str, product: bool) -> float:
@@ -116,8 +134,14 @@ def every_second_product(module: str, op: str, product: bool) -> float:
     return 0.5 if product else 1.0
 
 
+EAGER = {name: replace(PRESETS[name], fuses=False) for name in ("h100", "a100")}
+"""Megatron-LM is not compiled: its elementwise operations are kernels of their own"""
+
 AT_500_WATTS = replace(PRESETS["h100"], flops=PRESETS["h100"].flops * (500 / 700) ** (1 / 3))
 """torchtitan's devices are held at 500 of 700 W: power goes with the cube of the clock"""
+
+MIXED = Precision(torch.bfloat16, torch.float32)
+"""torchtitan's default: parameters in float32, cast before they are gathered; gradients reduced in float32"""
 
 MEGATRON = {"dp": "zero1", "tp": "megatron-sp"}
 SEQUENCE = {"length": 4096, "vocab": 131072}
@@ -125,7 +149,7 @@ SEQUENCE = {"length": 4096, "vocab": 131072}
 ROWS = (
     *(
         Row(
-            f"Megatron-LM {name}, TP {tp} DP 48", "h100", {"dp": 48, "tp": tp}, MEGATRON if tp > 1 else {"dp": "zero1"},
+            f"Megatron-LM {name}, TP {tp} DP 48", EAGER["h100"], {"dp": 48, "tp": tp}, MEGATRON if tp > 1 else {"dp": "zero1"},
             gpt(width, 131072, 4096, width // 128), layers, 192, seconds=seconds, **SEQUENCE,
         )
         for name, width, layers, tp, seconds in (
@@ -134,7 +158,7 @@ ROWS = (
     ),
     *(
         Row(
-            f"Korthikanti 22B, TP 8, {what}", "a100", {"tp": 8}, {"tp": like},
+            f"Korthikanti 22B, TP 8, {what}", EAGER["a100"], {"tp": 8}, {"tp": like},
             plain_gpt(6144, 51200, 2048, 64), 48, 4, 2048, 51200, seconds, again, torch.float16,
         )
         for what, like, again, seconds in (
@@ -143,7 +167,7 @@ ROWS = (
     ),
     Row(
         "torchtitan Llama-3 8B, FSDP 8, selective", AT_500_WATTS, {"dp": 8}, {"dp": "fsdp"}, llama(LlamaConfig()), 32, 16, 8192,
-        128256, 2.457, every_second_product,
+        128256, 2.457, every_second_product, torch.float32,
     ),
     Row(
         "torchtitan Llama-3 70B, FSDP 32 TP 8, full", AT_500_WATTS, {"dp": 32, "tp": 8}, {"dp": "fsdp", "tp": "megatron-sp"},
@@ -156,9 +180,14 @@ def predicted(row: Row, layers: int) -> tuple[float, float]:
     """Seconds of a step of ``row`` with this many layers: of its timeline, and of its compute alone."""
     with torch.device("meta"):
         model = row.model(layers).to(row.dtype)
+        if row.dtype is torch.float32:
+            for name, table in [*model.named_buffers()]:  # rotary tables are computed with in bfloat16, too
+                model.get_buffer(name).data = table.to(torch.bfloat16)
         tokens = torch.zeros(row.batch, row.length, dtype=torch.long)
-    graph = captured(model, (tokens,), {"labels": tokens}, training=True)
-    program, plan = planned(graph, Mesh(row.mesh, row.hardware), Wishes(like=row.like, memory_budget=1e15))
+    mixed = MIXED if row.dtype is torch.float32 else None
+    graph = captured(model, (tokens,), {"labels": tokens}, training=True, precision=mixed)
+    wishes = Wishes(like=row.like, memory_budget=1e15, mixed_precision=mixed)
+    program, plan = planned(graph, Mesh(row.mesh, row.hardware), wishes)
     if "zero1" in row.like.values():  # the gathered parameters are kept
         kept = tuple(c for c in plan.collectives if not c.reason.endswith("(gathered again)"))
         plan = replace(plan, collectives=kept)

@@ -6,7 +6,8 @@
 Predictions of the cost model, without weights or devices. The share of the roofline says how far from the least possible
 a step is: bytes of weights and caches, read once by all devices together at the data sheet's bandwidth, over the step. Beside
 it stands what engines measured, as a share of the same roofline on their own devices: a scale, not a comparison, as device,
-model, prompt and number format differ.
+model, prompt and number format differ. Of TensorRT-LLM the reading of prompts is in the time, and caches are counted at half
+of what is made. Of vLLM no figure was found that says the batch and the lengths it was measured with.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ SIZES = {
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
 }
 
-
+_TENSORRT = "its docs/source/performance.md"
 PUBLISHED = (
-    # what, tokens/s of one request, GB/s that each device read, of the data sheet's GB/s, source
+    # what, tokens/s of all requests, GB/s that each device read, of the data sheet's GB/s, source
     ("gpt-fast, Llama-2-70B, bfloat16, 8 × A100 80 GB (330 W), prompt of 5", 62.5, 1135, 2039, "its README, 0f925b5"),
     ("gpt-fast, Llama-2-70B, bfloat16, 4 × A100 80 GB (330 W), prompt of 5", 38.0, 1341, 2039, "its README, 0f925b5"),
+    ("TensorRT-LLM 0.5.0, Llama-2-70B, fp8, 4 × H100, 64 requests, 128 + 2048 tokens", 2616, 829, 3352, _TENSORRT),
+    ("TensorRT-LLM 0.6.1, Llama-2-70B, fp8, 4 × H100, 480 requests, 128 + 2048 tokens", 5944, 494, 3352, _TENSORRT),
 )
+"""TensorRT-LLM's: steps/s · (69.0 GB of weights + requests · 1152 tokens · 163,840 B) / 4"""
 
 
 def make_model(size: str, layers: int | None) -> Any:
@@ -95,7 +99,7 @@ def main() -> None:
             f"{serving.bytes_per_token['sent'] / 1e3:.0f}",
             f"{time.process_time() - begin:.0f}",
         )
-    published = Table(title="Measured by others, one request")
+    published = Table(title="Measured by others; one request where none are named")
     for column in ("", "tokens/s", "roofline", "source"):
         published.add_column(column)
     for what, tokens, read, sheet, source in PUBLISHED:

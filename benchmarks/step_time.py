@@ -44,6 +44,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
+from autoshard.runtime import gradients
 
 WARM_UP = 9
 """more calls than are compared with their inputs by default"""
@@ -142,6 +143,20 @@ def ours(like: str | None, axis: str) -> Callable[[Task], Step]:
     return make
 
 
+def in_large_buckets(task: Task) -> Step:
+    """As ``like="ddp"``, with gradients sent in buckets of the size that DDP has."""
+    step, size = ours("ddp", "dp")(task), gradients.LARGE_ON_GLOO
+
+    def large() -> float:
+        gradients.LARGE_ON_GLOO = gradients.LARGE
+        try:
+            return step()
+        finally:
+            gradients.LARGE_ON_GLOO = size
+
+    return large
+
+
 def as_torch_does(step: Step) -> Step:
     """``step`` with DTensor's own handling of every operation."""
 
@@ -223,6 +238,7 @@ def one_process(task: Task) -> Step:
 
 CONTESTANTS = (
     Contestant('like="ddp"', ours("ddp", "dp"), ("DDP",), 1.02),
+    Contestant("in large buckets", in_large_buckets, ("DDP",)),
     Contestant("DDP", ddp, ("one process",)),
     Contestant('like="fsdp"', ours("fsdp", "dp"), ("FSDP2",), 1.0),
     Contestant('like="zero1"', ours("zero1", "dp"), ("DDP",)),
@@ -335,7 +351,13 @@ def main() -> None:
         chosen = {c.name for name in options.models.split(",") for c in for_model(name, options.only)}
         names = [c.name for c in CONTESTANTS if c.name in chosen and c.name != "one process"]
         raise SystemExit(
-            max((worlds.launch(__file__, [*sys.argv[1:], "--only", name], options.ranks) for name in names), key=abs)
+            max(
+                (
+                    worlds.launch(__file__, [*sys.argv[1:], "--only", name], options.ranks, keeping=False)
+                    for name in names
+                ),
+                key=abs,
+            )
         )
     else:
         raise SystemExit(worlds.launch(__file__, sys.argv[1:], options.ranks))

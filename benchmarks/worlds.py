@@ -16,9 +16,16 @@ PINNED = "BENCHMARK_PINNED"
 """set by :mod:`quiet`: the cores of a world are its own, and each rank takes its share of them"""
 
 
-def launch(script: str, arguments: Sequence[str], ranks: int) -> int:
-    """Run ``script`` once per rank, with ``--rank`` and ``--rendezvous`` on top; the exit code that is largest."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+KEEPING = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
+"""for glibc: memory that is freed stays with the process. Else which contestant pays for new pages is chance"""
+
+
+def launch(script: str, arguments: Sequence[str], ranks: int, keeping: bool = True) -> int:
+    """Run ``script`` once per rank, with ``--rank`` and ``--rendezvous`` on top; the exit code that is largest.
+
+    ``keeping``: with freed memory kept, as :data:`KEEPING` says; not where memory is what is measured.
+    """
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **(KEEPING if keeping else {})}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, script, *arguments, "--rendezvous", f"{folder}/rendezvous"]
         workers = [subprocess.Popen([*command, "--rank", str(r)], env=env) for r in range(ranks)]

@@ -158,3 +158,39 @@ def as_one_device(name: str, mesh: str, steps: int = 64) -> None:
     for step, (own, other) in enumerate(zip(logits, expected, strict=True)):
         close(own, other, f"step {step}")
     assert len(sharded.programs) <= PROGRAMS.get(name, 2)
+
+
+def every_way() -> None:
+    """Ways to choose tokens and to keep caches, on two ranks: the tokens of one device, by few programs.
+
+    A mask with holes has its own, as transformers asks; so have a batch of 1, and several tokens after a cache.
+    """
+    copied = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    padded, ends = torch.ones_like(TOKENS), {"eos_token_id": [*range(0, VOCABULARY, 5)]}
+    padded[0, :2] = 0
+    ways: list[tuple[str, torch.Tensor, dict[str, Any], int]] = [
+        ("gpt2", TOKENS, {"num_beams": 3}, 2),
+        ("gpt2", TOKENS, {"num_beams": 3, "do_sample": True}, 2),
+        ("llama", TOKENS, {"num_beams": 4, "length_penalty": 0.5, "num_return_sequences": 2}, 2),
+        ("llama", TOKENS, {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.2}, 2),
+        ("llama", TOKENS, {"attention_mask": padded, **ends}, 4),
+        ("llama", TOKENS, {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}, 6),
+        ("llama", copied, {"prompt_lookup_num_tokens": 3}, 10),
+        ("llama", TOKENS[:1], {"assistant_model": (True, False)}, 12),
+        ("llama", TOKENS[:1], {"assistant_model": (False, True)}, 12),
+        ("llama", TOKENS[:1], {"assistant_model": (True, True)}, 12),
+    ]
+    options = {"training": False, "dynamic": True, "like": "megatron"}
+    models = {name: made(name) for name in ("gpt2", "llama")} | {"assistant": made("llama", num_hidden_layers=1)}
+    sharded = {n: autoshard.compile(copy.deepcopy(m), {"tp": 2}, **options) for n, m in models.items()}
+    for name, tokens, way, programs in ways:
+        found = []
+        for ours in (True, False):
+            torch.manual_seed(3)
+            given = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0, **way}
+            if "assistant_model" in way:
+                given["assistant_model"] = (sharded if ours and way["assistant_model"][1] else models)["assistant"]
+            whole = ours and way.get("assistant_model", (True,))[0]
+            found.append((sharded if whole else models)[name].generate(tokens, max_new_tokens=12, **given))
+        assert torch.equal(*found), (name, way)
+        assert len(sharded[name].programs) <= programs, (name, way, len(sharded[name].programs))

@@ -109,6 +109,23 @@ def mask_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: to
     return out
 
 
+def weighed_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Every expert gets every row, sample by sample."""
+    x, weights, ids = (t.unflatten(0, (2, -1)) for t in (x, weights, ids))
+    gates = x.new_zeros(*x.shape[:-1], COUNT).scatter(-1, ids, weights)
+    out = gates[..., :1] * model.experts[0](x)
+    for e in range(1, COUNT):
+        out = out + gates[..., e, None] * model.experts[e](x)
+    return out.flatten(0, 1)
+
+
+def twice_weighed_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The first expert counts twice: none of the forms."""
+    gates = x.new_zeros(len(x), COUNT).scatter(-1, ids, weights)
+    ys = [gates[:, e, None] * expert(x) for e, expert in enumerate(model.experts)]
+    return ys[0] + ys[1] + ys[2] + ys[3] + ys[0]
+
+
 def uneven_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Experts of two kinds: none of the forms."""
     out = torch.zeros_like(x)
@@ -131,5 +148,17 @@ def with_a_rest(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torc
 
 Form = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 FORMS: dict[str, Form] = {
-    f.__name__: f for f in (dense, in_order, loop, mask_loop, with_a_rest, modules, mask_modules, uneven_modules)
+    f.__name__: f
+    for f in (
+        dense,
+        in_order,
+        loop,
+        mask_loop,
+        with_a_rest,
+        modules,
+        mask_modules,
+        weighed_modules,
+        uneven_modules,
+        twice_weighed_modules,
+    )
 }

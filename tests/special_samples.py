@@ -158,6 +158,8 @@ ATTENTION: dict[Any, list[Sample]] = {
         call(*_GROUPS, None, 1, 0, None, True),
         call(*_UNEVEN_GROUPS, torch.ones(1, 1, 1, 4) > 0, None, 0, 0.3, True),
         call(*_UNEVEN_GROUPS, torch.tensor([[[[0, 0, 1, 2]]]]), 2, 0, None, True),
+        call(*_HEADS, f(1, 3, 1, 1), None, 0, sloped=True),
+        call(*_GROUPS, f(1, 6, 1, 1), None, None, None, True, True),
     ],
 }
 

@@ -45,11 +45,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def model_of(name: str, form: str = "eager", layers: int = 2) -> nn.Module:
+def model_of(name: str, form: str = "eager", layers: int = 2, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
     kind, sizes = MODELS[name]
     model_class = getattr(transformers, kind)
-    config = model_class.config_class(**sizes | {"num_hidden_layers": layers})
+    config = model_class.config_class(**sizes | {"num_hidden_layers": layers} | changes)
     config._experts_implementation = form
     model: nn.Module = model_class(config)
     return model.train()
@@ -86,6 +86,19 @@ def test_rows_travel_and_all_is_equal(name: str, axes: dict[str, int]) -> None:
     like = {a: "expert" if a == "ep" else None for a in axes}
     report = assert_equal_training(model_of(name), axes, (), text(), steps=3, like=like, share=1.5)
     assert exchanging(report.plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("axes", [{"ep": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"cp": 2, "tp": 2}], ids=str)
+def test_with_dropout_on(name: str, axes: dict[str, int]) -> None:
+    """What attention drops is what it drops on one device, also where keys and values go round."""
+    like: dict[str, Any] = {"ep": "expert", "cp": "ring", "tp": "megatron" if "cp" in axes else None}
+    model = model_of(name, attention_dropout=0.2)
+    report = assert_equal_training(model, axes, (), text(), steps=3, like={a: like.get(a) for a in axes})
+    assert exchanging(report.plan) or "ep" not in axes
+    rings = {label for c in report.plan.choices.values() if "attention" in c.op for label in c.labels}
+    assert rings & {"ring", "folded ring"} or "cp" not in axes
 
 
 def test_every_form_is_one_operation() -> None:
@@ -192,7 +205,11 @@ def routed(form: str) -> nn.Module:
 
 @pytest.mark.parametrize(
     "form",
-    ["dense", "modules", *(pytest.param(x, marks=pytest.mark.slow) for x in ("loop", "mask_loop", "mask_modules"))],
+    [
+        "dense",
+        "modules",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("loop", "mask_loop", "mask_modules", "weighed_modules")),
+    ],
 )
 def test_routing_as_users_write_it(form: str) -> None:
     """Rows travel, weights do not; as many bytes as the operation sends where it is called."""
@@ -283,7 +300,7 @@ def test_routing_by_sorted_rows() -> None:
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("form", ["with_a_rest", "uneven_modules"])
+@pytest.mark.parametrize("form", ["with_a_rest", "uneven_modules", "twice_weighed_modules"])
 def test_what_is_no_mixture_stays(form: str) -> None:
     model, x = routed(form), torch.randn(2, 6, routing_models.WIDTH)
     graph = captured(model, (x,), {})

@@ -126,6 +126,11 @@ def test_megatron_with_sequence_parallelism_gathers_and_scatters_instead() -> No
         ("reduce_scatter", ("tp",), "backward"): ring(4) * (2 * LAYERS + 1) * ACTIVATION,
         ("all_reduce", ("tp",), "backward"): 2 * ring(4) * norms,  # each rank has a part of the sequence
     }
+    args, kwargs = tokens()
+    plan = autoshard.plan(llama(), Mesh({"tp": 4}, "h100"), args, kwargs, like="megatron-sp")
+    again = [c.seconds for c in plan.collectives if c.reason.endswith("(made again)")]
+    assert len(again) == 2 * LAYERS + 1
+    assert sum(again) == pytest.approx(sum(r.seconds for r in plan.recomputed))  # the search pays for them
 
 
 def test_data_and_tensor_parallel_together() -> None:

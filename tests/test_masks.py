@@ -81,6 +81,73 @@ MASKS: dict[str, tuple[Mask, Band | None]] = {
 }  # fmt: skip
 
 
+def _of_heads(slopes: torch.Tensor) -> torch.Tensor:
+    return slopes.view(1, -1, 1, 1)
+
+
+BIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "of keys": lambda slopes: (slopes[:, None, None] * torch.arange(S)[None, None, :])[None],
+    "of keys from the last": lambda slopes: (
+        torch.arange(1 - S, 1, dtype=torch.int32).view(1, 1, 1, S) * _of_heads(slopes)
+    ),
+    "of differences": lambda slopes: _of_heads(slopes) * (_columns() - _rows())[None].to(slopes.dtype),
+    "of distances": lambda slopes: -torch.abs(_columns() - _rows()).unsqueeze(0) * _of_heads(slopes),
+    "of distances in floats": lambda slopes: (slopes[:, None, None] * -(_columns().double() - _rows()).abs()[None])[
+        None
+    ],
+}
+HIDES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Band]] = {
+    "filled": (lambda bias: bias.masked_fill(_columns() > _rows(), -torch.inf), CAUSAL),
+    "added": (lambda bias: bias + _minus(_columns() <= _rows()), CAUSAL),
+    "where": (lambda bias: torch.where(_columns() <= _rows(), bias, torch.finfo(bias.dtype).min), CAUSAL),
+    "window": (lambda bias: bias.masked_fill((_columns() > _rows()) | (_columns() < _rows() - 4), -1e10), Band(4, 0)),
+    "nothing": (lambda bias: bias, ALL),
+}  # fmt: skip
+
+
+class Sloped(nn.Module):
+    """Attention with linear biases (ALiBi)."""
+
+    def __init__(self, bias: str, hides: str) -> None:
+        super().__init__()
+        self.bias, self.hides = BIASES[bias], HIDES[hides][0]
+        self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125, 0.0625]))
+        self.qkv, self.o = nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in self.qkv(x).split([16, 8, 8], -1))
+        y = F.scaled_dot_product_attention(q, k, v, self.hides(self.bias(self.slopes)).to(x.dtype), enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_biases_by_distance_need_no_mask(bias: str) -> None:
+    """Slopes are all that is left; of a distance to later keys the mask stays."""
+    x = torch.randn(2, S, 8, dtype=torch.float64)
+    for hides, (_, band) in HIDES.items():
+        graph = capture(Sloped(bias, hides).double(), (x,))
+        (node,) = (n for n in graph.nodes if n.op in ATTENTION)
+        found = node.op is banded_op._opoverload
+        assert found == (hides != "nothing" or "distances" not in bias), hides
+        assert not found or (node.argument("sloped") and band_of(node) == band), hides
+        assert not found or not any(t.shape[-2:] == (S, S) for t in graph.types.values()), hides
+
+
+@pytest.mark.parametrize(
+    ("axes", "like"),
+    [
+        ({"cp": 2, "tp": 2}, {"cp": "ring", "tp": "megatron"}),
+        *(pytest.param({"cp": n}, "ring", marks=pytest.mark.slow) for n in (2, 3, 4, 8)),
+        pytest.param({"cp": 2}, "ulysses", marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "tp": 2}, None, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_biases_by_distance_are_equal(axes: dict[str, int], like: Any) -> None:
+    for bias, hides in itertools.product(BIASES, HIDES) if len(axes) == 1 else [("of differences", "filled")]:
+        assert_equal_training(Sloped(bias, hides), axes, (torch.randn(2, S, 8),), like=like, steps=2)
+
+
 class Masked(nn.Module):
     def __init__(self, mask: Mask, kv_heads: int = 2) -> None:
         super().__init__()

@@ -141,7 +141,7 @@ def test_one_that_counts_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_draws_of_a_part_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(microbatches, "_restore", lambda states: None)
+    monkeypatch.setattr(microbatches.generators, "set_states", lambda states: None)
     with pytest.raises(AssertionError):
         compare("gpt", ideal({"tp": 2}), 2, steps=1)
 

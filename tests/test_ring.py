@@ -20,7 +20,7 @@ from autoshard import runtime
 from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuntimeMismatchError
 from autoshard.hardware import PRESETS
-from autoshard.runtime import ring_journey, tile
+from autoshard.runtime import ring_journey, ring_order, tile
 from autoshard.runtime.ring_order import CAUSAL, spans, tiles, work
 from autoshard.runtime.window import chunks
 
@@ -83,7 +83,8 @@ def run(
     given = random(B, HEADS, queries, WIDTH), random(B, heads, keys, WIDTH), random(B, heads, keys, value)
     causal = how.get("causal", False)
     scale = how.get("scale")
-    expected = F.scaled_dot_product_attention(*given, mask, 0.0, causal, scale=scale, enable_gqa=heads != HEADS)
+    dense = None if how.get("sloped") else mask
+    expected = F.scaled_dot_product_attention(*given, dense, 0.0, causal, scale=scale, enable_gqa=heads != HEADS)
     cotangent = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     theirs = [expected, *torch.autograd.grad(expected, given, cotangent)]
 
@@ -99,6 +100,7 @@ def run(
 
     def one(*operands: Any) -> torch.Tensor:
         where = {"queries": queries, "keys": keys, "axes": "cp", "folded": how.get("folded", False)}
+        where["sloped"] = how.get("sloped", False)
         return runtime.ring_attention(*operands, causal, scale, **where)
 
     outs = world.run(one, list(zip(*parts, masks, strict=True)))
@@ -117,6 +119,20 @@ def test_causal(ranks: int, length: int) -> None:
     for folded in (False, True):
         theirs, ours, _ = run(ranks, length, length, heads=2, causal=True, folded=folded)
         assert error(theirs, ours) < 1e-12, folded
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_biases_by_distance(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ALiBi, folded or not: of slopes alone, some rows at a time."""
+    monkeypatch.setattr(ring_order, "ROWS", 3)
+    slopes, at = torch.tensor([0.5, 0.25, 0.1, 0.0]).double().view(1, -1, 1, 1), torch.arange(41)
+    for folded in (False, True):
+        dense = (slopes * (at - at[:, None])).masked_fill(at > at[:, None], -torch.inf)
+        theirs, _, _ = run(1, 41, 41, heads=2, mask=dense)
+        _, ours, _ = run(ranks, 41, 41, heads=2, mask=slopes, causal=True, folded=folded, sloped=True)
+        assert error(theirs, ours) < 1e-12, folded
+        _, wrong, _ = run(ranks, 41, 41, heads=2, mask=2 * slopes, causal=True, folded=folded, sloped=True)
+        assert error(theirs, wrong) > 1e-3
 
 
 _SEEN = torch.rand(10, 14, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -282,6 +298,24 @@ def test_planned_bytes_are_sent(causal: bool) -> None:
     swapped = activation / 4 / 2 * causal
     assert sent["forward"] == 2 * 3 / 4 * activation + 4 * swapped
     assert sent["backward"] == 4 * 3 / 4 * activation + 5 * swapped
+
+
+def test_bytes_of_gathered_keys_and_of_two_axes() -> None:
+    """2 (N-1)/N of keys and values each way; a ring of R ranks beside U that turn the sequence into heads: 6 (R-1)/R of an
+    activation's part of their heads, and 8 (U-1)/U² of its part of their positions."""
+    x, activation = torch.randn(2, 16, 16), 2 * 16 * 16 * 8
+    hints = {"x": autoshard.Shard(1), "*weight": "replicate"}
+    found = collectives(Attention(16, 4, 2, causal=False), {"cp": 4}, hints, (x,))
+    gathered = 3 / 4 * (2 * activation / 2)
+    assert found["all_gather", ("cp",), "forward", gathered] == 1
+    assert found["reduce_scatter", ("cp",), "backward", gathered] == 1
+    like, sent = {"cp": "ring", "sp": "ulysses"}, Counter[str]()
+    for (kind, *_, size), count in collectives(
+        Attention(16, 4, 4, causal=False), {"cp": 2, "sp": 2}, None, (x,), like=like
+    ).items():
+        sent[kind] += count * size
+    assert sent["permute"] == 6 / 2 * activation / 2
+    assert sent["all_to_all"] == 8 / 4 * activation / 2
 
 
 def test_combines_with_other_cuts() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from generating_models import MESHES, MODELS, TOKENS, as_one_device, made
+from generating_models import MESHES, MODELS, TOKENS, as_one_device, every_way, made
 from state_generate import WAYS, llama, same_tokens
 from torch import nn
 
 import autoshard
-from autoshard.errors import PlanError
+from autoshard.errors import CaptureError, PlanError
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,6 +52,20 @@ def test_encoder_and_decoder() -> None:
 def test_as_one_device(name: str, mesh: str) -> None:
     """Every kind of cache on every mesh: tokens and the logits of 64 steps, on the first of 200."""
     as_one_device(name, mesh, 200 if mesh == "tp2" else 64)
+
+
+@pytest.mark.slow
+def test_every_way() -> None:
+    every_way()
+
+
+def test_a_cache_that_quantizes_by_groups_is_refused() -> None:
+    class Layer:
+        q_group_size, residual_length = 64, 128
+
+    sharded = serving(llama(layers=1), {"tp": 2})
+    with pytest.raises(CaptureError, match=r'a cache of Layer keeps tensors .* cache_config=\{"backend": "fp8"\}'):
+        sharded(TOKENS, past_key_values=Layer())
 
 
 @pytest.mark.slow

@@ -309,23 +309,50 @@ def _launch(clock: _Clock) -> float:
 
 
 def _rates(clock: _Clock, ranks: int, quick: bool) -> Iterator[Rate]:
-    """α and β of every kind among ``ranks`` ranks; groups of that many measure at once."""
+    """α and β of every kind among ``ranks`` ranks; groups of that many measure at once. Messages are between two."""
     world = dist.get_world_size()
     if ranks < 2 or world % ranks:
         return
     first = dist.get_rank() // ranks * ranks
     comm = TorchCommunicator({"ranks": ranks}, range(first, first + ranks))
-    small, large = (1 << 12, 1 << 20) if quick else (1 << 10, 1 << 22)
+    sizes = (1 << 12, 1 << 17, 1 << 20) if quick else (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         found: list[tuple[float, float]] = []
-        for size in (small, large):
+        for size in sizes:
             move, shape = _move(kind, ranks, size)
             x = torch.ones(shape, device=clock.device)
             taken = clock.seconds(partial(comm.execute, move, x, "forward"), together=True)
             found.append((move.ring_bytes(x, ranks), _agreed(taken, max)))
-        (few, short), (many, long) = found
-        per_byte = max(1e-15, (long - short) / (many - few))
-        yield Rate(kind, ranks, max(1e-9, short - few * per_byte), 1.0 / per_byte)
+        yield _line(kind, ranks, found)
+    if ranks == world:
+        yield _line("permute", 2, [(4.0 * size, _agreed(_message(clock, size), max)) for size in sizes])
+
+
+def _message(clock: _Clock, size: int) -> float:
+    """Seconds of a message of ``size`` elements to the neighbour, while as much comes from it."""
+    neighbour = dist.get_rank() ^ 1
+    if neighbour >= dist.get_world_size():  # an odd one: the others measure
+        return clock.seconds(lambda: None, together=True)
+    sent, received = (torch.ones(size, device=clock.device) for _ in range(2))
+    both = [dist.P2POp(dist.isend, sent, neighbour), dist.P2POp(dist.irecv, received, neighbour)]
+
+    def exchange() -> None:
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    return clock.seconds(exchange, together=True)
+
+
+def _line(kind: str, ranks: int, found: Sequence[tuple[float, float]]) -> Rate:
+    """α and β of (bytes, seconds) that err least, relatively: a line through the ends alone says little of what is between."""
+    bytes_, seconds = torch.tensor(found, dtype=torch.float64).unbind(1)
+    matrix = torch.stack([1 / seconds, bytes_ / seconds], 1)
+    latency, per_byte = (
+        torch.linalg.lstsq(matrix, torch.ones(len(found), 1, dtype=torch.float64)).solution.flatten().tolist()
+    )
+    if per_byte <= 0:  # all take about as long
+        per_byte = 1e-15
+    return Rate(kind, ranks, max(1e-9, min(latency, found[0][1])), 1.0 / per_byte)
 
 
 def _overlap(clock: _Clock) -> float:

@@ -10,7 +10,8 @@
 - measured on an H100 with PyTorch 2.11 (``benchmarks/gpu_kernels.py``): float32 without TF32 and float64 reach 51 and 60 of
   the data sheet's 66.9 TFLOP/s; products of bfloat16 whose rows are no multiples of 16 bytes 97 of 642 (16384 × 768 times
   50257 and 50304 classes); convolutions (3 × 3 layers of ResNet-50) 141 to 289 in PyTorch's default layout and 317 to 485
-  with channels last.
+  with channels last. ``h100_torch2.11`` differs from ``h100`` in its attention alone: causal, head dim 128, what PyTorch 2.11
+  runs by default there.
 - memory: 70 % of the data sheet, and 7 µs for the smallest kernel (AutoParallel's roofline). Kernels that are tuned one by
   one reach 3.01 of 3.35 TB/s on H100 (Guo, Dao et al. 2025, "QuACK: getting memory-bound kernels to speed of light").
 - collectives: NCCL on H100, algorithm bandwidth of an all-gather in one node 537, 434 and 394 GB/s among 2, 4 and 8, of
@@ -85,6 +86,14 @@ _H100 = Hardware(
     convolutions=0.5,
 )  # fmt: skip
 
+_H100_NEW = replace(
+    _H100,
+    name="h100_torch2.11",
+    attention=tuple((length, forward / 989.4, backward / 989.4) for length, forward, backward in (
+        (512, 338, 172), (1024, 441, 287), (2048, 521, 392), (4096, 575, 471), (8192, 609, 526), (16384, 629, 581),
+    )),
+)  # fmt: skip
+
 _A100 = replace(
     _H100,
     name="a100",
@@ -107,6 +116,7 @@ PRESETS: dict[str, Hardware] = {
     for h in (
         _A100,
         _H100,
+        _H100_NEW,
         replace(_H100, name="h200", memory_bandwidth=4800e9, memory_bytes=141e9),
         replace(_OTHER, name="mi325x", flops=1300e12, memory_bandwidth=6000e9, memory_bytes=256e9),
         replace(

@@ -156,7 +156,8 @@ class Compiling(Fixed):
 
     def _state(self, leaves: Sequence[Any], recorded: bool, grad: bool) -> State:
         original = self._of
-        original.root.training = self.training
+        if original.root.training != self.training:
+            original.root.training = self.training
         check_call(leaves, original.tensors)
         return original.state(recorded, grad, self._form)
 

@@ -7,7 +7,6 @@ ours, as DTensor gives results of one the mesh of the other: what is mended is w
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.optim import _muon
 
 from autoshard.errors import LayoutError
+from autoshard.module.arrivals import new_dtensor
 from autoshard.module.dtensor_chunks import mend_checkpoints
 from autoshard.module.dtensor_draws import DRAWS, drawn
 from autoshard.module.dtensor_files import mend_files
@@ -207,10 +207,6 @@ def _detach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of every gradient, as autograd takes it: its own way has nothing to find out."""
     x = args[0]
     return new_dtensor(DTensor, op(x._local_tensor), x._spec, requires_grad=False)
-
-
-new_dtensor = inspect.unwrap(DTensor.__new__)
-"""without what keeps torch.compile out of it, at several Python calls for each parameter and step"""
 
 
 def _on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -125,7 +125,7 @@ class Executable:
                         f"the forward writes in place into its input {fqn!r}, which shares memory with input {other!r}: "
                         "the program would not see the write there. Pass a clone of one of them."
                     )
-        aside = {name for name, fqn in written.items() if fqn not in self.compiled.program.in_place}
+        aside = {name for name, fqn in written.items() if fqn not in self.compiled.in_place}
         copies = [x.clone() if n in aside else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
         return copies, {fqn: named[name] for name, fqn in written.items()}
 
@@ -135,11 +135,15 @@ class Executable:
 
     def as_typed(self, leaves: Sequence[Any]) -> list[Any]:
         """The outputs without the gradients that no value of the graph has: what goes together shares one autograd node."""
-        outputs = zip(self.graph.outputs, leaves, strict=True)
-        free = (
-            isinstance(o, Ref) and not self.graph.types[o.name].grad and isinstance(x, torch.Tensor) for o, x in outputs
-        )
-        return [x.detach() if detached and x.requires_grad else x for x, detached in zip(leaves, free, strict=True)]
+        types = self.graph.types
+
+        def is_free(value: Any, x: Any) -> bool:
+            typed = isinstance(value, Ref) and isinstance(x, torch.Tensor)
+            return typed and not types[value.name].grad and x.requires_grad
+
+        with torch._C.DisableTorchFunctionSubclass():  # the question alone would go through that of an output
+            free = [is_free(value, x) for value, x in zip(self.graph.outputs, leaves, strict=True)]
+        return [x.detach() if detached else x for x, detached in zip(leaves, free, strict=True)]
 
     def shapes(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[int, ...] | None]:
         """The global shapes of the outputs, then of what is written, in a call with these ``inputs``.

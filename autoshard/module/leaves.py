@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoshard import runtime
 from autoshard.errors import RuntimeMismatchError
-from autoshard.module.dtensor_ops import new_dtensor
+from autoshard.module.arrivals import new_dtensor
 from autoshard.module.owned import local_of
 from autoshard.module.sparse_gradients import accumulate
 from autoshard.runtime.again import CHANGED

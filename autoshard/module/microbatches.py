@@ -17,6 +17,7 @@ from autoshard.module.sparse_gradients import SparseGradient, accumulate
 from autoshard.passes.ir.graph import Ref, map_refs
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.rules.facts import makes_tensor
+from autoshard.runtime import generators
 
 Leaves = list[Any]
 Run = Callable[[list[torch.Tensor]], tuple[Leaves, dict[str, torch.Tensor]]]
@@ -50,14 +51,14 @@ class MicroBatchRun:
         sources = [micro.inputs[name] for name in names]
         made: list[Leaves] = []
         written: dict[str, torch.Tensor] = {}
-        states, before = _random_states(), self.defer(True)
+        states, before = generators.states(), self.defer(True)
         with self.leaves() if micro.loss is not None else nullcontext([]) as pairs, unseen():
             wanted = [*pairs, *((x, given[n]) for n, x in inputs.items() if x.requires_grad)]
             try:
                 for index in range(micro.count):
                     self.enter(index, micro.count)
                     self.defer(index < micro.count - 1)  # the last one sums what all have left over the replicas
-                    _restore(states)  # every micro-batch takes its part of what the whole batch draws
+                    generators.set_states(states)  # every micro-batch takes its part of what the whole batch draws
                     parts = [_part(given[source], dim, index, micro.count) for source, dim in sources]
                     leaves, written = self.run(parts)
                     if micro.loss is not None:
@@ -155,17 +156,6 @@ def _combined(parts: Sequence[Any], how: int | str | None) -> Any:
     return Output.of(
         DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     )
-
-
-def _random_states() -> list[torch.Tensor]:
-    """Of the generators that draw: the CPU's, and the current GPU's where one is in use."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-
-
-def _restore(states: Sequence[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state)
 
 
 class _Delivered(torch.autograd.Function):

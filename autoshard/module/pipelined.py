@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
 from autoshard.errors import PlanError
+from autoshard.layout import Shard
 from autoshard.mesh import Mesh
 from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule, default_device_type
@@ -226,6 +227,7 @@ class PipelinedModule(DistributedModule):
         written = {fqn: x for number in pipeline.mine for fqn, x in self._written(pipeline, number).items()}
         with runtime.bind(self._comm):
             made = self._made_everywhere(pipeline)
+            written |= self._inputs_written(pipeline)
         pipeline.made = {}
         if micro is None or not training:
             return (made[0] if micro is None else delivered(micro, made, ())), written
@@ -305,16 +307,31 @@ class PipelinedModule(DistributedModule):
             part = pipeline.executable.parts[number]
             for at, position in enumerate(stage.results, len(stage.sent)):
                 own = [results[at] for results in pipeline.made[number]] if number in pipeline.mine else None
-                for outputs, local in zip(made, self._of_stage(pipeline, number, at, own), strict=True):
+                name = part.compiled.program.outputs[at].name
+                for outputs, local in zip(made, self._of_stage(pipeline, number, name, own), strict=True):
                     outputs[position] = self._leaf(part, at, local, pipeline.shapes(part)[at])
         return made
 
+    def _inputs_written(self, pipeline: ProgramPipeline) -> dict[str, torch.Tensor]:
+        """What a stage writes into inputs, on every rank."""
+        found = {}
+        for number, stage in enumerate(pipeline.stages.each):
+            part = pipeline.executable.parts[number]
+            program, inputs = part.compiled.program, {i.fqn for i in stage.graph.inputs if i.kind == "input"}
+            for at, (fqn, name) in enumerate(program.mutations.items(), len(program.outputs)):
+                if fqn in inputs:
+                    own = [results[at] for results in pipeline.made[number]] if number in pipeline.mine else None
+                    (local,) = self._of_stage(pipeline, number, name, own)
+                    shape, layout = pipeline.shapes(part)[at], program.layouts[name]
+                    whole = shape is None or not layout.axes_with(Shard)
+                    found[fqn] = local if whole else self._full(self._dtensor(local, layout, shape or ()))
+        return found
+
     def _of_stage(
-        self, pipeline: ProgramPipeline, number: int, at: int, own: Sequence[torch.Tensor] | None
+        self, pipeline: ProgramPipeline, number: int, name: str, own: Sequence[torch.Tensor] | None
     ) -> Sequence[torch.Tensor]:
-        """Output ``at`` of a stage, per micro-batch: this rank's, or that of the rank that has its place there."""
+        """A value that a stage gives, per micro-batch: this rank's, or that of the rank that has its place there."""
         program = pipeline.executable.parts[number].compiled.program
-        name = program.outputs[at].name
         type_, layout = program.types[name], program.layouts[name]
         if type_.unknown or type_.number is not None:
             raise PlanError(f"stages: an output, {type_}, whose length depends on the data is not supported")

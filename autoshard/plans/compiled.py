@@ -29,6 +29,11 @@ class Compiled:
     """per stage of the pipeline; their ``source`` is one file"""
 
     @property
+    def in_place(self) -> frozenset[str]:
+        """Buffers and inputs that are written where they lie."""
+        return frozenset().union(*(part.program.in_place for part in self.parts or (self,)))
+
+    @property
     def symbols(self) -> Symbols:
         """The lengths it was not fixed to, and what must hold of them."""
         if not self.parts:

@@ -61,11 +61,11 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
     if wishes.plan is not None:
         if wishes.plan.staged is None:
             raise PlanError(f"stages={wishes.stages!r}: the plan that is given has no stages. Plan again with them.")
-        return cut(graph, wishes.plan.staged.boundaries, loss)
+        return cut(graph, wishes.plan.staged.boundaries, loss, idle=True)
     if wishes.boundaries is not None:
         return cut(graph, wishes.boundaries, loss)
     if wishes.homes is not None:
-        return cut(graph, following(graph, wishes.homes, ranks * chunks), loss)
+        return cut(graph, following(graph, wishes.homes, ranks * chunks), loss, idle=True)
     pieces = Pieces(graph, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
     budget = budget_of(wishes, mesh.hardware)
     cuts = boundaries(pieces, wishes.schedule, ranks, wishes.micro_batches, chunks, budget)

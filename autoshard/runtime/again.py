@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.autocast import without_autocast
 from autoshard.runtime.communicator import Communicator, current
+from autoshard.runtime.generators import set_states
 
 CHANGED = (
     "{} was changed in place between forward and backward, which computes with it as it was then, and so cannot be right. "
@@ -233,12 +234,12 @@ class _Part(Source):
         before = None if states is None else self.comm.random_states()
         try:
             if states is not None:
-                self.comm.set_random_states(states)
+                set_states(states)
             with torch.enable_grad(), without_autocast():
                 self.comm.repeat([(run.repeat, inputs) for run, inputs in zip(self.runs, given, strict=True)])
         finally:
             if before is not None:
-                self.comm.set_random_states(before)
+                set_states(before)
 
 
 def _nothing(x: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from autoshard.errors import MeshError, RuntimeMismatchError
 from autoshard.runtime import sparse
+from autoshard.runtime.generators import states
 from autoshard.runtime.move import Move
 from autoshard.runtime.relay import Arrival, Hop
 from autoshard.runtime.step import Step
@@ -114,13 +115,7 @@ class Communicator(ABC):
 
     def random_states(self) -> list[torch.Tensor]:
         """Of the generators that the next draw for all ranks takes its numbers from."""
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-
-    def set_random_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Put the generators back to these states."""
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.cuda.set_rng_state(state)
+        return states()
 
     def active(self, axes: Axes) -> tuple[str, ...]:
         """``axes`` as a tuple, without the axes of size 1. Raises :class:`MeshError` for an unknown axis."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.runtime.communicator import Communicator
 
-
-def states(cuda: bool) -> list[torch.Tensor]:
-    """Of the CPU's default generator and, if ``cuda``, the current GPU's. All are on the CPU: no device is waited for."""
+def states(cuda: bool | None = None) -> list[torch.Tensor]:
+    """Of the CPU's default generator and, if ``cuda``, the current GPU's; None: where one is in use. All are on the CPU: no
+    device is waited for."""
+    cuda = torch.cuda.is_initialized() if cuda is None else cuda
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
 
 
@@ -55,14 +55,14 @@ class Generators:
 
 
 @contextlib.contextmanager
-def synchronised_generators(comm: Communicator) -> Iterator[None]:
+def synchronised_generators(comm: Any) -> Iterator[None]:
     """See :func:`autoshard.runtime.synchronised_rng`. Inside another one the generators are that one's."""
-    if comm.generators is not None:  # type: ignore[attr-defined]
+    if comm.generators is not None:
         yield
         return
-    comm.generators = mine = Generators(comm)  # type: ignore[attr-defined]
+    comm.generators = mine = Generators(comm)
     try:
         yield
     finally:
         mine.restore()
-        comm.generators = None  # type: ignore[attr-defined]
+        comm.generators = None

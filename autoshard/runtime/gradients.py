@@ -22,6 +22,9 @@ SMALL = 2**20
 LARGE = 25 * 2**20
 """of all-reduces while another is under way, as in DistributedDataParallel"""
 
+LARGE_ON_GLOO = 4 * 2**20
+"""of those on gloo, whose latency is small beside their time: its threads send and add up while the backward computes"""
+
 UNDER_WAY = 2
 """reduce-scatters that may be under way: each holds whole gradients, sent and received, until it is waited for"""
 
@@ -59,7 +62,9 @@ class Gradients:
         if self.held and not self.held[0][0].joins(bucket):
             self._flush()
         self.held.append((bucket, numbers, gradients))
-        enough = LARGE if self.works and not bucket.gathers else SMALL
+        enough = SMALL
+        if self.works and not bucket.gathers:
+            enough = LARGE_ON_GLOO if bucket.comm.process_group(bucket.moves[0].axes).gloo else LARGE
         if sum(g.nbytes for *_, given in self.held for g in given if g is not None) >= enough:
             self._flush()
 

@@ -18,6 +18,7 @@ import torch
 from autoshard.errors import MeshError, PlanError
 from autoshard.runtime.along import Along
 from autoshard.runtime.communicator import bind
+from autoshard.runtime.generators import set_states, states
 from autoshard.runtime.in_process import World
 from autoshard.runtime.module import RankModule
 from autoshard.runtime.pipeline import Pipeline, packed
@@ -64,9 +65,9 @@ def _in_process(classes: Sequence[type[RankModule]], folder: Path, options: argp
     inputs = _inputs(step, folder, options.inputs)
     for number in range(options.steps):
         torch.manual_seed(number)
-        states, made = torch.get_rng_state(), []
+        drawn, made = states(), []
         for index in range(step.count):
-            torch.set_rng_state(states)  # every micro-batch takes its part of what the whole batch draws
+            set_states(drawn)  # every micro-batch takes its part of what the whole batch draws
             for comm in world.ranks:
                 comm.enter(index, step.count)
             outputs = _through(world, step, held, index, inputs)
@@ -167,9 +168,9 @@ def _distributed(
 
 def _one_after_another(held: Held, comm: TorchCommunicator, inputs: Mapping[str, torch.Tensor]) -> list[Outputs]:
     """The outputs of all micro-batches of a step without stages."""
-    states, made = comm.random_states(), list[Outputs]()
+    drawn, made = comm.random_states(), list[Outputs]()
     for index in range(held.step.count):
-        comm.set_random_states(states)
+        set_states(drawn)
         made.append(_of_stage(held, comm, inputs, 0, index, ()))
         loss = _loss(held.step, made[-1])
         if loss is not None and loss.requires_grad:

@@ -33,16 +33,23 @@ class Scope(nn.Module):
     def place(self, path: str, child: nn.Module) -> None:
         """Put ``child`` at dotted ``path``, with scopes on the way."""
         *parents, last = path.split(".")
-        self.scope(".".join(parents))._modules[last] = child
+        _hold(self.scope(".".join(parents)), last, child)
 
     def scope(self, path: str) -> nn.Module:
         """The scope at dotted ``path`` ("" is this one), made where it does not exist."""
         scope: nn.Module = self
         for part in path.split(".") if path else ():
             if part not in scope._modules:
-                scope._modules[part] = Scope()
+                _hold(scope, part, Scope())
             scope = scope._modules[part]  # type: ignore[assignment]
         return scope
+
+
+def _hold(scope: nn.Module, name: str, child: nn.Module) -> None:
+    """Have ``child`` in ``scope``; as a plain attribute, too, unless that means something else: torch looks for it last."""
+    scope._modules[name] = child
+    if name not in scope.__dict__ and not hasattr(type(scope), name):
+        scope.__dict__[name] = child
 
 
 class Block(Scope):

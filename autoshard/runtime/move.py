@@ -39,6 +39,8 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "perm
 LOCAL = frozenset(CONVERSIONS.values()).difference(COLLECTIVES)
 """Functions that look at this rank's tensor only."""
 
+UNNAMED = "?"
+
 
 def dual(source: str, target: str) -> tuple[str, str]:
     """The conversion of the gradient: (source, target)."""
@@ -86,8 +88,8 @@ class Move(NamedTuple):
     to_size: int = -1
     order: tuple[str, ...] = ()
     op: str = "sum"
-    module: str = "?"
-    """what it is made for, in profiles; "?" where none was running"""
+    module: str = UNNAMED
+    """what it is made for, in profiles and errors; :data:`UNNAMED` where none was running, or nobody has asked"""
     exchange: Exchange | None = None
     splits: Splits | None = None
 
@@ -103,7 +105,7 @@ class Move(NamedTuple):
         """What every rank must agree on. Lengths may differ between groups, where other axes cut unevenly."""
         between = None if self.exchange is None else Exchange((), ())
         splits = None if self.splits is None else Splits((), (), 0)
-        return self._replace(size=-1, to_size=-1, module="?", exchange=between, splits=splits)
+        return self._replace(size=-1, to_size=-1, module=UNNAMED, exchange=between, splits=splits)
 
     def backward(self) -> Move:
         """The move of the gradient."""

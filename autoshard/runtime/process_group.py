@@ -13,7 +13,7 @@ from autoshard.runtime import sparse
 from autoshard.runtime.communicator import Communicator, in_order_of
 from autoshard.runtime.float_order import floats, ordered
 from autoshard.runtime.generators import Generators
-from autoshard.runtime.move import LOCAL, Move, Splits, piece, together
+from autoshard.runtime.move import LOCAL, UNNAMED, Move, Splits, piece, together
 from autoshard.runtime.peers import Notes, lost, wait
 from autoshard.runtime.profiling import collective_name, named, recorded
 from autoshard.runtime.relay import Arrival, Hop
@@ -174,15 +174,16 @@ class TorchCommunicator(Communicator):
     def name(self, group: _Group, move: Move | None, phase: str) -> str:
         """A collective as an error names it."""
         if move is not None:
+            move = move if move.module != UNNAMED else named(move, always=True)  # it is waited for where it began
             phase = collective_name(move.verb, self.named(move.verb, move.axes), move.module, phase)
         return f"{phase} among ranks {', '.join(map(str, group.members))}"
 
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
-        move = named(move, always=True)
         if x.requires_grad and torch.is_grad_enabled():
+            move = named(move, always=True)  # for the backward, where no line of generated code runs
             result: torch.Tensor = _Differentiable.apply(self, move, self.phase, x)  # type: ignore[no-untyped-call]
             return result
-        return self.execute(move, x, self.phase)
+        return self.execute(named(move), x, self.phase)
 
     def execute(self, move: Move, x: torch.Tensor, phase: str) -> torch.Tensor:
         """``move`` on this rank's ``x``, without autograd."""

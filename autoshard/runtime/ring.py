@@ -40,6 +40,7 @@ def ring_attention(
     before: int | None = None,
     after: int | None = None,
     folded: bool = False,
+    sloped: bool = False,
     shape: Sequence[int] = (),
     cuts: Mapping[int, Axes] | None = None,
     batch: int | None = None,
@@ -50,7 +51,7 @@ def ring_attention(
     global lengths. Key and value may have fewer heads, each of which several query heads share. ``before``, ``after``:
     how many positions before and behind it a query sees; with ``is_causal`` none behind it. ``folded``: ranks that
     are mirrored in the ring swap second halves before and after, so that a causal mask leaves all ranks the same work;
-    then no mask has rows. No second derivative.
+    then no mask has rows. ``sloped``: as in :func:`~autoshard.runtime.banded.banded_op`. No second derivative.
 
     For dropout, which hits what it hits on one device: ``shape``, the global one of the weights [..., s, t]; ``cuts``, the
     axes that cut each of its dims but the last two; ``batch`` as in :func:`~autoshard.runtime.dropout`.
@@ -63,7 +64,7 @@ def ring_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     move = named(Move("S", "S", names, order=names), always=True)
     band = Band(before, 0 if is_causal else after)
-    job = Job(move, comm.index(names), rows, columns, band, scale, folded, dropout_p)
+    job = Job(move, comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped)
     kept = None
     if 0.0 < dropout_p < 1.0:
         kept = part(noise_like(query, dropout_p, shape, (), batch) != 0, cuts or {})
@@ -84,11 +85,12 @@ def banded_rows(
     before: int | None = None,
     after: int | None = None,
     folded: bool = False,
+    sloped: bool = False,
 ) -> torch.Tensor:
     """Attention of queries over whole keys and values; ``queries``: their global length, where ``axes`` cut them.
 
     A query sees the keys from ``before`` positions before it to ``after`` behind it; None: all. ``attn_mask`` hides more,
-    cut by its rows where it has any. ``folded``: as in :func:`ring_attention`; queries alone are swapped.
+    cut by its rows where it has any. ``folded``, ``sloped``: as in :func:`ring_attention`; queries alone are swapped.
     """
     comm = current()
     names = comm.active(axes)
@@ -96,7 +98,9 @@ def banded_rows(
     rows = spans(query.shape[-2] if queries is None else queries, tuple(comm.mesh[a] for a in names), folded)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     move = named(Move("S", "S", names, order=names), always=True)
-    job = Job(move, comm.index(names), rows, (((0, key.shape[-2]),),), Band(before, after), scale, folded)
+    job = Job(
+        move, comm.index(names), rows, (((0, key.shape[-2]),),), Band(before, after), scale, folded, sloped=sloped
+    )
     return _run(comm, job, (query, key, value), attn_mask, None)
 
 

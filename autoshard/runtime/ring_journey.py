@@ -10,7 +10,7 @@ import torch
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime import tile
-from autoshard.runtime.banded import is_documents
+from autoshard.runtime.banded import by_distance, is_documents
 from autoshard.runtime.move import Move
 from autoshard.runtime.random import scaled
 from autoshard.runtime.relay import Arrival, Hop, Journey, Tensors
@@ -34,6 +34,13 @@ class Job(NamedTuple):
     scale: float
     folded: bool = False
     dropout_p: float = 0.0
+    sloped: bool = False
+    """whether the mask has slopes by the distance"""
+
+    @property
+    def some(self) -> bool:
+        """Whether it takes a block of rows at a time."""
+        return self.sloped or self.band.before is not None
 
     @property
     def stops(self) -> tuple[Stop, ...]:
@@ -201,7 +208,7 @@ def _tiles(
 ) -> Generator[tuple[Tile, Tensors, Masking]]:
     """What this rank computes at ``stop``. ``mask`` and ``kept``: of its rows and all columns."""
     held = job.columns_at(stop)
-    for t in tiles(job.rows[job.me], held, job.band):
+    for t in tiles(job.rows[job.me], held, job.band, job.some):
         rows, columns = _spot(job.rows[job.me], t.rows), _spot(held, t.columns)
         bias, noise, aligned = None, None, t.aligned and mask is None
         if t.partial or aligned is not t.aligned:
@@ -210,8 +217,11 @@ def _tiles(
             own = mask.narrow(-1, *t.rows).mT == mask.narrow(-1, *t.columns)
             bias = own if bias is None else bias & own
         elif mask is not None:
-            more = mask if mask.shape[-1] == 1 else mask.narrow(-1, *t.columns)
-            more = more if mask.dim() < 2 or mask.shape[-2] == 1 else more.narrow(-2, *rows)
+            if job.sloped:
+                more = by_distance(mask, t.rows, t.columns).to(query.dtype)
+            else:
+                more = mask if mask.shape[-1] == 1 else mask.narrow(-1, *t.columns)
+                more = more if mask.dim() < 2 or mask.shape[-2] == 1 else more.narrow(-2, *rows)
             bias = (
                 more
                 if bias is None
@@ -239,7 +249,7 @@ class _Result:
     def __init__(self, job: Job, query: torch.Tensor, value: torch.Tensor) -> None:
         self.rows, self.like, self.width = job.rows[job.me], query, value.shape[-1]
         self.parts: dict[Interval, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.blocks = [b for r in self.rows for b in (blocks(r) if job.band.before is not None else [r])]
+        self.blocks = [b for r in self.rows for b in (blocks(r) if job.some else [r])]
 
     def add(self, rows: Interval, out: torch.Tensor, sums: torch.Tensor) -> None:
         """Results over more keys."""

@@ -80,9 +80,11 @@ class Tile(NamedTuple):
         return band.pairs(self.rows[1], self.columns[1])
 
 
-def tiles(queries: Chunks, keys: Chunks, band: Band) -> list[Tile]:
-    """The tiles of some rows and columns; what is hidden wholly is left out, as far as tiles can."""
-    return [t for rows in queries for columns in keys for t in _tiles(rows, columns, band)]
+def tiles(queries: Chunks, keys: Chunks, band: Band, some: bool = False) -> list[Tile]:
+    """The tiles of some rows and columns; what is hidden wholly is left out, as far as tiles can. ``some``: a block of rows
+    at a time."""
+    stretches = [b for rows in queries for b in (blocks(rows) if some and band.before is None else [rows])]
+    return [t for rows in stretches for columns in keys for t in _tiles(rows, columns, band)]
 
 
 def _tiles(rows: Interval, columns: Interval, band: Band) -> Iterator[Tile]:

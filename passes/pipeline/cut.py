@@ -16,20 +16,20 @@ from autoshard.passes.pipeline.stage import Stage, Stages
 from autoshard.passes.propagate.floating import floating
 
 
-def cut(graph: Graph, boundaries: Sequence[int], loss: int | None = None) -> Stages:
+def cut(graph: Graph, boundaries: Sequence[int], loss: int | None = None, idle: bool = False) -> Stages:
     """``graph`` cut before the operations at ``boundaries`` (positions in ``graph.nodes``, ascending).
 
-    ``loss``: position of the flat output that the last stage has to return, wherever it is made.
-    Raises :class:`PlanError` for a stage without operations of its own, and for a value that cannot cross.
+    ``loss``: position of the flat output that the last stage has to return, wherever it is made. ``idle``: whether stages
+    may have no operations. Raises :class:`PlanError` where they have none otherwise, and for a value that cannot cross.
     """
-    return _Cut(graph, boundaries, loss).run()
+    return _Cut(graph, boundaries, loss, idle).run()
 
 
 class _Cut:
-    def __init__(self, graph: Graph, boundaries: Sequence[int], loss: int | None) -> None:
-        self.graph, self.boundaries = graph, tuple(boundaries)
+    def __init__(self, graph: Graph, boundaries: Sequence[int], loss: int | None, idle: bool) -> None:
+        self.graph, self.boundaries, self.idle = graph, tuple(boundaries), idle
         ends = (0, *self.boundaries, len(graph.nodes))
-        if list(ends) != sorted(set(ends)):
+        if list(ends) != sorted(ends if idle else set(ends)):
             raise PlanError(f"{len(ends) - 1} stages of {len(graph.nodes)} operations cannot be cut at {boundaries}")
         self.last = len(ends) - 2
         self.home = {n.name: k for k in range(len(ends) - 1) for n in graph.nodes[ends[k] : ends[k + 1]]}
@@ -47,7 +47,7 @@ class _Cut:
     def run(self) -> Stages:
         """The stages."""
         for k in range(self.last + 1):
-            if all(n in self.floating for n, home in self.home.items() if home == k):
+            if not self.idle and all(n in self.floating for n, home in self.home.items() if home == k):
                 raise PlanError(
                     f"{self.last + 1} stages: stage {k} would have no operation of its own. Ask for fewer stages."
                 )
@@ -141,18 +141,13 @@ class _Cut:
         )
 
     def _check_buffers(self, stages: Stages) -> None:
-        """A buffer that is written lies in one stage: others would not see what it becomes. So it is with inputs."""
-        given = {i.fqn for i in self.graph.inputs if i.kind == "input"}
+        """What is written, a buffer or an input, is read in one stage: others would not see what it becomes."""
         for fqn in self.graph.mutations:
-            if fqn in given:
-                raise PlanError(
-                    f"stages: the forward writes into its input {fqn!r} in place; return the new value instead"
-                )
-            homes = stages.homes.get(fqn, ())
+            homes = [s.number for s in stages.each if any(i.fqn == fqn for i in s.graph.inputs)]
             if len(homes) > 1:
                 raise PlanError(
-                    f"stages: buffer {fqn!r} is written by the forward, and read in stages {', '.join(map(str, homes))}. "
-                    "Cut elsewhere, or ask for fewer stages."
+                    f"stages: {fqn!r} is written by the forward, and read in stages {', '.join(map(str, homes))}. "
+                    "Cut elsewhere, ask for fewer stages, or return the new value instead."
                 )
 
 

@@ -6,7 +6,8 @@ block stands for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,12 +30,7 @@ class Folded:
 
         ``graph``: that of this, or of one micro-batch of it.
         """
-        rows: list[tuple[str, list[Node]]] = []
-        for node in graph.nodes:
-            path = block_path(node.fqn)
-            if not rows or rows[-1][0] != path:
-                rows.append((path, []))
-            rows[-1][1].append(node)
+        rows = _rows(graph.nodes)
         where: dict[str, list[int]] = {}
         for number, (path, _) in enumerate(rows):
             where.setdefault(path, []).append(number)
@@ -47,12 +43,12 @@ class Folded:
                 end = max(done, where[path][-1] + 1)
                 found += range(done, end)
                 done = end
-        return tuple(tuple(nodes) for _, nodes in rows), (*found, *range(done, len(rows)))
+        return tuple(nodes for _, nodes in rows), (*found, *range(done, len(rows)))
 
 
 def folded(graph: Graph) -> Folded:
     """``graph`` with :data:`KEPT` blocks of each row of equal ones; blocks are the outermost numbered modules."""
-    parts = _parts(graph)
+    parts = _rows(node for node in graph.nodes if block_path(node.fqn))
     forms = [_form(graph, nodes) for _, nodes in parts]
     stand: list[str] = []
     dropped: set[str] = set()
@@ -70,17 +66,9 @@ def folded(graph: Graph) -> Folded:
     return Folded(_without(graph, dropped, renamed), tuple(stand))
 
 
-def _parts(graph: Graph) -> list[tuple[str, list[Node]]]:
-    """Rows of operations of one block, in order. What belongs to none lies in none."""
-    found: list[tuple[str, list[Node]]] = []
-    for node in graph.nodes:
-        path = block_path(node.fqn)
-        if not path:
-            continue
-        if not found or found[-1][0] != path:
-            found.append((path, []))
-        found[-1][1].append(node)
-    return found
+def _rows(nodes: Iterable[Node]) -> list[tuple[str, tuple[Node, ...]]]:
+    """Operations one after another of one block, or of none: ""."""
+    return [(path, tuple(row)) for path, row in itertools.groupby(nodes, lambda node: block_path(node.fqn))]
 
 
 def _form(graph: Graph, nodes: Sequence[Node]) -> tuple[Any, tuple[str, ...]]:

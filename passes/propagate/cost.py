@@ -128,6 +128,7 @@ def node_seconds(
     launch = device.kernel_latency * (traffic is None or traffic.launches)
     wanting = [x for n, x in zip(node.inputs, shapes, strict=False) if graph.types[n].grad][:2]
     trained = any(graph.types[o].grad for o in node.outputs)
+    moved += _written_beside(node, graph, shapes) if trained else 0.0
     work = flops * divided(choice, mesh)
     forward = work / (1.0 + backward_factor(node, graph))
     dtype = graph.types[names[-1]].dtype
@@ -157,6 +158,16 @@ def node_seconds(
     filled = _filled(node, graph, shapes[0]) if touched[0] and not ideal(mesh) else 0.0
     taken = device.traffic_seconds(2 * moved) + device.memory_seconds(filled)
     return Seconds(seconds, launches + max(back, taken), (launch, launches))
+
+
+def _written_beside(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> float:
+    """Bytes that a function such as a cross entropy keeps for its backward, which are neither operands nor results."""
+    facts = facts_of(node.op)
+    if not facts.function or facts.intermediates is None:
+        return 0.0
+    pairs = zip((*node.inputs, *node.outputs), shapes, strict=True)
+    local = {n: TensorType(x, graph.types[n].dtype, graph.types[n].grad) for n, x in pairs}
+    return float(sum(t.nbytes for t in facts.intermediates(node, local)))
 
 
 def _filled(node: Node, graph: Graph, table: tuple[int, ...]) -> float:

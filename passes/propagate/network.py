@@ -249,9 +249,10 @@ class Network:
             tags: tuple[int, ...] = (0,)
             if self.offer is not None:
                 again = any(AGAIN in side.tags for _, side, _ in readers)
-                pinned = all(side.tags == (1,) for _, side, _ in readers if side.saves is not None and side.saves.any())
+                saving = [side.tags for _, side, _ in readers if side.saves is not None and side.saves.any()]
+                pinned = all(1 in tags and 0 not in tags for tags in saving)  # nobody keeps a copy, so none is kept
                 copies = again and value not in self.graph.parameters
-                tags = passive_tags(value in needed, copies, not (copies and pinned))
+                tags = passive_tags(value in needed, copies, not (copies and saving and pinned))
             stages, fixed = self._stages(value), value in self.graph.parameters
             if stages:
                 tags, stages = tags * len(stages), tuple(s for s in stages for _ in tags)

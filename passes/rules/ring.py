@@ -85,7 +85,9 @@ def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ..
     node, band = site.node, band_of(site.node)
     scale = {} if node.argument("scale") is None else {"scale": node.argument("scale")}
     seen = {name: n for name, n in band._asdict().items() if n is not None}
-    mask = {} if node.argument("attn_mask") is None else {"attn_mask": node.argument("attn_mask")}
+    mask: dict[str, Any] = {} if node.argument("attn_mask") is None else {"attn_mask": node.argument("attn_mask")}
+    if node.argument("sloped", False):
+        mask["sloped"] = True
     if label not in LABELS:
         cut: dict[str, Any] = {"queries": shape[-2], "axes": spell(axes)} if axes else {}
         order = {"folded": True} if label == FOLDED_ROWS else {}

@@ -34,6 +34,10 @@ LEAST_STEP = 1e-6
 SLACK = 1e-13
 
 
+Known = dict[tuple[bytes, float], tuple[Choice, float, bool]]
+"""what was found at some prices, and unit of the cost"""
+
+
 @dataclass(frozen=True)
 class Cut:
     """A choice seen: L(p) ≤ cost + p · slope."""
@@ -48,6 +52,8 @@ class Reduced:
     """``whole`` without the strategies that are beaten at all prices, whatever its limits."""
 
     whole: Stacked
+    known: Known = field(default_factory=dict)
+    """what was found of it"""
 
     @cached_property
     def left(self) -> tuple[Stacked, tuple[Classes, ...]]:
@@ -74,8 +80,7 @@ class Part:
     bound: float = -math.inf
     cuts: list[Cut] = field(default_factory=list)
     mixture: list[tuple[float, Cut]] = field(default_factory=list)
-    known: dict[tuple[bytes, float], tuple[Choice, float, bool]] = field(default_factory=dict)
-    """what was found at some prices, and unit of the cost"""
+    known: Known = field(default_factory=dict)
     reduced: Reduced | None = None
     """whose problem it has, but for the limits"""
 
@@ -123,7 +128,7 @@ class Search:
         left, numbers = reduced.left
         left = replace(left, limits=problem.limits)
         start = np.zeros(len(problem.limits)) if prices is None else np.minimum(np.array(prices), problem.prices)
-        self.part = Part(left, numbers, start, reduced=reduced)
+        self.part = Part(left, numbers, start, known=reduced.known, reduced=reduced)
         self.seen: dict[Choice, None] = {}
         self.begin = time.perf_counter()
         self.stats: dict[str, object] = {"rows": len(problem.limits)}

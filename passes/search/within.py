@@ -16,7 +16,7 @@ from autoshard.passes.search.eliminate import Eliminator
 from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.milp import Limit, solve_core
 from autoshard.passes.search.mixture import mix
-from autoshard.passes.search.network import GAP, Effort, Solution
+from autoshard.passes.search.network import GAP, Array, Effort, Solution
 from autoshard.passes.search.prices import Part, Prices, Reduced, Relaxed, Search, maximise_bound
 from autoshard.passes.search.prune import NO_CHOICE
 from autoshard.passes.search.stacked import Choice, Stacked, undecided, value
@@ -27,12 +27,11 @@ FIRST_ITERATIONS = 12
 ITERATIONS = 48
 # Of a problem of many layers a gap of this part of the cost is not worth more: its plan would lose its regularity.
 ENOUGH = 2e-3
-# Turns between equal layers as one and each for itself.
+# Turns between equal layers as one and each for itself, and between few strategies and all, for effort 1.
 TURNS = 5
-# Mixtures tried for effort 1, nodes of a problem for which that is little in any case, and the fewest.
+COLUMNS = 60
+# Mixtures tried.
 MIXTURES = 16
-FEW_NODES = 400
-FEWEST = 4
 # Sweeps of message passing.
 SWEEPS = 8
 # A problem of up to so many entries goes to the MILP as it is, and up to so many when what is too dear is gone.
@@ -70,23 +69,23 @@ def solve_alike(
     begun(search, effort)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
+    columns(search, effort)
     part, found = search.part, search.solution()
     found = replace(found, choice=tied.lifted(found.choice), exact=False)
-    for turn in range(TURNS):
+    for _ in range(TURNS):
         seen = np.array(list(search.seen))
         kept = {i: np.unique(seen[:, k]) for i, k in enumerate(tied.of)}
         left = max(search.deadline - time.perf_counter(), 1.0)
-        each = searched(problem.restricted(kept), relaxed, left, effort, part.prices.tolist()).solution()
-        better = each.cost < found.cost
+        inner = searched(problem.restricted(kept), relaxed, left, effort, part.prices.tolist())
+        each, better = inner.solution(), inner.total < found.cost
         if better:
             choice = tuple(int(kept[i][s]) for i, s in enumerate(each.choice))
             found = replace(found, choice=choice, cost=each.cost)
-        if found.cost - part.bound <= ENOUGH * abs(found.cost) or turn == TURNS - 1 or search.late:
+        most = min(found.cost, inner.part.bound)  # what is still to be gained by other strategies shows below this
+        if most - part.bound <= ENOUGH * abs(found.cost) or not better or search.late:
             break
-        value = search.relax(part, np.array(each.prices))
-        if value > part.bound:
-            part.bound, part.prices = value, np.array(each.prices)
-        if len(search.seen) == len(seen) or not (better or turn == 0):
+        raise_bound(search, np.array(each.prices))
+        if len(search.seen) == len(seen):
             break
     found.stats["solved"], at = search.solved, part.prices
 
@@ -94,6 +93,32 @@ def solve_alike(
         return bound(problem.priced(at), tied.of) - float(at @ problem.limits)
 
     return replace(found, lower_bound=-math.inf, prices=tuple(at.tolist()), prove=prove)
+
+
+def columns(search: Search, effort: Effort) -> None:
+    """Strategies worth choosing from: at the best prices of those that were seen the best of all are found, and seen, too,
+    until they are as good as those before.
+
+    Source: Dantzig and Wolfe, Decomposition principle for linear programs (1960).
+    """
+    part, problem = search.part, search.first
+    for _ in range(effort.of(COLUMNS)):
+        seen = np.array(list(search.seen))
+        kept = {i: np.unique(seen[:, i]) for i in range(len(problem.sizes))}
+        some = Search(problem.restricted(kept), search.relaxed, search.deadline, part.prices.tolist())
+        maximise_bound(some, some.part, ITERATIONS, ENOUGH / 2)
+        if some.part.bound - part.bound <= ENOUGH / 2 * abs(some.part.bound) or search.late:
+            return
+        raise_bound(search, some.part.prices)
+        if len(search.seen) == len(seen):
+            return
+
+
+def raise_bound(search: Search, prices: Array) -> None:
+    """Look at these prices, too."""
+    value = search.relax(search.part, prices)
+    if value > search.part.bound:
+        search.part.bound, search.part.prices = value, prices
 
 
 def searched(
@@ -117,10 +142,10 @@ def searched(
     if search.gap(search.bound) > ENOUGH:
         if search.part.elimination is None:
             thin(search)
-        maximise_bound(search, search.part, effort.of(ITERATIONS), ENOUGH)
+        quick = search.part.elimination is not None
+        maximise_bound(search, search.part, ITERATIONS if quick else effort.of(ITERATIONS), ENOUGH)
         search.bound = max(search.bound, search.part.bound)
-        trials = max(MIXTURES * min(1.0, max(effort.part, FEW_NODES / len(problem.sizes))), FEWEST)
-        stats["mixtures"] = mix(search, search.part, ENOUGH, math.ceil(trials))
+        stats["mixtures"] = mix(search, search.part, ENOUGH, MIXTURES)
         stats["branches"] = branch(search, ENOUGH, effort)
     hopeless = _entries(search.part.problem) > HOPELESS * effort.of(MILP_ENTRIES)
     if search.gap(search.bound) > ENOUGH and "looks" not in stats and not hopeless:

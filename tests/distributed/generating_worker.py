@@ -3,7 +3,8 @@
 from functools import partial
 
 from checks import main
-from generating_models import MESHES, MODELS, as_one_device
+from generating_models import MESHES, MODELS, as_one_device, every_way
 
 if __name__ == "__main__":
-    main({f"{name}-{mesh}": partial(as_one_device, name, mesh) for name in MODELS for mesh in MESHES})
+    cases = {f"{name}-{mesh}": partial(as_one_device, name, mesh) for name in MODELS for mesh in MESHES}
+    main({**cases, "every_way": every_way})

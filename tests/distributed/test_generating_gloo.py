@@ -16,3 +16,8 @@ from generating_models import MODELS
 def test_as_one_device(name: str, mesh: str, tmp_path: Path) -> None:
     case = f"{name}-{mesh}"
     assert json.loads(world.start("generating_worker.py", 2, tmp_path, case, timeout=280)) == {case: ""}
+
+
+@pytest.mark.slow
+def test_every_way(tmp_path: Path) -> None:
+    assert json.loads(world.start("generating_worker.py", 2, tmp_path, "every_way", timeout=280)) == {"every_way": ""}

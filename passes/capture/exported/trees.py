@@ -74,6 +74,8 @@ _CACHES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 def _is_child(value: Any, of_cache: bool) -> bool:
     """Whether an attribute becomes a child. ``of_cache``: whether the forward may fill what is empty."""
+    if isinstance(value, torch.Tensor):
+        return True
     if type(value) in _PLAIN:
         return False
     if of_cache and (isinstance(value, list | dict) or _is_cache(type(value))):
@@ -134,13 +136,17 @@ def _counted(child: Any) -> Any:
 
 
 def _register(cls: type) -> None:
+    of_cache = _is_cache(cls)
+
     def split(value: Any) -> tuple[list[Any], _Context]:
-        attributes, of_cache = _attributes(value), _is_cache(type(value))
+        attributes = _attributes(value)
         if of_cache and (counted := attributes.keys() & _COUNTS):
             attributes |= {n: _as_length(attributes[n], attributes.get("device")) for n in counted}
-        names = tuple(n for n, v in attributes.items() if _is_child(v, of_cache))
-        others = {n: v for n, v in attributes.items() if n not in names}
-        return [attributes[n] for n in names], _Context(names, others)
+        children: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        for name, attribute in attributes.items():
+            (children if _is_child(attribute, of_cache) else others)[name] = attribute
+        return [*children.values()], _Context(tuple(children), others)
 
     def split_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], _Context]:
         children, context = split(value)

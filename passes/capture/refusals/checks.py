@@ -57,6 +57,17 @@ def check_example(model: nn.Module, example: Example) -> None:
     for i, leaf in enumerate(pytree.tree_leaves(example)):
         if isinstance(leaf, torch.Tensor):
             check_dense(leaf, partial(name, i))
+    by_groups = [x for x in pytree.tree_leaves(example, is_leaf=_quantizes_by_groups) if _quantizes_by_groups(x)]
+    if by_groups:
+        raise CaptureError(
+            f"a cache of {type(by_groups[0]).__name__} keeps tensors of its library's own class, which cannot be traced. "
+            'Of quantized caches the one in 8 bits can: cache_implementation="quantized", cache_config={"backend": "fp8"}.'
+        )
+
+
+def _quantizes_by_groups(x: Any) -> bool:
+    """Whether it is a layer of a cache as transformers has them for quanto and HQQ."""
+    return hasattr(x, "q_group_size") and hasattr(x, "residual_length")
 
 
 def check_dense(x: torch.Tensor, name: Callable[[], str]) -> None:

@@ -15,7 +15,8 @@ import torch
 
 from autoshard.passes.capture.translate.canonical import remove_dead
 from autoshard.passes.capture.translate.documents import documents_of
-from autoshard.passes.capture.translate.positions import Linear, Positions, Stripes
+from autoshard.passes.capture.translate.positions import Known, Linear, Positions, Stripes
+from autoshard.passes.capture.translate.slopes import Hidden, Sloped, added, sloped
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.sizes import Size
 from autoshard.runtime.banded import banded_op
@@ -38,9 +39,9 @@ def by_position(graph: Graph) -> Graph:
             made = [_sharing(node, graph)]
             if node.argument("attn_mask") is not None and not node.argument("is_causal"):
                 made = _changed(made[0], graph, positions)
-        if len(made) > 1:
-            (row,) = made[0].outputs
-            types[row] = TensorType(tuple(made[0].args[1]), graph.types[made[0].inputs[0]].dtype)
+        for before in made[:-1]:
+            (name,) = before.outputs
+            types[name] = TensorType(tuple(made[0].args[1]), graph.types[made[0].inputs[0]].dtype)
         nodes += made
     found = tuple(nodes)
     return graph if found == graph.nodes else remove_dead(replace(graph, nodes=found, types=types))
@@ -75,6 +76,8 @@ def _changed(node: Node, graph: Graph, positions: Positions) -> list[Node]:
     """The attention without what its mask says of positions; before it the numbers of documents, if it says them."""
     mask = node.argument("attn_mask")
     lengths = graph.shape(node.inputs[0])[-2], graph.shape(node.inputs[1])[-2]
+    if (biased := _by_distance(mask, node, lengths, graph, positions)) is not None:
+        return biased
     bands, rest = list[Band](), list[Ref]()
     for part in _parts(mask, graph):
         band = _band(part, lengths, graph, positions)
@@ -96,15 +99,71 @@ def _changed(node: Node, graph: Graph, positions: Positions) -> list[Node]:
     if node.argument("dropout_p") or query[:-2] != result[:-2]:
         return [node]
     numbers = _numbered(node, documents, graph) if documents is not None else []
+    left = Ref(numbers[0].outputs[0]) if numbers else left
+    return [*numbers, _banded(node, left, band)]
+
+
+def _banded(node: Node, mask: Ref | None, band: Band, **form: Any) -> Node:
     given = {
         "before": band.before,
         "after": band.after,
         "scale": node.argument("scale"),
         "enable_gqa": node.argument("enable_gqa") or None,
+        **form,
     }
     kwargs = {name: value for name, value in given.items() if value is not None}
-    left = Ref(numbers[0].outputs[0]) if numbers else left
-    return [*numbers, replace(node, op=banded_op._opoverload, args=(*node.args[:3], left), kwargs=kwargs)]
+    return replace(node, op=banded_op._opoverload, args=(*node.args[:3], mask), kwargs=kwargs)
+
+
+def _by_distance(
+    mask: Ref, node: Node, lengths: tuple[int, int], graph: Graph, positions: Positions
+) -> list[Node] | None:
+    """The attention, if its mask adds slopes times distances, and hides what positions say; before it its slopes."""
+    (query, *_), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
+    dtype = graph.types[mask.name].dtype
+    if not dtype.is_floating_point or len(query) != 4 or query[:-2] != result[:-2] or node.argument("dropout_p"):
+        return None
+    bands, slopes = list[Band | None](), list[Sloped]()
+    for part in added(mask, graph, positions):
+        if isinstance(part, Hidden):
+            bands.append(_hidden(part, lengths, dtype, positions))
+        elif (found := sloped(part, graph, positions)) is not None:
+            slopes.append(found)
+        else:
+            bands.append(_band(part, lengths, graph, positions))
+    known = [band for band in bands if band is not None]
+    if len(slopes) != 1 or len(known) < len(bands):
+        return None
+    (found,), band = slopes, _within(known)
+    heads = query[1]
+    if (found.causal and (band.after is None or band.after > 0)) or graph.types[found.slopes.name].numel != heads:
+        return None
+    names = f"{node.name}_slopes", f"{node.name}_steps"
+    shaped = replace(
+        node,
+        name=names[0],
+        op=aten.reshape.default,
+        args=(found.slopes, [1, heads, 1, 1]),
+        kwargs={},
+        outputs=names[:1],
+    )
+    scaled = replace(shaped, name=names[1], op=aten.mul.Tensor, args=(Ref(names[0]), found.step), outputs=names[1:])
+    made = [shaped] if found.step == 1 else [shaped, scaled]
+    return [*made, _banded(node, Ref(made[-1].name), band, sloped=True)]
+
+
+def _hidden(part: Hidden, lengths: tuple[int, int], dtype: torch.dtype, positions: Positions) -> Band | None:
+    """What a condition leaves to be seen, if it is of positions and hides the others."""
+    known = positions(part.condition)
+    if known is None:
+        return None
+
+    def values(of: Any) -> float:
+        return 0.0 if bool(of) == part.shows else part.value
+
+    if isinstance(known, Linear):
+        return _band_of(known._replace(start=values(known.start)), lengths, dtype) if known.is_constant else None
+    return _band_of(known._replace(values=tuple(map(values, known.values))), lengths, dtype)
 
 
 def _packed(part: Ref, node: Node, graph: Graph, positions: Positions) -> tuple[Ref, Band] | None:
@@ -155,13 +214,16 @@ def _parts(mask: Ref, graph: Graph) -> Iterator[Ref]:
 
 def _band(part: Ref, lengths: tuple[int, int], graph: Graph, positions: Positions) -> Band | None:
     """The band of keys around a query that a mask shows; None where it says something else."""
-    known, type_ = positions(part), graph.types[part.name]
+    return _band_of(positions(part), lengths, graph.types[part.name].dtype)
+
+
+def _band_of(known: Known | None, lengths: tuple[int, int], dtype: torch.dtype) -> Band | None:
+    """See :func:`_band`."""
     if isinstance(known, Linear) and known.is_constant:
-        return ALL if _shows(known.start, type_.dtype) else None
-    rank = len(type_.shape)
-    if not isinstance(known, Stripes) or (known.row, known.column) != (rank - 2, rank - 1):
+        return ALL if _shows(known.start, dtype) else None
+    if not isinstance(known, Stripes) or (known.row, known.column) != (known.rank - 2, known.rank - 1):
         return None
-    shown = [_shows(value, type_.dtype) for value in known.values]
+    shown = [_shows(value, dtype) for value in known.values]
     if None in shown or shown.count(True) == 0:
         return None
     first, last = shown.index(True), len(shown) - 1 - shown[::-1].index(True)
@@ -170,7 +232,7 @@ def _band(part: Ref, lengths: tuple[int, int], graph: Graph, positions: Position
     band = Band(
         None if first == 0 else -known.ends[first - 1], None if last == len(known.ends) else known.ends[last] - 1
     )
-    return band if _is_certain(known, band, lengths, type_.dtype) else None
+    return band if _is_certain(known, band, lengths, dtype) else None
 
 
 def _shows(value: Any, dtype: torch.dtype) -> bool | None:

@@ -7,6 +7,7 @@ experts are matrices in one tensor each for the first and the second product (or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Union
@@ -30,7 +31,7 @@ def as_mixtures(graph: Graph) -> Graph:
     patterns, nodes, types = Patterns(graph), list[Node](), dict(graph.types)
     found = False
     for node in graph.nodes:
-        mixture = next((m for form in (_dense, _sorted, _loop) if (m := form(node, patterns)) is not None), None)
+        mixture = next((m for form in _FORMS if (m := form(node, patterns)) is not None), None)
         for made, shape in _made(node, mixture, graph) if mixture is not None else ((node, None),):
             nodes.append(made)
             if shape is not None:
@@ -46,9 +47,8 @@ def _of_owners(graph: Graph) -> Graph:
     types = dict(graph.types)
     given = {out.name for out in graph.outputs if isinstance(out, Ref)} | set(graph.mutations.values())
     for node in graph.nodes:
-        if node.op is STACKED and all(
-            n in graph.parameters and len(graph.uses[n]) == 1 and n not in given for n in node.inputs
-        ):
+        apart = node.op is STACKED and len({*node.inputs}) == len(node.inputs)
+        if apart and all(n in graph.parameters and len(graph.uses[n]) == 1 and n not in given for n in node.inputs):
             count = len(node.inputs) // node.argument("parts")
             types |= {n: replace(types[n], tables=count) for n in node.inputs}
     return replace(graph, types=types)
@@ -98,8 +98,24 @@ def _made(node: Node, mixture: Mixture, graph: Graph) -> Iterator[tuple[Node, tu
             yield made, shape
             found = [Ref(made.outputs[0])]
         joined += found or [m for m in several if isinstance(m, Ref)]
-    args = (mixture.x, mixture.ids, mixture.weights, *joined[:2], *experts.form, *joined[2:])
-    yield replace(node, op=experts_op._opoverload, args=args, kwargs={}), graph.shape(node.outputs[0])
+    rows = [mixture.x, mixture.ids, mixture.weights]
+    result, shape = f"{node.name}_rows", graph.shape(node.outputs[0])
+    if plain := len(shape) == 2:
+        result = node.outputs[0]
+    for i, x in enumerate(rows):
+        if not plain:
+            flat, name = (math.prod(shape[:-1]), graph.shape(x)[-1]), f"{node.name}_operand{i}"
+            yield _node(node, name, aten.reshape.default, (x, list(flat))), flat
+            rows[i] = Ref(name)
+    args = (*rows, *joined[:2], *experts.form, *joined[2:])
+    yield _node(node, result, experts_op._opoverload, args), (math.prod(shape[:-1]), shape[-1])
+    if not plain:
+        yield _node(node, node.outputs[0], aten.reshape.default, (Ref(result), list(shape))), shape
+
+
+def _node(node: Node, name: str, op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Node:
+    """An operation of the same place, with one result."""
+    return replace(node, name=name, op=op, args=args, kwargs={}, outputs=(name,), output_slots=(0,))
 
 
 def _joined(
@@ -108,9 +124,7 @@ def _joined(
     """What makes one tensor of ``several``, of which the last result is it; nothing where it is one."""
 
     def made(name: str, op: torch._ops.OpOverload, args: tuple[Any, ...], shape: Sequence[int]) -> Any:
-        name = f"{node.name}_{name}"
-        new = replace(node, name=name, op=op, args=args, kwargs={}, outputs=(name,), output_slots=(0,))
-        return new, tuple(shape)
+        return _node(node, f"{node.name}_{name}", op, args), tuple(shape)
 
     parts = [(m,) if isinstance(m, Ref) else m for m in several]
     if not parts:
@@ -203,7 +217,7 @@ def _loop(node: Node, patterns: Patterns) -> Mixture | None:
     total = last[0]
     while here is not None and (step := patterns.added(here)) is not None:
         total, rows, value = step
-        if (one := _of_one(rows, value, patterns)) is None:
+        if (one := _of_one(rows, value, patterns)) is None or one[0] in found:
             return None
         number, *what = one
         found[number] = tuple(what)  # type: ignore[assignment]
@@ -216,10 +230,49 @@ def _loop(node: Node, patterns: Patterns) -> Mixture | None:
     return Mixture(experts.x, ids, weights, together) if together is not None and patterns.is_distinct(ids) else None
 
 
+def _weighed_loop(node: Node, patterns: Patterns) -> Mixture | None:
+    """Of the last expert, one after the other: out + gates[..., e : e + 1] * expert(x), of gates that are zero elsewhere."""
+    if node.op is not aten.add.Tensor or len(node.inputs) != 2 or node.kwargs or _goes_on(node, patterns):
+        return None
+    found: dict[int, tuple[Ref, Experts]] = {}
+    total: Ref | None = Ref(node.outputs[0])
+    while total is not None and not patterns.is_zero(total):
+        here = patterns.made(total, aten.add.Tensor)
+        sides = [total] if here is None else here.args
+        weighed = [(side, one) for side in sides if isinstance(side, Ref) and (one := _weighed(side, patterns))]
+        if not weighed or not found.keys().isdisjoint(number for _, (number, *_) in weighed):
+            return None
+        for _, (number, *what) in weighed:
+            found[number] = tuple(what)  # type: ignore[assignment]
+        rest = [side for side in sides if side not in [side for side, _ in weighed]]
+        total = rest[0] if rest else None
+    if len(found) < 2 or sorted(found) != list(range(len(found))):
+        return None
+    gates = {g for g, _ in found.values()}
+    routed = patterns.gates(gates.pop()) if len(gates) == 1 else None
+    together = _together([found[e][1] for e in sorted(found)], patterns.graph)
+    return Mixture(together.x, *routed, together) if routed is not None and together is not None else None
+
+
+def _weighed(value: Ref, patterns: Patterns) -> tuple[int, Ref, Experts] | None:
+    """(number, gates, expert) of the results of one expert times its column of the gates."""
+    for y, factor in patterns.times(value):
+        if (column := patterns.column(factor)) is None:
+            continue
+        gates, number = column
+        if (experts := _experts(y, patterns.of_number(number), patterns)) is not None:
+            return number, gates, experts
+    return None
+
+
 def _goes_on(node: Node, patterns: Patterns) -> bool:
     """Whether another expert adds to the same."""
-    steps = (patterns.added(user) for user in patterns.graph.uses[node.outputs[0]])
-    return any(step is not None and step[0].name == node.outputs[0] for step in steps)
+    users = patterns.graph.uses[node.outputs[0]]
+    steps = (patterns.added(user) for user in users)
+    if any(step is not None and step[0].name == node.outputs[0] for step in steps):
+        return True
+    sides = (side for user in users if user.op is aten.add.Tensor for side in user.args if isinstance(side, Ref))
+    return any(side.name != node.outputs[0] and _weighed(side, patterns) is not None for side in sides)
 
 
 def _together(experts: Sequence[Experts], graph: Graph) -> Experts | None:
@@ -256,3 +309,6 @@ def _of_one(rows: Ref, value: Ref, patterns: Patterns) -> tuple[int, Ref, Ref, E
         experts.x = source
         return number, ids, weights, experts
     return None
+
+
+_FORMS = (_dense, _sorted, _loop, _weighed_loop)

@@ -161,11 +161,8 @@ class Patterns:
             zeros, dim, ids, weights = node.args
             rank = len(self.graph.shape(value))
             same = self.graph.shape(ids) == self.graph.shape(weights)
-            return (
-                (ids, weights)
-                if self.is_zero(zeros) and dim % rank == 1 == rank - 1 and same and self.is_distinct(ids)
-                else None
-            )
+            last = dim % rank == rank - 1 > 0
+            return (ids, weights) if self.is_zero(zeros) and last and same and self.is_distinct(ids) else None
         if (node := self.made(value, aten.sum.dim_IntList)) is not None and node.args[1:] == ([1],):
             for hot, weights in self.times(node.args[0]):
                 one, last = self.made(self.bare(hot), aten.one_hot.default), self.made(weights, aten.unsqueeze.default)
@@ -177,6 +174,19 @@ class Patterns:
                 if one is not None and letters(node, (hot, weights)) == ("abc", "ab", "ac"):
                     return self._pair(one, weights)
         return None
+
+    def column(self, value: Ref) -> tuple[Ref, int] | None:
+        """(gates, number) where ``value`` is this one of the last dim of the gates, which it still has."""
+        rank = len(self.graph.shape(value))
+        if (node := self.made(value, aten.slice.Tensor)) is not None:
+            start = node.argument("start") or 0
+            one = node.argument("dim") % rank == rank - 1 and self.graph.shape(value)[-1] == 1
+            return (node.args[0], start) if one and isinstance(start, int) and start >= 0 else None
+        wide = self.made(value, aten.unsqueeze.default)
+        one_ = self.made(wide.args[0], aten.select.int) if wide is not None and wide.args[1] in (-1, rank - 1) else None
+        if one_ is None or one_.args[1] not in (-1, rank - 1) or one_.args[2] < 0:
+            return None
+        return one_.args[0], int(one_.args[2])
 
     def _pair(self, one: Node, weights: Ref) -> tuple[Ref, Ref] | None:
         ids = one.args[0]
@@ -190,8 +200,12 @@ class Patterns:
 
     def is_distinct(self, ids: Ref) -> bool:
         """Whether no row names an expert twice."""
+        if (shaped := self.made(ids, aten.reshape.default)) is not None:
+            same = self.graph.shape(shaped.args[0])[-1:] == self.graph.shape(ids)[-1:]
+            return same and self.is_distinct(shaped.args[0])
         node = self.made(ids, aten.topk.default)
-        return node is not None and node.outputs[-1] == ids.name
+        rank = len(self.graph.shape(ids))
+        return node is not None and node.outputs[-1] == ids.name and node.argument("dim") % rank == rank - 1
 
     # --- rows in the order of their experts ---
 

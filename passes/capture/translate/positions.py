@@ -1,6 +1,6 @@
 """Values of a graph that are functions of positions alone: what a model computes of ``arange`` and constants.
 
-Two forms are followed: integers that are linear in the indices (*Linear*), and values that are constant along the
+Two forms are followed: whole numbers that are linear in the indices (*Linear*), and values that are constant along the
 diagonals of two dims, as masks of attention are (*Stripes*). Anything else is not known.
 """
 
@@ -146,9 +146,13 @@ class Positions:
 
     def _linear(self, node: Node, name: str) -> Known | None:
         """Sums, multiples and comparisons of integers that are linear in the indices."""
-        if name == "_to_copy" and not self._dtype(node).is_floating_point and self._dtype(node) != torch.bool:
-            return self(node.args[0])
-        if len(node.args) != 2 or set(node.kwargs) - {"alpha"} or not self._is_whole(node):
+        if name == "_to_copy" and self._dtype(node) not in (torch.bool, torch.float16, torch.bfloat16):
+            known = self(node.args[0])
+            exact = self._dtype(node).is_floating_point or (isinstance(known, Linear) and _is_integral(known))
+            return known if exact else None
+        if name == "neg" and isinstance(inner := self(node.args[0]), Linear):
+            return Linear(tuple(-s for s in inner.steps), -inner.start)
+        if len(node.args) != 2 or set(node.kwargs) - {"alpha"} or not (name not in _COMPARES or self._is_whole(node)):
             return None
         sides = [self._broadcast(x, node) if isinstance(x, Ref) else self(x) for x in node.args]
         rank = len(self._shape(node))
@@ -194,9 +198,8 @@ class Positions:
 
     def arange(self, node: Node) -> Known | None:
         start, step = node.argument("start", 0), node.argument("step", 1)
-        if self._dtype(node).is_floating_point or any(
-            not isinstance(x, int) or isinstance(x, Size) for x in (start, step)
-        ):
+        half = self._dtype(node) in (torch.float16, torch.bfloat16)  # in which not all whole numbers are exact
+        if half or any(not isinstance(x, int) or isinstance(x, Size) for x in (start, step)):
             return None
         return Linear((step,), start)
 
@@ -306,6 +309,10 @@ _RULES: dict[str, Callable[[Positions, Node], Known | None]] = {
     "cumsum": Positions.cumsum,
     "diff": Positions.diff,
 }
+
+
+def _is_integral(known: Linear) -> bool:
+    return all(isinstance(x, int) for x in (*known.steps, known.start))
 
 
 def _is_one(n: int) -> bool:

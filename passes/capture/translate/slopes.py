@@ -1,0 +1,118 @@
+"""Attention with linear biases (ALiBi, Press et al. 2022): a slope for every head times the distance of key and query.
+
+What is added to all scores of a query changes no weight, so that only the step from key to key counts: slopes times
+positions of keys, times differences of positions, and times distances where no later key is seen, are one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from autoshard.passes.capture.translate.positions import Linear, Positions
+from autoshard.passes.ir.graph import Graph, Ref
+
+aten = torch.ops.aten
+
+_VIEWS = frozenset(
+    {aten.unsqueeze.default, aten.reshape.default, aten.expand.default, aten.clone.default, aten._to_copy.default}
+)
+_FILLS = {
+    aten.masked_fill.Scalar: (0, 1, False),
+    aten.where.ScalarOther: (1, 0, True),
+    aten.where.self: (1, 0, True),
+}
+"""op → where it has what stays, where the condition, and whether that holds of what stays; the other value is its third"""
+
+
+class Hidden(NamedTuple):
+    """Where a condition is not as it should be, a value replaces what is added."""
+
+    condition: Ref
+    shows: bool
+    value: float
+
+
+class Sloped(NamedTuple):
+    """slopes · step · (position of the key), and what is the same for all keys of a query."""
+
+    slopes: Ref
+    step: float
+    causal: bool
+    """whether that is so of keys up to the query only"""
+
+
+def added(mask: Ref, graph: Graph, positions: Positions) -> Iterator[Ref | Hidden]:
+    """What a mask of floating point numbers adds to scores."""
+    node = graph.producers.get(mask.name)
+    if node is not None and node.op is aten.add.Tensor and len(node.inputs) == 2 and not node.kwargs:
+        for operand in node.args:
+            yield from added(operand, graph, positions)
+        return
+    if node is not None and node.op in _FILLS:
+        kept, condition, shows = _FILLS[node.op]
+        number = positions(node.args[2])
+        if isinstance(number, Linear) and number.is_constant and isinstance(node.args[kept], Ref):
+            yield Hidden(node.args[condition], shows, float(number.start))
+            yield from added(node.args[kept], graph, positions)
+            return
+    if node is not None and node.op in _VIEWS and positions(mask) is None:
+        before, after = graph.shape(node.args[0]), graph.shape(mask)
+        if before[-2:] == after[-2:] and graph.types[node.args[0].name].dtype.is_floating_point:
+            yield from added(node.args[0], graph, positions)
+            return
+    yield mask
+
+
+def sloped(value: Ref, graph: Graph, positions: Positions) -> Sloped | None:
+    """``value`` [..., keys] as slopes times positions, if it is that."""
+    found = _product(value, graph.shape(value)[-1], graph, positions)
+    return None if found is None or found[0] is None or not found[1] else Sloped(found[0], found[1], found[2])
+
+
+Product = tuple[Ref | None, float, bool]
+
+
+def _product(value: Ref, keys: int, graph: Graph, positions: Positions) -> Product | None:
+    """(slopes, step from key to key, whether only up to the query)."""
+    known, node = positions(value), graph.producers.get(value.name)
+    if isinstance(known, Linear):
+        return None, float(known.steps[-1]), False
+    if node is None or graph.shape(value)[-1:] != (keys,):
+        return None
+    if node.op in _VIEWS:
+        return _product(node.args[0], keys, graph, positions)
+    if node.op is aten.neg.default:
+        inner = _product(node.args[0], keys, graph, positions)
+        return inner and (inner[0], -inner[1], inner[2])
+    if node.op is aten.abs.default:
+        return _distance(positions(node.args[0]))
+    if node.op is not aten.mul.Tensor:
+        return None
+    for one, other in (node.args, node.args[::-1]):
+        inner = _product(one, keys, graph, positions) if isinstance(one, Ref) else None
+        if inner is None:
+            continue
+        if not isinstance(other, Ref):
+            return inner[0], inner[1] * other, inner[2]
+        if inner[0] is None and _is_of_heads(other, graph):
+            return other, inner[1], inner[2]
+    return None
+
+
+def _is_of_heads(slopes: Ref, graph: Graph) -> bool:
+    """Whether it has a number for every head."""
+    shape, type_ = graph.shape(slopes), graph.types[slopes.name]
+    plain = type_.dtype.is_floating_point and not type_.grad and not type_.unknown
+    return plain and len(shape) > 2 and shape[-2:] == (1, 1) and math.prod(shape) == shape[-3]
+
+
+def _distance(known: Any) -> Product | None:
+    """Of |row - column|, which up to the row falls by one from key to key."""
+    if not isinstance(known, Linear) or known.start or len(known.steps) < 2 or any(known.steps[:-2]):
+        return None
+    row, column = known.steps[-2:]
+    return (None, -abs(float(column)), True) if row == -column != 0 else None
