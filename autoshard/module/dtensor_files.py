@@ -14,7 +14,7 @@ from autoshard.errors import LayoutError
 
 def mend_files(is_ours: Callable[[object], bool]) -> None:
     """Have parts of ours in files know their rank, and be refused on others: torch takes them for these ranks' own."""
-    reduced = DTensor.__reduce_ex__
+    reduced: Callable[..., Any] = DTensor.__reduce_ex__
 
     def reduce_ex(x: DTensor, protocol: Any) -> Any:
         rebuild, args, *rest = reduced(x, protocol)
