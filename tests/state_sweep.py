@@ -69,7 +69,6 @@ NO_LOSS = says("no output of the model is a scalar that carries a gradient")
 LATER = says("create_graph=True: gradients of a step of micro-batches or stages have no", "RuntimeMismatchError")
 DETACHED = fails("assert ours.requires_grad == theirs.requires_grad")
 WRITTEN = says("the forward writes into its input 'x' in place; return the new value")
-ONE_OF_TWO = says("this call reads parameters of 1 of the 2 stages")
 _SUMMED = 'assert counted["all_reduce", "backward"] == once["all_reduce", "backward"] > 0'
 
 _WITHOUT_LOSS = (
@@ -96,9 +95,6 @@ _ANYWAY = {
 _UNDIVIDED = (
     *("copied", "compiled_by_torch", "inference_mode_first", "grouped_products_in_float32"),
     *("frozen_but_for_the_head_and_unfrozen", "frozen_from_the_beginning"),
-)
-_ONE_LAYER = (
-    *("parameters_of_others_are_trained", "tensors_of_others_are_written", "grad_mode_that_a_forward_asks_for"),
 )
 _RECURRENT = (
     *("autocast_around_the_call", "autocast_on_whole_tensors_is_eagers_bit_for_bit", "autocast_in_evaluation"),
@@ -132,7 +128,6 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "a_cache_handed_in_and_out": fails("assert type(cache[0][0]) is not torch.Tensor"),
         "a_buffer_that_is_returned": says("the model has 1 operations to cut between"),
         "another_default_dtype_inside": says("stage 0 would have no operation of its own"),
-        **dict.fromkeys(_ONE_LAYER, ONE_OF_TWO),
         # There is no axis that inputs are cut by.
         "local_inputs_that_do_not_fit": says("DID NOT RAISE HintError", "Failed"),
         "experts_in_modules_lie_whole_on_one_rank": fails("assert owners"),
