@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import autoshard
+from autoshard.errors import LayoutError
 
 
 class Hidden(nn.Module):
@@ -211,3 +214,37 @@ def draws_in_weights_gradients_and_outputs(mesh: autoshard.Mesh) -> None:
     close(*reversed(dropped))
     same_state(sharded, model)
     same_gradients(sharded, model)
+
+
+@case
+def anomalies_are_detected(mesh: autoshard.Mesh) -> None:
+    model, sharded = pair(mesh, lambda: Of(lambda lin, x: (lin(x) * x.sum().sqrt()).square().mean()), rows().abs())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly():
+            once(model, sharded, rows().abs())
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                full(sharded(-rows().abs())).backward()
+
+
+@case
+def parts_saved_by_one_rank(mesh: autoshard.Mesh) -> None:
+    _, sharded = pair(mesh, Net, ids(), hints={"head.bias": autoshard.Shard(0), "layers.*": "colwise"})
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    full(sharded(ids())[0]).backward()
+    optimizer.step()
+    for state, load in (
+        (sharded.state_dict(), sharded.load_state_dict),
+        (optimizer.state_dict(), optimizer.load_state_dict),
+    ):
+        file = io.BytesIO()
+        torch.save(state, file)
+        load(torch.load(io.BytesIO(file.getvalue())))  # its own
+        given = [file.getvalue()]
+        if dist.is_initialized():
+            dist.broadcast_object_list(given, src=0)
+        if dist.is_initialized() and dist.get_rank():
+            with refused("holds the part of rank 0, which wrote it, and is read on rank 1", LayoutError):
+                torch.load(io.BytesIO(given[0]))
+        else:
+            load(torch.load(io.BytesIO(given[0])))

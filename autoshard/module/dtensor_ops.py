@@ -21,6 +21,7 @@ from autoshard.errors import LayoutError
 from autoshard.module.arrivals import new_dtensor
 from autoshard.module.dtensor_chunks import mend_checkpoints
 from autoshard.module.dtensor_draws import DRAWS, drawn
+from autoshard.module.dtensor_files import mend_files
 from autoshard.module.dtensor_views import VIEWS, indexed, set_through, set_whole
 from autoshard.module.owned import is_owned
 
@@ -48,7 +49,8 @@ def is_ours(x: object) -> TypeGuard[DTensor]:
 
 @functools.cache
 def _mend() -> None:
-    _handle(aten._local_scalar_dense.default, _number)
+    for op in (aten._local_scalar_dense.default, aten._is_any_true.default):  # the latter: of anomaly mode
+        _handle(op, _number)
     _handle(aten.detach.default, _detach)
     for op in (aten.pow_.Scalar, aten._foreach_mul_.List):  # Adafactor
         _handle(op, _on_whole)
@@ -67,6 +69,7 @@ def _mend() -> None:
         _handle(op, _set_storage)
     _handle(aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
     mend_checkpoints()
+    mend_files(is_ours)
     DTensor.__format__ = _format  # type: ignore[assignment, method-assign]
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
     _muon._zeropower_via_newtonschulz = _whole_matrix(_muon._zeropower_via_newtonschulz)
