@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard import Replicate, Shard, runtime
-from autoshard.hardware import PRESETS
+from autoshard.hardware import PRESETS, Link
 from autoshard.passes.lower import together as rewrite
 
 CALLS = re.compile(r"runtime\.(?!slice|size|offset|main|Block|RankModule|bind)(\w+)\(")
@@ -64,8 +64,12 @@ class Net(nn.Module):
 # ---- one redistribution for all uses --------------------------------------------------------------------------------
 
 
+BY_BYTES = replace(PRESETS["h100"], node=Link(0.0, PRESETS["h100"].node.bandwidth), kernel_latency=0.0, overlap=0.0)
+"""a machine on which small weights do not move instead of activations, as a bucket of them shares its latency"""
+
+
 def qkv() -> Net:
-    return Net(16, "eqkvo", lambda m, x: m.o(m.q(e := m.e(x).tanh()) * m.k(e) + m.v(e)))
+    return Net(512, "eqkvo", lambda m, x: m.o(m.q(e := m.e(x).tanh()) * m.k(e) + m.v(e)))
 
 
 QKV = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "e": "replicate"}
@@ -73,22 +77,22 @@ QKV = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "e": "rep
 
 def test_separate_projections_share_one_conversion() -> None:
     """Three readers, one ``enter``: their partial gradients are added first and reduced once."""
-    sharded = compiled(qkv(), {"tp": 4}, randn(8, 16), QKV, "h100")
+    sharded = compiled(qkv(), {"tp": 4}, randn(8, 512), QKV, BY_BYTES)
     assert calls(sharded) == ["enter", "all_reduce"]
     assert "q = F.linear(tanh, self.q.weight)" in sharded.source
     assert "v = F.linear(tanh, self.v.weight)" in sharded.source
     backward = [c for c in sharded.collectives if c.phase == "backward"]
     assert [(c.kind, c.value) for c in backward] == [("all_reduce", "tanh")]
-    assert_equal_training(qkv(), {"tp": 4}, (randn(8, 16),), hints=QKV, hardware="h100")
+    assert_equal_training(qkv(), {"tp": 4}, (randn(8, 512),), hints=QKV, hardware=BY_BYTES)
 
 
 def test_one_layout_is_made_once() -> None:
     def net() -> Net:
-        return Net(16, "abc", lambda m, x: m.b(y := m.a(x)) * m.c(y))
+        return Net(512, "abc", lambda m, x: m.b(y := m.a(x)) * m.c(y))
 
     hints = {"a": "colwise", "b": "replicate", "c": "replicate"}
-    assert calls(compiled(net(), {"tp": 4}, randn(8, 16), hints, "h100")) == ["all_gather"]
-    assert_equal_training(net(), {"tp": 4}, (randn(8, 16),), hints=hints, hardware="h100")
+    assert calls(compiled(net(), {"tp": 4}, randn(8, 512), hints, BY_BYTES)) == ["all_gather"]
+    assert_equal_training(net(), {"tp": 4}, (randn(8, 512),), hints=hints, hardware=BY_BYTES)
 
 
 # ---- chains are fused -----------------------------------------------------------------------------------------------
@@ -135,7 +139,7 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w, self.v = (nn.Parameter(randn(256, 256)) for _ in range(2))
+        self.w, self.v = (nn.Parameter(torch.empty(4096, 4096)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         w, v = (p.to(torch.bfloat16) for p in (self.w, self.v))
@@ -153,11 +157,11 @@ def test_parameters_are_gathered_in_bfloat16(model: type[Mixed]) -> None:
     """FSDP: the cast is made on the shard; gathered weights and scattered gradients have two bytes an element."""
     hints = {"x": Shard(0), "w": Shard(0), "v": Shard(0)}
     with torch.device("meta"):
-        plan = autoshard.plan(model(), {"dp": 4}, (torch.empty(1 << 17, 256, dtype=torch.bfloat16),), hints=hints)
+        plan = autoshard.plan(model(), {"dp": 4}, (torch.empty(1 << 17, 4096, dtype=torch.bfloat16),), hints=hints)
     moved: Counter[tuple[str, str]] = Counter()
     for c in plan.collectives:
         moved[c.kind, c.phase] += int(c.bytes) if c.bytes > 64 else 0
-    half = 3 / 4 * 256 * 256 * 2
+    half = 3 / 4 * 4096 * 4096 * 2
     assert +moved == {("all_gather", "forward"): 2 * half, ("reduce_scatter", "backward"): 2 * half}
 
 
@@ -343,14 +347,13 @@ def test_gradients_of_several_inputs_go_together() -> None:
             y, z = m.e(x).tanh(), m.f(x).sin()
             return m.c(m.a(y)) + m.d(m.b(z))
 
-        return Net(16, "abcdef", fn)
+        return Net(512, "abcdef", fn)
 
     hints = {"[ef]": "replicate", "[ab]": "colwise", "[cd]": "rowwise"}
-    alone = replace(PRESETS["h100"], overlap=0.0)  # else weights move, behind compute
-    sharded = compiled(net(), {"tp": 4}, randn(8, 16), hints, alone)
+    sharded = compiled(net(), {"tp": 4}, randn(8, 512), hints, BY_BYTES)
     assert "enter_together" in calls(sharded)
     assert [c.kind for c in sharded.collectives if c.phase == "backward"] == ["all_reduce"]
-    assert_equal_training(net(), {"tp": 4}, (randn(8, 16),), hints=hints, hardware=alone)
+    assert_equal_training(net(), {"tp": 4}, (randn(8, 512),), hints=hints, hardware=BY_BYTES)
 
 
 def test_values_of_different_outputs_stay_apart_where_the_backward_communicates() -> None:

@@ -28,8 +28,9 @@ def bucket(program: Program) -> Program:
     """``program`` with its parameters' conversions in buckets, within a block, each where its first member stood."""
     uses = Counter(name for s in program.statements for name in reads(s))
     uses.update([*(r.name for r in refs(program.outputs)), *program.mutations.values()])
-    statements = (s for _, run in runs(program) for s in _bucketed(_fused(run, uses, program), program))
-    return replace(program, statements=tuple(statements))
+    blocks = [_fused(run, uses, program) for _, run in runs(program)]
+    program = replace(program, assignment=replace(program.assignment, zero=_stages(blocks, program)))
+    return replace(program, statements=tuple(s for block in blocks for s in _bucketed(block, program)))
 
 
 def regathered(program: Program) -> set[str]:
@@ -77,29 +78,39 @@ def _fused(statements: Sequence[Statement], uses: Mapping[str, int], program: Pr
 
 def _bucketed(statements: Iterable[Statement], program: Program) -> Iterator[Statement]:
     """One block's statements with the conversions of parameters merged."""
-    statements = list(statements)
-    zero = _stages(statements, program)
-    for unit in placed(_units(statements, program, zero)):
+    for unit in placed(_units(statements, program)):
         function = _function(unit[0], program)
-        yield merged(function, unit, zero) if function else unit[0]
+        yield merged(function, unit, program.assignment.zero) if function else unit[0]
 
 
-def _stages(statements: Sequence[Statement], program: Program) -> dict[str, int]:
-    """The stages of ZeRO, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`, of what is gathered in a block.
+def _stages(blocks: Iterable[Sequence[Statement]], program: Program) -> dict[str, int]:
+    """The stages of ZeRO, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`, as buckets have them.
 
-    Vectors go with the largest matrix that is gathered along the same axes: a message of their own would only come between
-    those of the matrices.
+    Vectors go with the largest matrix of their block that is gathered along the same axes: a message of their own would only
+    come between those of the matrices.
     """
-    zero = program.assignment.zero
-    gathered = [s for s in statements if _function(s, program) == "gather_parameters"]
-    vectors = {s.value for s in gathered if len(program.types[s.value].shape) < 2}
-    matrices = [s for s in gathered if s.value not in vectors]
-    leads = {s.call.args[-1]: s.value for s in sorted(matrices, key=lambda s: _bytes(s, program))}
-    leader = {s.value: leads.get(s.call.args[-1], s.value) if s.value in vectors else s.value for s in gathered}
-    return {value: zero[by] for value, by in leader.items() if by in zero}
+    zero = dict(program.assignment.zero)
+    for block in blocks:
+        gathered = sorted((s for s in block if _gathers(s, program)), key=lambda s: _bytes(s, program))
+        leads = {s.call.args[-1]: s.value for s in gathered if not _is_vector(s, program)}
+        for s in gathered:
+            lead = leads.get(s.call.args[-1]) if _is_vector(s, program) else None
+            if lead in zero:
+                zero[s.value] = zero[lead]
+            elif lead is not None:
+                zero.pop(s.value, None)
+    return zero
 
 
-def _units(statements: Iterable[Statement], program: Program, zero: Mapping[str, int]) -> list[list[Statement]]:
+def _gathers(s: Statement, program: Program) -> bool:
+    return _function(s, program) == "gather_parameters"
+
+
+def _is_vector(s: Statement, program: Program) -> bool:
+    return len(program.types[s.value].shape) < 2
+
+
+def _units(statements: Iterable[Statement], program: Program) -> list[list[Statement]]:
     """Buckets, and statements that stay alone, in the order of their first members.
 
     The members of a bucket have the call, its axes, the target letter, the dtype and the stage of ZeRO in common, and came
@@ -118,7 +129,7 @@ def _units(statements: Iterable[Statement], program: Program, zero: Mapping[str,
             continue
         kwargs = s.call.kwargs
         alike = [kwargs.get(name) for name in ("to", "replicas", "dtype", "reduce_dtype")]
-        stage = zero.get(s.value) if function == "gather_parameters" else None
+        stage = program.assignment.zero.get(s.value) if function == "gather_parameters" else None
         axes = s.call.args[-1]
         key = function, axes, *alike, program.types[s.value].dtype, depth, stage
         full = bucket_bytes(program.mesh, axes)

@@ -98,8 +98,9 @@ def _local(site: Site) -> Call:
     key_axes, row_axes = _axes(site, "key", 2), _axes(site, "query", 2)
     around, grouped = _ring(site), is_grouped(node, graph)
     rows_alone = causal and bool(row_axes) and not key_axes and not probability
+    spelled_out = bool(key_axes or probability or _forgets_mask(site))
     in_tiles = bool(around) or rows_alone or node.op is banded_op._opoverload
-    if grouped and (site.axes("query heads") or (not in_tiles and (key_axes or probability))):
+    if grouped and (site.axes("query heads") or (not in_tiles and spelled_out)):
         heads: list[Any] = [shape[-3], spell(_axes(site, "query", 3)), graph.shape(key)[-3]]
         if group_axes := _axes(site, "key", 3):
             heads.append(spell(group_axes))
@@ -112,7 +113,7 @@ def _local(site: Site) -> Call:
         extent |= {"keys": shape[-1], "key_axes": spell(key_axes)} if key_axes else {}
         mask = Call("causal_mask", (query, node.argument("key")), extent)
         causal = False
-    if key_axes or probability or _forgets_mask(site):
+    if spelled_out:
         return _spelled_out(site, (query, key, value), mask, shape, {last: key_axes, last - 1: row_axes})
     return site.unchanged(key=key, value=value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
