@@ -219,6 +219,25 @@ def test_a_mixed_plan_trains() -> None:
     assert autoshard.verify(model, mesh, (x,), plan=plan, steps=2, rtol=1e-9).ok
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x)).square().mean()
+
+
+def test_a_vector_takes_the_stage_of_the_matrix_it_goes_with() -> None:
+    """Also where it comes first in their bucket, and the plan says otherwise."""
+    model, x, mesh = Normed(), torch.randn(16, 64), autoshard.Mesh({"dp": 2}, WIRE)
+    plan = autoshard.plan(model, mesh, (x,), like="fsdp", training=True)
+    for zero, kept in (({"norm.weight": 2, "norm.bias": 2}, 0), ({"head.weight": 2}, 1)):
+        sharded = autoshard.compile(model, mesh, (x,), plan=replace(plan, zero=zero), training=True)
+        assert sharded.source.count("runtime.gather_parameters") == 1
+        assert sharded.source.count("zero=2") == kept
+
+
 def test_the_free_plan_keeps_what_it_gathers_where_memory_allows() -> None:
     with torch.device("meta"):
         model, tokens = Gpt(replace(GptConfig.small(), layers=3)), torch.zeros(64, 256, dtype=torch.long)

@@ -139,7 +139,7 @@ RULES: tuple[Rule, ...] = (
         _flops,
         "rows _, rows k, rows k, experts hidden _, experts columns hidden -> rows columns",
         _collectives,
-        facts=Facts("x ids weights first second", _intermediates, rounding="product"),
+        facts=Facts("x ids weights first second first_bias second_bias", _intermediates, rounding="product"),
         named="experts",
     ),
 )

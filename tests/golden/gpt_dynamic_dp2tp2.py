@@ -16,14 +16,14 @@ class Block(runtime.Block):
     """blocks.0 … blocks.1"""
 
     TENSORS = {
-        "norm_1.weight": "float32[16/64]",
-        "norm_1.bias": "float32[16/64]",
+        "norm_1.weight": "float32[32/64]",
+        "norm_1.bias": "float32[32/64]",
         "attention.qkv.weight": "float32[48/192, 64]",
         "attention.qkv.bias": "float32[48/192]",
         "attention.out.weight": "float32[32/64, 32/64]",
         "attention.out.bias": "float32[32/64]",
-        "norm_2.weight": "float32[16/64]",
-        "norm_2.bias": "float32[16/64]",
+        "norm_2.weight": "float32[32/64]",
+        "norm_2.bias": "float32[32/64]",
         "up.weight": "float32[64/256, 64]",
         "up.bias": "float32[64/256]",
         "down.weight": "float32[64, 64/256]",
@@ -31,12 +31,27 @@ class Block(runtime.Block):
     }
 
     def forward(self, x, batch, seq):
-        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:77
-        norm_1 = runtime.layer_norm(
-            x, [64], self.norm_1.weight, self.norm_1.bias, 1e-05, ("dp", "tp")
+        # I@dp → R@dp    backward: all-reduce
+        (
+            norm_1_weight,
+            norm_1_bias,
+            norm_2_weight,
+            norm_2_bias,
+        ) = runtime.enter_parameters(
+            (
+                self.norm_1.weight,
+                self.norm_1.bias,
+                self.norm_2.weight,
+                self.norm_2.bias,
+            ),
+            "dp",
         )
-        # S(2)@dp S(2)@tp → R@dp R@tp    backward: reduce-scatter
-        norm_1 = runtime.all_gather(norm_1, 2, ("dp", "tp"), to="R")
+        # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:77
+        norm_1 = runtime.layer_norm(x, [64], norm_1_weight, norm_1_bias, 1e-05, "tp")
+        # S(0)@dp → R@dp    backward: reduce-scatter
+        norm_1 = runtime.all_gather(norm_1, 0, "dp", to="R", size=batch)
+        # S(2)@tp → R@tp    backward: reduce-scatter
+        norm_1 = runtime.all_gather(norm_1, 2, "tp", to="R")
         # [batch, seq, 48/192] S(2)@dp S(2)@tp  gpt.py:59
         qkv = F.linear(norm_1, self.attention.qkv.weight, self.attention.qkv.bias)
         # [batch, seq, 1/4, 48] S(2)@dp S(2)@tp  gpt.py:59
@@ -54,26 +69,24 @@ class Block(runtime.Block):
             shape=(batch, 4, seq, seq),
             cuts={1: ("dp", "tp")},
         )
-        # S(1)@dp S(1)@tp → S(1)@tp S(1)@dp    backward: permute
-        y = runtime.permute(y, ("dp", "tp"), ("tp", "dp"))
-        # S(1)@dp → R@dp    backward: reduce-scatter
-        y = runtime.all_gather(y, 1, "dp", to="R")
-        y = y.transpose(1, 2)  # [batch, seq, 2/4, 16] S(2)@tp  gpt.py:63
-        y = y.reshape(batch, seq, 32)  # [batch, seq, 32/64] S(2)@tp  gpt.py:63
-        out_bias = runtime.partial(self.attention.out.bias, "tp", of="I")  # I@tp → P@tp
-        # [batch, seq, 32/64] S(2)@dp P@tp  gpt.py:63
+        # S(1)@tp → R@tp    backward: reduce-scatter
+        y = runtime.all_gather(y, 1, "tp", to="R")
+        y = y.transpose(1, 2)  # [batch, seq, 2/4, 16] S(2)@dp  gpt.py:63
+        y = y.reshape(batch, seq, 32)  # [batch, seq, 32/64] S(2)@dp  gpt.py:63
+        out_bias = runtime.partial(self.attention.out.bias, "dp", of="I")  # I@dp → P@dp
+        # [batch, seq, 32/64] P@dp S(2)@tp  gpt.py:63
         out = F.linear(y, self.attention.out.weight, out_bias)
-        # P@tp → S(2)@tp    backward: all-gather
-        out = runtime.reduce_scatter(out, 2, "tp")
-        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:77
-        dropout = runtime.dropout(out, 0.1, (batch, seq, 64), {2: ("dp", "tp")})
-        x = x + dropout  # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:77
-        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:78
-        norm_2 = runtime.layer_norm(
-            x, [64], self.norm_2.weight, self.norm_2.bias, 1e-05, ("dp", "tp")
-        )
-        # S(2)@dp S(2)@tp → R@dp R@tp    backward: reduce-scatter
-        norm_2 = runtime.all_gather(norm_2, 2, ("dp", "tp"), to="R")
+        # P@dp → S(0)@dp    backward: all-gather
+        out = runtime.reduce_scatter(out, 0, "dp")
+        # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:77
+        dropout = runtime.dropout(out, 0.1, (batch, seq, 64), {0: "dp", 2: "tp"})
+        x = x + dropout  # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:77
+        # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:78
+        norm_2 = runtime.layer_norm(x, [64], norm_2_weight, norm_2_bias, 1e-05, "tp")
+        # S(0)@dp → R@dp    backward: reduce-scatter
+        norm_2 = runtime.all_gather(norm_2, 0, "dp", to="R", size=batch)
+        # S(2)@tp → R@tp    backward: reduce-scatter
+        norm_2 = runtime.all_gather(norm_2, 2, "tp", to="R")
         # [batch, seq, 64/256] S(2)@dp S(2)@tp  gpt.py:78
         up = F.linear(norm_2, self.up.weight, self.up.bias)
         # S(2)@dp S(2)@tp → S(0)@dp S(0)@tp    backward: all-to-all
@@ -90,11 +103,13 @@ class Block(runtime.Block):
         down_bias = runtime.partial(self.down.bias, ("dp", "tp"), of="I")
         # [batch, seq, 64] P@dp P@tp  gpt.py:78
         down = F.linear(gelu, self.down.weight, down_bias)
-        # P@dp P@tp → S(2)@dp S(2)@tp    backward: all-gather
-        down = runtime.reduce_scatter(down, 2, ("dp", "tp"))
-        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:78
-        dropout = runtime.dropout(down, 0.1, (batch, seq, 64), {2: ("dp", "tp")})
-        add = x + dropout  # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:78
+        # P@tp → S(2)@tp    backward: all-gather
+        down = runtime.reduce_scatter(down, 2, "tp")
+        # P@dp → S(0)@dp    backward: all-gather
+        down = runtime.reduce_scatter(down, 0, "dp")
+        # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:78
+        dropout = runtime.dropout(down, 0.1, (batch, seq, 64), {0: "dp", 2: "tp"})
+        add = x + dropout  # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:78
         return add
 
 
@@ -106,8 +121,8 @@ class RankModule(runtime.RankModule):
     TENSORS = {
         "token_embedding.weight": "float32[128, 64]",
         "position_embedding.weight": "float32[32, 64]",
-        "norm.weight": "float32[16/64]",
-        "norm.bias": "float32[16/64]",
+        "norm.weight": "float32[32/64]",
+        "norm.bias": "float32[32/64]",
     }
 
     def forward(self, tokens, labels):
@@ -129,20 +144,22 @@ class RankModule(runtime.RankModule):
         position_embedding = F.embedding(positions, position_embedding_weight)
         # [batch, seq/4, 64] S(1)@dp S(1)@tp  gpt.py:109
         add = token_embedding + position_embedding
-        # [batch, seq/4, 64] S(1)@dp S(1)@tp  gpt.py:109
-        x = runtime.dropout(add, 0.1, (batch, seq, 64), {1: ("dp", "tp")})
-        # S(1)@dp S(1)@tp → S(2)@dp S(2)@tp    backward: all-to-all
-        x = runtime.all_to_all(x, 1, 2, ("dp", "tp"), size=seq)
+        # S(1)@tp → S(2)@tp    backward: all-to-all
+        add = runtime.all_to_all(add, 1, 2, "tp", size=runtime.size(seq, "dp"))
+        # S(1)@dp → S(0)@dp    backward: all-to-all
+        add = runtime.all_to_all(add, 1, 0, "dp", size=seq)
+        # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:109
+        x = runtime.dropout(add, 0.1, (batch, seq, 64), {0: "dp", 2: "tp"})
         for block in self.blocks:
             x = block(x, batch, seq)
-        # [batch, seq, 16/64] S(2)@dp S(2)@tp  gpt.py:112
-        norm = runtime.layer_norm(
-            x, [64], self.norm.weight, self.norm.bias, 1e-05, ("dp", "tp")
+        # I@dp → R@dp    backward: all-reduce
+        norm_weight, norm_bias = runtime.enter_parameters(
+            (self.norm.weight, self.norm.bias), "dp"
         )
+        # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:112
+        norm = runtime.layer_norm(x, [64], norm_weight, norm_bias, 1e-05, "tp")
         # S(2)@tp → S(1)@tp    backward: all-to-all
         norm = runtime.all_to_all(norm, 2, 1, "tp")
-        # S(2)@dp → S(0)@dp    backward: all-to-all
-        norm = runtime.all_to_all(norm, 2, 0, "dp")
         # S(0)@dp → R@dp    backward: reduce-scatter
         norm = runtime.all_gather(norm, 0, "dp", to="R", size=batch)
         # R@dp → S(0)@dp

@@ -11,14 +11,14 @@ import torch
 from autoshard.passes.capture.observer import Call, Observer, Patch
 from autoshard.passes.capture.substitutes.mistraced import MISTRACED, PATCHES
 from autoshard.passes.capture.substitutes.unchecked import UNCHECKED
-from autoshard.passes.capture.substitutes.windows import indexed
+from autoshard.passes.capture.substitutes.windows import asks_last, indexed
 
 
 def _equal(input: torch.Tensor, other: torch.Tensor) -> bool:  # noqa: A002
     return input.shape == other.shape and bool((input == other).all())
 
 
-REWRITTEN: dict[Any, Any] = UNCHECKED | MISTRACED | {torch.Tensor.__getitem__: indexed}
+REWRITTEN: dict[Any, Any] = UNCHECKED | MISTRACED
 _ASKING = {torch.equal: _equal, torch.Tensor.equal: _equal}
 """those whose stand-in asks a question, for an observer to answer"""
 
@@ -32,5 +32,5 @@ class Rewritten(Observer):
     def before(self, call: Call) -> Call | None:
         if (asking := _ASKING.get(call.func)) is not None:
             return replace(call, func=asking, watched=True)
-        other = REWRITTEN.get(call.func)
+        other = indexed if asks_last(call.func, call.args) else REWRITTEN.get(call.func)
         return None if other is None else replace(call, func=other)

@@ -35,15 +35,25 @@ def as_slice(op: Any, args: Any) -> tuple[Any, Any]:
     return torch.ops.aten.slice.Tensor, (x, dim, -count, ENDLESS)
 
 
-def indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
+def asks_last(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call is :func:`indexed`."""
+    return func is torch.Tensor.__getitem__ and bool(_ends(*args))
+
+
+def indexed(x: torch.Tensor, index: tuple[slice, ...]) -> torch.Tensor:
     """``x[index]``. Of a dim that is no longer than asked for torch takes all, in a graph for such lengths alone."""
-    if not isinstance(index, tuple) or not all(isinstance(i, slice) for i in index):
-        return x[index]
-    ends = {d: -i.start for d, (i, n) in enumerate(zip(index, x.shape, strict=False)) if _is_short(i, n)}
+    ends = _ends(x, index)
     for dim, count in ends.items():
         x = last(x, dim, count)
     rest = tuple(slice(None) if d in ends else i for d, i in enumerate(index))
-    return x if ends and all(i == slice(None) for i in rest) else x[rest]
+    return x if all(i == slice(None) for i in rest) else x[rest]
+
+
+def _ends(x: torch.Tensor, index: Any) -> dict[int, int]:
+    """Dim → how many of its last are asked for."""
+    if not isinstance(index, tuple) or not all(isinstance(i, slice) for i in index):
+        return {}
+    return {d: -i.start for d, (i, n) in enumerate(zip(index, x.shape, strict=False)) if _is_short(i, n)}
 
 
 def _is_short(i: slice, length: Any) -> bool:
