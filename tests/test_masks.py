@@ -134,6 +134,25 @@ def test_biases_by_distance_need_no_mask() -> None:
             assert not any(t.shape[-2:] == (S, S) for t in graph.types.values()), (bias, hides)
 
 
+def _distances(slopes: torch.Tensor) -> torch.Tensor:
+    return slopes.view(-1, 1, 1) * (_columns() - _rows())
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        lambda slopes: _distances(slopes)[:, None],  # a slope for every sample, of as many as heads
+        lambda slopes: _distances(slopes).long().to(slopes.dtype),
+        lambda slopes: _distances(slopes).masked_fill(_columns() < _rows() - 4, 0.0),  # far keys count as this one
+    ],
+    ids=["of samples", "whole numbers", "nothing for far keys"],
+)
+def test_biases_that_are_not_by_distance_alone_stay(bias: Mask) -> None:
+    model, x = Sloped("of keys", "filled").double(), torch.randn(4, S, 8, dtype=torch.float64)
+    model.bias = bias
+    assert all(n.op is not banded_op._opoverload for n in capture(model, (x,)).nodes)
+
+
 @pytest.mark.parametrize(
     ("axes", "like"),
     [
