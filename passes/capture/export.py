@@ -42,7 +42,7 @@ from autoshard.passes.capture.substitutes.autocast import with_kept_casts
 from autoshard.passes.capture.substitutes.precision import reading_in, with_precision
 from autoshard.passes.capture.translate.decompose import decompose
 from autoshard.passes.capture.translate.nodes import translate
-from autoshard.passes.capture.translate.regions import detach_no_grad
+from autoshard.passes.capture.translate.regions import detach_no_grad, record_nothing
 from autoshard.passes.capture.translate.tables import with_tables
 from autoshard.passes.capture.watch import Watch, concerns
 from autoshard.passes.ir.graph import Graph, Ref
@@ -153,6 +153,8 @@ def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynam
         with effects_stay():
             if training:
                 detach_no_grad(program.graph_module, gradient_sources(program, model, example))
+            else:
+                record_nothing(program.graph_module)
             program = decompose(program)
         write_out(program)
         return program, output_grads, inputs
