@@ -19,7 +19,7 @@ from autoshard.passes.capture.export import capture
 from autoshard.passes.capture.translate.positions import Linear, Positions
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.rules.ring import ATTENTION, band_of
-from autoshard.runtime import ring_order
+from autoshard.runtime import ring_order, tile
 from autoshard.runtime.banded import banded_op
 from autoshard.runtime.ring_order import ALL, CAUSAL, Band
 
@@ -166,6 +166,15 @@ def test_biases_that_are_not_by_distance_alone_stay(bias: Mask) -> None:
 def test_biases_by_distance_are_equal(axes: dict[str, int], like: Any) -> None:
     for bias, hides in itertools.product(BIASES, HIDES) if len(axes) == 1 else [("of differences", "filled")]:
         assert_equal_training(Sloped(bias, hides), axes, (torch.randn(2, S, 8),), like=like, steps=2)
+
+
+def test_a_tile_without_heads() -> None:
+    """Of four heads the third of three ranks has none."""
+    none = torch.zeros(2, 0, S, 4)
+    out, sums = tile.forward(none, none, none, tile.Masking(bias=torch.zeros(1, 0, S, S)), 0.5)
+    assert (out.shape, sums.shape) == (none.shape, none.shape[:-1])
+    given = tile.backward(out, none, none, none, out, sums, tile.Masking(bias=torch.zeros(1, 0, S, S)), 0.5)
+    assert all(x.shape == none.shape for x in given[:3])
 
 
 class Masked(nn.Module):
