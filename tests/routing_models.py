@@ -136,6 +136,25 @@ def uneven_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: 
     return out
 
 
+def more_weights_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """There are more weights than choices: none of the forms."""
+    return modules(model, x, weights.repeat(1, 2), ids)
+
+
+def fewer_ids_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Some rows choose no expert: none of the forms."""
+    return modules(model, torch.cat([x, x[:3]]), weights, ids)[: len(x)]
+
+
+def wider_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Results have another dtype than rows: none of the forms."""
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for e, expert in enumerate(model.experts):
+        rows, slots = torch.where(ids == e)
+        out[rows] += weights.double()[rows, slots, None] * expert(x[rows])
+    return out.to(x.dtype)
+
+
 def with_a_rest(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """A loop that leaves out an expert: it is none of the forms."""
     out = torch.zeros_like(x)
@@ -160,5 +179,8 @@ FORMS: dict[str, Form] = {
         weighed_modules,
         uneven_modules,
         twice_weighed_modules,
+        more_weights_modules,
+        fewer_ids_modules,
+        wider_modules,
     )
 }

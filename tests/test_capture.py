@@ -238,6 +238,12 @@ def no_grad_buffer(self: Model, x: torch.Tensor) -> torch.Tensor:
     return x * self.w + self.buf + shown.sum()
 
 
+def enable_grad(self: Model, x: torch.Tensor) -> torch.Tensor:
+    y = self.lin(x)
+    with torch.enable_grad():
+        return self.lin(y) + self.w
+
+
 def inference_mode(self: Model, x: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         y = self.lin(x)
@@ -264,6 +270,14 @@ def test_no_grad_and_autocast_regions(function: Callable[..., Any]) -> None:
     assert linear.fqn == ("lin" if function is not no_grad_buffer else "")
     if function is autocast:
         assert graph.types[linear.outputs[0]].dtype is torch.bfloat16
+
+
+def test_regions_with_gradients_in_a_call_without() -> None:
+    """torch gives the functional form of such a region a backward, with inputs of its own, and fails on them."""
+    model = Model(enable_grad)
+    with torch.no_grad():
+        graph = capture(model, (X,), training=False)
+        torch.testing.assert_close(outputs(graph, interpret(graph, graph_inputs(graph, model, (X,), {}))), model(X))
 
 
 def test_losing_a_detach_is_seen() -> None:

@@ -325,6 +325,17 @@ def test_what_has_no_expression_is_compiled_for_its_shapes(caplog: pytest.LogCap
     assert [agreed(model, sharded, *x) for x in ((4, 6), (3, 9))] == [1, 2]
 
 
+def test_writes_reach_what_they_go_through_the_last_of() -> None:
+    def halved(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[:, -9:].mul_(0.5)
+        return y
+
+    model = Many(halved).double()
+    sharded = autoshard.compile(model, ideal({"a": 2}), *floats(4, 6), dynamic=True)
+    assert [agreed(model, sharded, *x) for x in ((4, 6), (3, 12))] == [1, 2]
+
+
 def test_a_plan_for_fixed_sizes_is_refused_where_they_need_not_divide() -> None:
     """Batch 4 cut by 2 goes through a flattening; a batch of any size does not."""
     model, (args, kwargs) = Many(OPS["flatten"]).double(), floats(4, 6)

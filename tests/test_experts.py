@@ -302,7 +302,10 @@ def test_routing_by_sorted_rows() -> None:
 
 @pytest.mark.parametrize(
     "form",
-    ["twice_weighed_modules", *(pytest.param(x, marks=pytest.mark.slow) for x in ("with_a_rest", "uneven_modules"))],
+    [
+        *("twice_weighed_modules", "more_weights_modules", "fewer_ids_modules", "wider_modules"),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("with_a_rest", "uneven_modules")),
+    ],
 )
 def test_what_is_no_mixture_stays(form: str) -> None:
     model, x = routed(form), torch.randn(2, 6, routing_models.WIDTH)

@@ -19,7 +19,7 @@ from autoshard.passes.capture.export import capture
 from autoshard.passes.capture.translate.positions import Linear, Positions
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.rules.ring import ATTENTION, band_of
-from autoshard.runtime import ring_order
+from autoshard.runtime import ring_order, tile
 from autoshard.runtime.banded import banded_op
 from autoshard.runtime.ring_order import ALL, CAUSAL, Band
 
@@ -134,6 +134,25 @@ def test_biases_by_distance_need_no_mask() -> None:
             assert not any(t.shape[-2:] == (S, S) for t in graph.types.values()), (bias, hides)
 
 
+def _distances(slopes: torch.Tensor) -> torch.Tensor:
+    return slopes.view(-1, 1, 1) * (_columns() - _rows())
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        lambda slopes: _distances(slopes)[:, None],  # a slope for every sample, of as many as heads
+        lambda slopes: _distances(slopes).long().to(slopes.dtype),
+        lambda slopes: _distances(slopes).masked_fill(_columns() < _rows() - 4, 0.0),  # far keys count as this one
+    ],
+    ids=["of samples", "whole numbers", "nothing for far keys"],
+)
+def test_biases_that_are_not_by_distance_alone_stay(bias: Mask) -> None:
+    model, x = Sloped("of keys", "filled").double(), torch.randn(4, S, 8, dtype=torch.float64)
+    model.bias = bias
+    assert all(n.op is not banded_op._opoverload for n in capture(model, (x,)).nodes)
+
+
 @pytest.mark.parametrize(
     ("axes", "like"),
     [
@@ -147,6 +166,15 @@ def test_biases_by_distance_need_no_mask() -> None:
 def test_biases_by_distance_are_equal(axes: dict[str, int], like: Any) -> None:
     for bias, hides in itertools.product(BIASES, HIDES) if len(axes) == 1 else [("of differences", "filled")]:
         assert_equal_training(Sloped(bias, hides), axes, (torch.randn(2, S, 8),), like=like, steps=2)
+
+
+def test_a_tile_without_heads() -> None:
+    """Of four heads the third of three ranks has none."""
+    none = torch.zeros(2, 0, S, 4)
+    out, sums = tile.forward(none, none, none, tile.Masking(bias=torch.zeros(1, 0, S, S)), 0.5)
+    assert (out.shape, sums.shape) == (none.shape, none.shape[:-1])
+    given = tile.backward(out, none, none, none, out, sums, tile.Masking(bias=torch.zeros(1, 0, S, S)), 0.5)
+    assert all(x.shape == none.shape for x in given[:3])
 
 
 class Masked(nn.Module):

@@ -90,7 +90,11 @@ def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, maski
     """Whether a kernel computes the tile without its matrix of weights."""
     if masking.kept is not None or query.dim() != 4 or not query.shape[0] == key.shape[0] == value.shape[0]:
         return False
-    if query.shape[1] % key.shape[1] or (masking.bias is not None and masking.bias.dim() not in (2, 4)):
+    if (
+        not key.shape[1]
+        or query.shape[1] % key.shape[1]
+        or (masking.bias is not None and masking.bias.dim() not in (2, 4))
+    ):
         return False
     if not query.shape[-1] == key.shape[-1] == value.shape[-1] or key.shape[1] != value.shape[1]:
         return False

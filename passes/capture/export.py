@@ -40,9 +40,10 @@ from autoshard.passes.capture.repeats.observer import Repeats
 from autoshard.passes.capture.repeats.written_out import write_out
 from autoshard.passes.capture.substitutes.autocast import with_kept_casts
 from autoshard.passes.capture.substitutes.precision import reading_in, with_precision
+from autoshard.passes.capture.substitutes.windows import check_views
 from autoshard.passes.capture.translate.decompose import decompose
 from autoshard.passes.capture.translate.nodes import translate
-from autoshard.passes.capture.translate.regions import detach_no_grad
+from autoshard.passes.capture.translate.regions import detach_no_grad, record_nothing
 from autoshard.passes.capture.translate.tables import with_tables
 from autoshard.passes.capture.watch import Watch, concerns
 from autoshard.passes.ir.graph import Graph, Ref
@@ -149,10 +150,13 @@ def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynam
         _Retry(_asks, lambda: indifferent(trace), "Whatever the answers are"),
         _Retry(lambda e: _asks(e) and not dynamic, lambda: trace(steered=True), "With the answers of the example"),
     )
+    check_views(program.graph_module)
     try:
         with effects_stay():
             if training:
                 detach_no_grad(program.graph_module, gradient_sources(program, model, example))
+            else:
+                record_nothing(program.graph_module)
             program = decompose(program)
         write_out(program)
         return program, output_grads, inputs

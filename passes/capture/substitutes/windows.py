@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
+from autoshard.errors import CaptureError
 from autoshard.passes.ir.sizes import ENDLESS
 
 
@@ -33,6 +35,27 @@ def as_slice(op: Any, args: Any) -> tuple[Any, Any]:
         return op, args
     x, dim, count = args
     return torch.ops.aten.slice.Tensor, (x, dim, -count, ENDLESS)
+
+
+def check_views(program: fx.GraphModule) -> None:
+    """Refuse writes into the last of a tensor, or into the tensor once they are taken: here they are a copy."""
+    sources, taken = dict[fx.Node, fx.Node](), set[fx.Node]()
+    for node in program.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        schema = node.target._schema
+        is_last = node.target is torch.ops.autoshard.last.default
+        if node.args and isinstance(node.args[0], fx.Node) and (is_last or any(r.alias_info for r in schema.returns)):
+            sources[node] = sources.get(node.args[0], node.args[0])
+        if is_last:
+            taken.add(sources[node])
+        written = (
+            x for x, a in zip(node.args, schema.arguments, strict=False) if a.alias_info and a.alias_info.is_write
+        )
+        if any(isinstance(x, fx.Node) and sources.get(x, x) in taken for x in written):
+            raise CaptureError(
+                f"{schema.name} writes into the last elements along a dim of open length, or what has them"
+            )
 
 
 def asks_last(func: Any, args: tuple[Any, ...]) -> bool:

@@ -155,7 +155,7 @@ def _by_distance(
 def _hidden(part: Hidden, lengths: tuple[int, int], dtype: torch.dtype, positions: Positions) -> Band | None:
     """What a condition leaves to be seen, if it is of positions and hides the others."""
     known = positions(part.condition)
-    if known is None:
+    if known is None or _shows(part.value, dtype) is not False:  # in the place of slopes, and seen
         return None
 
     def values(of: Any) -> float:

@@ -31,7 +31,8 @@ def as_mixtures(graph: Graph) -> Graph:
     patterns, nodes, types = Patterns(graph), list[Node](), dict(graph.types)
     found = False
     for node in graph.nodes:
-        mixture = next((m for form in _FORMS if (m := form(node, patterns)) is not None), None)
+        found_here = (m for form in _FORMS if (m := form(node, patterns)) is not None)
+        mixture = next((m for m in found_here if _fits(m, node, graph)), None)
         for made, shape in _made(node, mixture, graph) if mixture is not None else ((node, None),):
             nodes.append(made)
             if shape is not None:
@@ -39,6 +40,15 @@ def as_mixtures(graph: Graph) -> Graph:
                 like = types[made.inputs[0]]
                 types[made.outputs[0]] = TensorType(shape, like.dtype, any(types[n].grad for n in made.inputs))
     return _of_owners(remove_dead(replace(graph, nodes=tuple(nodes), types=types))) if found else graph
+
+
+def _fits(mixture: Mixture, node: Node, graph: Graph) -> bool:
+    """Whether every row has its own ids and weights, and its own result, of the same dtype."""
+    x, ids, weights, result = (
+        graph.types[n] for n in (mixture.x.name, mixture.ids.name, mixture.weights.name, *node.outputs)
+    )
+    alike = x.shape[:-1] == ids.shape[:-1] == result.shape[:-1] and ids.shape == weights.shape
+    return alike and x.dtype == result.dtype
 
 
 def _of_owners(graph: Graph) -> Graph:

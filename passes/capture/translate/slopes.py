@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autoshard.passes.capture.translate.positions import Linear, Positions
-from autoshard.passes.ir.graph import Graph, Ref
+from autoshard.passes.ir.graph import Graph, Node, Ref
 
 aten = torch.ops.aten
 
@@ -60,8 +60,8 @@ def added(mask: Ref, graph: Graph, positions: Positions) -> Iterator[Ref | Hidde
             yield from added(node.args[kept], graph, positions)
             return
     if node is not None and node.op in _VIEWS and positions(mask) is None:
-        before, after = graph.shape(node.args[0]), graph.shape(mask)
-        if before[-2:] == after[-2:] and graph.types[node.args[0].name].dtype.is_floating_point:
+        plain = graph.types[node.args[0].name].dtype.is_floating_point
+        if plain and _keeps_places(node, graph) and graph.shape(node.args[0])[-2:] == graph.shape(mask)[-2:]:
             yield from added(node.args[0], graph, positions)
             return
     yield mask
@@ -84,7 +84,8 @@ def _product(value: Ref, keys: int, graph: Graph, positions: Positions) -> Produ
     if node is None or graph.shape(value)[-1:] != (keys,):
         return None
     if node.op in _VIEWS:
-        return _product(node.args[0], keys, graph, positions)
+        inner = _product(node.args[0], keys, graph, positions)
+        return inner if inner is None or inner[0] is None or _keeps_places(node, graph) else None
     if node.op is aten.neg.default:
         inner = _product(node.args[0], keys, graph, positions)
         return inner and (inner[0], -inner[1], inner[2])
@@ -101,6 +102,14 @@ def _product(value: Ref, keys: int, graph: Graph, positions: Positions) -> Produ
         if inner[0] is None and _is_of_heads(other, graph):
             return other, inner[1], inner[2]
     return None
+
+
+def _keeps_places(node: Node, graph: Graph) -> bool:
+    """Whether what a view has of a head, row and key is what its operand has of them, and no whole number."""
+    before, after = ((1, 1, *graph.shape(x))[-3:] for x in (node.inputs[0], node.outputs[0]))
+    if node.op is aten.expand.default:
+        before = tuple(new if old == 1 else old for old, new in zip(before, after, strict=True))
+    return before == after and graph.types[node.outputs[0]].dtype.is_floating_point
 
 
 def _is_of_heads(slopes: Ref, graph: Graph) -> bool:
