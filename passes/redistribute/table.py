@@ -127,10 +127,8 @@ def _to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
     graph = prices.space
     order = np.lexsort((prices.seconds + found[graph.dst], graph.src))
     states, begin = np.unique(graph.src[order], return_index=True)
-    leads, shares = (
-        np.arange(len(found)),
-        np.zeros((len(prices.shares), len(found))),
-    )  # the next state on the way, and the move there
+    leads = np.arange(len(found))  # the next state on the way
+    shares = np.zeros((len(prices.shares), len(found)))  # of the move there
     leads[states] = graph.dst[order[begin]]
     shares[:, states] = prices.shares[:, order[begin]]
     ends = found >= FORBIDDEN
