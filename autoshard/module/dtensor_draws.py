@@ -53,9 +53,11 @@ def first_ranks_generator(x: DTensor, generator: torch.Generator | None) -> Iter
     alike = torch.equal(first, before)
     if not alike:
         generator.set_state(first)
-    yield
-    if not alike:
-        generator.set_state(before)
+    try:
+        yield
+    finally:
+        if not alike:
+            generator.set_state(before)
 
 
 def _whole(x: DTensor) -> torch.Tensor:
