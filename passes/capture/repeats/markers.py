@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -50,10 +49,4 @@ def _(operands: list[torch.Tensor], number: int) -> list[torch.Tensor]:
     return [blank(of) for of in RESULTS[number]]
 
 
-def _no_backward(ctx: Any, *gradients: Any) -> Any:
-    raise NotImplementedError("an op of traces alone")
-
-
-called.register_autograd(_no_backward)
-called_again.register_autograd(_no_backward)
 CALLED, CALLED_AGAIN = torch.ops.autoshard.called.default, torch.ops.autoshard.called_again.default

@@ -22,13 +22,6 @@ def _(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:dim], torch.sym_min(x.shape[dim], count), *x.shape[dim + 1 :])
 
 
-def _no_backward(ctx: Any, gradient: Any) -> Any:
-    raise NotImplementedError("an op of traces alone")
-
-
-last.register_autograd(_no_backward)
-
-
 def as_slice(op: Any, args: Any) -> tuple[Any, Any]:
     """What an operation of the trace, with its arguments, is in the graph."""
     if op is not torch.ops.autoshard.last.default:
