@@ -22,7 +22,6 @@ from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.conv import RULES as CONVOLUTIONS
 from autoshard.passes.rules.embedding import LOOK_UPS, TABLE, TABLE_SUMS
 from autoshard.passes.rules.facts import facts_of, is_view
-from autoshard.passes.rules.stacked import STACKED
 
 CONVOLVES = frozenset(rule.op for rule in CONVOLUTIONS)
 LINE = 64
@@ -123,7 +122,7 @@ def node_seconds(
     touched = (True,) * len(sizes) if traffic is None else (*traffic.reads, *traffic.writes)
     if graph.types[names[0]].tables and node.op in LOOK_UPS:
         sizes = _looked_up(node, graph, mesh, choice, shapes, sizes)
-    if node.op is STACKED:  # a rank reads what it has, also where it owns some experts alone
+    if facts_of(node.op).joins:
         sizes = [sizes[-1] / len(node.inputs)] * len(node.inputs) + sizes[-1:]
     moved = sum(itertools.compress(sizes, touched))
     if facts_of(node.op).looks_up:

@@ -134,6 +134,8 @@ class Facts:
     """whether it computes more for an element than an addition does: exp, softmax, a norm"""
     looks_up: bool = False
     """whether it reads of its first operand no more than it gives"""
+    joins: bool = False
+    """whether its operands together are what it gives, also where a rank owns some of them and has no rows of the others"""
     backward: float | None = None
     """backward FLOPs per forward FLOP; None: one more product per operand that wants a gradient, two at most"""
 

@@ -51,7 +51,7 @@ RULES: tuple[Rule, ...] = (
         _stacked,
         _local,
         notation="all alike -> new dim whole",
-        facts=Facts(saves="", rounding="exact"),
+        facts=Facts(saves="", rounding="exact", joins=True),
         named="stacked",
     ),
 )
