@@ -49,6 +49,8 @@ ENTRIES = 200_000
 NEIGHBOURHOODS = 60
 # The part of the time, or of leaves and neighbourhoods together, that goes into the tree.
 SHARE = 0.35
+# The part of the time that the tree is ahead of its share at the beginning: its first leaf may prove the choice.
+HEAD_START = 0.1
 
 
 Better = Callable[[float, Callable[[], Choice]], None]
@@ -132,6 +134,7 @@ class _Run:
         self.seconds = {"few": 0.0, "tree": 0.0, "neighbourhoods": 0.0}
         self.leaf = 0.0
         """seconds of the longest leaf"""
+        self.head_start = HEAD_START * (deadline - time.perf_counter())
 
     @property
     def closed(self) -> bool:
@@ -145,6 +148,7 @@ class _Run:
     def few(self, found: Priced, deadline: float) -> None:
         """Choices among the strategies of the best scores and those seen: a tree of small leaves."""
         begin, seen = time.perf_counter(), np.array(found.seen)
+        known = math.isfinite(self.best.cost)
         parts = {}
         for node, scores in enumerate(found.scores):
             likely = np.concatenate([seen[:, node], np.argsort(scores, kind="stable")[:STRATEGIES]])
@@ -156,7 +160,11 @@ class _Run:
             )  # a first choice is a poor measure of what is dear
             tree.put(Leaf(found.bound, domains, found.prices))
             for trial in itertools.count():
-                if not tree.open or time.perf_counter() > deadline or (trial >= TRIALS and tree.choice is not None):
+                if (
+                    not tree.open
+                    or time.perf_counter() > deadline
+                    or (trial >= TRIALS and (known or tree.choice is not None))
+                ):
                     break
                 if trial >= 4 * TRIALS:
                     break
@@ -187,7 +195,7 @@ class _Run:
         while not self.closed and not self.late and self.near.tried < most:
             if math.isfinite(self.deadline):
                 next_one = spent["tree"] + self.leaf
-                turn = next_one <= SHARE * (next_one + spent["neighbourhoods"])
+                turn = next_one <= SHARE * (next_one + spent["neighbourhoods"] + self.head_start)
             else:
                 turn = self.tree.looked <= SHARE * (self.tree.looked + self.near.tried)
             if turn and self.tree.open:
