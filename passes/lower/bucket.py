@@ -21,6 +21,9 @@ from autoshard.passes.lower.blocks import runs
 from autoshard.passes.propagate.bucketed import BUCKET_BYTES, bucket_bytes, goes_in_buckets
 from autoshard.passes.rules.facts import is_view, saves_operand
 
+MOST_AHEAD = 4
+"""buckets gathered ahead: more would hide no more, and hold more"""
+
 _KINDS = {"enter": "enter_parameters", "all_gather": "gather_parameters"}
 
 
@@ -46,8 +49,14 @@ def regathered(program: Program) -> set[str]:
 
 
 def prefetched(program: Program) -> int:
-    """How many buckets of parameters are gathered ahead of the one that is used: the memory of one, as in FSDP2."""
-    return int(sum(s.call.fn == "gather_parameters" for s in program.statements) > 1)
+    """How many buckets of parameters are gathered ahead of the one that is used: those of one block, as in FSDP2.
+
+    Fewer would leave the link idle in the part of a block that reads few parameters, and compute in the part that reads many.
+    """
+    gathers = Counter(s.block for s in program.statements if s.call.fn == "gather_parameters")
+    if gathers.total() < 2:
+        return 0
+    return min(MOST_AHEAD, max((count for block, count in gathers.items() if block), default=1))
 
 
 def _kept(name: str, readers: Mapping[str, list[Statement]], program: Program) -> bool:
