@@ -21,9 +21,6 @@ from autoshard.passes.lower.blocks import runs
 from autoshard.passes.propagate.bucketed import BUCKET_BYTES, bucket_bytes, goes_in_buckets
 from autoshard.passes.rules.facts import is_view, saves_operand
 
-MOST_AHEAD = 4
-"""buckets gathered ahead: more would hide no more, and hold more"""
-
 _KINDS = {"enter": "enter_parameters", "all_gather": "gather_parameters"}
 
 
@@ -56,7 +53,7 @@ def prefetched(program: Program) -> int:
     gathers = Counter(s.block for s in program.statements if s.call.fn == "gather_parameters")
     if gathers.total() < 2:
         return 0
-    return min(MOST_AHEAD, max((count for block, count in gathers.items() if block), default=1))
+    return min(program.mesh.hardware.ahead, max((count for block, count in gathers.items() if block), default=1))
 
 
 def _kept(name: str, readers: Mapping[str, list[Statement]], program: Program) -> bool:
