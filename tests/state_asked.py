@@ -101,7 +101,7 @@ class Asks(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, str]]:
         h = self.lin(x)
-        return h, {name: repr(ask(self.lin, x, h)) for name, ask in self.questions.items()}
+        return h.square().mean(), {name: repr(ask(self.lin, x, h)) for name, ask in self.questions.items()}
 
 
 @case
@@ -138,7 +138,7 @@ def questions_that_are_refused(mesh: autoshard.Mesh) -> None:
 @case
 def inference_mode_that_a_forward_asks_for(mesh: autoshard.Mesh) -> None:
     def asks(lin: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return lin(x) * (3 if torch.is_inference_mode_enabled() else 2)
+        return (lin(x) * (3 if torch.is_inference_mode_enabled() else 2)).square().mean()
 
     model, sharded = pair(mesh, lambda: Of(asks))
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad, torch.inference_mode):
