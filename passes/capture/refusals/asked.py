@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autoshard.frames import is_torchs
+from autoshard.frames import is_ours, is_torchs
 from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, Refusals
 
 _OF_INPUTS = {getattr(torch.Tensor, name).__get__: name for name in ("is_leaf", "grad_fn")}
@@ -31,7 +31,8 @@ class Asked(Observer):
 
     def before(self, call: Call) -> Answer | None:
         func: Any = call.func
-        if call.frame is None or not call.args or is_torchs(call.frame):
+        frame = call.frame
+        if frame is None or not call.args or is_torchs(frame) or is_ours(frame.f_code.co_filename):
             return None
         trained = self.trained.get(id(call.args[0]))
         if func == _REQUIRES and trained is not None and trained != call.args[0].requires_grad:
