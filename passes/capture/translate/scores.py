@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -168,29 +169,46 @@ def _narrow(value: Ref, graph: Graph, order: tuple[int, ...] = ()) -> Operand:
     return Operand(value, order)
 
 
-def is_sure(found: Scores, graph: Graph, positions: Positions) -> bool:
-    """Whether every query sees some key, as far as something is hidden from it by more than a finite number.
+class Sight(enum.Enum):
+    """What is known of the keys that queries see."""
 
-    A softmax of -inf alone is nan, one of filled numbers has no gradient; attention's differs in both.
-    """
+    SURE = 1
+    """every query sees some, by positions"""
+    OPEN = 2
+    """of some query all may be hidden, by adding numbers"""
+
+
+def sight(found: Scores, graph: Graph, positions: Positions) -> Sight | None:
+    """None: of some query all may be hidden by -inf or filled in, whose softmax is nan, or has no gradient."""
     rows, columns = graph.shape(found.path[0])[-2:]
-    dtype, bands = graph.types[found.path[0]].dtype, list[Band]()
+    dtype, bands, known = graph.types[found.path[0]].dtype, list[Band](), Sight.SURE
     for hidden in found.hidden:
         if (band := hidden_band(hidden, (rows, columns), dtype, positions)) is None:
-            return False
+            return None
         bands.append(band)
     for part in (p for bias in found.added for p in added(bias.value, graph, positions)):
         if isinstance(part, Hidden):
-            band = hidden_band(part, (rows, columns), dtype, positions)
-            finite = math.isfinite(part.value)
+            band, finite = hidden_band(part, (rows, columns), dtype, positions), math.isfinite(part.value)
         else:
-            band = band_of_mask(part, (rows, columns), graph, positions)
-            finite = _is_finite(part, graph, positions)
+            band, finite = band_of_mask(part, (rows, columns), graph, positions), _is_finite(part, graph, positions)
+            if band is None and sloped(_once(part, graph), graph, positions) is not None:
+                continue
         if band is not None:
             bands.append(band)
-        elif (found.hidden or not finite) and (isinstance(part, Hidden) or sloped(part, graph, positions) is None):
-            return False
-    return _shows_some(within(bands), rows, columns)
+        elif found.hidden or not finite:
+            return None
+        else:
+            known = Sight.OPEN
+    return known if _shows_some(within(bands), rows, columns) else None
+
+
+def _once(value: Ref, graph: Graph) -> Ref:
+    """What ``value`` repeats, for every sample."""
+    node = graph.producers.get(value.name)
+    if node is None or node.op is not aten.repeat.default or any(n != 1 for n in node.args[1][1:]):
+        return value
+    source: Ref = node.args[0]
+    return source if len(graph.shape(source)) == len(node.args[1]) else value
 
 
 def _shows_some(band: Band, rows: int, columns: int) -> bool:
