@@ -78,6 +78,11 @@ def test_a_changed_part_is_judged_as_the_whole() -> None:
         assert (best.forbidden, best.excess) == (forbidden, excess)
         assert best._cost == pytest.approx(cost, abs=1e-9)
         assert best.used.tolist() == lives.sums(lives.held(best.choice)).tolist()
+        forbidding = [{i, j} for i, j, matrix in network.edges if math.isinf(matrix[best.choice[i], best.choice[j]])]
+        assert all(pair & set(best.broken) for pair in forbidding)
+        assert set(best.broken) <= set().union(*forbidding)
+        seed = Neighbourhoods(best, cheaper, math.inf, [], [], [])._seed()
+        assert not forbidding or any(seed in pair for pair in forbidding)
     assert taken > 10
 
 

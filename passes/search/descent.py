@@ -24,6 +24,7 @@ class Best:
         """``better`` is told of every better choice within the limit."""
         self.lives, self.choice, self.better = lives, choice, better
         self.used = lives.sums(lives.held(choice))
+        self._broken: set[int] | None = None
         self.forbidden, self.excess, self._cost = lives.judge(choice)
 
     @property
@@ -36,7 +37,7 @@ class Best:
         found = self.lives.judge(choice)
         if found >= (self.forbidden, self.excess, self._cost):
             return False
-        self.choice, (self.forbidden, self.excess, self._cost) = choice, found
+        self.choice, self._broken, (self.forbidden, self.excess, self._cost) = choice, None, found
         self.used = self.lives.sums(self.lives.held(choice))
         self._tell()
         return True
@@ -56,6 +57,8 @@ class Best:
         if found >= (self.forbidden, self.excess, self._cost):
             return False
         self.choice, self.used, (self.forbidden, self.excess, self._cost) = tuple(choice), used, found
+        if self._broken is not None:
+            self._broken.update(part)
         self._tell()
         return True
 
@@ -65,10 +68,17 @@ class Best:
 
     @property
     def broken(self) -> list[int]:
-        """Nodes of which a table forbids the choice, if there are some."""
+        """Nodes at tables that forbid the choice, of each at least one."""
         lives, choice = self.lives, self.choice
-        pairs = [(i, j) for i, j, matrix in lives.network.matrices if math.isinf(matrix[choice[i], choice[j]])]
-        return sorted({node for pair in pairs for node in pair})
+        if self._broken is None:
+            pairs = [(i, j) for i, j, matrix in lives.network.matrices if math.isinf(matrix[choice[i], choice[j]])]
+            self._broken = {node for pair in pairs for node in pair}
+        self._broken = {
+            node
+            for node in self._broken
+            if any(math.isinf(matrix[choice[node], choice[other]]) for other, matrix in lives.beside[node])
+        }
+        return sorted(self._broken)
 
 
 def descend(lives: Lives, start: Choice, price: float, passes: int, deadline: float) -> Choice:

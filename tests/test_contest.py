@@ -1,0 +1,81 @@
+"""Problems of the contest: read from their files, the best so far told and kept, and given when the search is stopped."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoshard.passes.search import Solution
+from tests.test_search_over_time import problem
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from contest import Anytime, Problem
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A problem of which the cheapest choice of every node is too much to hold."""
+    network, memory = problem(3, nodes=60, limit=20.0)
+    assert memory.intervals is not None
+    costs = [[int(1e18) if math.isinf(v) else int(v) for v in m.ravel()] for *_, m in network.edges]
+    path = tmp_path / "problem.json.gz"
+    with gzip.open(path, "wt") as text:
+        nodes = {
+            "costs": [v.astype(int).tolist() for v in network.nodes],
+            "usages": [u.astype(int).tolist() for u in memory.usage],
+            "intervals": [list(life) for life in memory.intervals],
+        }
+        edges = {"nodes": [[i, j] for i, j, _ in network.edges], "costs": costs}
+        json.dump({"problem": {"name": "P", "nodes": nodes, "edges": edges, "usage_limit": 20}}, text)
+    return path
+
+
+def test_a_file_is_read_and_what_is_found_is_told_and_kept(file: Path, tmp_path: Path) -> None:
+    read, network = Problem.read(file), problem(3, nodes=60, limit=20.0)[0]
+    assert all(np.array_equal(a, b) for a, b in zip(read.network().nodes, network.nodes, strict=True))
+    for (i, j, table), (k, m, expected) in zip(read.network().edges, network.edges, strict=True):
+        assert (i, j) == (k, m)
+        assert np.array_equal(table, expected)
+    told: list[float] = []
+
+    class Listening(Anytime):
+        def better(self, cost: float, choice: Callable[[], tuple[int, ...]]) -> None:
+            super().better(cost, choice)
+            told.append(cost)
+            assert read.checked(choice())[0] == cost
+            assert read.checked(choice())[1] <= read.limit
+
+    anytime = Listening(time.perf_counter(), tmp_path / "choice.json")
+    found = anytime.solve(read.network(), read.memory(), math.inf)
+    assert found is not None
+    assert told == sorted(told, reverse=True)
+    assert len(told) > 1
+    assert found.cost == told[-1] == read.checked(found.choice)[0]
+    assert read.checked(tuple(json.loads((tmp_path / "choice.json").read_text())))[0] in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_search_that_is_stopped_gives_the_best_so_far(file: Path, number: signal.Signals) -> None:
+    read, before = Problem.read(file), signal.getsignal(number)
+
+    class Stopping(Anytime):
+        def better(self, *args: Any) -> None:
+            super().better(*args)
+            os.kill(os.getpid(), number)
+
+    found = Stopping(0.0, None).solve(read.network(), read.memory(), math.inf)
+    assert isinstance(found, Solution)
+    assert not found.exact
+    assert read.checked(found.choice) == (found.cost, pytest.approx(20, abs=19))
+    assert signal.getsignal(number) is before
