@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.answers import steering
-from autoshard.passes.capture.answers.eager import AsInEager
+from autoshard.passes.capture.answers.eager import AsInEager, without_grad
 from autoshard.passes.capture.answers.loops import Learnt, check_draws
 from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.questions import Exported, indifferent
@@ -52,6 +52,8 @@ from autoshard.passes.rules.facts import has_effect
 from autoshard.precision import Precision
 
 log = logging.getLogger("autoshard")
+ENABLES = "autoshard_enables_grad"
+"""key in the meta of a program: whether the forward turns gradients on in a call without them"""
 _NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
 
 
@@ -106,7 +108,11 @@ def _captured(
             as_buffers(model, error.names)
             program, eager_grads, inputs = _export(model, example, training, dynamic)
         graph = with_kept_casts(translate(program, model, example, training, inputs))
-    graph = replace(with_tables(with_precision(graph, kept, precision)), outside=tuple(read.values()))
+    graph = replace(
+        with_tables(with_precision(graph, kept, precision)),
+        outside=tuple(read.values()),
+        enables=program.graph_module.meta[ENABLES],
+    )
     check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)
@@ -157,9 +163,9 @@ def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynam
         with effects_stay():
             if training:
                 detach_no_grad(program.graph_module, gradient_sources(program, model, example))
-            else:
-                record_nothing(program.graph_module)
+            enables = (not training or without_grad.get()) and record_nothing(program.graph_module)
             program = decompose(program)
+            program.graph_module.meta[ENABLES] = enables
         write_out(program)
         return program, output_grads, inputs
     except UnequalError:
@@ -221,7 +227,8 @@ def _traced(
                     given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
                 inputs = opened(_tensors(model, given), dynamic) if dynamic else {}
                 shapes = shapes_for_export(inputs.values()) if inputs else None
-                with effects_stay(), watch.active():
+                grad = torch.is_grad_enabled() and not without_grad.get()
+                with effects_stay(), watch.active(), torch.set_grad_enabled(grad):
                     program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
                 check_draws(program)
                 return program, trace.output_grads, inputs
