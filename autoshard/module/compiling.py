@@ -220,12 +220,12 @@ class Compiling(Fixed):
     def _built(self, call: Call, structure: Any) -> Executable:
         settings, first = self._settings, self._parameter_layouts is None
         dynamic = settings.dynamic if structure is not None else False
-        # Micro-batches are rows of the whole; so are inputs of stages.
-        parts = call.state.recorded and settings.wishes.micro_batches != 1
-        apart = not parts and settings.wishes.stages is None
+        # Micro-batches are rows of the whole; so are inputs of stages in training.
+        stages, parts = settings.wishes.stages is not None, settings.wishes.micro_batches != 1
+        of_whole = (parts and stages) or (call.state.recorded and (parts or stages))
         args, kwargs = call.arguments
         inputs = self._input_layouts(args, kwargs)
-        wishes = replace(settings.wishes, inputs=inputs if apart else ())
+        wishes = replace(settings.wishes, inputs=() if of_whole else inputs)
         if not first:
             parameters, states, homes = self._parameter_layouts, self._state_layouts, self._homes
             wishes = replace(wishes, plan=None, parameters=parameters, states=states, homes=homes)

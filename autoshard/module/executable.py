@@ -67,7 +67,7 @@ class Executable:
     """shape, dtype and value range of every input it was compiled for"""
 
     carried: Sequence[bool] = ()
-    """per output whether it is part of a state that the next call takes; nothing for a stage of several"""
+    """per output whether it is part of a state that the next call takes"""
 
     structure: Any = None
     """what calls that it may serve have in common, apart from lengths; None where it serves one signature"""
@@ -83,7 +83,14 @@ class Executable:
             return Executable(compiled, load_source(source.text, source.modules), inputs, carried, structure)
         names = [root_class(number) for number in range(len(compiled.parts))]
         classes = load_classes(source.text, source.modules, names)
-        parts = tuple(Executable(part, kind) for part, kind in zip(compiled.parts, classes, strict=True))
+        assert compiled.pipeline is not None
+        given = (
+            (*[False] * len(stage.sent), *(carried[i] for i in stage.results)) if carried else ()
+            for stage in compiled.pipeline.each
+        )
+        parts = tuple(
+            Executable(part, kind, {}, kept) for part, kind, kept in zip(compiled.parts, classes, given, strict=True)
+        )
         return Executable(compiled, classes[0], inputs, carried, structure, parts)
 
     @property
@@ -172,6 +179,8 @@ class Executable:
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have an element of memory in common."""
     a, b = (x.to_local() if isinstance(x, DTensor) else x for x in (a, b))
+    if a.is_meta or b.is_meta:
+        return False
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
         return False
     if a.dtype != b.dtype:

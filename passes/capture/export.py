@@ -30,6 +30,7 @@ from autoshard.passes.capture.exported.arguments import Example, argument_paths,
 from autoshard.passes.capture.exported.attributes import WrittenError, apart, as_buffers, check_unwritten, held
 from autoshard.passes.capture.exported.growing import from_one, longer
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
+from autoshard.passes.capture.exported.provenance import ENABLES
 from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.observer import Forward, patched, replacing
 from autoshard.passes.capture.refusals.checks import check_dtypes, check_example, check_model
@@ -52,8 +53,6 @@ from autoshard.passes.rules.facts import has_effect
 from autoshard.precision import Precision
 
 log = logging.getLogger("autoshard")
-ENABLES = "autoshard_enables_grad"
-"""key in the meta of a program: whether the forward turns gradients on in a call without them"""
 _NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
 
 
@@ -108,11 +107,9 @@ def _captured(
             as_buffers(model, error.names)
             program, eager_grads, inputs = _export(model, example, training, dynamic)
         graph = with_kept_casts(translate(program, model, example, training, inputs))
-    graph = replace(
-        with_tables(with_precision(graph, kept, precision)),
-        outside=tuple(read.values()),
-        enables=program.graph_module.meta[ENABLES],
-    )
+    enables = program.graph_module.meta[ENABLES]
+    graph = with_tables(with_precision(graph, kept, precision))
+    graph = replace(graph, outside=tuple(read.values()), enables=enables)
     check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)
