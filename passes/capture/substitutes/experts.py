@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from autoshard.passes.capture.observer import Observer, Patch, replacing
@@ -23,6 +24,7 @@ _ACTIVATIONS = {
     "ReLUSquaredActivation": "relu_squared",
 }
 """classes of activations → their names in ``autoshard.runtime.experts``"""
+_FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
 
 
 class Experts(Observer):
@@ -56,7 +58,11 @@ def _form(module: Any) -> str | None:
     others = module.has_bias or module.has_post_expert_norm or module._is_expert_parallel
     if others or (module.has_gate and not plain_gate) or getattr(module.act_fn, "use_gelu_python", False):
         return None
-    return _ACTIVATIONS.get(type(module.act_fn).__name__)
+    return _activation(module.act_fn)
+
+
+def _activation(function: Any) -> str | None:
+    return _ACTIVATIONS.get(type(function).__name__) or _FUNCTIONS.get(function)
 
 
 def _as_op(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -71,9 +77,7 @@ def _routed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Llama 4 gives every expert every token, times zero where it is not chosen: what is zero goes in and comes out."""
 
     def routed(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if type(self.experts.act_fn).__name__ not in _ACTIVATIONS or torch.is_autocast_enabled(
-            hidden_states.device.type
-        ):
+        if _activation(self.experts.act_fn) is None or torch.is_autocast_enabled(hidden_states.device.type):
             found: tuple[torch.Tensor, torch.Tensor] = forward(self, hidden_states)
             return found
         x = hidden_states.reshape(-1, self.hidden_dim)
@@ -92,7 +96,7 @@ def _chosen(forward: Callable[..., Any]) -> Callable[..., Any]:
             found: torch.Tensor = forward(self, x)
             return found
         ones = torch.ones_like(ids, dtype=x.dtype)
-        form = _ACTIVATIONS[type(self.act_fn).__name__], True, True
+        form = _activation(self.act_fn), True, True
         y: torch.Tensor = experts_op(x, ids, ones, self.gate_up_proj, self.down_proj, *form)
         return y
 
