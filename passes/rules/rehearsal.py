@@ -174,7 +174,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """The kernel that devices choose: one that keeps no attention matrix, where it can be used."""
-    plain = len(query.shape) == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    plain = len(query.shape) == 4 and one_width and key.shape[-3] == value.shape[-3]
     if plain and not dropout_p and not (attn_mask is not None and attn_mask.requires_grad):
         mask = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
         flash = aten._scaled_dot_product_flash_attention_for_cpu
