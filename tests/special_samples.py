@@ -146,6 +146,8 @@ ATTENTION: dict[Any, list[Sample]] = {
         call(*_HEADS, f(1, 3, 1, 6)),
         call(*_GROUPS, None, 0.0, True, enable_gqa=True),
         call(*_UNEVEN_GROUPS, f(1, 6, 4, 4), enable_gqa=True),
+        call(f(1, 6, 4, 2), f(1, 3, 4, 2), f(1, 6, 4, 2), enable_gqa=True),  # a head of its own for each value
+        call(f(1, 6, 4, 2), f(1, 6, 4, 2), f(1, 2, 4, 2), None, 0.0, True, enable_gqa=True),
         call(f(4, 5, 3), f(4, 5, 3), f(4, 5, 3), is_causal=True),
         call(f(3, 4, 5), f(3, 4, 5), f(2, 3, 4, 5)),
         call(*_HEADS, None, 0.4, True),

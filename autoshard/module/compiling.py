@@ -27,6 +27,7 @@ from autoshard.module.parts import Fixed, attributes
 from autoshard.module.state import State, check_call, requires_grad
 from autoshard.module.surface import class_of, leave_to_torch_compile
 from autoshard.module.turns import Turns
+from autoshard.passes.capture.answers.eager import as_called
 from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
 from autoshard.passes.capture.exported.trees import flattened
 from autoshard.passes.capture.refusals.checks import check_example
@@ -171,7 +172,7 @@ class Compiling(Fixed):
         if found is None:
             try:
                 # What is made here outlives the call.
-                with torch.inference_mode(False), torch.set_grad_enabled(call.state.grad):
+                with as_called(call.state.inference), torch.set_grad_enabled(call.state.grad):
                     found = self._build(call, call.key(exactly=False))
             except CaptureError as error:
                 raise beside(error, self.programs, call.leaves) from error

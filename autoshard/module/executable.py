@@ -45,11 +45,8 @@ class Call:
     def key(self, number: int = 0, exactly: bool | Callable[[Any], bool] = True) -> Any:
         """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`, of all or by leaf."""
         if exactly not in self.keys:
-            recorded = self.state.recorded
             one_by_one = exactly if callable(exactly) else None
-            found = (
-                signature_of(x, recorded, bool(exactly if one_by_one is None else one_by_one(x))) for x in self.leaves
-            )
+            found = (signature_of(x, bool(exactly if one_by_one is None else one_by_one(x))) for x in self.leaves)
             self.keys[exactly] = tuple(found)
         return (*self.keys[exactly], self.spec, self.state, number)
 
@@ -240,17 +237,14 @@ def _range(x: torch.Tensor) -> tuple[int, int]:
     return int(x.min()), int(x.max())
 
 
-def signature_of(leaf: Any, recorded: bool, exactly: bool = True) -> Any:
-    """What a program depends on of a leaf; unless ``exactly``, a tensor's lengths do not count.
-
-    ``recorded``: whether gradients are recorded, and thus whether the leaf requires one.
-    """
+def signature_of(leaf: Any, exactly: bool = True) -> Any:
+    """What a program depends on of a leaf; unless ``exactly``, a tensor's lengths do not count."""
     if isinstance(leaf, torch.Tensor):
         shape, dtype = form_of(leaf)
         return (
             shape if exactly else len(shape),
             dtype,
-            recorded and leaf.requires_grad,
+            leaf.requires_grad,
             *getattr(leaf, "placements", ()),
         )
     try:

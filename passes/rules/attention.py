@@ -28,9 +28,9 @@ def _shapes(node: Node, graph: Graph) -> dict[str, tuple[int, ...]]:
 
 
 def is_grouped(node: Node, graph: Graph) -> bool:
-    """Whether several query heads share a key head."""
-    shapes = _shapes(node, graph)
-    return bool(node.argument("enable_gqa")) and shapes["query"][-3] != shapes["key"][-3]
+    """Whether several query heads share a key head, or a value head."""
+    query, key, value = (graph.shape(node.argument(name)) for name in OPERANDS[:3])
+    return bool(node.argument("enable_gqa")) and not query[-3] == key[-3] == value[-3]
 
 
 def weights_shape(node: Node, graph: Graph) -> tuple[int, ...]:
@@ -63,10 +63,9 @@ def _strategies(node: Node, graph: Graph) -> Space:
         "attn_mask": _leading(shapes.get("attn_mask", ()), (*lead, "queries", "keys"), sizes),
     }
     if grouped:
-        groups = shapes["key"][-3]
         for name in ("key", "value"):
             dims[name] = (*dims[name][:-3], "heads", *dims[name][-2:])
-        sizes["heads"] = groups
+        sizes["heads"] = math.gcd(shapes["key"][-3], shapes["value"][-3])
     result = (*lead, "queries", "embed")
     even = frozenset({"heads"}) if grouped else frozenset[str]()
     factors = Factors(inputs(node, dims), (result,), sizes, even, linear=((node.positions["value"],),))
@@ -101,10 +100,7 @@ def _local(site: Site) -> Call:
     spelled_out = bool(key_axes or probability or _forgets_mask(site))
     in_tiles = bool(around) or rows_alone or node.op is banded_op._opoverload
     if grouped and (site.axes("query heads") or (not in_tiles and spelled_out)):
-        heads: list[Any] = [shape[-3], spell(_axes(site, "query", 3)), graph.shape(key)[-3]]
-        if group_axes := _axes(site, "key", 3):
-            heads.append(spell(group_axes))
-        key, value = (Call("kv_heads", (x, *heads), {}) for x in (key, value))
+        key, value = (_heads(site, name) for name in ("key", "value"))
         grouped = False
     if in_tiles:
         return ring.local(site, around, (query, key, value), row_axes, shape)
@@ -116,6 +112,19 @@ def _local(site: Site) -> Call:
     if spelled_out:
         return _spelled_out(site, (query, key, value), mask, shape, {last: key_axes, last - 1: row_axes})
     return site.unchanged(key=key, value=value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+
+
+def _heads(site: Site, name: str) -> Call:
+    """Of keys or values: the head of each local query head."""
+    x = site.node.argument(name)
+    heads: list[Any] = [
+        weights_shape(site.node, site.graph)[-3],
+        spell(_axes(site, "query", 3)),
+        site.graph.shape(x)[-3],
+    ]
+    if group_axes := _axes(site, name, 3):
+        heads.append(spell(group_axes))
+    return Call("kv_heads", (x, *heads), {})
 
 
 def _ring(site: Site) -> str:
@@ -194,7 +203,7 @@ def _is_fused(node: Node, types: Types) -> bool:
     query, key, value, *mask = (types[name] for name in node.inputs)
     if node.argument("dropout_p", 0.0) or any(m.grad for m in mask):
         return False
-    heads = node.argument("enable_gqa") or query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+    heads = key.shape[:-2] == value.shape[:-2] and (node.argument("enable_gqa") or query.shape[:-2] == key.shape[:-2])
     return len(query.shape) == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] and bool(heads)
 
 
