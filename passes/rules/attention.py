@@ -117,7 +117,11 @@ def _local(site: Site) -> Call:
 def _heads(site: Site, name: str) -> Call:
     """Of keys or values: the head of each local query head."""
     x = site.node.argument(name)
-    heads: list[Any] = [weights_shape(site.node, site.graph)[-3], spell(_axes(site, "query", 3)), site.graph.shape(x)[-3]]
+    heads: list[Any] = [
+        weights_shape(site.node, site.graph)[-3],
+        spell(_axes(site, "query", 3)),
+        site.graph.shape(x)[-3],
+    ]
     if group_axes := _axes(site, name, 3):
         heads.append(spell(group_axes))
     return Call("kv_heads", (x, *heads), {})
