@@ -21,7 +21,6 @@ from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import narrowed
-from autoshard.passes.lower.parts import parted
 from autoshard.passes.memory import fitting, tried
 from autoshard.passes.microbatch import MicroBatches, in_parts
 from autoshard.passes.propagate.experts import Expert, asked_by, like_of
@@ -98,7 +97,6 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
         expert = asked_by(wishes.like, graph, mesh) if wishes.plan is None else Expert(text=wishes.plan.like)
         program, memory = _program(graph, mesh, wishes, expert)
     program = narrowed(program, decided)
-    program = parted(program)
     check_program(program)
     plan = describe(program, title, wishes.optimizer, memory)
     mixed, notes = str(wishes.mixed_precision or ""), (*expert.notes, *plan.notes)

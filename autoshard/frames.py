@@ -42,6 +42,11 @@ def is_users(file: str) -> bool:
     return not file.startswith(_PYTHONS) or is_installed(file)
 
 
+def is_torchs(frame: FrameType) -> bool:
+    """Whether the code that runs there is torch's."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+
+
 def is_installed(file: str) -> bool:
     """Whether ``file`` comes with an installed package."""
     return any(f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages"))

@@ -27,8 +27,10 @@ from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.ir.program import Program
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.rules import rule_for
+from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 from autoshard.precision import Precision
+from autoshard.report.record import Collective
 from autoshard.report.schedule import step_end
 
 Selects = Callable[[str, str, bool], float]
@@ -52,6 +54,8 @@ class Row:
     again: Selects | None = None
     dtype: torch.dtype = torch.bfloat16
     """of parameters; float32: with :data:`MIXED`"""
+    overlaps: str = ""
+    """the axis whose messages of activations go in pieces beside the products that they are for"""
 
 
 class PlainAttention(nn.Module):
@@ -137,11 +141,13 @@ def every_second_product(module: str, op: str, product: bool) -> float:
 EAGER = {name: replace(PRESETS[name], fuses=False) for name in ("h100", "a100")}
 """Megatron-LM is not compiled: its elementwise operations are kernels of their own"""
 
-AT_500_WATTS = replace(PRESETS["h100"], flops=PRESETS["h100"].flops * (500 / 700) ** (1 / 3))
-"""torchtitan's devices are held at 500 of 700 W: power goes with the cube of the clock"""
+AT_500_WATTS = replace(PRESETS["h100"], flops=PRESETS["h100"].flops * (500 / 700) ** (1 / 3), memory_bandwidth=2.4e12)
+"""torchtitan's devices (benchmarks/llama3_h100_202412_torchtitan.md there) have 96 GB of HBM2e at 2.4 TB/s, and are held at 500
+of 700 W: power goes with the cube of the clock"""
 
 MIXED = Precision(torch.bfloat16, torch.float32)
-"""torchtitan's default: parameters in float32, cast before they are gathered; gradients reduced in float32"""
+"""parameters in float32, cast before they are gathered; gradients reduced in float32: torchtitan's default, and what the
+distributed optimizer of Megatron-LM does in bfloat16 (accumulate_allreduce_grads_in_fp32)"""
 
 MEGATRON = {"dp": "zero1", "tp": "megatron-sp"}
 SEQUENCE = {"length": 4096, "vocab": 131072}
@@ -150,7 +156,8 @@ ROWS = (
     *(
         Row(
             f"Megatron-LM {name}, TP {tp} DP 48", EAGER["h100"], {"dp": 48, "tp": tp}, MEGATRON if tp > 1 else {"dp": "zero1"},
-            gpt(width, 131072, 4096, width // 128), layers, 192, seconds=seconds, **SEQUENCE,
+            gpt(width, 131072, 4096, width // 128), layers, 192, seconds=seconds, dtype=torch.float32,
+            overlaps="tp" if tp > 1 else "", **SEQUENCE,
         )
         for name, width, layers, tp, seconds in (
             ("1.7B", 2048, 24, 1, 0.452), ("7.1B", 4096, 30, 2, 0.800), ("32B", 7168, 48, 8, 0.892),
@@ -165,9 +172,15 @@ ROWS = (
             ("full", "megatron", whole, 1.42), ("SP + selective", "megatron-sp", attention_core, 1.10),
         )
     ),
-    Row(
-        "torchtitan Llama-3 8B, FSDP 8, selective", AT_500_WATTS, {"dp": 8}, {"dp": "fsdp"}, llama(LlamaConfig()), 32, 16, 8192,
-        128256, 2.457, every_second_product, torch.float32,
+    *(
+        Row(
+            f"torchtitan Llama-3 8B, FSDP {ranks}, {how}", hardware, {"dp": ranks}, {"dp": "fsdp"}, llama(LlamaConfig()), 32,
+            2 * ranks, 8192, 128256, 2 * 8192 / tokens, every_second_product, torch.float32,
+        )
+        for ranks, how, hardware, tokens in (
+            (8, "selective", AT_500_WATTS, 6667), (8, "not compiled", replace(AT_500_WATTS, fuses=False), 5762),
+            (128, "selective", AT_500_WATTS, 6514),
+        )
     ),
     Row(
         "torchtitan Llama-3 70B, FSDP 32 TP 8, full", AT_500_WATTS, {"dp": 32, "tp": 8}, {"dp": "fsdp", "tp": "megatron-sp"},
@@ -191,8 +204,29 @@ def predicted(row: Row, layers: int) -> tuple[float, float]:
     if "zero1" in row.like.values():  # the gathered parameters are kept
         kept = tuple(c for c in plan.collectives if not c.reason.endswith("(gathered again)"))
         plan = replace(plan, collectives=kept)
+    plan = in_pieces(plan, row.overlaps) if row.overlaps else plan
     compute, waits = made_again(program, row.again) if row.again else (0.0, 0.0)
     return step_end(plan) + compute + waits, plan.cost.compute_s + compute
+
+
+def in_pieces(plan: Plan, axis: str) -> Plan:
+    """With gathers and scatters of activations beside products, as ``--tp-comm-overlap`` of Megatron-LM has them.
+
+    One piece per rank (Transformer Engine's user buffers): of all but one the product hides what it has time for, and is
+    slower meanwhile.
+    """
+    hardware, ranks = plan.mesh.hardware, plan.mesh.size_of(axis)
+    makers = {name: choice for choice in plan.choices.values() for name in choice.outputs}
+
+    def hidden(c: Collective) -> float:
+        beside = [x for x in (plan.choices.get(c.op), makers.get(c.value)) if x is not None and x.flops]
+        if c.movable or c.axes != (axis,) or c.kind not in ("all_gather", "reduce_scatter") or not beside:
+            return 0.0
+        choice = beside[0]
+        product = choice.seconds - choice.backward_s if c.phase == "forward" else choice.backward_s / 2
+        return hardware.overlap * min((ranks - 1) / ranks * c.seconds, product)
+
+    return replace(plan, collectives=tuple(replace(c, hidden_s=c.hidden_s + hidden(c)) for c in plan.collectives))
 
 
 def made_again(program: Program, selects: Selects) -> tuple[float, float]:

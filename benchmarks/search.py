@@ -7,19 +7,18 @@ python benchmarks/search.py iopddl path/to/B.json.gz --time-limit 60
 from __future__ import annotations
 
 import argparse
-import gzip
 import itertools
-import json
 import math
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from contest import Anytime, Problem
 from numpy.typing import NDArray
 
-from autoshard.passes.search import CostNetwork, Memory, Row, Solution, solve
+from autoshard.passes.search import CostNetwork, Row, Solution, solve
 
 Array = NDArray[np.float64]
 Placements = tuple[str, ...]  # one per mesh axis: "I", "R", "P" or the digit of the sharded tensor dim
@@ -205,43 +204,6 @@ class Llama:
         return CostNetwork(network.nodes, edges), tuple(rows)
 
 
-def problem_of(path: Path) -> dict[str, Any]:
-    with gzip.open(path, "rt") as file:
-        problem: dict[str, Any] = json.load(file)["problem"]
-    return problem
-
-
-def checked(path: Path, choice: tuple[int, ...]) -> tuple[int, int]:
-    """(cost, most that is held at any time) by the file alone, in Python's integers."""
-    problem = problem_of(path)
-    nodes, edges = problem["nodes"], problem["edges"]
-    cost = sum(costs[s] for costs, s in zip(nodes["costs"], choice, strict=True))
-    for (i, j), costs in zip(edges["nodes"], edges["costs"], strict=True):
-        cost += costs[choice[i] * len(nodes["costs"][j]) + choice[j]]
-    change: dict[int, int] = {}
-    for (start, end), usages, s in zip(nodes["intervals"], nodes["usages"], choice, strict=True):
-        if start < end:
-            change[start] = change.get(start, 0) + usages[s]
-            change[end] = change.get(end, 0) - usages[s]
-    return cost, max(itertools.accumulate(change[t] for t in sorted(change)), default=0)
-
-
-def iopddl(path: Path) -> tuple[CostNetwork, Memory]:
-    """A contest instance: costs of 10^18 are forbidden choices."""
-    problem = problem_of(path)
-
-    def costs(values: list[float]) -> Array:
-        array = np.array(values, dtype=np.float64)
-        return np.where(array >= 1e17, np.inf, array)
-
-    nodes = tuple(costs(vector) for vector in problem["nodes"]["costs"])
-    pairs, flat = problem["edges"]["nodes"], problem["edges"]["costs"]
-    edges = tuple((i, j, costs(m).reshape(nodes[i].size, -1)) for (i, j), m in zip(pairs, flat, strict=True))
-    usage = tuple(np.array(vector, dtype=np.float64) for vector in problem["nodes"]["usages"])
-    intervals = tuple((start, end) for start, end in problem["nodes"]["intervals"])
-    return CostNetwork(nodes, edges), Memory(usage, problem["usage_limit"], intervals)
-
-
 def report(name: str, network: CostNetwork, solution: Solution, seconds: float, used: float) -> None:
     sizes = [vector.size for vector in network.nodes]
     print(
@@ -268,24 +230,37 @@ def main() -> None:
     contest.add_argument("path", type=Path)
     contest.add_argument("--no-memory", action="store_true", help="ignore the memory limit")
     contest.add_argument("--time-limit", type=float, default=60.0)
+    contest.add_argument("--out", type=Path, help="keep the best choice so far in this file, as a JSON list")
     options = parser.parse_args()
-    if options.command == "llama":
-        mesh = tuple(map(int, options.mesh.split(",")))
-        model = Llama(mesh)
-        network, memory, rows = model.build(options.layers), None, ()
-        if options.memory:
-            network, rows = model.rows(network, options.memory * 2**30)
-        name = f"llama, {options.layers} layers, mesh {mesh}"
-    else:
-        network, memory, rows = *iopddl(options.path), ()
-        name = options.path.name
-        memory = None if options.no_memory else memory
+    (llama_of if options.command == "llama" else contest_of)(options)
+
+
+def llama_of(options: argparse.Namespace) -> None:
+    mesh = tuple(map(int, options.mesh.split(",")))
+    model = Llama(mesh)
+    network, rows = model.build(options.layers), ()
+    if options.memory:
+        network, rows = model.rows(network, options.memory * 2**30)
     start, used = time.perf_counter(), time.process_time()
-    solution = solve(network, rows=rows, memory=memory, time_limit=options.time_limit)
-    report(name, network, solution, time.perf_counter() - start, time.process_time() - used)
-    if options.command == "iopddl":
-        cost, held = checked(options.path, solution.choice)
-        print(f"  by the file: cost {cost}, at most {held} held" + (f" of {memory.limit}" if memory else ""))
+    solution = solve(network, rows=rows, time_limit=options.time_limit)
+    seconds = time.perf_counter() - start, time.process_time() - used
+    report(f"llama, {options.layers} layers, mesh {mesh}", network, solution, *seconds)
+
+
+def contest_of(options: argparse.Namespace) -> None:
+    """The time limit is that of everything: reading, searching, writing."""
+    start, used = time.perf_counter(), time.process_time()
+    problem = Problem.read(options.path)
+    network, memory = problem.network(), None if options.no_memory else problem.memory()
+    print(f"  read in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    anytime = Anytime(start, options.out)
+    solution = anytime.solve(network, memory, options.time_limit)
+    if solution is None:
+        sys.exit(f"{options.path.name}: no choice was found in {time.perf_counter() - start:.2f} s")
+    anytime.write(solution.choice)
+    report(options.path.name, network, solution, time.perf_counter() - start, time.process_time() - used)
+    cost, held = problem.checked(solution.choice)
+    print(f"  by the file: cost {cost}, at most {held} held" + (f" of {problem.limit}" if memory else ""))
 
 
 if __name__ == "__main__":

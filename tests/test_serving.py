@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from generating_models import MESHES, MODELS, TOKENS, as_one_device, every_way, made
+from stage_caches import caches_stay
 from state_generate import WAYS, llama, same_tokens
 from torch import nn
 
@@ -95,6 +96,11 @@ def test_what_a_step_of_a_fused_matrix_sends() -> None:
             token = len(TOKENS) * 32 * 8
             assert [e.bytes for e in log if e.kind == "all_reduce"] == [token] * 3
             assert [e.bytes for e in log if e.kind != "all_reduce"] == [token / 2] * 2, log  # halos
+
+
+@pytest.mark.slow
+def test_caches_stay_in_their_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches_stay({"pp": 2, "tp": 2}, monkeypatch)
 
 
 def test_what_loops_ask_before_the_first_call() -> None:

@@ -176,10 +176,31 @@ def use_before_arrival_is_seen() -> None:
     assert losses[0] != losses[0]
 
 
+def has_communicators_of_its_own() -> None:
+    """What runs beside compute does not queue with what is waited for, as on backends that have no threads of their own."""
+    made_for, plain = [], TorchCommunicator.beside
+
+    def beside(self: TorchCommunicator, axes: tuple[str, ...]) -> Any:
+        group, own = self.process_group(axes), self._own(self.process_group(axes))
+        made_for.append(axes)
+        assert own.handle is not group.handle
+        assert own.handle is self._own(group).handle
+        return own
+
+    TorchCommunicator.beside = beside  # type: ignore[method-assign]
+    try:
+        trains("hsdp", 4, 1)
+        trains("ddp", 4, 1)
+    finally:
+        TorchCommunicator.beside = plain  # type: ignore[method-assign]
+    assert len(set(made_for)) == 3  # shards, replicas, and all
+
+
 LIKE = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 
 CASES: dict[str, Callable[[], None]] = {
     "is_prefetched": is_prefetched,
     "use_before_arrival_is_seen": use_before_arrival_is_seen,
+    "has_communicators_of_its_own": has_communicators_of_its_own,
     **{f"{like}_in_{count}": functools.partial(trains, like, 4, count) for like in LIKE for count in COUNTS},
 }

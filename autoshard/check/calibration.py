@@ -22,7 +22,7 @@ import torch.distributed as dist
 from autoshard.check.clock import MOST, USED, Clock, agreed, on_this_machine
 from autoshard.check.travel import overlap, rates
 from autoshard.errors import MeshError
-from autoshard.hardware import Hardware, Link, free_memory
+from autoshard.hardware import AHEAD, Hardware, Link, free_memory
 from autoshard.mesh import Mesh, MeshLike
 
 NARROW = (4, 16, 64)
@@ -126,6 +126,7 @@ def _measured(quick: bool) -> Hardware:
         attention_tile=0 if device.type == "cuda" else CPU_TILE,
         caches=caches,
         functions=() if device.type == "cuda" else tuple(agreed(x, max) for x in _function_seconds(clock)),
+        ahead=AHEAD if device.type == "cuda" else 1,
         updates=agreed(_update_speed(clock), min),
     )
 

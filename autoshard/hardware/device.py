@@ -18,6 +18,9 @@ from autoshard.hardware.link import Link, Rate, Route
 ALIGNED = 16
 """bytes that a load of a fast kernel takes at once"""
 
+AHEAD = 4
+"""buckets of parameters gathered ahead of the one that is read, where collectives take no processor: mostly those of a block"""
+
 TILE = (128, 256)
 """rows and columns of the result that one unit computes at a time: the tile of cuBLAS's fastest kernels"""
 
@@ -62,6 +65,8 @@ class Hardware:
     """(bytes, seconds) to read and write so many that were used lately; what is more comes from memory"""
     functions: tuple[float, ...] = ()
     """seconds per element of a softmax, forward and backward: of what computes more than it reads; none: memory bounds it"""
+    ahead: int = 1
+    """buckets of parameters gathered ahead, at most: where processors also send and receive, more than one hid no more"""
     updates: float = 0.0
     """bytes per second that the optimizer reads and writes; 0: as ``memory_bandwidth``"""
 

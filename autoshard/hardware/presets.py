@@ -30,7 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autoshard.errors import MeshError
-from autoshard.hardware.device import Hardware
+from autoshard.hardware.device import AHEAD, Hardware
 from autoshard.hardware.link import Link, Rate
 
 GB = 1e9
@@ -84,6 +84,7 @@ _H100 = Hardware(
     dtypes=(("float32", 66.9e12), ("float64", 66.9e12), ("tf32", 494.7e12)),
     unaligned=97 / 642,
     convolutions=0.5,
+    ahead=AHEAD,
 )  # fmt: skip
 
 _H100_NEW = replace(
@@ -108,8 +109,9 @@ _A100 = replace(
 )
 
 _OTHER = Hardware(
-    "", 0.0, 0.0, 0.0, Link(6e-6, 448 * GB), Link(15e-6, 50 * GB), kernel_latency=7e-6, overlap=BESIDE, fuses=True
-)
+    "", 0.0, 0.0, 0.0, Link(6e-6, 448 * GB), Link(15e-6, 50 * GB), kernel_latency=7e-6, overlap=BESIDE, fuses=True,
+    ahead=AHEAD,
+)  # fmt: skip
 
 PRESETS: dict[str, Hardware] = {
     h.name: h

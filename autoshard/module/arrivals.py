@@ -20,6 +20,7 @@ from autoshard.layout import Shard as Cut
 from autoshard.mesh import Mesh
 from autoshard.module.checksum import checksum
 from autoshard.module.inputs import whole_shape
+from autoshard.module.of_stage import OfStage
 
 
 def dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
@@ -59,9 +60,14 @@ def stating(x: DTensor, mesh: DeviceMesh) -> torch.Tensor:
             f"an input of shape {list(x.shape)} is a DTensor on another mesh ({x.device_mesh}) than the module's "
             f"({mesh}). Give one on sharded.device_mesh, or its full_tensor()."
         )
-    if any(type(p) is Shard for p in x.placements) and all(type(p) in (Shard, Replicate) for p in x.placements):
+    own = isinstance(x, OfStage)  # no rank can have the whole of it
+    if (own or any(type(p) is Shard for p in x.placements)) and all(
+        type(p) in (Shard, Replicate) for p in x.placements
+    ):
         return x
     plain = [p if type(p) is Shard else Replicate() for p in x.placements]
+    if isinstance(x, OfStage):
+        return x.like(x.redistribute(mesh, plain))
     x = x if list(x.placements) == plain else x.redistribute(mesh, plain)
     return x if any(p.is_shard() for p in plain) else x.to_local(grad_placements=plain)
 
@@ -100,20 +106,23 @@ def part_for(x: torch.Tensor, layout: Layout, mesh: DeviceMesh, device: torch.de
 
 
 def joined(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those in parts that require a gradient made whole; each rank's gradient is, and goes back to the parts. Collective."""
+    """Those in parts made whole; each rank's gradient is, and goes back to the parts. What a stage keeps stays. Collective."""
     found = dict(inputs)
     for name, x in inputs.items():
-        if isinstance(x, DTensor) and x.requires_grad:
+        if isinstance(x, DTensor) and not isinstance(x, OfStage):
             whole = [Replicate()] * x.device_mesh.ndim
             found[name] = x.redistribute(x.device_mesh, whole).to_local(grad_placements=whole)
     return found
 
 
 def checksums(leaves: Sequence[Any]) -> tuple[int, int]:
-    """Numbers that differ where the data do: of the whole inputs, and of this rank's parts of those that are cut."""
+    """Numbers that differ where the data do: of the whole inputs, and of this rank's parts of those that are cut.
+
+    What one stage keeps is not among them: other stages have nothing to compare it with.
+    """
     numbers = [0, 0]
     for x in leaves:
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor) and not isinstance(x, OfStage):
             parts, local = isinstance(x, DTensor), x.to_local() if isinstance(x, DTensor) else x
             numbers[parts] = zlib.crc32(int(checksum(local)).to_bytes(8, "little", signed=True), numbers[parts])
     return numbers[0], numbers[1]

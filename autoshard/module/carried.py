@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from autoshard.layout import Layout
+from autoshard.module.of_stage import OfStage
 from autoshard.module.outputs import ABOUT, chosen_dim
 from autoshard.module.simulate import cut, join, views
 
@@ -34,6 +35,11 @@ def _keys(spec: Any) -> Sequence[str | None]:
     names = getattr(context, "names", None) or getattr(context, "_fields", context)
     fields = isinstance(names, list | tuple) and len(names) == count and all(isinstance(n, str) for n in names)
     return list(names) if fields else [None] * count
+
+
+def is_left(x: Any) -> bool:
+    """Whether an argument is what an earlier call left in its layout, wherever it was made."""
+    return isinstance(x, Carried | OfStage)
 
 
 class Carried(torch.Tensor):

@@ -27,6 +27,7 @@ from autoshard.module.parts import Fixed, attributes
 from autoshard.module.state import State, check_call, requires_grad
 from autoshard.module.surface import class_of, leave_to_torch_compile
 from autoshard.module.turns import Turns
+from autoshard.passes.capture.answers.eager import as_called
 from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
 from autoshard.passes.capture.exported.trees import flattened
 from autoshard.passes.capture.refusals.checks import check_example
@@ -171,7 +172,7 @@ class Compiling(Fixed):
         if found is None:
             try:
                 # What is made here outlives the call.
-                with torch.inference_mode(False), torch.set_grad_enabled(call.state.grad):
+                with as_called(call.state.inference), torch.set_grad_enabled(call.state.grad):
                     found = self._build(call, call.key(exactly=False))
             except CaptureError as error:
                 raise beside(error, self.programs, call.leaves) from error
@@ -214,12 +215,12 @@ class Compiling(Fixed):
     def _built(self, call: Call, structure: Any) -> Executable:
         settings, first = self._settings, self._parameter_layouts is None
         dynamic = settings.dynamic if structure is not None else False
-        # Micro-batches are rows of the whole; so are inputs of stages.
-        parts = call.state.recorded and settings.wishes.micro_batches != 1
-        apart = not parts and settings.wishes.stages is None
+        # Micro-batches are rows of the whole; so are inputs of stages in training.
+        stages, parts = settings.wishes.stages is not None, settings.wishes.micro_batches != 1
+        of_whole = (parts and stages) or (call.state.recorded and (parts or stages))
         args, kwargs = call.arguments
         inputs = self._input_layouts(args, kwargs)
-        wishes = replace(settings.wishes, inputs=inputs if apart else ())
+        wishes = replace(settings.wishes, inputs=() if of_whole else inputs)
         if not first:
             parameters, states, homes = self._parameter_layouts, self._state_layouts, self._homes
             wishes = replace(wishes, plan=None, parameters=parameters, states=states, homes=homes)

@@ -32,6 +32,7 @@ from autoshard.module.gradients import one_verdict
 from autoshard.module.inputs import without_data
 from autoshard.module.loaded import Loaded
 from autoshard.module.logits import Logits
+from autoshard.module.of_stage import OfStage
 from autoshard.module.on_rank import OnRank, execute
 from autoshard.module.outputs import Output
 from autoshard.module.owned import side_by_side
@@ -122,7 +123,8 @@ class DistributedModule(OnRank):
             if not isinstance(x, DTensor) and (x.is_meta or x.device.type == self._home.type):
                 return x
             full = without_data(x, x.shape) if isinstance(x, DTensor) else x.detach()
-            full = self._full(x.detach()) if full is None else full
+            present = x.everywhere() if full is None and isinstance(x, OfStage) else x
+            full = self._full(present.detach()) if full is None else full
             return (full if full.is_meta else full.to(self._home)).requires_grad_(x.requires_grad)
 
         plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
@@ -132,7 +134,7 @@ class DistributedModule(OnRank):
 
     def _put_together(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """See :meth:`ShardedModule._put_together`."""
-        return self._whole((), joined(inputs))[1]
+        return joined(inputs)
 
     # --- running ---
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CaptureError
-from autoshard.module.carried import Carried
+from autoshard.module.carried import is_left
 from autoshard.module.executable import Executable
 from autoshard.passes.capture.exported.arguments import argument_paths
 from autoshard.passes.capture.refusals.checks import check_dense
@@ -33,7 +33,7 @@ def check_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device: str
         return argument_paths(model, pytree.tree_unflatten(leaves, spec))[i]
 
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor) or type(leaf) is Carried:
+        if not isinstance(leaf, torch.Tensor) or is_left(leaf):
             continue
         x = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
         kind = x.device.type

@@ -45,11 +45,8 @@ class Call:
     def key(self, number: int = 0, exactly: bool | Callable[[Any], bool] = True) -> Any:
         """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`, of all or by leaf."""
         if exactly not in self.keys:
-            recorded = self.state.recorded
             one_by_one = exactly if callable(exactly) else None
-            found = (
-                signature_of(x, recorded, bool(exactly if one_by_one is None else one_by_one(x))) for x in self.leaves
-            )
+            found = (signature_of(x, bool(exactly if one_by_one is None else one_by_one(x))) for x in self.leaves)
             self.keys[exactly] = tuple(found)
         return (*self.keys[exactly], self.spec, self.state, number)
 
@@ -70,7 +67,7 @@ class Executable:
     """shape, dtype and value range of every input it was compiled for"""
 
     carried: Sequence[bool] = ()
-    """per output whether it is part of a state that the next call takes; nothing for a stage of several"""
+    """per output whether it is part of a state that the next call takes"""
 
     structure: Any = None
     """what calls that it may serve have in common, apart from lengths; None where it serves one signature"""
@@ -86,7 +83,14 @@ class Executable:
             return Executable(compiled, load_source(source.text, source.modules), inputs, carried, structure)
         names = [root_class(number) for number in range(len(compiled.parts))]
         classes = load_classes(source.text, source.modules, names)
-        parts = tuple(Executable(part, kind) for part, kind in zip(compiled.parts, classes, strict=True))
+        assert compiled.pipeline is not None
+        given = (
+            (*[False] * len(stage.sent), *(carried[i] for i in stage.results)) if carried else ()
+            for stage in compiled.pipeline.each
+        )
+        parts = tuple(
+            Executable(part, kind, {}, kept) for part, kind, kept in zip(compiled.parts, classes, given, strict=True)
+        )
         return Executable(compiled, classes[0], inputs, carried, structure, parts)
 
     @property
@@ -175,6 +179,8 @@ class Executable:
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have an element of memory in common."""
     a, b = (x.to_local() if isinstance(x, DTensor) else x for x in (a, b))
+    if a.is_meta or b.is_meta:
+        return False
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
         return False
     if a.dtype != b.dtype:
@@ -231,17 +237,14 @@ def _range(x: torch.Tensor) -> tuple[int, int]:
     return int(x.min()), int(x.max())
 
 
-def signature_of(leaf: Any, recorded: bool, exactly: bool = True) -> Any:
-    """What a program depends on of a leaf; unless ``exactly``, a tensor's lengths do not count.
-
-    ``recorded``: whether gradients are recorded, and thus whether the leaf requires one.
-    """
+def signature_of(leaf: Any, exactly: bool = True) -> Any:
+    """What a program depends on of a leaf; unless ``exactly``, a tensor's lengths do not count."""
     if isinstance(leaf, torch.Tensor):
         shape, dtype = form_of(leaf)
         return (
             shape if exactly else len(shape),
             dtype,
-            recorded and leaf.requires_grad,
+            leaf.requires_grad,
             *getattr(leaf, "placements", ()),
         )
     try:

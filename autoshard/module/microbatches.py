@@ -153,9 +153,8 @@ def _combined(parts: Sequence[Any], how: int | str | None) -> Any:
     shape = [sum(p.shape[d] for p in parts) if d == how else n for d, n in enumerate(parts[0].shape)]
     stride = torch.empty(shape, device="meta").stride()
     mesh, local = parts[0].device_mesh, torch.cat(whole, how)
-    return Output.of(
-        DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-    )
+    made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return parts[0].like(made) if isinstance(parts[0], Output) else Output.of(made)
 
 
 class _Delivered(torch.autograd.Function):

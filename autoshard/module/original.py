@@ -148,8 +148,9 @@ class Original:
         Most calls find the tensors as the one before did; then theirs are not asked for anew. Raises
         :class:`CaptureError` where tensors were taken away or untied.
         """
+        inference = torch.is_inference_mode_enabled()
         if not self.adopted:  # its weights may be elsewhere, or nowhere
-            return State(recorded, grad, self.modes, (), (), autocast_state(), defaults())
+            return State(recorded, grad, inference, self.modes, (), (), autocast_state(), defaults())
         tensors = self.tensors()
         looks = [(t.requires_grad, t.dtype, t.shape, t.device, getattr(t, "_spec", None)) for t in tensors]
         if self._seen is None or looks != self._seen[1] or not _are(tensors, self._seen[0]):
@@ -157,8 +158,7 @@ class Original:
             trained = tuple(held[name].requires_grad for name in self.parameters)
             self._seen = tensors, looks, (trained, tuple(map(form, held.values())))
         trained, forms = self._seen[2]
-        flags = trained if recorded else ()
-        found = State(recorded, grad, self.modes, flags, forms, autocast_state(), defaults())
+        found = State(recorded, grad, inference, self.modes, trained, forms, autocast_state(), defaults())
         known = next((state for state in self._states if state == found), None)
         if known is None:
             self._states.appendleft(found)

@@ -74,6 +74,10 @@ class Output(DTensor):
         x.__dict__["_state"] = True
         return Output.of(x)
 
+    def like(self, made: DTensor) -> DTensor:
+        """``made`` of this one's parts, as an output that lies on the same ranks."""
+        return Output.of(made)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
@@ -27,6 +28,16 @@ class ProgramPipeline(Pipeline):
         self.summed: dict[str, bool] = {}
         """parameter of several stages → whether any of them has a gradient of it"""
         super().__init__(form, along, device, run)
+
+    def readers(self, name: str) -> tuple[int, ...]:
+        """The stages that read an input; others may be given it for its shape."""
+        return self._readers[name]
+
+    @cached_property
+    def _readers(self) -> dict[str, tuple[int, ...]]:
+        graph, each = self.stages.whole, self.stages.each
+        names = [i.name for i in graph.inputs if i.kind == "input"]
+        return {n: tuple(s.number for s in each if n in s.given and s.reads(n)) for n in names}
 
     def shapes(self, part: Executable) -> list[tuple[int, ...] | None]:
         """The global shapes of what a stage gives in the present call, see :meth:`Executable.shapes`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
-from autoshard.errors import PlanError
-from autoshard.layout import Shard
 from autoshard.mesh import Mesh
 from autoshard.module.compiling import Settings
-from autoshard.module.distributed import DistributedModule, default_device_type
+from autoshard.module.distributed import default_device_type
 from autoshard.module.executable import Executable
 from autoshard.module.meetings import collective
 from autoshard.module.microbatches import beforehand, delivered, part_of, unseen
+from autoshard.module.of_stage import OfStage
 from autoshard.module.pipeline import Lengths, ProgramPipeline, form_of
+from autoshard.module.pipelined_outputs import StageOutputs
 from autoshard.module.stage_gradients import mark
-from autoshard.passes.ir.graph import Ref
 from autoshard.plans.stages_together import rest
 from autoshard.runtime import generators, sparse
 from autoshard.runtime.along import Along
@@ -36,10 +35,9 @@ _DTYPES = [None, *sorted({x for x in vars(torch).values() if isinstance(x, torch
 """all there are, in one order on every rank"""
 
 
-class PipelinedModule(DistributedModule):
+class PipelinedModule(StageOutputs):
     """A sharded module in stages; ``named_parameters()`` are those of this rank's stages."""
 
-    _along: Along
     _pipelines: dict[int, ProgramPipeline]
     _by_stage: list[list[int]]
 
@@ -200,10 +198,13 @@ class PipelinedModule(DistributedModule):
         self, executable: Executable, inputs: Mapping[str, torch.Tensor]
     ) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """See :meth:`ShardedModule._step`. Forward, and in training backward, of all micro-batches, on this rank's stages."""
-        inputs = self._put_together(inputs)
-        given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
         pipeline, micro = self._pipeline(executable, inputs), executable.compiled.micro_batches
         training = pipeline.training
+        if training or pipeline.count > 1:
+            inputs = self._put_together(inputs)
+        given = {
+            n: x.detach().requires_grad_() if x.requires_grad else x for n, x in self._where_read(pipeline, inputs)
+        }
         if training:
             self._mark()
         if micro is not None:
@@ -226,8 +227,8 @@ class PipelinedModule(DistributedModule):
         self._end(pipeline)
         written = {fqn: x for number in pipeline.mine for fqn, x in self._written(pipeline, number).items()}
         with runtime.bind(self._comm):
-            made = self._made_everywhere(pipeline)
-            written |= self._inputs_written(pipeline)
+            made = self._made_everywhere(pipeline, given)
+            written |= self._inputs_written(pipeline, given)
         pipeline.made = {}
         if micro is None or not training:
             return (made[0] if micro is None else delivered(micro, made, ())), written
@@ -250,6 +251,14 @@ class PipelinedModule(DistributedModule):
                 self._pipelines[id(executable)] = found
             found.lengths = lengths
         return found
+
+    def _where_read(
+        self, pipeline: ProgramPipeline, inputs: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The inputs; what one stage keeps, and another reads, with data on all ranks. Collective where there is any."""
+        for name, x in inputs.items():
+            elsewhere = isinstance(x, OfStage) and any(x.home != self._home_of(n) for n in pipeline.readers(name))
+            yield name, x.everywhere() if elsewhere else x  # type: ignore[attr-defined]
 
     def _run_stage(
         self,
@@ -293,55 +302,6 @@ class PipelinedModule(DistributedModule):
         self._along.tell(pipeline.last, state, "the random state")
         if self._agreement.rank == 0:
             generators.set_states(unpacked(state, self._device))
-
-    def _written(self, pipeline: ProgramPipeline, number: int) -> dict[str, torch.Tensor]:
-        """What a stage writes back: of the last micro-batch."""
-        part = pipeline.executable.parts[number]
-        return self._new_values(part.compiled.program, pipeline.made[number][-1], pipeline.shapes(part))
-
-    def _made_everywhere(self, pipeline: ProgramPipeline) -> list[list[Any]]:
-        """Per micro-batch the model's outputs, on every rank: from those of the stages that made them."""
-        graph = pipeline.executable.graph
-        made = [[None if isinstance(out, Ref) else out for out in graph.outputs] for _ in range(pipeline.count)]
-        for number, stage in enumerate(pipeline.stages.each):
-            part = pipeline.executable.parts[number]
-            for at, position in enumerate(stage.results, len(stage.sent)):
-                own = [results[at] for results in pipeline.made[number]] if number in pipeline.mine else None
-                name = part.compiled.program.outputs[at].name
-                for outputs, local in zip(made, self._of_stage(pipeline, number, name, own), strict=True):
-                    outputs[position] = self._leaf(part, at, local, pipeline.shapes(part)[at])
-        return made
-
-    def _inputs_written(self, pipeline: ProgramPipeline) -> dict[str, torch.Tensor]:
-        """What a stage writes into inputs, on every rank."""
-        found = {}
-        for number, stage in enumerate(pipeline.stages.each):
-            part = pipeline.executable.parts[number]
-            program, inputs = part.compiled.program, {i.fqn for i in stage.graph.inputs if i.kind == "input"}
-            for at, (fqn, name) in enumerate(program.mutations.items(), len(program.outputs)):
-                if fqn in inputs:
-                    own = [results[at] for results in pipeline.made[number]] if number in pipeline.mine else None
-                    (local,) = self._of_stage(pipeline, number, name, own)
-                    shape, layout = pipeline.shapes(part)[at], program.layouts[name]
-                    whole = shape is None or not layout.axes_with(Shard)
-                    found[fqn] = local if whole else self._full(self._dtensor(local, layout, shape or ()))
-        return found
-
-    def _of_stage(
-        self, pipeline: ProgramPipeline, number: int, name: str, own: Sequence[torch.Tensor] | None
-    ) -> Sequence[torch.Tensor]:
-        """A value that a stage gives, per micro-batch: this rank's, or that of the rank that has its place there."""
-        program = pipeline.executable.parts[number].compiled.program
-        type_, layout = program.types[name], program.layouts[name]
-        if type_.unknown or type_.number is not None:
-            raise PlanError(f"stages: an output, {type_}, whose length depends on the data is not supported")
-        shape = layout.local_shape(pipeline.lengths(type_.shape), self._comm.rank)
-        if own is None:
-            both = torch.empty((pipeline.count, *shape), dtype=type_.dtype, device=self._device)
-        else:
-            both = torch.stack([*own]).contiguous()
-        self._along.tell(number, both, name)
-        return both.unbind(0)
 
     def _sum_tied(self, pipeline: ProgramPipeline, pairs: Pairs) -> None:
         """Add up the gradients of parameters that several stages hold, over the ranks that run these."""

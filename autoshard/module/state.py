@@ -23,10 +23,12 @@ class State:
     """gradients are recorded: the program has a backward"""
     grad: bool
     """grad mode is on: a forward may ask, also where nothing requires a gradient"""
+    inference: bool
+    """inference mode is on: a forward may ask"""
     modes: tuple[bool, ...]
     """train or eval, of every module"""
     trained: tuple[bool, ...]
-    """requires_grad of every parameter; () where nothing is recorded"""
+    """requires_grad of every parameter: a forward may ask, also where nothing is recorded"""
     tensors: tuple[Any, ...]
     """shape, dtype, device and placements of every parameter and buffer"""
     autocast: tuple[tuple[str, torch.dtype, bool], ...]

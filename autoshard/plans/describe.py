@@ -12,7 +12,7 @@ from autoshard.passes.ir.memory import Memory, Recomputed
 from autoshard.passes.ir.program import Program, Statement, Step
 from autoshard.passes.ir.sizes import Size, free_symbols
 from autoshard.passes.lower.blocks import module_of
-from autoshard.passes.lower.bucket import regathered
+from autoshard.passes.lower.bucket import prefetched, regathered
 from autoshard.passes.memory import simulate
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alternatives import alternatives, cheapest_use
@@ -102,6 +102,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
         recomputed=tuple(_recomputed(program, memory, searched)),
         shared_again=tuple(sorted(public.get(n, n) for n in assignment.shared_again)),
         zero={public[n]: stage for n, stage in assignment.zero.items() if n in gathered},
+        prefetch=max(1, prefetched(program)),
         micro_batches=graph.passes,
     )
     mfu, hfu = utilisation(plan)
@@ -144,7 +145,7 @@ def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
         elif s.step is not None:  # of a bucket of parameters every member is listed, at its share of the time
             stage = s.call.kwargs.get("zero", 0)
             parts = [c for part in s.parts for c in of_step(part, bool(s.again) or part.outputs[0] in again, stage)]
-            found += _shared(parts, program.mesh) if s.members else parts
+            found += _shared(parts, program.mesh, s.parts[0].value) if s.members else parts
         elif s.node is not None:
             found += _of_node(program, s, searched.operations[s.node.name].compute)
     found = [_in_all_passes(c, program.graph) for c in found]
@@ -160,8 +161,8 @@ def _in_all_passes(c: Collective, graph: Graph) -> Collective:
     return replace(c, bytes=n * c.bytes, seconds=n * c.seconds, hidden_s=n * c.hidden_s, times=n)
 
 
-def _shared(parts: Sequence[Collective], mesh: Mesh) -> list[Collective]:
-    """``parts`` of one call per kind and phase, each with its share of the call's time."""
+def _shared(parts: Sequence[Collective], mesh: Mesh, bucket: str = "") -> list[Collective]:
+    """``parts`` of one call per kind and phase, each with its share of the call's time. ``bucket``: of parameters."""
     calls: dict[tuple[str, str], list[float]] = {}
     for c in parts:
         calls.setdefault((c.kind, c.phase), []).append(c.bytes)
@@ -172,7 +173,7 @@ def _shared(parts: Sequence[Collective], mesh: Mesh) -> list[Collective]:
             return c.seconds
         return mesh.link(c.axes).seconds(sum(every), c.kind) * c.bytes / sum(every)
 
-    return [replace(c, seconds=share(c)) for c in parts]
+    return [replace(c, seconds=share(c), bucket=bucket) for c in parts]
 
 
 def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collective]:

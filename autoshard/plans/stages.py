@@ -20,7 +20,7 @@ from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, following, with_parameters
 from autoshard.passes.pipeline.timeline import held, orders
 from autoshard.passes.propagate.experts import asked_by
-from autoshard.passes.propagate.hints import resolve
+from autoshard.passes.propagate.hints import goes_out, resolve
 from autoshard.plans.alike import renamed, renaming
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
@@ -113,6 +113,8 @@ def planned_stages(
     own, found = rest(mesh, axis), list[Planned]()
     resolve(wishes.hints, stages.whole, own)  # what matches nothing is said before a stage is asked
     inputs = dict(zip(stages.whole.flat_inputs, wishes.inputs, strict=False))
+    taken = {i.fqn: layout for i in stages.whole.inputs if (layout := inputs.get(i.name)) is not None}
+    given_back = goes_out({} if stages.whole.training else {**taken, **(wishes.states or {})}, stages.whole)
     received: dict[str, Layout | None] = {}
     done: list[tuple[Stage, Wishes, Plan]] = []
     parameters = dict(wishes.parameters or {})
@@ -128,6 +130,7 @@ def planned_stages(
             flying=_in_flight(mesh, wishes, stage),
             memory_budget=budget_of(wishes, mesh.hardware) / CHUNKS[wishes.schedule],  # several stages share a rank
             inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
+            states=_given_back(stage, given_back),
         )
         if not (asked.hints or asked.plan or isinstance(asked.like, Mapping)):
             asked = replace(asked, plan=_as_before(stage, asked, done))
@@ -155,11 +158,18 @@ def _as_before(stage: Stage, asked: Wishes, done: Sequence[tuple[Stage, Wishes, 
         return None
     for other, wishes, plan in reversed(done):
         fits = asked.flying == wishes.flying or (asked.flying < wishes.flying and not plan.recomputed)
-        if fits and asked.inputs == wishes.inputs and not any(fqn in (wishes.parameters or {}) for fqn in other.held):
+        same = asked.inputs == wishes.inputs and asked.states == wishes.states
+        if fits and same and not any(fqn in (wishes.parameters or {}) for fqn in other.held):
             names = renaming(other.graph, stage.graph)
             if names is not None:
                 return renamed(plan, names)
     return None
+
+
+def _given_back(stage: Stage, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """``layouts`` of the whole graph's outputs as those of a stage's, by "out:i"."""
+    places = enumerate(stage.results, len(stage.sent))
+    return {f"out:{at}": layouts[f"out:{i}"] for at, i in places if f"out:{i}" in layouts}
 
 
 def _sent(stage: Stage, plan: Plan) -> tuple[float, float]:

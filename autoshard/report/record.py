@@ -47,6 +47,8 @@ class Collective:
     """how often it runs in a step; ``bytes`` and ``seconds`` are of all of them"""
     hidden_s: float = 0.0
     """of :attr:`seconds`: what runs beside the compute of the operation that it is part of"""
+    bucket: str = ""
+    """the first of the parameters that one message moves with this one; "" for what goes alone"""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -216,6 +218,8 @@ class Record:
     """parameter → ZeRO stage 1 or 2: gathered once a step and kept; others that are gathered are so again in the backward"""
     like: str = ""
     """the expert's plan that was asked for, as text; "" for none"""
+    prefetch: int = 1
+    """how many buckets of parameters are gathered ahead of the one that is read"""
     micro_batches: int = 1
     """parts of the batch that the step runs one after another; shapes, and what is held, are those of one"""
     mixed_precision: str = ""
@@ -262,6 +266,7 @@ class Record:
                 "shared_again": list(self.shared_again),
                 "zero": dict(self.zero),
                 "like": self.like,
+                "prefetch": self.prefetch,
                 "micro_batches": self.micro_batches,
                 "mixed_precision": self.mixed_precision,
                 "candidates": [
@@ -308,6 +313,7 @@ class Record:
                 shared_again=tuple(data.get("shared_again", ())),
                 zero=data.get("zero", {}),
                 like=data.get("like", ""),
+                prefetch=data.get("prefetch", 1),
                 micro_batches=data.get("micro_batches", 1),
                 mixed_precision=data.get("mixed_precision", ""),
                 candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),

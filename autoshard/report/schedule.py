@@ -1,24 +1,29 @@
-"""The predicted step in time: a list schedule of one stream for compute and one per kind of link.
+"""The predicted step in time: a list schedule of one stream for compute and two per kind of link.
 
 Operations run in the order of the program, forward and then backward. What the next operation waits for holds up the
-compute stream. A parameter is gathered while the block before the one that reads it runs (prefetch), and read when it is
-there; the reduction of a gradient starts when the gradient is there, and only the optimizer waits for it. While such a
-collective runs, compute is slower (:attr:`~autoshard.hardware.Hardware.overlap`); where the hardware overlaps nothing,
-every collective holds up the compute stream. Of what goes beside the operation that it is part of, as the hops of a ring, the
-time that this does not hide is shown.
+compute stream. Parameters are gathered ahead, by as many buckets as the program says (``prefetch``), and waited for where
+they are read; the reduction of a gradient starts when the gradient is there, and only the optimizer waits for it, but for
+:data:`UNDER_WAY`. Such collectives go one after another, and through communicators of their own: where one of them and one
+that the next operation waits for use a link, each has half of it. Meanwhile compute is slower
+(:attr:`~autoshard.hardware.Hardware.overlap`); where the hardware overlaps nothing, every collective holds up the compute
+stream. Of what goes beside the operation that it is part of, as the hops of a ring, the time that this does not hide is shown.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from autoshard.report.record import Choice, Collective, Record
 from autoshard.report.text import short_op
 from autoshard.runtime import profiling
+from autoshard.runtime.gradients import UNDER_WAY
 
 COMPUTE, LINKS = "compute", ("communication inside nodes", "communication between nodes")
+BESIDE = {link: link.replace("communication", "parameters") for link in LINKS}
+"""per link the stream of what runs beside compute"""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Event:
     bytes: float = 0.0
     source: str = ""
     movable: bool = False
+    bucket: str = ""
 
 
 def collective_name(c: Collective) -> str:
@@ -60,6 +66,44 @@ def step_end(plan: Record) -> float:
 
 
 @dataclass
+class _Beside:
+    """What moves over one kind of link beside compute, one message after another."""
+
+    waiting: deque[tuple[int, Event]] = field(default_factory=deque)
+    """numbers in the program, and events; the first is on its way"""
+    left: float = 0.0
+    """seconds that the first one still needs"""
+    begun: float = 0.0
+    arrived: set[int] = field(default_factory=set)
+    events: list[Event] = field(default_factory=list)
+
+    def send(self, number: int, event: Event, now: float) -> None:
+        self.waiting.append((number, event))
+        if len(self.waiting) == 1:
+            self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        self.left, self.begun = self.waiting[0][1].seconds, now
+
+    def run(self, now: float, seconds: float, speed: float) -> None:
+        """Go on for so long, from ``now``."""
+        while self.waiting and self.left <= seconds * speed:
+            took = self.left / speed
+            now, seconds = now + took, seconds - took
+            number, event = self.waiting.popleft()
+            self.arrived.add(number)
+            self.events.append(replace(event, start=self.begun, seconds=now - self.begun))
+            if self.waiting:
+                self._begin(now)
+        if self.waiting:
+            self.left -= seconds * speed
+
+    def reductions(self) -> int:
+        """How many sums of gradients into shards are on their way."""
+        return sum(event.name.startswith("reduce_scatter") for _, event in self.waiting)
+
+
+@dataclass
 class _Schedule:
     """One pass; ``last``: with what comes once a step."""
 
@@ -67,83 +111,99 @@ class _Schedule:
     last: bool
     now: float = 0.0
     """when the compute stream is free"""
-    free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LINKS, 0.0))
-    busy: list[tuple[float, float]] = field(default_factory=list)
-    """when movable collectives run, in order"""
+    beside: dict[str, _Beside] = field(default_factory=lambda: {stream: _Beside() for stream in BESIDE.values()})
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.speed = self.plan.mesh.hardware.overlap
 
     def run(self) -> tuple[Event, ...]:
-        sequence = list(_sequence(self.plan, self.last))
-        ahead = defaultdict[str, list[int]](list)  # block and phase → its gathers
-        order: list[str] = []
+        sequence = [self._on_stream(event) for event in _sequence(self.plan, self.last)]
+        gathers, places = self._messages(sequence)
+        sent = 0
+
+        def begin(last: int, phase: str) -> None:
+            nonlocal sent
+            while sent <= last and sent < len(gathers) and sequence[gathers[sent][0]].phase == phase:
+                for j in gathers[sent]:
+                    self.beside[sequence[j].stream].send(j, sequence[j], self.now)
+                sent += 1
+
+        begin(self.plan.prefetch - 1, "forward")
         for i, event in enumerate(sequence):
-            if self._is_gather(event):
-                ahead[_block(event)].append(i)
-            if _block(event) not in order[-1:]:
-                order.append(_block(event))
-        place = 0
-        arrives: dict[int, float] = {}
-        for i in ahead.get(order[0], ()) if order else ():
-            arrives[i] = self._send(sequence[i], 0.0)
-        for i, event in enumerate(sequence):
-            while order[place] != _block(event):
-                place += 1
-            for j in (j for block in order[place : place + 2] for j in ahead[block]):
-                if j not in arrives:
-                    arrives[j] = self._send(sequence[j], self.now)
-            if i in arrives:
-                self.now = max(self.now, arrives[i])
+            if i in places:
+                begin(places[i] + self.plan.prefetch, event.phase)
+                while gathers[places[i]][-1] not in self.beside[event.stream].arrived:
+                    self._go_on(self.beside[event.stream].left)
             elif event.stream == COMPUTE:
                 self._compute(event)
-            elif event.movable and self.speed:
-                self._send(event, self.now)
+            elif event.stream in self.beside:
+                self.beside[event.stream].send(i, event, self.now)
+                while self.beside[event.stream].reductions() > UNDER_WAY:
+                    self._go_on(self.beside[event.stream].left)
             else:
-                self.now = self._send(replace(event, movable=False), self.now)
-        self._optimize()
-        return tuple(self.events)
+                self._wait_for(event)
+        compute = self.now
+        for stream in self.beside.values():
+            while stream.waiting:
+                self._go_on(stream.left)
+        self._optimize(compute)
+        every = [*self.events, *(e for stream in self.beside.values() for e in stream.events)]
+        return tuple(sorted(every, key=lambda e: e.start))
 
-    def _is_gather(self, event: Event) -> bool:
-        return event.movable and bool(self.speed) and (event.phase == "forward" or event.source.endswith("again)"))
+    def _on_stream(self, event: Event) -> Event:
+        beside = event.movable and bool(self.speed)
+        return replace(event, stream=BESIDE[event.stream]) if beside else replace(event, movable=False)
 
-    def _send(self, event: Event, ready: float) -> float:
-        start = max(ready, self.free[event.stream])
-        self.events.append(replace(event, start=start))
-        self.free[event.stream] = end = start + event.seconds
-        if event.movable:
-            self.busy.append((start, end))
-        return end
+    def _messages(self, sequence: list[Event]) -> tuple[list[list[int]], dict[int, int]]:
+        """The numbers of the events that are one gather of a bucket each, in order; and of each such event its gather."""
+        gathers: list[list[int]] = []
+        places: dict[int, int] = {}
+        known: dict[tuple[str, ...], int] = {}
+        for i, event in enumerate(sequence):
+            if event.movable and (event.phase == "forward" or event.source.endswith("again)")):
+                key = event.phase, event.name.split(maxsplit=1)[0], event.bucket or event.source
+                if key not in known:
+                    known[key] = len(gathers)
+                    gathers.append([])
+                places[i] = known[key]
+                gathers[places[i]].append(i)
+        return gathers, places
+
+    def _go_on(self, seconds: float, shared: str = "") -> None:
+        """Time passes; what is beside compute shares the link of the stream ``shared``."""
+        for stream, beside in self.beside.items():
+            beside.run(self.now, seconds, 0.5 if stream == shared else 1.0)
+        self.now += seconds
 
     def _compute(self, event: Event) -> None:
         """At full speed, but for the time in which movable collectives run."""
         start, left = self.now, event.seconds
         while left > 0:
-            beside = [end for begin, end in self.busy if begin <= self.now < end]
-            speed = self.speed if beside else 1.0
-            changes = beside or [begin for begin, _ in self.busy if begin > self.now]
-            until = min(changes, default=float("inf"))
-            if self.now + left / speed <= until:
-                self.now, left = self.now + left / speed, 0.0
-            else:
-                self.now, left = until, left - (until - self.now) * speed
-        self.busy = [span for span in self.busy if span[1] > self.now]
+            under_way = [beside.left for beside in self.beside.values() if beside.waiting]
+            speed = self.speed if under_way else 1.0
+            if left / speed <= min(under_way, default=math.inf):
+                self._go_on(left / speed)
+                break
+            left -= min(under_way) * speed
+            self._go_on(min(under_way))
         self.events.append(replace(event, start=start, seconds=self.now - start))
 
-    def _optimize(self) -> None:
+    def _wait_for(self, event: Event) -> None:
+        """A collective that the next operation waits for."""
+        start, left, stream = self.now, event.seconds, BESIDE.get(event.stream, "")
+        while (beside := self.beside[stream]).waiting and left > 0:
+            took = 2 * min(left, beside.left)
+            left -= took / 2
+            self._go_on(took, stream)
+        self._go_on(left)
+        self.events.append(replace(event, start=start, seconds=self.now - start))
+
+    def _optimize(self, compute: float) -> None:
         """The update, after all gradients are reduced."""
         if self.last and (seconds := self.plan.cost.optimizer_s):
-            start = max(self.now, *self.free.values())
+            start = max([compute, *(e.start + e.seconds for b in self.beside.values() for e in b.events)])
             self.events.append(Event("optimizer", COMPUTE, "optimizer", start, seconds, "", ""))
-
-
-def _block(event: Event) -> str:
-    """The numbered module that an event belongs to, and its phase; what is made again belongs to the backward."""
-    parts = event.fqn.split(".")
-    numbered = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
-    phase = "forward" if event.phase == "forward" else "backward"
-    return f"{phase} {'.'.join(parts[: numbered + 1])}"
 
 
 def _sequence(plan: Record, last: bool) -> Iterator[Event]:
@@ -161,7 +221,7 @@ def _sequence(plan: Record, last: bool) -> Iterator[Event]:
             stream = LINKS[plan.mesh.crosses(c.axes)]
             name = collective_name(c)
             seconds, size = (c.seconds - c.hidden_s) / c.times, c.bytes / c.times
-            yield Event(name, stream, c.phase, 0.0, seconds, c.fqn, op, size, c.reason, c.movable)
+            yield Event(name, stream, c.phase, 0.0, seconds, c.fqn, op, size, c.reason, c.movable, c.bucket)
 
     for name, choice in plan.choices.items():
         yield from send(name, "forward")

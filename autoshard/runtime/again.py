@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +38,10 @@ class Source(ABC):
         self.thread: int | None = None
         """where it was made, if nothing is kept by a place in it after the forward of this thread"""
 
+    def asked(self, number: int) -> None:
+        """One more place in value ``number`` is remembered."""
+        self.packed += 1
+
     @abstractmethod
     def make(self) -> None:
         """Make all values again."""
@@ -54,13 +61,20 @@ class Source(ABC):
             self.make()
             self.unpacked = 0
             if torch._C._current_graph_task_id() != -1:
-                torch.autograd.Variable._execution_engine.queue_callback(self.drop)
+                torch.autograd.Variable._execution_engine.queue_callback(partial(_drop, weakref.ref(self)))
             found = self.value(number)
             assert found is not None
         self.unpacked += 1
         if self.unpacked == self.packed:
             self.drop()
         return found
+
+
+def _drop(source: weakref.ref[Source]) -> None:
+    """Free its values, if it is still there: a backward that held it would hold what it is made from, too."""
+    found = source()
+    if found is not None:
+        found.drop()
 
 
 class _Place(NamedTuple):
@@ -107,7 +121,7 @@ def keep(x: torch.Tensor) -> Kept | _Place:
     if entry is None or x.dtype != entry[3]:
         return Kept(x.detach(), _version(x))
     _, source, number, _ = entry
-    source.packed += 1
+    source.asked(number)
     return _Place(source, number, x.shape, x.stride(), int(x.storage_offset()))
 
 
@@ -173,6 +187,9 @@ class _Run:
         # Inputs that are made again themselves are kept as places.
         self.inputs = [keep(x) if isinstance(x, torch.Tensor) else x for x in inputs]
         self.values: dict[int, torch.Tensor] = {}
+        self.asked: Counter[int] = Counter()
+        """outputs → how often what reads them outside asks for them"""
+        self.left: Counter[int] = Counter()
 
     def given(self) -> list[Any]:
         """The inputs, those that were not kept made again."""
@@ -197,7 +214,8 @@ class _Run:
                 f"{self.part.__name__} saved {self.saved} tensors in the forward and {len(made)} when it ran again"
             )
         outputs = found if isinstance(found, tuple) else (found,)
-        self.values = made | {~n: out.detach() for n, out in enumerate(outputs)}
+        self.values = made | {~n: out.detach() for n, out in enumerate(outputs) if self.asked[~n]}
+        self.left = self.asked.copy()
 
 
 class _Part(Source):
@@ -218,10 +236,16 @@ class _Part(Source):
         self.packed += 1
         return _Place(self, self.packed - 1)
 
+    def asked(self, number: int) -> None:
+        """See :meth:`Source.asked`."""
+        super().asked(number)
+        self.run.asked[number] += 1
+
     def value(self, number: int) -> torch.Tensor | None:
-        """See :meth:`Source.value`. What was saved once is asked for once."""
-        values = self.run.values
-        return values.get(number) if number < 0 else values.pop(number, None)
+        """See :meth:`Source.value`: freed once it was asked for as often as in the forward. What was saved inside was once."""
+        values, left = self.run.values, self.run.left
+        left[number] -= 1
+        return values.get(number) if left[number] > 0 else values.pop(number, None)
 
     def drop(self) -> None:
         """See :meth:`Source.drop`."""

@@ -1,7 +1,8 @@
 """Prefetch: gathers of parameters that begin before their bucket is used, while those before it are computed with.
 
-The first forward of a rank module notes in which order it gathers, and what; from then on every gather begins ``depth``
-buckets ahead. All ranks run the same program, so all of them begin the same gathers at the same place.
+The first forward of a rank module notes in which order it gathers, and what. From then on the first ``depth`` gathers begin
+with the forward, and every other one ``depth`` buckets ahead. All ranks run the same program, so all of them begin the same
+gathers at the same place.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Ahead:
         before, _scope.ahead = _scope.ahead, self
         self.tensors, self.at = tensors, 0
         try:
+            self._begin_next()
             yield
             self.known = self.known or bool(self.order)
         finally:
@@ -64,13 +66,17 @@ class Ahead:
             return bucket.forward(xs, "forward")
         arriving = self.under_way.pop(self.at, None) or bucket.begin(xs, "forward")
         self.skip()
-        first = bucket.home.step is None or bucket.home.step.index == 0
-        for number in range(self.at, min(self.at + self.depth, len(self.order))):
+        self._begin_next()
+        return arriving()
+
+    def _begin_next(self) -> None:
+        for number in range(self.at, min(self.at + self.depth, len(self.order) if self.known else 0)):
             planned = self.order[number]
+            step = planned.bucket.home.step
+            first = step is None or step.index == 0
             if number not in self.under_way and planned.names is not None and (first or not planned.shared):
                 begun = planned.bucket.begin([self.tensors[name] for name in planned.names], "forward")
                 self.under_way[number] = begun
-        return arriving()
 
     def skip(self) -> None:
         """A bucket's tensors are there already."""

@@ -75,11 +75,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Runs the forward again: ranks run :func:`~autoshard.runtime.banded_rows`; this is for whole tensors."""
-    *given, mask = ctx.saved_tensors
-    given = [x.detach().requires_grad_(n) for x, n in zip(given, ctx.needs_input_grad, strict=False)]
+    again, (*given, mask) = torch.is_grad_enabled(), ctx.saved_tensors  # again: the gradients are to be differentiated
+    if not again:
+        given = [x.detach().requires_grad_(n) for x, n in zip(given, ctx.needs_input_grad, strict=False)]
     with torch.enable_grad():
         out = _attention(*given, mask, *ctx.form)
-    found = iter(torch.autograd.grad(out, [x for x in given if x.requires_grad], grad))
+    found = iter(torch.autograd.grad(out, [x for x in given if x.requires_grad], grad, create_graph=again))
     return *(next(found) if x.requires_grad else None for x in given), *(None,) * (1 + len(ctx.form))
 
 

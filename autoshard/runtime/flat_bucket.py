@@ -11,9 +11,9 @@ import torch.distributed as dist
 from autoshard.runtime.bucket import PLAIN, Begin, Bucket, Dtypes, Gradients, by_dtype, each, record
 from autoshard.runtime.communicator import Communicator
 from autoshard.runtime.move import LOCAL, Move
-from autoshard.runtime.process_group import TorchCommunicator, all_gather_single, numel
+from autoshard.runtime.process_group import TorchCommunicator, all_gather_single
 from autoshard.runtime.profiling import recorded
-from autoshard.runtime.wire import raw
+from autoshard.runtime.wire import numel, raw
 
 
 class FlatBucket(Bucket):
@@ -165,12 +165,12 @@ class FlatBucket(Bucket):
         return torch.cat([x.reshape(-1) for x in xs], out=out)
 
     def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
-        return self.comm.begin(self.comm.process_group(axes), dist.all_reduce, buffer)
+        return self.comm.begin(self.comm.beside(axes), dist.all_reduce, buffer)
 
     def _begin_gather(
         self, moves: list[Move], xs: list[torch.Tensor], dtype: torch.dtype
     ) -> Callable[[], list[torch.Tensor]]:
-        group = self.comm.process_group(moves[0].axes)
+        group = self.comm.beside(moves[0].axes)
         rows = [self._shapes(moves, [x.shape for x in xs], k) for k in range(group.size)]
         row, alone = sum(numel(s) for s in rows[0]), self._alone(moves, rows, group, dtype, xs[0])
         if alone:
@@ -215,7 +215,7 @@ class FlatBucket(Bucket):
     def _reduce_scatter(
         self, moves: list[Move], gradients: list[torch.Tensor], dtype: torch.dtype
     ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
-        group = self.comm.process_group(moves[0].axes)
+        group = self.comm.beside(moves[0].axes)
         rows = [self._shapes(moves, [g.shape for g in gradients], k) for k in range(group.size)]
         row = sum(numel(s) for s in rows[0])
         if self._alone(moves, rows, group, dtype, gradients[0]):

@@ -18,7 +18,7 @@ from autoshard.runtime.peers import Notes, lost, wait
 from autoshard.runtime.profiling import collective_name, named, recorded
 from autoshard.runtime.relay import Arrival, Hop
 from autoshard.runtime.spare import Spare
-from autoshard.runtime.wire import raw
+from autoshard.runtime.wire import numel, padded, raw, with_length
 
 # Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -90,6 +90,7 @@ class TorchCommunicator(Communicator):
             raise MeshError(f"mesh {self.mesh} has {self.world_size} ranks, but {len(self.ranks)} processes run")
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._handles: dict[tuple[int, ...], Any] = {}
+        self._beside: dict[tuple[int, ...], Any] = {}
         self._host: _Group | None = None
         self.generators: Generators | None = None
         """set inside :func:`synchronised_rng`"""
@@ -121,6 +122,21 @@ class TorchCommunicator(Communicator):
             gloo = dist.get_backend(handle) == "gloo"
             self._groups[axes] = _Group(handle, len(members), self.index(axes), members, order, gloo)
         return self._groups[axes]
+
+    def beside(self, axes: tuple[str, ...]) -> _Group:
+        """The process group for what runs beside compute: parameters on their way, and their gradients.
+
+        A communicator works off its collectives one after another, so one that the next operation waits for would stand
+        behind them: they have one of their own, as in Megatron-LM and FSDP2. gloo has threads for several at once.
+        """
+        group = self.process_group(axes)
+        return group if group.gloo else self._own(group)
+
+    def _own(self, group: _Group) -> _Group:
+        """``group`` with a communicator of its own. Every member has to ask for the first time together."""
+        if group.members not in self._beside:
+            self._beside[group.members] = dist.new_group(sorted(group.members), use_local_synchronization=True)
+        return group._replace(handle=self._beside[group.members])
 
     def host_group(self) -> _Group:
         """All ranks, for tensors on the CPU.
@@ -278,12 +294,12 @@ def _all_reduce(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
 
 def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
     chunks = comm.chunks(move.size, move.axes)
-    out_shape = _with(x.shape, move.dim, move.size)
+    out_shape = with_length(x.shape, move.dim, move.size)
     if not numel(out_shape):
         return x.new_empty(out_shape)
     lengths = [length for _, length in chunks]
     even = lengths[0] == lengths[-1]
-    x = x.contiguous() if even else _padded(x, move.dim, lengths[0])
+    x = x.contiguous() if even else padded(x, move.dim, lengths[0])
     if even and move.dim == 0 and group.order is None:
         out = x.new_empty(out_shape)
         comm.run(group, all_gather_single, raw(out), raw(x))
@@ -298,13 +314,13 @@ def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch
     chunks = comm.chunks(move.size, move.axes)
     longest, mine = chunks[0][1], chunks[group.number][1]
     if not x.numel():
-        return x.new_empty(_with(x.shape, move.dim, mine))
+        return x.new_empty(with_length(x.shape, move.dim, mine))
     if move.dim == 0 and longest == chunks[-1][1] and group.order is None:
         parts = x.contiguous()
     else:
-        pieces = [_padded(x.narrow(move.dim, *c), move.dim, longest) for c in chunks]
+        pieces = [padded(x.narrow(move.dim, *c), move.dim, longest) for c in chunks]
         parts = torch.cat(pieces if group.order is None else [pieces[k] for k in group.order])
-    out = x.new_empty(_with(x.shape, move.dim, longest))
+    out = x.new_empty(with_length(x.shape, move.dim, longest))
     comm.reduce_scatter(group, out, parts).wait()
     return out.narrow(move.dim, 0, mine).contiguous()
 
@@ -315,8 +331,8 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     sent, gathered = comm.chunks(move.to_size, move.axes), comm.chunks(move.size, move.axes)
     members = range(group.size) if group.order is None else group.order
     pieces = [x.narrow(move.to_dim, *sent[k]).reshape(-1) for k in members]
-    shape = _with(x.shape, move.to_dim, sent[group.number][1])
-    shapes = [_with(shape, move.dim, gathered[k][1]) for k in members]
+    shape = with_length(x.shape, move.to_dim, sent[group.number][1])
+    shapes = [with_length(shape, move.dim, gathered[k][1]) for k in members]
     out = _exchanged(comm, pieces, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
     return torch.cat(_by_index(parts, group), move.dim)
@@ -334,7 +350,7 @@ def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -
     assert move.exchange is not None
     members = range(group.size) if group.order is None else group.order
     sent = [piece(move, group.number, k, x).reshape(-1) for k in members]
-    shapes = [_with(x.shape, move.dim, move.exchange.piece(k, group.number)[1]) for k in members]
+    shapes = [with_length(x.shape, move.dim, move.exchange.piece(k, group.number)[1]) for k in members]
     out = _exchanged(comm, sent, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
     return together(move, group.number, _by_index(parts, group))
@@ -353,7 +369,9 @@ def _exchanged(
 def _permute(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
     after = comm.process_group(move.order)
     to = group.members.index(after.members[group.number])
-    shape = x.shape if move.dim < 0 else _with(x.shape, move.dim, comm.chunks(move.size, move.axes)[after.number][1])
+    shape = (
+        x.shape if move.dim < 0 else with_length(x.shape, move.dim, comm.chunks(move.size, move.axes)[after.number][1])
+    )
     return comm.send(group, Hop(move, to, after.number, (x,), (tuple(shape),), 0.0))()[0]
 
 
@@ -365,24 +383,6 @@ _COLLECTIVES = {
     "permute": _permute,
     "halo": _halo,
 }
-
-
-def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
-    return [*shape[:dim], length, *shape[dim + 1 :]]
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Elements of a tensor of this shape."""
-    return torch.Size(shape).numel()
-
-
-def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """``x`` contiguous, with zeros at the end of ``dim`` up to ``length``."""
-    if x.shape[dim] == length:
-        return x.contiguous()
-    out = x.new_zeros(_with(x.shape, dim, length))
-    out.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return out
 
 
 def _by_index(parts: Sequence[torch.Tensor], group: _Group) -> list[torch.Tensor]:

@@ -161,8 +161,13 @@ class _Ring(torch.autograd.Function):
         return tuple(out for out, *_ in made)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        # once_differentiable leaves no path to what `torch.autograd.grad` is asked for, which then takes it for constant.
+        if torch.is_grad_enabled():
+            raise RuntimeMismatchError(
+                "create_graph=True: attention in a ring, with a window, slopes or rows of a causal mask has no second "
+                "derivative. Leave create_graph out, or differentiate the model that is not sharded"
+            )
         if not all(held for _, held in ctx.jobs):
             raise RuntimeMismatchError(
                 "ring attention: a rank's result has no gradient, though that of another has one"

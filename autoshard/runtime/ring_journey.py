@@ -47,6 +47,10 @@ class Job(NamedTuple):
         """The parts of the keys that come by."""
         return stops(self.rows, self.columns, self.band)
 
+    def level(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """:func:`~autoshard.runtime.tile.level_of` what is added to scores."""
+        return None if self.sloped else tile.level_of(mask)
+
     def holder(self, stop: Stop) -> int:
         """Whose keys are here at ``stop``."""
         return stop.holder(self.me, len(self.columns))
@@ -105,12 +109,12 @@ def forward(job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     """→ result, its log-sum-exp, and the queries, keys and values in the order of the ring."""
     if job.folded:
         query, key, value = yield from _swapped(job, (query, key, value), False)
-    result, own = _Result(job, query, value), (key, value)
+    result, own, level = _Result(job, query, value), (key, value), job.level(mask)
     for stop, following in _paired(job.stops):
         arrival = None
         if following is not None:
             arrival = yield job.onward(own if following.fresh else (key, value), stop, following)
-        for t, (q, k, v), masking in _tiles(job, stop, query, key, value, mask, kept):
+        for t, (q, k, v), masking in _tiles(job, stop, query, key, value, (mask, level), kept):
             result.add(t.rows, *tile.forward(q, k, v, masking, job.scale))
         if arrival is not None:
             key, value = arrival()
@@ -125,7 +129,7 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
     query, key, value, mask, kept, out, sums = saved
     if job.folded:
         gradient, out = yield from job.swap((gradient, out), (job.rows, job.rows), False)
-    mine, own = torch.zeros_like(wide(query)), (key, value)
+    mine, own, level = torch.zeros_like(wide(query)), (key, value), job.level(mask)
     owns: Tensors = ()
     behind: Arrival | None = None
     before = Stop()
@@ -134,7 +138,7 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
         if following is not None:
             arrival = yield job.onward(own if following.fresh else (key, value), stop, following)
         theirs: Tensors = (torch.zeros_like(wide(key)), torch.zeros_like(wide(value)))
-        for t, (q, k, v), masking in _tiles(job, stop, query, key, value, mask, kept):
+        for t, (q, k, v), masking in _tiles(job, stop, query, key, value, (mask, level), kept):
             at = _spot(job.rows[job.me], t.rows)
             g, o, s = gradient.narrow(-2, *at), out.narrow(-2, *at), sums.narrow(-1, *at)
             dq, dk, dv = tile.backward(g, q, k, v, o, s, masking, job.scale)
@@ -203,10 +207,11 @@ def _tiles(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    masks: tuple[torch.Tensor | None, torch.Tensor | None],
     kept: torch.Tensor | None,
 ) -> Generator[tuple[Tile, Tensors, Masking]]:
-    """What this rank computes at ``stop``. ``mask`` and ``kept``: of its rows and all columns."""
+    """What this rank computes at ``stop``. ``masks``, a mask and its level, and ``kept``: of its rows and all columns."""
+    mask, level = masks
     held = job.columns_at(stop)
     for t in tiles(job.rows[job.me], held, job.band, job.some):
         rows, columns = _spot(job.rows[job.me], t.rows), _spot(held, t.columns)
@@ -221,7 +226,7 @@ def _tiles(
                 more = by_distance(mask, t.rows, t.columns).to(query.dtype)
             else:
                 more = mask if mask.shape[-1] == 1 else mask.narrow(-1, *t.columns)
-                more = more if mask.dim() < 2 or mask.shape[-2] == 1 else more.narrow(-2, *rows)
+                more = tile.rows_of(more, *rows)
             bias = (
                 more
                 if bias is None
@@ -232,7 +237,7 @@ def _tiles(
         if kept is not None:
             noise = scaled(wide(kept.narrow(-2, *rows).narrow(-1, *t.columns).to(query.dtype)), job.dropout_p)
         cut = query.narrow(-2, *rows), key.narrow(-2, *columns), value.narrow(-2, *columns)
-        yield t, cut, Masking(aligned, bias, noise)
+        yield t, cut, Masking(aligned, bias, noise, None if level is None else tile.rows_of(level, *rows))
 
 
 def _shown(t: Tile, band: Band, device: torch.device) -> torch.Tensor:

@@ -14,6 +14,8 @@ from autoshard.runtime.softmax import wide
 
 aten = torch.ops.aten
 
+DEEP = 1000.0
+"""how far below zero what is added to all scores of a row may lie before their sums' logarithm loses digits"""
 ROWS = 1024
 """rows of the attention matrix that are in memory at once where no fused kernel computes a tile"""
 
@@ -27,6 +29,23 @@ class Masking(NamedTuple):
     """bool (False: hidden) or added to the scores; no gradient"""
     kept: torch.Tensor | None = None
     """what dropout multiplies the weights with"""
+    level: torch.Tensor | None = None
+    """what is taken off a row's scores [..., s, 1]: see :func:`level_of`"""
+
+
+def level_of(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """What is added to all scores of a row [..., s, 1] of a mask [..., s, t] at least, where that is very negative; else zeros.
+
+    Of a row that sees nothing, as padding's where masks have numbers, scores are all like -1e30: the logarithm of
+    their sum would not tell how many they are. None: there is no such row.
+    """
+    if mask is None or not mask.dtype.is_floating_point or mask.device.type == "meta":
+        return None
+    top = wide(mask).amax(-1, keepdim=True)
+    deep = (top < -DEEP) & (top > -torch.inf)
+    if mask.device.type == "cpu" and not bool(deep.any()):
+        return None
+    return top.masked_fill(~deep, 0.0)
 
 
 def forward(
@@ -88,7 +107,12 @@ def merge(
 
 def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking) -> bool:
     """Whether a kernel computes the tile without its matrix of weights."""
-    if masking.kept is not None or query.dim() != 4 or not query.shape[0] == key.shape[0] == value.shape[0]:
+    if (
+        masking.kept is not None
+        or masking.level is not None
+        or query.dim() != 4
+        or not query.shape[0] == key.shape[0] == value.shape[0]
+    ):
         return False
     if (
         not key.shape[1]
@@ -160,8 +184,15 @@ def _weights(
         scores = scores.masked_fill(torch.arange(key.shape[-2], device=query.device) > rows, -torch.inf)
     if masking.bias is not None:
         bias = _added(masking.bias, scores)
-        scores = scores + (bias if bias.shape[-2] == 1 else bias.narrow(-2, start, length))
+        scores = scores + rows_of(bias, start, length)
+    if masking.level is not None:  # in this order: what was rounded away stays so
+        scores = scores - rows_of(masking.level.to(scores.dtype), start, length)
     return scores, None if masking.kept is None else masking.kept.narrow(-2, start, length)
+
+
+def rows_of(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    """Some rows of what has some, or the same for all."""
+    return x if x.dim() < 2 or x.shape[-2] == 1 else x.narrow(-2, start, length)
 
 
 def _forward_rows(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _SENT_AS = {
@@ -19,3 +21,22 @@ def raw(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.bool or (x.dtype.is_floating_point and x.element_size() == 1):
         return x.view(torch.uint8)
     return x
+
+
+def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
+    """``shape``, but ``length`` along ``dim``."""
+    return [*shape[:dim], length, *shape[dim + 1 :]]
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Elements of a tensor of this shape."""
+    return torch.Size(shape).numel()
+
+
+def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """``x`` contiguous, with zeros at the end of ``dim`` up to ``length``."""
+    if x.shape[dim] == length:
+        return x.contiguous()
+    out = x.new_zeros(with_length(x.shape, dim, length))
+    out.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return out

@@ -33,6 +33,7 @@ from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_fo
 from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.observer import Forward, patched, replacing
 from autoshard.passes.capture.refusals.checks import check_dtypes, check_example, check_model
+from autoshard.passes.capture.refusals.draws import none_drawn
 from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
 from autoshard.passes.capture.refusals.outside import reading_outside
 from autoshard.passes.capture.repeats.calls import UnequalError
@@ -119,14 +120,15 @@ def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic
     """
     eager, export = AsInEager(), functools.partial(_functional, model, example, training, dynamic)
 
-    def in_eager() -> Exported:
-        with eager.around():
-            return export()
+    def for_tracers() -> Exported:
+        eager.answers = False
+        return export()
 
     def has_other(error: CaptureError) -> bool:
         return eager.asked or "HigherOrder" in str(error)  # dynamo traces those, and stops at the answer
 
-    return _tried(in_eager, _Retry(has_other, export, "Its program for tracers"))
+    with eager.around():
+        return _tried(export, _Retry(has_other, for_tracers, "Its program for tracers"))
 
 
 def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
@@ -211,7 +213,7 @@ def _traced(
     while True:
         watch = Watch(concerns(training, learnt, numbers, repeats, example if steered else None))
         with _untouched(model):
-            trace = _Trace(model, watch, example[1] if dynamic else ())
+            trace = _Trace(model, watch, example, example[1] if dynamic else ())
             try:
                 with steering.values_at_hand() if steered else contextlib.nullcontext():
                     given = _without_data(model, example)
@@ -243,10 +245,11 @@ class _StoppedError(Exception):
 class _Trace:
     """What happens in the traced call: the error the forward raised, and the output's types and gradients."""
 
-    def __init__(self, model: nn.Module, watch: Watch, keywords: Collection[str] = ()) -> None:
+    def __init__(self, model: nn.Module, watch: Watch, example: Example, keywords: Collection[str] = ()) -> None:
         self.error: Exception | None = None
         self.output_grads: list[bool] | None = None  # stays so for an fx.GraphModule: export interprets its graph
         forward, buffers = model.forward, dict(model.named_buffers())
+        trained = [isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(example)]
 
         @functools.wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -254,9 +257,10 @@ class _Trace:
                 before = [(module, dict(vars(module))) for module in model.modules()]
                 attributes = held(model)
                 assigned = [(module, dict(module._buffers)) for module in model.modules() if module is not model]
-                with watch:
+                with none_drawn(model), watch:
                     state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
-                    watch.begin(Forward(pytree.tree_leaves((args, kwargs)), list(model.parameters()), state))
+                    given = pytree.tree_leaves((args, kwargs))
+                    watch.begin(Forward(given, list(model.parameters()), state, trained))
                     output = forward(*args, **kwargs)
                     watch.end(output)
                 for module, own in assigned:

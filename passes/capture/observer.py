@@ -71,6 +71,8 @@ class Forward:
     parameters: list[torch.Tensor]
     buffers: list[tuple[torch.Tensor, torch.Tensor | None]]
     """as traced, and as the model has it"""
+    trained: list[bool]
+    """per leaf of the arguments whether the caller's requires a gradient"""
 
 
 class Observer:

@@ -23,6 +23,7 @@ from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.steering import Steering
 from autoshard.passes.capture.exported.arguments import Example
 from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, Refusals
+from autoshard.passes.capture.refusals.asked import Asked
 from autoshard.passes.capture.refusals.default_dtype import DefaultDtype
 from autoshard.passes.capture.refusals.draws import Draws
 from autoshard.passes.capture.refusals.gradients import Gradients
@@ -66,7 +67,7 @@ def concerns(
         ReadsOutside(training, refusals), repeats, numbers, Draws(refusals), DefaultDtype(refusals), Caches(),
         PackedSequences(), Gradients(training, refusals), CustomFunctions(training, refusals),
         Checkpoints(training, refusals),
-        NoGrad(), Conversions(), Scripted(), FlexAttention(), Experts(), Autocast(), Bodies(),
+        NoGrad(), Asked(refusals), Conversions(), Scripted(), FlexAttention(), Experts(), Autocast(), Bodies(),
         Known(bool(steering)), Conditions(loops), Rewritten(), *steering, loops, refusals,
     )  # fmt: skip
 

@@ -93,6 +93,8 @@ class Body:
     names: Names
     recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
     """what the backward makes again, by operation or value"""
+    returns: bool = True
+    """whether the function ends with the statements that are added"""
     written: list[Line] = field(default_factory=list)
 
     def add(self, segment: Segment, kept: Collection[str]) -> None:
@@ -107,11 +109,21 @@ class Body:
                 later = {*kept, *(n for s in segment.statements[end:] for n in reads(s))}
                 others = any(s.again not in (0, again) for s in segment.statements)
                 self._part(replace(segment, statements=statements), later, "" if others else segment.path)
+                self._free(statements[-1])
                 continue
             for statement in statements:
                 self._dying(kept, last_read, end)
                 self.written.append(self._line(statement))
                 end += 1
+                if not self.returns or end < len(segment.statements):
+                    self._free(statement)
+
+    def _free(self, s: Statement) -> None:
+        """Write what deletes the locals of this function that nobody needs after ``s``, unless their names are taken again."""
+        names = self.names
+        mine = dict.fromkeys(names.of[n] for n in s.frees if n in names.of and names.holder.get(names.of[n]) == n)
+        if mine:
+            self.written.append(Line((), atom(f"del {', '.join(mine)}")))
 
     def _dying(self, kept: Collection[str], last_read: Mapping[str, int], now: int) -> None:
         self.names.dead = lambda name: name not in kept and last_read.get(name, -1) <= now
@@ -184,6 +196,7 @@ class Body:
         parts = [atom(name) for name in (*given, *lengths)]
         called = Expression(f"{python_path(segment.path)}{method}(", parts, ")")
         self.written.append(Line(tuple(targets), called, block=segment.path, kind=kind))
+        self._free(segment.statements[-1])
 
     def own(self, name: str) -> str:
         """A parameter, buffer or constant."""

@@ -282,7 +282,7 @@ class _Emitter:
             names.fresh(value.name, *((self.called[value.name], op_name(value.name)) if sent else (value.fqn,)))
         self.names, self.argument_names = names, dict(names.of)
         signature = ["self", *(names.of[i.name] for i in self.arguments)]
-        body = Body(self.program, self.wanted, "", names, self.recomputed)
+        body = Body(self.program, self.wanted, "", names, self.recomputed, returns=False)
         kinds = {path: name for name, paths in self.kinds.items() for path in paths}
         for number, segment in enumerate(self.segments):
             if segment.path:

@@ -147,6 +147,8 @@ class Statement:
     """collectives inside an op's local form"""
     again: int = 0
     """number of the part that runs again in the backward, to which it belongs; 0: it does not"""
+    frees: tuple[str, ...] = ()
+    """locals that are deleted after it"""
     members: tuple[Statement, ...] = ()
     """the statements that this one has been made of, one after another or side by side"""
 

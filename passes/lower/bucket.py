@@ -46,8 +46,14 @@ def regathered(program: Program) -> set[str]:
 
 
 def prefetched(program: Program) -> int:
-    """How many buckets of parameters are gathered ahead of the one that is used: the memory of one, as in FSDP2."""
-    return int(sum(s.call.fn == "gather_parameters" for s in program.statements) > 1)
+    """How many buckets of parameters are gathered ahead of the one that is used: those of one block, as in FSDP2.
+
+    Fewer would leave the link idle in the part of a block that reads few parameters, and compute in the part that reads many.
+    """
+    gathers = Counter(s.block for s in program.statements if s.call.fn == "gather_parameters")
+    if gathers.total() < 2:
+        return 0
+    return min(program.mesh.hardware.ahead, max((count for block, count in gathers.items() if block), default=1))
 
 
 def _kept(name: str, readers: Mapping[str, list[Statement]], program: Program) -> bool:

@@ -6,8 +6,10 @@ from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.program import Program
 from autoshard.passes.lower.blocks import hoisted
 from autoshard.passes.lower.bucket import bucket
+from autoshard.passes.lower.freed import freed
 from autoshard.passes.lower.in_place import in_place
 from autoshard.passes.lower.lowering import lower
+from autoshard.passes.lower.parts import parted
 from autoshard.passes.lower.precision import in_precision
 from autoshard.passes.lower.tables import tables_together
 from autoshard.passes.lower.together import together
@@ -21,4 +23,6 @@ def lowered(assignment: Assignment) -> Program:
     program = together(program)
     program = hoisted(program)
     program = bucket(program)
-    return in_place(program)
+    program = in_place(program)
+    program = parted(program)
+    return freed(program)

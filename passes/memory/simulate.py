@@ -1,28 +1,33 @@
 """The memory of one training step (or of a forward): a program's statements forward, then backward, storage by storage.
 
-Locals live until the function that they belong to returns, as in the emitted code; what autograd keeps lives until its
-operation's backward; gradients of parameters appear as the backward goes. Collectives hand over contiguous copies.
+Locals live until they are deleted or the function that they belong to returns, as in the emitted code; what autograd keeps
+lives until its operation's backward; gradients of parameters appear as the backward goes. A part that runs again does so,
+statement by statement, where the backward first needs what it makes. Collectives hand over contiguous copies.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.memory import Memory, optimizer_bytes
 from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.again import run_again
-from autoshard.passes.lower.blocks import segments
+from autoshard.passes.lower.blocks import Segment, segments
 from autoshard.passes.lower.bucket import regathered
 from autoshard.passes.memory.heap import Heap
-from autoshard.passes.memory.under_way import under_way
+from autoshard.passes.memory.moments import moment, name_of
+from autoshard.passes.memory.outcomes import form_bytes, guessed, of_bucket
+from autoshard.passes.memory.parts import Part, Replayed
+from autoshard.passes.memory.under_way import kept_gathered, under_way
 from autoshard.passes.propagate.cost import row_bytes
-from autoshard.passes.rules.facts import is_view, saved
-from autoshard.passes.rules.rehearsal import Form, Made, Outcome, rehearsal_on
+from autoshard.passes.rules.rehearsal import Form, Outcome, rehearsal_on
 
+NOTHING = Outcome((), ())
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
 
 
@@ -71,13 +76,11 @@ class _Simulation:
         """parameters that have a gradient by now"""
         self.uses: Counter[int] = Counter()
         """storages that are not kept but made again → operations that would keep them"""
-        self.stretch: dict[int, int] = {}
-        """these, other than gathered parameters → the segment that makes them again"""
-        self.parts = run_again(program)
-        self.runs_again = {id(part) for part in self.parts}
-        self.segment = 0
-        self.maker: dict[int, Statement] = {}
-        """these → the statement that made them"""
+        self.present: set[int] = set()
+        """those of them that have been made again"""
+        self.parts: dict[int, Part] = {}
+        self.maker: dict[int, tuple[Statement, int]] = {}
+        """storages of these, other than gathered parameters → the statement that made them, and its part"""
         self.spared: set[int] = set()
         """those of them that autograd would keep"""
         self.wanted: set[int] = set()
@@ -90,10 +93,16 @@ class _Simulation:
             self._after_others()
 
     def run(self) -> Memory:
-        for number, segment in enumerate(segments(self.program)):
-            self.segment = number
-            for s in segment.statements:
-                self._forward(s)
+        for segment in segments(self.program):
+            for number, group in groupby(segment.statements, key=lambda s: s.again):
+                statements = tuple(group)
+                if number:
+                    self._part(number, statements, segment)
+                for s in statements:
+                    self._forward(s)
+                    self._leave(s.frees)
+                if number:
+                    self._leave(self.parts[number].inner)
             if segment.path:
                 self._leave({o for s in segment.statements for o in s.outputs} - set(segment.outputs))
         self.activations = self.heap.kept
@@ -122,23 +131,23 @@ class _Simulation:
         )
 
     def _recomputed(self) -> dict[str, float]:
-        found: dict[str, float] = defaultdict(float, dict.fromkeys(map(_name, self.parts), 0.0))
+        found: dict[str, float] = defaultdict(float, dict.fromkeys(map(name_of, run_again(self.program)), 0.0))
         for storage in self.spared:
-            found[_name(self.maker[storage])] += self.heap.sizes[storage]
+            found[name_of(self.maker[storage][0])] += self.heap.sizes[storage]
         for storage, part in self.extra.items():
             if storage not in self.wanted:
-                found[_name(part)] -= self.heap.sizes[storage]
+                found[name_of(part)] -= self.heap.sizes[storage]
         return dict(found)
 
     # --- what is there ---
 
     def _after_others(self) -> None:
         """The last of several micro-batches holds most: gradients of those before it are there, as sums."""
-        whole = {p: o for p, o, stage in _kept_gathered(self.program) if stage == 1}
+        whole = {p: o for p, o, stage in kept_gathered(self.program) if stage == 1}
         for name in filter(self._trained, self.graph.parameters):
             self.reached.add(name)
             sparse = self.program.types[name].sparse
-            self.gradients += self._gradient(name) if sparse else _form_bytes(self._form(whole.get(name, name)))
+            self.gradients += self._gradient(name) if sparse else form_bytes(self._form(whole.get(name, name)))
 
     def _input(self, name: str, kind: str, optimizer: str) -> None:
         form = self._form(name)
@@ -165,10 +174,10 @@ class _Simulation:
         return Form(tuple(shape), tuple(strides), type_.dtype, type_.grad and self.graph.training)
 
     def _gathered_bytes(self, bucket: Statement) -> float:
-        return sum(_form_bytes(self._form(o)) for o in bucket.outputs)
+        return sum(form_bytes(self._form(o)) for o in bucket.outputs)
 
     def _bytes(self, name: str) -> float:
-        return _form_bytes(self.forms[name])
+        return form_bytes(self.forms[name])
 
     def _gradient(self, name: str) -> float:
         """Bytes of the gradient of ``name``; of a sparse one, of the rows that are looked up and their numbers."""
@@ -176,6 +185,9 @@ class _Simulation:
         if not type_.sparse:
             return self._bytes(name)
         return float(row_bytes(type_, (self.program.layouts[name].placements,), self.mesh)[0])
+
+    def _wanted_gradient(self, name: str) -> float | None:
+        return self._gradient(name) if self.forms[name].grad else None
 
     def _seen(self, s: Statement | None, phase: str, more: float) -> None:
         """Note the moment, at which ``more`` bytes are there than what is held."""
@@ -191,7 +203,7 @@ class _Simulation:
             self.curve[key] = max(self.curve.get(key, 0.0), peak)
         if peak > self.best.peak:
             at = {name: parts.get(name, 0.0) for name in PARTS}
-            self.best = Memory(temporaries=at["temporaries"], peak=peak, at_peak=at, moment=_moment(s, phase))
+            self.best = Memory(temporaries=at["temporaries"], peak=peak, at_peak=at, moment=moment(s, phase))
 
     def _leave(self, names: Iterable[str]) -> None:
         """The function that these locals belong to returns."""
@@ -208,32 +220,45 @@ class _Simulation:
         for part in s.parts:
             operands = tuple(dict.fromkeys(reads(part)))
             forms = {name: self.forms[name] for name in operands}
-            outcome = self.rehearsal.run(part.call, forms, self.graph.training) or self._guess(part, operands)
+            outcome = self.rehearsal.run(part.call, forms, self.graph.training)
+            outcome = outcome or guessed(part, self.graph, self._form, self._wanted_gradient)
             self._seen(part, "forward", outcome.forward_peak)
-            self._made(part, operands, outcome, outcome.kept)
+            self._made(part, operands, outcome, s.again)
+        self._leave({o for part in s.parts for o in part.outputs} - set(s.outputs))
 
-    def _made(self, s: Statement, operands: tuple[str, ...], outcome: Outcome, kept: Sequence[int]) -> None:
+    def _part(self, number: int, statements: Sequence[Statement], segment: Segment) -> None:
+        """A part that runs again begins: what it reads is kept until the backward is through with it."""
+        part = self.parts[number] = Part.of(statements, segment)
+        part.inputs = tuple(dict.fromkeys(self.storage[n] for n in part.reads))
+        part.inputs = tuple(x for x in part.inputs if x not in self.fixed)
+        kept = tuple(x for x in part.inputs if x not in self.uses)
+        for s in statements:
+            for x in (self.storage[name] for name in reads(s) if name in part.reads):
+                if x in kept:
+                    self.extra.setdefault(x, s)
+        self._keep(part.inputs)
+        self.tape.append(_Ran(statements[0], (), (), NOTHING, kept))
+
+    def _keep(self, storages: Iterable[int]) -> None:
+        for x in storages:
+            if x in self.uses:
+                self.uses[x] += 1
+            else:
+                self.heap.save(x)
+
+    def _made(self, s: Statement, operands: tuple[str, ...], outcome: Outcome, again: int = 0) -> None:
         new = [self.heap.new(size) for size in outcome.new]
 
         def storage(number: int) -> int:
             return self.storage[operands[number]] if number >= 0 else new[~number]
 
-        asked = kept
-        copied = s.node is not None and is_view(s.node.op) and s.step is None and new  # a reshape that cannot be a view
-        if id(s) in self.runs_again or (copied and any(self.storage[o] in self.stretch for o in operands)):
-            kept = (*kept, *range(len(operands)))  # what it is made again from
-            self.stretch.update(dict.fromkeys(new, self.segment))
-            self.maker.update(dict.fromkeys(new, s))
+        if again:
+            self.maker.update(dict.fromkeys(new, (s, again)))
             self.uses.update(dict.fromkeys(new, 0))
-        for x in map(storage, asked):
-            (self.spared if x in self.stretch else self.wanted).add(x)
-        keeps = tuple(x for x in dict.fromkeys(map(storage, kept)) if x not in self.fixed)
+        keeps = tuple(x for x in dict.fromkeys(map(storage, outcome.kept)) if x not in self.fixed)
         for x in keeps:
-            if x in self.uses:
-                self.uses[x] += 1
-            else:
-                self.heap.save(x)
-                self.extra.setdefault(x, s)
+            (self.spared if x in self.maker else self.wanted).add(x)
+        self._keep(keeps)
         for name, made in zip(s.outputs, outcome.made, strict=False):
             if name != "_" and made is not None:
                 self.storage[name] = storage(made.storage)
@@ -242,6 +267,9 @@ class _Simulation:
             elif name != "_":  # a number
                 self.storage[name], self.forms[name] = self.heap.new(0), self._form(name)
                 self.heap.hold(self.storage[name])
+        if again:
+            local = {o: self.storage[o] for o in s.outputs if o != "_"}
+            self.parts[again].ran.append(Replayed(s, tuple(new), local, outcome.forward_peak))
         if self.graph.training:
             self.tape.append(_Ran(s, operands, s.outputs, outcome, keeps))
 
@@ -249,41 +277,16 @@ class _Simulation:
         """Parameters that go together: views of one buffer where they are gathered, the parameters where not."""
         operands, gathers = tuple(reads(s)), s.call.fn == "gather_parameters"
         forms, stage = [self._form(o) for o in s.outputs], s.call.kwargs.get("zero")
-        sizes = [_form_bytes(f) for f in forms]
         if gathers:
             self.under_way = self.prefetch[s.outputs[0]].forward
-            self._seen(s, "forward", 2 * sum(sizes))  # as they arrive, and as parameters
-        if gathers and stage:  # each by itself, so that those that the backward does not need are freed
-            made = tuple(Made(form, ~i) for i, form in enumerate(forms))
-            outcome = Outcome(made, tuple(sizes), (), 2 * sum(sizes), tuple(sizes), 0)
-        elif gathers:
-            made = tuple(Made(form, ~0) for form in forms)
-            outcome = Outcome(made, (sum(sizes),), (), 2 * sum(sizes), tuple(sizes), 0)
-        elif s.call.kwargs.get("dtype") is not None:  # copies in the dtype that is read
-            outcome = Outcome(tuple(Made(form, ~i) for i, form in enumerate(forms)), tuple(sizes))
-        else:
-            outcome = Outcome(tuple(Made(form, i) for i, form in enumerate(forms)), ())
-        self._made(s, operands, outcome, ())
+            self._seen(s, "forward", 2 * sum(map(form_bytes, forms)))  # as they arrive, and as parameters
+        self._made(s, operands, of_bucket(s, forms))
         if gathers and self.again.intersection(s.outputs):
             self.uses[self.storage[s.outputs[0]]] = 0
             self.bucket[self.storage[s.outputs[0]]] = s.outputs[0]
         if stage and self.graph.passes > 1:  # for all of them
             for o in s.outputs:
                 self.heap.hold(self.storage[o])
-
-    def _guess(self, s: Statement, operands: tuple[str, ...]) -> Outcome:
-        """Of a statement that cannot run without data: contiguous results; what the rule says that autograd keeps."""
-        forms = [None if o == "_" else self._form(o) for o in s.outputs]
-        sizes = [0 if f is None else math.prod(f.shape) * f.dtype.itemsize for f in forms]
-        made = tuple(None if f is None else Made(f, ~i) for i, f in enumerate(forms))
-        kept: list[int] = []
-        if s.node is not None and s.step is None and self.graph.training:
-            found = saved(s.node, self.graph.types)
-            names = [n for i, n in enumerate(reads(s)) if i in found.operands and i < len(s.node.inputs)]
-            kept = [operands.index(n) for n in names]
-            kept += [~slot for i, slot in enumerate(s.node.output_slots) if i in found.results]
-        grads = tuple(int(self._gradient(o)) if self.forms[o].grad else None for o in operands)
-        return Outcome(made, tuple(sizes), tuple(kept), sum(sizes), grads, sum(g or 0 for g in grads))
 
     # --- backward ---
 
@@ -311,7 +314,7 @@ class _Simulation:
     def _backward(self, ran: _Ran) -> None:
         given = [name for name in ran.outputs if name in self.gradient]
         if given:
-            for storage in (x for x in ran.kept if x in self.uses and not self.heap.held[x]):
+            for storage in (x for x in ran.kept if x in self.uses and x not in self.present):
                 self._make_again(storage)
             if ran.statement.members and ran.statement.call.fn in ("enter_parameters", "gather_parameters"):
                 self._reduced(ran)
@@ -323,20 +326,48 @@ class _Simulation:
             if storage not in self.uses:
                 self.heap.save(storage, -1)
             else:
-                self.uses[storage] -= 1
-                if not self.uses[storage] and self.heap.held[storage]:
-                    self.heap.hold(storage, -1)
+                self._used(storage)
+
+    def _used(self, storage: int) -> None:
+        """What is made again has one use less to come."""
+        self.uses[storage] -= 1
+        if not self.uses[storage] and storage in self.present:
+            self.present.remove(storage)
+            self.heap.hold(storage, -1)
 
     def _make_again(self, storage: int) -> None:
         """What is made again together is there from its first use in the backward on, each until its last."""
         if storage in self.bucket:
             self.under_way = self.prefetch[self.bucket[storage]].backward
-        together = [storage]
-        if storage in self.stretch:
-            together = [x for x, at in self.stretch.items() if at == self.stretch[storage]]
-        for x in together:
-            if self.uses[x] and not self.heap.held[x]:
-                self.heap.hold(x)
+            self._there(storage)
+        else:
+            self._run_again(self.parts[self.maker[storage][1]])
+
+    def _there(self, storage: int) -> None:
+        self.present.add(storage)
+        self.heap.hold(storage)
+
+    def _run_again(self, part: Part) -> None:
+        again = [x for x in part.inputs if x in self.uses]
+        for x in again:
+            if x not in self.present:
+                self._make_again(x)
+        local: dict[str, int] = {}
+        for ran in part.ran:
+            self._seen(ran.statement, "backward", ran.peak)
+            for x in ran.new:
+                if self.uses[x]:
+                    self._there(x)
+            for name, storage in ran.outputs.items():
+                self.heap.hold(storage)
+                local[name] = storage
+            for name in ran.statement.frees:
+                if name in local:
+                    self.heap.hold(local.pop(name), -1)
+        for storage in local.values():
+            self.heap.hold(storage, -1)
+        for x in again:
+            self._used(x)
 
     def _passed(self, ran: _Ran) -> None:
         outcome = ran.outcome
@@ -361,27 +392,3 @@ class _Simulation:
         self._seen(ran.statement, "backward", flat)
         for p, _ in present:
             self._give(p, self.heap.new(0))
-
-
-def _form_bytes(form: Form) -> int:
-    return math.prod(form.shape) * form.dtype.itemsize
-
-
-def _kept_gathered(program: Program) -> Iterator[tuple[str, str, int]]:
-    """(parameter, local name of its gathered copy, stage of ZeRO) of those that stay gathered."""
-    for s in program.statements:
-        if s.call.kwargs.get("zero"):
-            yield from ((program.values[o], o, s.call.kwargs["zero"]) for o in s.outputs)
-
-
-def _name(part: Statement) -> str:
-    """The value whose conversion it is, or the operation."""
-    return part.value if part.step is not None else part.node.name if part.node is not None else ""
-
-
-def _moment(s: Statement | None, phase: str) -> str:
-    if s is None:
-        return "the optimizer's step" if phase == "step" else phase
-    where = s.node.fqn if s.node is not None else ""
-    name = str(s.call.fn).removeprefix("aten.").removesuffix(".default")
-    return f"the {phase} of {name} in {where or '(root)'}"

@@ -1,8 +1,8 @@
-"""What a prefetch holds: buckets of parameters that are under way while the one before them is used."""
+"""Gathered parameters: buckets that are under way while the one before them is used, and those that stay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from autoshard.passes.ir.program import Program, Statement
@@ -35,3 +35,10 @@ def under_way(program: Program, again: Set[str], size: Callable[[Statement], flo
 def _last(sizes: Sequence[float | None], depth: int) -> float:
     known = [n for n in sizes if n is not None]
     return sum(known[-depth:]) if depth else 0.0
+
+
+def kept_gathered(program: Program) -> Iterator[tuple[str, str, int]]:
+    """(parameter, local name of its gathered copy, stage of ZeRO) of those that stay gathered."""
+    for s in program.statements:
+        if s.call.kwargs.get("zero"):
+            yield from ((program.values[o], o, s.call.kwargs["zero"]) for o in s.outputs)

@@ -62,9 +62,22 @@ class _Cut:
         return stages
 
     def _made_in(self, value: str) -> int:
-        """The stage that returns a value: the one that makes it; the last, where any can."""
+        """The stage that returns a value: the one that makes it, or the first to read an input; the last, where any can."""
         node = self.graph.producers.get(value)
-        return self.last if node is None or node.name in self.floating else self.home[node.name]
+        if node is not None:
+            return self.last if node.name in self.floating else self.home[node.name]
+        return min(self._readers(value), default=self.last)
+
+    def _readers(self, value: str) -> set[int]:
+        """The stages that compute with a value, or with what they make of it for themselves."""
+        found, wanted = set[int](), [value]
+        while wanted:
+            for node in self.graph.uses[wanted.pop()]:
+                if node.name in self.floating:
+                    wanted += node.outputs
+                else:
+                    found.add(self.home[node.name])
+        return found
 
     def _written_in(self, value: str) -> int:
         node = self.graph.producers.get(value)
@@ -143,7 +156,7 @@ class _Cut:
     def _check_buffers(self, stages: Stages) -> None:
         """What is written, a buffer or an input, is read in one stage: others would not see what it becomes."""
         for fqn in self.graph.mutations:
-            homes = [s.number for s in stages.each if any(i.fqn == fqn for i in s.graph.inputs)]
+            homes = [s.number for s in stages.each if any(i.fqn == fqn and s.reads(i.name) for i in s.graph.inputs)]
             if len(homes) > 1:
                 raise PlanError(
                     f"stages: {fqn!r} is written by the forward, and read in stages {', '.join(map(str, homes))}. "

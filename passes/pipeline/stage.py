@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.graph import Graph, Ref
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class Stage:
         """Names of the user's inputs that it reads."""
         received = frozenset(self.received)
         return tuple(i.name for i in self.graph.inputs if i.kind == "input" and i.name not in received)
+
+    def reads(self, name: str) -> bool:
+        """Whether it reads the data of an input: some are given for their shapes, which open lengths are read from."""
+        returned = (*(o.name for o in self.graph.outputs if isinstance(o, Ref)), *self.graph.mutations.values())
+        return bool(self.graph.uses[name]) or name in returned
 
     @property
     def held(self) -> tuple[str, ...]:

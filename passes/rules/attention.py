@@ -203,7 +203,7 @@ def _is_fused(node: Node, types: Types) -> bool:
     query, key, value, *mask = (types[name] for name in node.inputs)
     if node.argument("dropout_p", 0.0) or any(m.grad for m in mask):
         return False
-    heads = node.argument("enable_gqa") or query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+    heads = key.shape[:-2] == value.shape[:-2] and (node.argument("enable_gqa") or query.shape[:-2] == key.shape[:-2])
     return len(query.shape) == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] and bool(heads)
 
 

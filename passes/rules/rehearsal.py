@@ -66,7 +66,8 @@ class Outcome:
     gradients: tuple[int | None, ...] = ()
     """per operand: bytes of its gradient; None where it gets none, -1 - n where it is the gradient of result n"""
     backward_peak: int = 0
-    """most bytes of new tensors at once in the backward, those of ``gradients`` included"""
+    """most bytes of new tensors at once in the backward, those of ``gradients`` included, less what it has freed by then of
+    what is kept for this statement alone"""
 
 
 def rehearsal_on(mesh: Mesh) -> Rehearsal:
@@ -127,7 +128,7 @@ class Rehearsal:
 
         results = tuple(None if x is None else Made(Form.of(x), number(x)) for x in made)
         keeps = tuple(dict.fromkeys(number(x) for x in kept))
-        old = _Storages([*given.values(), *kept, *(x for x in made if x is not None)])
+        old = _Storages([*given.values(), *(x for x in made if x is not None)], kept)
         del kept[:]
         gradients, backward_peak = _backward(made, list(given.values()), old)
         return Outcome(results, tuple(new), keeps, forward_peak, gradients, backward_peak)
@@ -173,7 +174,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """The kernel that devices choose: one that keeps no attention matrix, where it can be used."""
-    plain = len(query.shape) == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    plain = len(query.shape) == 4 and one_width and key.shape[-3] == value.shape[-3]
     if plain and not dropout_p and not (attn_mask is not None and attn_mask.requires_grad):
         mask = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
         flash = aten._scaled_dot_product_flash_attention_for_cpu
@@ -207,14 +209,20 @@ def _backward(
 
 
 class _Storages(TorchDispatchMode):
-    """Counts the bytes of storages that are new, other than those of ``known``, as they come and go."""
+    """Counts the bytes of storages that are new, other than those of ``known``, as they come and go.
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    ``kept``: those of them that are there at first, and not among ``known``, count as less when they go.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ignored: dict[int, StorageWeakRef] = {}
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
         self.ignore(known)
+        alone = {_storage(x): x.untyped_storage() for x in kept if _storage(x) not in self.ignored}
+        self.kept = [(StorageWeakRef(storage), storage.nbytes()) for storage in alone.values()]
+        self.ignored.update({key: ref for key, (ref, _) in zip(alone, self.kept, strict=True)})
 
     def ignore(self, known: Iterable[torch.Tensor]) -> None:
         """Do not count these. Weak references keep their addresses from being used again."""
@@ -228,7 +236,8 @@ class _Storages(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and _storage(x) not in self.ignored:
                 storage = x.untyped_storage()
                 self.alive[_storage(x)] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, sum(n for _, n in self.alive.values()))
+        gone = sum(n for ref, n in self.kept if ref.expired())
+        self.peak = max(self.peak, sum(n for _, n in self.alive.values()) - gone)
         return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -18,8 +18,11 @@ FORBIDDEN = 1e18
 class Best:
     """The best choice so far: allowed and within the limit if there is one, otherwise that which is nearest to it."""
 
-    def __init__(self, lives: Lives, choice: Choice) -> None:
-        self.lives, self.choice = lives, choice
+    def __init__(
+        self, lives: Lives, choice: Choice, better: Callable[[float, Choice], None] = lambda cost, choice: None
+    ) -> None:
+        """``better`` is told of every better choice within the limit."""
+        self.lives, self.choice, self.better = lives, choice, better
         self.used = lives.sums(lives.held(choice))
         self.forbidden, self.excess, self._cost = lives.judge(choice)
 
@@ -35,6 +38,7 @@ class Best:
             return False
         self.choice, (self.forbidden, self.excess, self._cost) = choice, found
         self.used = self.lives.sums(self.lives.held(choice))
+        self._tell()
         return True
 
     def change(self, part: Mapping[int, int]) -> bool:
@@ -52,7 +56,19 @@ class Best:
         if found >= (self.forbidden, self.excess, self._cost):
             return False
         self.choice, self.used, (self.forbidden, self.excess, self._cost) = tuple(choice), used, found
+        self._tell()
         return True
+
+    def _tell(self) -> None:
+        if math.isfinite(self.cost):
+            self.better(self.cost, self.choice)
+
+    @property
+    def broken(self) -> list[int]:
+        """Nodes of which a table forbids the choice, if there are some."""
+        lives, choice = self.lives, self.choice
+        pairs = [(i, j) for i, j, matrix in lives.network.matrices if math.isinf(matrix[choice[i], choice[j]])]
+        return sorted({node for pair in pairs for node in pair})
 
 
 def descend(lives: Lives, start: Choice, price: float, passes: int, deadline: float) -> Choice:

@@ -24,7 +24,7 @@ from autoshard.passes.search.tree import Cheaper, Leaf, Tree
 
 # Leaves of a neighbourhood's tree, its nodes at first, at least and at most, and by what it grows and shrinks.
 LEAVES = 12
-FIRST = 80.0
+FIRST = 20.0
 FEWEST = 8.0
 MOST = 2_000.0
 GROWTH = 1.1
@@ -60,15 +60,29 @@ class Neighbourhoods:
         kind = lives.count > 0 and self.tried % 4 == 3, self.tried % 2 == 1
         self.tried += 1
         size = self.sizes.setdefault(kind, FIRST)
-        if kind[0]:
+        if kind[0] and not self.best.forbidden:
             nodes = together(lives, self._row(), int(size), self.generator)
         else:
-            nodes = around(lives, int(self.generator.integers(len(lives.usage))), int(size), self.generator)
+            nodes = around(lives, self._seed(), int(size), self.generator)
         better, complete = self._improve(sorted(nodes), few=kind[1])
         slow = math.isfinite(self.deadline) and time.perf_counter() - begin > LONG
-        size = size * GROWTH if complete and not slow else size / GROWTH
+        if not complete or slow:
+            size /= GROWTH
+        elif not better:  # small ones are quick: while they better the choice there is no need of larger ones
+            size *= GROWTH
         self.sizes[kind] = min(max(size, FEWEST), MOST, len(lives.usage))
         return better
+
+    def _seed(self) -> int:
+        """A node whose choice is forbidden, while there is one; then one that lives while too much is held."""
+        lives = self.best.lives
+        among: Sequence[int] = range(len(lives.usage))
+        if self.best.forbidden:
+            among = self.best.broken or among
+        elif self.best.excess:
+            row = self._row()
+            among = np.flatnonzero((lives.first <= row) & (row < lives.last)).tolist()
+        return among[int(self.generator.integers(len(among)))]
 
     def _row(self) -> int:
         if self.best.excess:

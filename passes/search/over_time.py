@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,13 +27,18 @@ from autoshard.passes.search.tree import Cheaper, Leaf, Tree
 
 GAP = 1e-9
 # The part of the time that is left for what is under way when it is up, and for the answer; the parts after which
-# beaten strategies are no longer looked for, and the first descent, the prices and the few strategies end.
+# beaten strategies are no longer looked for, and the first descent, its repair, the prices and the few strategies end.
 RESERVE = 0.05
 BEATEN = 0.1
 DESCENT = 0.2
+REPAIR = 0.35
 PRICES = 0.4
 FEW = 0.5
+# The part that the few strategies take where a choice is known.
+BRIEFLY = 0.25
 PASSES = 40
+# Neighbourhoods that repair the first choice.
+REPAIRS = 200
 # Steps of the prices; strategies of a node that are tried first, the best by score, and leaves of their tree.
 STEPS = 40
 STRATEGIES = 12
@@ -46,22 +51,35 @@ NEIGHBOURHOODS = 60
 SHARE = 0.35
 
 
-def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float) -> Solution:
-    """The best choice found in ``limit`` seconds. PlanError: none is within the memory's limit, or none was found."""
+Better = Callable[[float, Callable[[], Choice]], None]
+"""is told of a better choice: (its cost, what gives it)"""
+
+
+def quietly(cost: float, choice: Callable[[], Choice]) -> None:
+    """Tell nobody."""
+
+
+def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float, better: Better = quietly) -> Solution:
+    """The best choice found in ``limit`` seconds; ``better`` is told of what is found meanwhile.
+
+    PlanError: none is within the memory's limit, or none was found.
+    """
     begin = time.perf_counter()
     limit *= 1 - RESERVE
     _least(given)
     lives, numbers = _reduced(given, begin, limit)
-    best = Best(lives, _least(lives))
+    best = Best(lives, _least(lives), lambda cost, choice: better(cost, lambda: _original(choice, numbers)))
     unit = _unit(lives)
     best.offer(descend(lives, best.choice, unit, PASSES, begin + DESCENT * limit))
     deadline = begin + limit
+    _repair(best, cheaper, begin + REPAIR * limit)
     try:
         found = priced(best, math.ceil(STEPS * effort), unit, begin + PRICES * limit)
     except PlanError:
         raise PlanError(_forbidden(given)) from None
     run = _Run(best, cheaper, found, deadline)
-    run.few(found, begin + FEW * limit)
+    known = math.isfinite(best.cost)
+    run.few(found, time.perf_counter() + BRIEFLY * limit if known else begin + FEW * limit)
     if math.isinf(limit):
         run.leaves(math.ceil(max(LEAVES, min(ENTRIES / run.entries, ENTRIES)) * effort))
     run.alternate(math.ceil(NEIGHBOURHOODS * effort) if math.isinf(limit) else 10**9, unit)
@@ -71,6 +89,14 @@ def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float)
     cost = given.network.cost(choice)
     stats = {"rows": lives.count, "leaves": run.tree.looked, "neighbourhoods": run.near.tried, "seconds": run.seconds}
     return Solution(choice, cost, cost if run.closed else min(run.tree.bound, cost), run.closed, stats)
+
+
+def _repair(best: Best, cheaper: Cheaper, deadline: float) -> None:
+    """Neighbourhoods of what is forbidden, or too much, until nothing is."""
+    nodes = best.lives.network.nodes
+    near = Neighbourhoods(best, cheaper, deadline, [best.choice], nodes, [0.0] * len(nodes))
+    while math.isinf(best.cost) and near.tried < REPAIRS and time.perf_counter() < deadline:
+        near.step()
 
 
 def _reduced(given: Lives, begin: float, limit: float) -> tuple[Lives, list[Classes]]:
@@ -104,6 +130,8 @@ class _Run:
         self.near = Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights)
         self.entries = max(sum(matrix.size for *_, matrix in lives.network.matrices), 1)
         self.seconds = {"few": 0.0, "tree": 0.0, "neighbourhoods": 0.0}
+        self.leaf = 0.0
+        """seconds of the longest leaf"""
 
     @property
     def closed(self) -> bool:
@@ -123,7 +151,9 @@ class _Run:
             parts[node] = np.intersect1d(likely, self.domains.kept[node])
         domains = self.domains.narrowed(self.best.lives, parts, deadline)
         if domains is not None:
-            tree = Tree(self.best.lives, self.cheaper, deadline, self.best.cost)
+            tree = Tree(
+                self.best.lives, self.cheaper, deadline, math.inf
+            )  # a first choice is a poor measure of what is dear
             tree.put(Leaf(found.bound, domains, found.prices))
             for trial in itertools.count():
                 if not tree.open or time.perf_counter() > deadline or (trial >= TRIALS and tree.choice is not None):
@@ -135,16 +165,19 @@ class _Run:
 
     def look(self, tree: Tree) -> None:
         """At one leaf."""
-        tree.upper = min(tree.upper, self.best.cost)
+        begin = time.perf_counter()
         tree.search(1)
         if tree.latest is not None:
             self.near.seen.append(tree.latest)
+            self.best.offer(tree.latest)
         if tree.choice is not None:
             self.best.offer(tree.choice)
+        self.leaf = max(self.leaf, time.perf_counter() - begin)
 
     def leaves(self, most: int) -> None:
         begin = time.perf_counter()
         while self.tree.open and not self.closed and not self.late and self.tree.looked < most:
+            self.tree.upper = min(self.tree.upper, self.best.cost)
             self.look(self.tree)
         self.seconds["tree"] += time.perf_counter() - begin
 
@@ -153,7 +186,8 @@ class _Run:
         spent = self.seconds
         while not self.closed and not self.late and self.near.tried < most:
             if math.isfinite(self.deadline):
-                turn = spent["tree"] <= SHARE * (spent["tree"] + spent["neighbourhoods"])
+                next_one = spent["tree"] + self.leaf
+                turn = next_one <= SHARE * (next_one + spent["neighbourhoods"])
             else:
                 turn = self.tree.looked <= SHARE * (self.tree.looked + self.near.tried)
             if turn and self.tree.open:

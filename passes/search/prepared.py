@@ -15,7 +15,7 @@ from autoshard.errors import PlanError
 from autoshard.passes.search.alike import Tied, tie
 from autoshard.passes.search.lives import Lives
 from autoshard.passes.search.network import FULL, Array, CostNetwork, Effort, Memory, Row, Solution
-from autoshard.passes.search.over_time import solve_over_time
+from autoshard.passes.search.over_time import Better, quietly, solve_over_time
 from autoshard.passes.search.prices import Reduced
 from autoshard.passes.search.solver import cheaper, plainly, relaxed
 from autoshard.passes.search.stacked import Stacked, Stacks, stack_rows
@@ -34,6 +34,7 @@ def solve(
     time_limit: float | None = None,
     alike: Sequence[Hashable | None] | None = None,
     prices: Sequence[float] | None = None,
+    better: Better = quietly,
 ) -> Solution:
     """The cheapest strategy per node; ties go to the lowest index.
 
@@ -42,7 +43,8 @@ def solve(
     rows bind: the same work, and so the same choice, in every run. ``time_limit``: seconds after which the best choice so
     far is returned, with ``exact=False`` and a valid lower bound. ``alike``: a label per node, equal for those of equal
     layers that should choose alike where the network is large; None: unlike all others. ``prices``: of the rows, where the
-    search for the best begins. Costs are rounded to 2^-50 of the sum of the tables'
+    search for the best begins. ``better``: told of every better choice under a ``memory`` with lives.
+    Costs are rounded to 2^-50 of the sum of the tables'
     ranges, so that float64 sums are exact and do not depend on their order: forbid with ``inf``, not with a huge number.
     Raises PlanError when no choice is feasible, with the least usage found.
     """
@@ -50,7 +52,7 @@ def solve(
     if memory is not None and memory.intervals is not None:
         lives = Lives.of(network, memory)
         if lives.count:
-            return solve_over_time(lives, cheaper, limit - (time.perf_counter() - begin), effort)
+            return solve_over_time(lives, cheaper, limit - (time.perf_counter() - begin), effort, better)
         return plainly(network, time.perf_counter() + limit)
     if memory is not None:
         rows = [*rows, Row(memory.usage, (None,) * len(network.edges), memory.limit)]

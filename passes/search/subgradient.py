@@ -20,10 +20,11 @@ from autoshard.passes.search.network import Array
 from autoshard.passes.search.stacked import Choice
 from autoshard.passes.search.tables import Tables
 
-# Sweeps before the first step; how far above the bound a step aims at most; the share of the last choice in the mean that
-# gives the direction; what the mean decides of a step's length; by how much of itself the bound may fall before the prices
-# go back to the best; after so many steps a descent.
+# Sweeps before the first step, and the part of the time for them; how far above the bound a step aims at most; the share of
+# the last choice in the mean that gives the direction; what the mean decides of a step's length; by how much of itself the
+# bound may fall before the prices go back to the best; after so many steps a descent.
 FIRST_SWEEPS = 30
+FIRST = 0.2
 AHEAD = 0.2
 MEAN = 0.2
 LENGTH = 0.05
@@ -51,8 +52,10 @@ def priced(best: Best, steps: int, unit: float, deadline: float) -> Priced:
     dual = Dual(Eliminator.of(lives.network, Tables()))
     prices = at_best = mean = np.zeros(lives.count)
     bound, ahead, seen = -math.inf, AHEAD, [best.choice]
+    now = time.perf_counter()
+    first = now + FIRST * (deadline - now)
     for step in range(steps):
-        _sweep(dual, FIRST_SWEEPS if step == 0 else 2, best.cost, deadline)
+        _sweep(dual, FIRST_SWEEPS if step == 0 else 2, best.cost, first if step == 0 else deadline)
         if dual.bound > bound:
             bound, at_best, ahead = dual.bound, prices, min(ahead * 1.2, AHEAD)
         else:

@@ -16,6 +16,7 @@ from microbatch_cases import TOLERANCE, far, loss_of
 from pipeline_cases import CASES
 from pipeline_steps import made
 from safetensors.torch import load_file
+from stage_caches import caches_stay
 from test_real_models import build
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -206,6 +207,10 @@ def gradients_of_inputs_in_parts() -> None:
         sharded(given).backward()
         assert given.grad is not None
         assert far(given.grad.full_tensor(), own.grad) <= TOLERANCE
+        with pytest.MonkeyPatch.context() as patch:  # captures see large ones without data; steps do not
+            patch.setattr("autoshard.module.inputs._LARGE", 8)
+            sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), **wishes)
+            assert far(sharded(given.detach()).detach(), model(x).detach()) <= TOLERANCE
 
 
 class Mean(nn.Module):
@@ -231,6 +236,7 @@ if __name__ == "__main__":
         "local_inputs": local_inputs,
         "saved": saved,
         "generates": generates,
+        "caches_stay": lambda: caches_stay(MESHES[dist.get_world_size()], pytest.MonkeyPatch()),
         "in_flight": in_flight,
         "gradients_of_inputs_in_parts": gradients_of_inputs_in_parts,
     }

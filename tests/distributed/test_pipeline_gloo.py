@@ -20,6 +20,7 @@ FAST = {
     "any_lengths",
     "interleaved_without_gradients",
     "one_verdict",
+    "caches_stay",
 }
 OWN = (
     "resumed_elsewhere",
@@ -27,6 +28,7 @@ OWN = (
     "local_inputs",
     "saved",
     "generates",
+    "caches_stay",
     "in_flight",
     "t5",
     "whisper",

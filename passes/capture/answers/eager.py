@@ -1,31 +1,108 @@
-"""Whether the model is being compiled or exported: no. Libraries have other programs for tracers, which round otherwise."""
+"""What a forward asks of torch: answered as in eager, where a trace has other modes and flags.
+
+Is it compiled or exported? No: libraries have other programs for tracers, which round otherwise.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
 
 import torch
+from torch._dynamo import external_utils
 
-from autoshard.frames import is_ours
-from autoshard.passes.capture.observer import Observer, Patch, replacing
+from autoshard.frames import is_ours, is_torchs, is_users
+from autoshard.passes.capture.observer import Observer, Patch
+
+inference: ContextVar[bool] = ContextVar("inference", default=False)
+"""whether the code that is traced runs in inference mode; no trace does"""
+
+_TRACED = (
+    *((torch.compiler, name) for name in ("is_compiling", "is_exporting", "is_dynamo_compiling")),
+    *((owner, "is_compiling") for owner in (torch._utils, torch._dynamo, external_utils)),
+)
+_MODES = (
+    (torch.backends.cudnn, torch._C, "_get_cudnn_enabled"),
+    (torch.backends.mkldnn, torch._C, "_get_mkldnn_enabled"),
+    (None, torch._C, "_get_nnpack_enabled"),
+    *((None, owner, "is_autocast_cache_enabled") for owner in (torch, torch._C)),
+)
+"""what an export turns off: the module with the attribute ``enabled`` that says so too, and the question"""
+
+
+@contextlib.contextmanager
+def as_called(in_inference: bool) -> Iterator[None]:
+    """Inside, nothing made is an inference tensor; forwards that are traced hear that they are in that mode, or not."""
+    token = inference.set(in_inference)
+    try:
+        with torch.inference_mode(False):
+            yield
+    finally:
+        inference.reset(token)
 
 
 class AsInEager(Observer):
-    """While in place, code outside of torch that asks hears no. ``asked``: whether anyone did."""
+    """While in place, code outside of torch hears what eager says. ``asked``: whether anyone did if it is compiled."""
 
     asked = False
+    answers = True
+    """whether those who ask if it is compiled hear no"""
 
     def patches(self) -> Iterable[Patch]:
-        for name in ("is_compiling", "is_exporting", "is_dynamo_compiling"):
-            yield replacing(torch.compiler, name, self._answer)
+        replaced = {getattr(torch.compiler, name): self._no(getattr(torch.compiler, name)) for _, name in _TRACED}
+        for owner, name in _TRACED:
+            yield owner, name, replaced.setdefault(getattr(owner, name), self._no(getattr(owner, name)))
+        for owner in (torch, torch._C):
+            original = owner.is_inference_mode_enabled
+            replaced[original] = _answering(original, inference.get)
+            yield owner, "is_inference_mode_enabled", replaced[original]
+        for module, owner, name in _MODES:
+            original, now = getattr(owner, name), getattr(owner, name)()
+            replaced[original] = _answering(original, partial(bool, now))
+            yield owner, name, replaced[original]
+            if module is not None:
+                yield type(module), "enabled", _Flag(vars(type(module))["enabled"], now)
+        yield from _imported(replaced)
 
-    def _answer(self, original: Callable[[], bool]) -> Callable[[], bool]:
+    def _no(self, original: Callable[[], bool]) -> Callable[[], bool]:
         def no() -> bool:
             asker = sys._getframe(1)
-            if asker.f_globals.get("__name__", "").partition(".")[0] == "torch":
+            if is_torchs(asker) or not self.answers:
                 return original()
             self.asked = self.asked or not is_ours(asker.f_code.co_filename)
             return False
 
         return no
+
+
+def _answering(original: Callable[[], bool], answer: Callable[[], bool]) -> Callable[[], bool]:
+    return lambda: original() if is_torchs(sys._getframe(1)) else answer()
+
+
+class _Flag:
+    """An attribute of a torch module that says ``now`` to others."""
+
+    def __init__(self, original: Any, now: bool) -> None:
+        self.original, self.now = original, now
+
+    def __get__(self, module: Any, kind: Any) -> Any:
+        return self.original.__get__(module, kind) if is_torchs(sys._getframe(1)) else self.now
+
+    def __set__(self, module: Any, value: Any) -> None:
+        self.original.__set__(module, value)
+
+
+def _imported(replaced: dict[Any, Any]) -> Iterator[Patch]:
+    """The same for names that the user's modules have imported."""
+    by_id = {id(original): new for original, new in replaced.items()}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if module.__name__ != "__main__" and not is_users(file):
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in by_id:
+                yield module, name, by_id[id(value)]

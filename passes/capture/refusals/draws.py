@@ -6,15 +6,21 @@ Layer dropout draws a number for every layer and compares it with a rate that is
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from types import CellType, FunctionType, ModuleType
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
+from torch import nn
 
 from autoshard.errors import CaptureError
-from autoshard.passes.capture.observer import Observer, Patch, Refusals
+from autoshard.frames import is_users
+from autoshard.passes.capture.observer import Observer, Patch, Refusals, replacing
 
 UNIFORM = (
     (random, "random", "Python's random"), (random, "uniform", "Python's random"),
@@ -32,6 +38,8 @@ class Draws(Observer):
     def patches(self) -> Iterable[Patch]:
         for module, name, generator in UNIFORM:
             yield module, name, _drawing(getattr(module, name), generator, self.refuse)
+        yield replacing(np.random, "default_rng", lambda make: _seeded(make, 0, "a numpy", self.refuse))
+        yield replacing(random.Random, "__init__", lambda init: _seeded(init, 1, "a Python", self.refuse))
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -44,6 +52,77 @@ class Draws(Observer):
                     raise CaptureError(_message(name))
         finally:
             _restore(before)
+
+
+@contextlib.contextmanager
+def none_drawn(model: nn.Module) -> Iterator[None]:
+    """Raise where a generator of the model's own, or of the code that it runs, advances inside; it is put back."""
+    before = [(name, x, own, own.read(x)) for name, x, own in _generators(model)]
+    drawn: list[str] = []
+    try:
+        yield
+    finally:
+        for name, x, own, state in before:
+            if pickle.dumps(own.read(x)) != pickle.dumps(state):
+                drawn.append(name)
+                own.write(x, state)
+    if drawn:
+        raise CaptureError(_message(drawn[0]))
+
+
+class _Own(NamedTuple):
+    """How the state of a generator is read and written."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None]
+
+
+_OWN = {
+    random.Random: _Own(random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: _Own(np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.random.Generator: _Own(
+        lambda x: copy.deepcopy(x.bit_generator.state), lambda x, state: setattr(x.bit_generator, "state", state)
+    ),
+}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), random.SystemRandom)
+_REACHED = 10_000
+"""objects among which generators are looked for"""
+
+
+def _own(x: Any) -> _Own | None:
+    return next((own for kind, own in _OWN.items() if isinstance(x, kind)), None)
+
+
+def _generators(model: nn.Module) -> Iterator[tuple[str, Any, _Own]]:
+    """Those in attributes of the model, globals and closures of its code: what has it, the generator, and how it is read."""
+    seen = {id(random._inst), id(np.random.mtrand._rand)}
+    todo: list[tuple[str, Any]] = [(f"{type(m).__name__}'s own", x) for m in model.modules() for x in vars(m).values()]
+    for kind in {type(m) for m in model.modules()}:
+        if not kind.__module__.startswith("torch."):
+            todo += [(f"{kind.__name__}'s own", f) for f in vars(kind).values()]
+    while todo and len(seen) < _REACHED:
+        where, x = todo.pop()
+        if id(x) in seen or isinstance(x, (torch.Tensor, nn.Module, type, *_PLAIN)):
+            continue
+        seen.add(id(x))
+        if (own := _own(x)) is not None:
+            yield where, x, own
+        elif isinstance(x, FunctionType):
+            todo += [(where, cell.cell_contents) for cell in x.__closure__ or () if _is_filled(cell)]
+            todo += [(where, value) for value in x.__globals__.values() if _own(value) is not None]
+        elif isinstance(x, dict):
+            todo += [(where, value) for value in x.values()]
+        elif isinstance(x, list | tuple | set):
+            todo += [(where, value) for value in x]
+        elif isinstance(held := getattr(x, "__dict__", None), dict) and not isinstance(x, ModuleType):
+            todo += [(where, value) for value in held.values()]
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # nothing is in it yet
+        return False
 
 
 def _message(generator: str) -> str:
@@ -60,6 +139,17 @@ def _drawing(original: Callable[..., Any], generator: str, refuse: Refusals) -> 
         return original(*args, **kwargs)
 
     return draw
+
+
+def _seeded(make: Callable[..., Any], seed: int, generator: str, refuse: Refusals) -> Callable[..., Any]:
+    """``make``, refused where the forward makes a generator without a seed, its argument of this number."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if (*args[seed:], *kwargs.values(), None)[0] is None and is_users(sys._getframe(1).f_code.co_filename):
+            raise refuse(_message(generator))
+        return make(*args, **kwargs)
+
+    return made
 
 
 def _states() -> tuple[Any, Any, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from autoshard.passes.capture.answers.eager import inference
 from autoshard.passes.capture.exported.provenance import NO_GRAD, marking
 from autoshard.passes.capture.observer import Observer, Patch, replacing
 
@@ -22,9 +22,11 @@ class NoGrad(Observer):
 
 
 def _enter(self: Any) -> None:
-    self._traced_as = torch.no_grad() if self.mode else contextlib.nullcontext()
-    self._traced_as.__enter__()
+    self._traced_as = torch.set_grad_enabled(not self.mode), inference.set(self.mode)
+    self._traced_as[0].__enter__()
 
 
 def _exit(self: Any, *error: Any) -> None:
-    self._traced_as.__exit__(*error)
+    grad, token = self._traced_as
+    grad.__exit__(*error)
+    inference.reset(token)

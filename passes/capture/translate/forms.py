@@ -8,6 +8,7 @@ from autoshard.passes.capture.translate.fused import fused
 from autoshard.passes.capture.translate.masks import by_position
 from autoshard.passes.capture.translate.mixtures import as_mixtures
 from autoshard.passes.capture.translate.products import unflattened
+from autoshard.passes.capture.translate.spelled import put_together
 from autoshard.passes.capture.translate.tiles import tiled
 from autoshard.passes.capture.translate.widths import one_width
 from autoshard.passes.ir.graph import Graph
@@ -16,6 +17,17 @@ from autoshard.passes.ir.graph import Graph
 def in_forms(graph: Graph) -> Graph:
     """``graph`` with masks by position, products of what was not flattened, experts, splits and their parts, attention of
     one width; nothing dead."""
-    for form in (remove_dead, by_position, unflattened, remove_dead, as_mixtures, tiled, fused, one_width, fan_out):
+    for form in (
+        remove_dead,
+        put_together,
+        by_position,
+        unflattened,
+        remove_dead,
+        as_mixtures,
+        tiled,
+        fused,
+        one_width,
+        fan_out,
+    ):
         graph = form(graph)
     return graph

@@ -61,6 +61,8 @@ def _repeated(heads: Ref, graph: Graph) -> Ref | None:
     chain = [heads]
     for op in (aten.reshape.default, aten.expand.default, aten.unsqueeze.default):
         producer = graph.producers.get(chain[-1].name)
+        if producer is not None and producer.op is aten.clone.default:
+            producer = graph.producers.get(producer.inputs[0])
         if producer is None or producer.op is not op:
             return None
         chain.append(producer.args[0])
@@ -80,7 +82,7 @@ def _changed(node: Node, graph: Graph, positions: Positions) -> list[Node]:
         return biased
     bands, rest = list[Band](), list[Ref]()
     for part in _parts(mask, graph):
-        band = _band(part, lengths, graph, positions)
+        band = band_of_mask(part, lengths, graph, positions)
         bands.append(ALL if band is None else band)
         if band is None:
             rest.append(part)
@@ -88,7 +90,7 @@ def _changed(node: Node, graph: Graph, positions: Positions) -> list[Node]:
     if len(rest) == 1 and (packed := _packed(rest[0], node, graph, positions)) is not None:
         documents, band = packed
         bands.append(band)
-    band = _within(bands)
+    band = within(bands)
     if rest and documents is None and (band == ALL or graph.types[mask.name].grad):
         return [node]
     left = None if not rest else rest[0] if len(rest) == 1 else mask
@@ -126,15 +128,15 @@ def _by_distance(
     bands, slopes = list[Band | None](), list[Sloped]()
     for part in added(mask, graph, positions):
         if isinstance(part, Hidden):
-            bands.append(_hidden(part, lengths, dtype, positions))
+            bands.append(hidden_band(part, lengths, dtype, positions))
         elif (found := sloped(part, graph, positions)) is not None:
             slopes.append(found)
         else:
-            bands.append(_band(part, lengths, graph, positions))
+            bands.append(band_of_mask(part, lengths, graph, positions))
     known = [band for band in bands if band is not None]
     if len(slopes) != 1 or len(known) < len(bands):
         return None
-    (found,), band = slopes, _within(known)
+    (found,), band = slopes, within(known)
     heads = query[1]
     if (found.causal and (band.after is None or band.after > 0)) or graph.types[found.slopes.name].numel != heads:
         return None
@@ -152,7 +154,7 @@ def _by_distance(
     return [*made, _banded(node, Ref(made[-1].name), band, sloped=True)]
 
 
-def _hidden(part: Hidden, lengths: tuple[int, int], dtype: torch.dtype, positions: Positions) -> Band | None:
+def hidden_band(part: Hidden, lengths: tuple[int, int], dtype: torch.dtype, positions: Positions) -> Band | None:
     """What a condition leaves to be seen, if it is of positions and hides the others."""
     known = positions(part.condition)
     if known is None or _shows(part.value, dtype) is not False:  # in the place of slopes, and seen
@@ -175,7 +177,7 @@ def _packed(part: Ref, node: Node, graph: Graph, positions: Positions) -> tuple[
         producer = graph.producers.get(inside.name)
     bands, found = list[Band](), list[Ref]()
     for one in _parts(inside, graph):
-        band = _band(one, (query[-2], graph.shape(node.inputs[1])[-2]), graph, positions)
+        band = band_of_mask(one, (query[-2], graph.shape(node.inputs[1])[-2]), graph, positions)
         documents = documents_of(one, graph) if band is None else None
         if band is None and documents is None:
             return None
@@ -186,7 +188,7 @@ def _packed(part: Ref, node: Node, graph: Graph, positions: Positions) -> tuple[
         return None
     *batch, _ = graph.shape(found[0])
     of_batch = tuple(lead) == (*batch, 1) if batch else all(n == 1 for n in lead)
-    return (found[0], _within(bands)) if of_batch else None
+    return (found[0], within(bands)) if of_batch else None
 
 
 def _numbered(node: Node, documents: Ref, graph: Graph) -> list[Node]:
@@ -212,7 +214,7 @@ def _parts(mask: Ref, graph: Graph) -> Iterator[Ref]:
         yield from _parts(operand, graph)
 
 
-def _band(part: Ref, lengths: tuple[int, int], graph: Graph, positions: Positions) -> Band | None:
+def band_of_mask(part: Ref, lengths: tuple[int, int], graph: Graph, positions: Positions) -> Band | None:
     """The band of keys around a query that a mask shows; None where it says something else."""
     return _band_of(positions(part), lengths, graph.types[part.name].dtype)
 
@@ -254,7 +256,7 @@ def _is_certain(known: Stripes, band: Band, lengths: tuple[int, int], dtype: tor
     return (band.after is None or band.after >= 0) and (band.before is None or queries - 1 - band.before < keys)
 
 
-def _within(bands: list[Band]) -> Band:
+def within(bands: list[Band]) -> Band:
     """What lies in all of them."""
     before = [b.before for b in bands if b.before is not None]
     after = [b.after for b in bands if b.after is not None]

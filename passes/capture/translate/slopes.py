@@ -18,8 +18,9 @@ from autoshard.passes.ir.graph import Graph, Node, Ref
 aten = torch.ops.aten
 
 _VIEWS = frozenset(
-    {aten.unsqueeze.default, aten.reshape.default, aten.expand.default, aten.clone.default, aten._to_copy.default}
-)
+    {aten.unsqueeze.default, aten.squeeze.dim, aten.reshape.default, aten.expand.default, aten.clone.default,
+     aten._to_copy.default}
+)  # fmt: skip
 _FILLS = {
     aten.masked_fill.Scalar: (0, 1, False),
     aten.where.ScalarOther: (1, 0, True),
@@ -52,13 +53,11 @@ def added(mask: Ref, graph: Graph, positions: Positions) -> Iterator[Ref | Hidde
         for operand in node.args:
             yield from added(operand, graph, positions)
         return
-    if node is not None and node.op in _FILLS:
-        kept, condition, shows = _FILLS[node.op]
-        number = positions(node.args[2])
-        if isinstance(number, Linear) and number.is_constant and isinstance(node.args[kept], Ref):
-            yield Hidden(node.args[condition], shows, float(number.start))
-            yield from added(node.args[kept], graph, positions)
-            return
+    if node is not None and (found := filled(node, positions)) is not None:
+        kept, hidden = found
+        yield hidden
+        yield from added(kept, graph, positions)
+        return
     if node is not None and node.op in _VIEWS and positions(mask) is None:
         plain = graph.types[node.args[0].name].dtype.is_floating_point
         if plain and _keeps_places(node, graph) and graph.shape(node.args[0])[-2:] == graph.shape(mask)[-2:]:
@@ -67,9 +66,21 @@ def added(mask: Ref, graph: Graph, positions: Positions) -> Iterator[Ref | Hidde
     yield mask
 
 
+def filled(node: Node, positions: Positions) -> tuple[Ref, Hidden] | None:
+    """What a number replaces in some places, and where."""
+    if node.op not in _FILLS:
+        return None
+    kept, condition, shows = _FILLS[node.op]
+    number = positions(node.args[2])
+    if not isinstance(number, Linear) or not number.is_constant or not isinstance(node.args[kept], Ref):
+        return None
+    return node.args[kept], Hidden(node.args[condition], shows, float(number.start))
+
+
 def sloped(value: Ref, graph: Graph, positions: Positions) -> Sloped | None:
     """``value`` [..., keys] as slopes times positions, if it is that."""
-    found = _product(value, graph.shape(value)[-1], graph, positions)
+    keys = graph.shape(value)[-1:]
+    found = _product(value, keys[0], graph, positions) if keys else None
     return None if found is None or found[0] is None or not found[1] else Sloped(found[0], found[1], found[2])
 
 
@@ -85,10 +96,17 @@ def _product(value: Ref, keys: int, graph: Graph, positions: Positions) -> Produ
         return None
     if node.op in _VIEWS:
         inner = _product(node.args[0], keys, graph, positions)
-        return inner if inner is None or inner[0] is None or _keeps_places(node, graph) else None
+        exact = inner is None or inner[0] is None or (_keeps_places(node, graph) and not _widens(node, graph))
+        return inner if exact else None
     if node.op is aten.neg.default:
         inner = _product(node.args[0], keys, graph, positions)
         return inner and (inner[0], -inner[1], inner[2])
+    if node.op is aten.slice.Tensor:
+        before, after = graph.shape(node.args[0]), graph.shape(value)
+        if before[:-1] != after[:-1] or node.argument("step") != 1:
+            return None
+        inner = _product(node.args[0], before[-1], graph, positions)
+        return None if inner is None or inner[2] else inner
     if node.op is aten.abs.default:
         return _distance(positions(node.args[0]))
     if node.op is not aten.mul.Tensor:
@@ -110,6 +128,12 @@ def _keeps_places(node: Node, graph: Graph) -> bool:
     if node.op is aten.expand.default:
         before = tuple(new if old == 1 else old for old, new in zip(before, after, strict=True))
     return before == after and graph.types[node.outputs[0]].dtype.is_floating_point
+
+
+def _widens(node: Node, graph: Graph) -> bool:
+    """Whether a product was rounded to a narrower type before."""
+    before, after = (graph.types[name].dtype for name in (node.inputs[0], node.outputs[0]))
+    return before.itemsize < after.itemsize
 
 
 def _is_of_heads(slopes: Ref, graph: Graph) -> bool:

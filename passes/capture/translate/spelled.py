@@ -1,0 +1,259 @@
+"""Attention that a model spells out, as products around a softmax, put together as one operation.
+
+Then nothing of queries × keys need be kept, and heads, rings and masks by position are as for any attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from autoshard.passes.capture.translate.canonical import remove_dead
+from autoshard.passes.capture.translate.masks import ATTENTION
+from autoshard.passes.capture.translate.patterns import letters
+from autoshard.passes.capture.translate.positions import Positions
+from autoshard.passes.capture.translate.scores import (
+    PRODUCTS,
+    Operand,
+    Scores,
+    Sight,
+    is_read_once,
+    keeps_matrix,
+    scores_of,
+    sight,
+)
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.rules.exact import SINGLE
+from autoshard.passes.rules.factors import broadcast_shape
+from autoshard.passes.rules.facts import is_random
+from autoshard.runtime.banded import banded_op
+
+aten = torch.ops.aten
+
+
+class Spelled(NamedTuple):
+    """The parts of an attention, with ``heads``: the batch and the heads of its dims [b, h, ..., ...]."""
+
+    scores: Scores
+    value: Operand
+    heads: tuple[int, int]
+    dropout: float
+    order: tuple[int, ...]
+    """the dims of the result in the order of [b, h, s, d]"""
+    weights: frozenset[str]
+    """what the softmax and what follows it made"""
+    seen: Sight
+
+
+def put_together(graph: Graph) -> Graph:
+    """``graph`` in which attention that is spelled out is :data:`ATTENTION`."""
+    positions, nodes, types, gone = Positions(graph), list[Node](), dict(graph.types), set[str]()
+    for node in graph.nodes:
+        found = _attention(node, graph, positions) if node.op in PRODUCTS else None
+        if found is None:
+            nodes.append(node)
+            continue
+        writer = _Writer(node, graph, types)
+        writer.attention(found)
+        nodes += writer.nodes
+        gone |= found.weights
+    if not gone:
+        return graph
+    return remove_dead(replace(graph, nodes=tuple(n for n in nodes if not gone.intersection(n.outputs)), types=types))
+
+
+def _attention(node: Node, graph: Graph, positions: Positions) -> Spelled | None:
+    """What ``node`` is the result of, if that is an attention."""
+    for weights, value, order in _weighted(node, graph):
+        found = _normalised(weights, node, graph)
+        scores = None if found is None else scores_of(found[0], graph, positions)
+        if found is None or scores is None:
+            continue
+        path, dropout = (*scores.path, *found[2]), found[1]
+        heads = _heads(scores, path, graph)
+        if heads is None or not _fits(scores, value, path, node, heads, graph):
+            continue
+        seen = sight(scores, graph, positions)
+        if seen is Sight.SURE or (seen is Sight.OPEN and not dropout):
+            return Spelled(scores, value, heads, dropout, order, frozenset(found[2]), seen)
+    return None
+
+
+def _weighted(node: Node, graph: Graph) -> Iterator[tuple[Ref, Operand, tuple[int, ...]]]:
+    """Weights [..., s, t] and values [..., t, d] of a product, and where its dims come from in [b, h, s, d]."""
+    if node.op in (aten.matmul.default, aten.bmm.default) and len({len(s) for s in graph.shapes(node.inputs)}) == 1:
+        yield node.args[0], Operand(node.args[1]), (0, 1, 2, 3)
+    if node.op is aten.einsum.default and len(node.args[1]) == 2:
+        for weights, value in (node.args[1], node.args[1][::-1]):
+            of_weights, of_value, result = letters(node, (weights, value))
+            if of_weights == "abcd" and sorted(of_value) == sorted("abde") and sorted(result) == sorted("abce"):
+                yield weights, Operand(value, tuple(map(of_value.index, "abde"))), tuple(map("abce".index, result))
+
+
+def _normalised(weights: Ref, end: Node, graph: Graph) -> tuple[Ref, float, tuple[str, ...]] | None:
+    """(scores, how many of the weights are dropped, the values behind the scores) of a softmax over the last dim."""
+    node, path, dropout = graph.producers.get(weights.name), list[str](), 0.0
+    while node is not None and is_read_once(node.outputs[0], graph) and node.checkpoint == end.checkpoint:
+        path.append(node.outputs[0])
+        if node.op is aten.softmax.int:
+            last = node.args[1] % len(graph.shape(node.args[0])) == len(graph.shape(node.args[0])) - 1
+            return (node.args[0], dropout, tuple(path)) if last else None
+        if node.op is aten.dropout.default and not dropout and not node.order and _draws_next(node, end, graph):
+            dropout = float(node.args[1])
+        elif node.op is not aten._to_copy.default and not (
+            node.op is aten.reshape.default and keeps_matrix(node, graph)
+        ):
+            return None
+        node = graph.producers.get(node.inputs[0])
+    return None
+
+
+def _draws_next(node: Node, end: Node, graph: Graph) -> bool:
+    """Whether nothing is drawn from ``node`` to ``end``."""
+    first, last = graph.nodes.index(node), graph.nodes.index(end)
+    return not any(is_random(n) for n in graph.nodes[first + 1 : last])
+
+
+def _heads(scores: Scores, path: tuple[str, ...], graph: Graph) -> tuple[int, int] | None:
+    """The batch and the heads: of scores, or, where these are flat throughout, of what the queries were flattened from."""
+    shapes = [graph.shape(name) for name in path]
+    producer = graph.producers.get(scores.query.value.name)
+    if producer is not None and producer.op is aten.reshape.default and keeps_matrix(producer, graph):
+        shapes.append(graph.shape(producer.args[0]))
+    for shape in shapes:
+        if len(shape) == 4:
+            return shape[0], shape[1]
+    return None
+
+
+def _fits(
+    scores: Scores, value: Operand, path: tuple[str, ...], node: Node, heads: tuple[int, int], graph: Graph
+) -> bool:
+    """Whether all is of one dtype, as wide as that or wider in between, and of the same batch and heads."""
+    operands = (scores.query, scores.key, value)
+    types = [graph.types[n] for n in (*(x.value.name for x in operands), *node.outputs)]
+    dtype = types[0].dtype
+    if not dtype.is_floating_point or any(t.dtype != dtype for t in types) or (graph.is_double and dtype in SINGLE):
+        return False
+    if any(torch.promote_types(graph.types[n].dtype, dtype) != graph.types[n].dtype for n in path):
+        return False
+    if any(graph.types[b.value.name].dtype != dtype or graph.types[b.value.name].grad for b in scores.added):
+        return False
+    if any(graph.producers[n].checkpoint != node.checkpoint for n in path):
+        return False
+    flat = TensorType(heads, dtype).numel
+    for x in operands:
+        shape = graph.shape(x.value)
+        lead = tuple(shape[i] for i in x.order[:-2]) if x.order else shape[:-2]
+        if lead not in (heads, (flat,)):
+            return False
+    return True
+
+
+class _Writer:
+    """Makes nodes in the place of one, and the types of what they make."""
+
+    def __init__(self, place: Node, graph: Graph, types: dict[str, TensorType]) -> None:
+        self.place, self.graph, self.types, self.nodes = place, graph, types, list[Node]()
+
+    def make(self, op: Any, *args: Any, shape: tuple[int, ...], last: bool = False, **kwargs: Any) -> Ref:
+        """A node; the ``last`` makes what ``place`` made."""
+        (out,) = self.place.outputs if last else (f"{self.place.name}_attention{len(self.nodes)}",)
+        node = replace(self.place, name=out, op=op, args=args, kwargs=kwargs, outputs=(out,), output_slots=(0,))
+        self.nodes.append(node)
+        if not last:
+            of = [self.types[name] for name in node.inputs]
+            self.types[out] = TensorType(shape, of[0].dtype, any(t.grad for t in of))
+        return Ref(out)
+
+    def attention(self, found: Spelled) -> None:
+        scores, heads = found.scores, found.heads
+        query, key, value = (self.in_heads(x, heads) for x in (scores.query, scores.key, found.value))
+        for op, factor in scores.factors:
+            query = self.make(op, query, factor, shape=self.types[query.name].shape)
+        shape = (*self.types[query.name].shape[:-1], self.types[value.name].shape[-1])
+        kwargs: dict[str, Any] = {"attn_mask": self.mask(scores, heads), "dropout_p": found.dropout or None}
+        if scores.scale != 1 / math.sqrt(self.types[query.name].shape[-1]):
+            kwargs["scale"] = scores.scale
+        kwargs = {name: x for name, x in kwargs.items() if x is not None}
+        result = self.types[self.place.outputs[0]].shape
+        plain = len(result) == 4 and found.order == (0, 1, 2, 3)
+        # Torch's kernel for CPUs has wrong gradients of rows that see nothing by numbers (2.13); tiles of ours do not.
+        op = ATTENTION if found.seen is Sight.SURE else banded_op._opoverload
+        made = self.make(op, query, key, value, shape=shape, last=plain, **kwargs)
+        if len(result) == 3:
+            self.make(aten.reshape.default, made, list(result), shape=result, last=True)
+        elif not plain:
+            self.make(aten.permute.default, made, list(found.order), shape=result, last=True)
+
+    def in_heads(self, given: Operand, heads: tuple[int, int]) -> Ref:
+        """The operand as [b, h, ..., ...]."""
+        value, order = given.value, given.order or tuple(range(len(self.types[given.value.name].shape)))
+        if order != tuple(range(len(order))) and (turned := _turned(value, self.graph)) is not None:
+            value, order = turned.value, tuple(turned.order[d] for d in order)
+        shape = self.types[value.name].shape
+        if len(shape) == 3:
+            value, order = self.split(value, heads), (0, 1, *(d + 1 for d in order[1:]))
+            shape = self.types[value.name].shape
+        if order == (0, 1, 2, 3):
+            return value
+        return self.make(aten.permute.default, value, list(order), shape=tuple(shape[d] for d in order))
+
+    def split(self, value: Ref, heads: tuple[int, int]) -> Ref:
+        """[b · h, ..., ...] → [b, h, ..., ...]: what it was flattened from, or a view."""
+        shape = self.types[value.name].shape
+        whole = (*heads, *shape[1:])
+        node = self.graph.producers.get(value.name)
+        if node is not None and node.op is aten.reshape.default and self.types[node.inputs[0]].shape == whole:
+            return Ref(node.inputs[0])
+        return self.make(aten.reshape.default, value, list(whole), shape=whole)
+
+    def mask(self, scores: Scores, heads: tuple[int, int]) -> Ref | None:
+        """What is added to the scores and hidden of them, as one; of what is hidden alone: truth values."""
+        mask: Ref | None = None
+        for bias in scores.added:
+            shape = self.types[bias.value.name].shape
+            flat = bias.rank == 3 and shape[:-2] == (TensorType(heads, torch.int8).numel,)
+            one = self.of_heads(bias.value, heads) if flat else bias.value
+            if bias.factor != 1:
+                one = self.make(aten.mul.Tensor, one, bias.factor, shape=self.types[one.name].shape)
+            mask = one if mask is None else self.both(aten.add.Tensor, mask, one)
+        by_bias = mask is not None
+        for condition, shows, value in scores.hidden:
+            shape = self.types[condition.name].shape
+            if by_bias and mask is not None:
+                hidden = self.make(aten.logical_not.default, condition, shape=shape) if shows else condition
+                mask = self.both(aten.masked_fill.Scalar, mask, hidden, value)
+            else:
+                shown = condition if shows else self.make(aten.logical_not.default, condition, shape=shape)
+                mask = shown if mask is None else self.both(aten.bitwise_and.Tensor, mask, shown)
+        return mask
+
+    def both(self, op: Any, one: Ref, other: Ref, *more: Any) -> Ref:
+        shape = broadcast_shape(self.types[one.name].shape, self.types[other.name].shape)
+        return self.make(op, one, other, *more, shape=shape)
+
+    def of_heads(self, bias: Ref, heads: tuple[int, int]) -> Ref:
+        """[b · h, ..., t] → [b, h, ..., t], or [h, ..., t] where it is repeated for every sample."""
+        node, (batch, count) = self.graph.producers.get(bias.name), heads
+        if node is not None and node.op is aten.repeat.default and list(node.args[1]) == [batch, 1, 1]:
+            source: Ref = node.args[0]
+            if self.types[source.name].shape == (count, *self.types[bias.name].shape[1:]):
+                return source
+        return self.split(bias, heads)
+
+
+def _turned(value: Ref, graph: Graph) -> Operand | None:
+    """What ``value`` is a permutation of."""
+    node, rank = graph.producers.get(value.name), len(graph.shape(value))
+    if node is not None and node.op is aten.permute.default:
+        return Operand(node.args[0], tuple(d % rank for d in node.args[1]))
+    if node is not None and node.op is aten.transpose.int:
+        order, (a, b) = list(range(rank)), (d % rank for d in node.args[1:3])
+        order[a], order[b] = b, a
+        return Operand(node.args[0], tuple(order))
+    return None

@@ -1,0 +1,147 @@
+"""Cases of states: what a forward asks of torch's state, of a tensor, of its process."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from state_harness import Of, case, close, full, pair, refused, rows
+from torch import is_inference_mode_enabled, nn
+from torch.compiler import is_compiling
+
+import autoshard
+
+GENERATOR = np.random.default_rng(0)
+Question = Callable[[nn.Linear, torch.Tensor, torch.Tensor], Any]
+"""of a module, an input, and a value that is computed from them"""
+
+
+def _within(mode: Any) -> list[bool]:
+    with mode:
+        return [torch.is_inference_mode_enabled(), torch.is_grad_enabled()]
+
+
+SEEN = ("input", "value", "weight")
+KNOWN = (
+    *("shape", "dtype", "device", "layout", "requires_grad", "is_meta", "is_sparse", "is_quantized", "ndim"),
+    *(
+        "stride",
+        "is_contiguous",
+        "storage_offset",
+        "is_shared",
+        "is_pinned",
+        "is_conj",
+        "is_neg",
+        "numel",
+        "element_size",
+    ),
+    *("get_device", "type", "is_floating_point", "dim"),
+)
+MODES = (
+    *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cache_enabled"),
+    *("is_anomaly_enabled", "are_deterministic_algorithms_enabled", "is_warn_always_enabled", "get_default_dtype"),
+    *("get_default_device", "get_float32_matmul_precision", "get_num_threads", "initial_seed"),
+)
+
+
+def _told(x: torch.Tensor, attribute: str) -> Any:
+    found = getattr(x, attribute)
+    return found() if callable(found) else found
+
+
+ANSWERED: dict[str, Question] = {
+    **{name: lambda m, x, h, name=name: getattr(torch, name)() for name in MODES},  # type: ignore[misc]
+    **{
+        f"{what}: {attribute}": lambda m, x, h, i=i, attribute=attribute: _told((x, h, m.weight)[i], attribute)  # type: ignore[misc]
+        for i, what in enumerate(SEEN)
+        for attribute in KNOWN
+    },
+    "leaves": lambda m, x, h: (h.is_leaf, h.grad_fn is None, m.weight.is_leaf),
+    "a view's stride": lambda m, x, h: (h.t().stride(), h.t().is_contiguous(), h[1:].storage_offset()),
+    "imported names": lambda m, x, h: (is_compiling(), is_inference_mode_enabled()),
+    "compiling": lambda m, x, h: (torch.compiler.is_compiling(), torch.compiler.is_exporting(), torch._dynamo.is_compiling()),
+    "tracing": lambda m, x, h: (torch.jit.is_tracing(), torch.jit.is_scripting(), torch.onnx.is_in_onnx_export()),
+    "in inference mode": lambda m, x, h: _within(torch.inference_mode()),
+    "out of it": lambda m, x, h: _within(torch.inference_mode(False)),
+    "kernels": lambda m, x, h: (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled),
+    "attention": lambda m, x, h: torch.backends.cuda.flash_sdp_enabled(),
+    "processes": lambda m, x, h: (dist.is_initialized() and dist.get_world_size(), torch.utils.data.get_worker_info()),
+    "environment": lambda m, x, h: os.environ.get("HOME"),
+    "modes": lambda m, x, h: (m.training, [p.requires_grad for p in m.parameters()]),
+}  # fmt: skip
+"""as in eager, in the mode of the call"""
+
+UNSEEN = "would be a constant"
+REFUSED: dict[str, Question] = {
+    "_version": lambda m, x, h: m.weight._version,
+    "data_ptr": lambda m, x, h: x.data_ptr(),
+    "is_inference": lambda m, x, h: h.is_inference(),
+    "is_set_to": lambda m, x, h: h.is_set_to(h),
+    "is_leaf of an input": lambda m, x, h: x.is_leaf,
+    "random": lambda m, x, h: random.randint(0, 9),
+    "numpy": lambda m, x, h: np.random.rand(),
+    "a generator of numpy": lambda m, x, h: GENERATOR.random(),
+    "a generator without a seed": lambda m, x, h: random.Random().random(),
+    "one in an attribute": lambda m, x, h: m.own.random(),  # type: ignore[operator, union-attr]
+}
+
+
+class Asks(nn.Module):
+    """Gives the answers out beside what it computes."""
+
+    def __init__(self, questions: dict[str, Question]) -> None:
+        super().__init__()
+        self.lin, self.questions = nn.Linear(8, 8), questions
+        self.lin.own = random.Random(0)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, str]]:
+        h = self.lin(x)
+        return h.square().mean(), {name: repr(ask(self.lin, x, h)) for name, ask in self.questions.items()}
+
+
+@case
+def questions_about_torch_and_tensors(mesh: autoshard.Mesh) -> None:
+    model, sharded = pair(mesh, lambda: Asks(ANSWERED))
+    x = rows().requires_grad_()
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for frozen in (False, mode is torch.no_grad):
+            answers = []
+            for module in (model, sharded):
+                module.lin.requires_grad_(not frozen)
+                with mode():
+                    answers.append(module(x))
+            close(answers[1][0], answers[0][0])
+            assert answers[0][0].requires_grad == answers[1][0].requires_grad
+            differ = {
+                name: (answers[1][1][name], told) for name, told in answers[0][1].items() if answers[1][1][name] != told
+            }
+            assert not differ, f"{mode.__name__}: asked is told, not eager's: {differ}"
+
+
+@case
+def questions_that_are_refused(mesh: autoshard.Mesh) -> None:
+    x = rows().requires_grad_()
+    for name, ask in REFUSED.items():
+        model = Asks({name: ask}).double()
+        before = model.lin.own.getstate(), random.getstate(), GENERATOR.bit_generator.state  # type: ignore[operator, union-attr]
+        with refused(UNSEEN):
+            autoshard.compile(model, mesh, (x,))
+        after = model.lin.own.getstate(), random.getstate(), GENERATOR.bit_generator.state  # type: ignore[operator, union-attr]
+        assert before == after, name
+
+
+@case
+def inference_mode_that_a_forward_asks_for(mesh: autoshard.Mesh) -> None:
+    def asks(lin: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return (lin(x) * (3 if torch.is_inference_mode_enabled() else 2)).square().mean()
+
+    model, sharded = pair(mesh, lambda: Of(asks))
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad, torch.inference_mode):
+        with mode():
+            close(full(sharded(rows())), model(rows()))
+    assert len(sharded.programs) == 3

@@ -1,0 +1,199 @@
+"""Attention that models spell out is one operation: the same numbers, no matrix of queries × keys, rings and cut heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_equal_training
+from torch import nn
+
+import autoshard
+from autoshard.errors import RuntimeMismatchError
+from autoshard.passes.capture.export import capture
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.rules import ring
+from autoshard.runtime.banded import banded_op
+from autoshard.runtime.ring_order import ALL, CAUSAL, Band
+
+aten = torch.ops.aten
+ATTENTION = {aten.scaled_dot_product_attention.default, banded_op._opoverload}
+S = 12
+Heads = torch.Tensor
+"""[b, h, s, e]"""
+
+
+def _behind() -> torch.Tensor:
+    """Where a key lies behind the query."""
+    return torch.arange(S) > torch.arange(S)[:, None]
+
+
+def _slopes(x: Heads) -> torch.Tensor:
+    return torch.pow(2.0, -torch.arange(1, 5)).to(x.dtype)
+
+
+def filled(q: Heads, k: Heads, v: Heads) -> Heads:
+    weights = (q @ k.transpose(-2, -1) / math.sqrt(4)).masked_fill(_behind(), -torch.inf).softmax(-1)
+    return weights @ v
+
+
+def added(q: Heads, k: Heads, v: Heads) -> Heads:
+    """A mask and a scale in another order, a wider softmax, keys turned by hand, and dropout."""
+    far = torch.zeros(S, S, dtype=q.dtype).masked_fill(
+        _behind() | (torch.arange(S) < torch.arange(S)[:, None] - 3), -1e30
+    )
+    weights = F.softmax((torch.matmul(q, k.permute(0, 1, 3, 2)) + far) / 3, -1, dtype=torch.float64).to(v.dtype)
+    return torch.matmul(weights, v)
+
+
+def flat(q: Heads, k: Heads, v: Heads) -> Heads:
+    """As BLOOM: batch and heads in one dim, slopes (ALiBi) repeated for every sample."""
+    b, h = q.shape[:2]
+    bias = (_slopes(q)[:, None, None] * torch.arange(S)).repeat(b, 1, 1)
+    query, key, value = (x.reshape(b * h, S, 4) for x in (q, k, v))
+    scores = bias.baddbmm(query, key.transpose(-1, -2), beta=1.0, alpha=0.5).view(b, h, S, S)
+    scores = scores + torch.where(_behind(), torch.finfo(q.dtype).min, torch.zeros((), dtype=q.dtype))
+    return torch.bmm(scores.softmax(-1).view(b * h, S, S), value).view(b, h, S, 4)
+
+
+def sliced(q: Heads, k: Heads, v: Heads) -> Heads:
+    """As MPT: slopes of more positions than there are, filled where hidden."""
+    bias = (torch.arange(1 - 32, 1).view(1, 1, 1, 32) * _slopes(q).view(1, 4, 1, 1)).squeeze(0)
+    scores = q @ k.mT * 0.5 + bias[:, :, -S:]
+    return scores.masked_fill(_behind(), torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def contracted(q: Heads, k: Heads, v: Heads) -> Heads:
+    """Heads behind the sequence, summed over letters."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v).transpose(1, 2)
+
+
+def hidden(q: Heads, k: Heads, v: Heads) -> Heads:
+    """Data say what is seen, and of two queries nothing is: all keys count alike, and gradients flow through them."""
+    seen = (v[..., 0].detach() > -1)[:, :, None] & (torch.arange(S)[:, None] > 1) & ~_behind()
+    return (q @ k.mT + torch.where(seen, torch.zeros((), dtype=q.dtype), -1e30)).softmax(-1) @ v
+
+
+Form = Callable[[Heads, Heads, Heads], Heads]
+FORMS: dict[Form, tuple[Band, bool]] = {
+    filled: (CAUSAL, False),
+    added: (Band(3, 0), False),
+    flat: (CAUSAL, True),
+    sliced: (CAUSAL, True),
+    contracted: (ALL, False),
+}
+"""spelled → (the keys that a query sees, whether with slopes)"""
+
+
+class Spelled(nn.Module):
+    """A residual attention of each form; two key heads are repeated for four."""
+
+    def __init__(self, *forms: Form) -> None:
+        super().__init__()
+        self.forms = forms
+        self.qkv = nn.ModuleList(nn.Linear(16, 32) for _ in forms)
+        self.o = nn.ModuleList(nn.Linear(16, 16) for _ in forms)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for form, qkv, o in zip(self.forms, self.qkv, self.o, strict=True):
+            q, *kv = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in qkv(x).split([16, 8, 8], -1))
+            b, s = x.shape[:2]
+            k, v = (y[:, :, None].expand(b, 2, 2, s, 4).reshape(b, 4, s, 4) for y in kv)
+            x = x + o(form(q, k, v).transpose(1, 2).flatten(2))
+        return x.square().mean()
+
+
+def _attentions(graph: Graph) -> list[Any]:
+    return [n for n in graph.nodes if n.op in ATTENTION]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_is_put_together(dtype: torch.dtype) -> None:
+    """Nothing of queries × keys is left; what hides is said by positions, slopes are numbers of heads, keys are shared."""
+    graph = capture(Spelled(*FORMS).to(dtype), (torch.randn(2, S, 16, dtype=dtype),))
+    nodes = _attentions(graph)
+    assert len(nodes) == len(FORMS)
+    for node, (form, (band, sloped)) in zip(nodes, FORMS.items(), strict=True):
+        assert ring.band_of(node) == band, form
+        assert bool(node.argument("sloped", False)) == sloped, form
+        assert node.argument("enable_gqa"), form
+    assert not any(t.shape[-2:] == (S, S) for t in graph.types.values())
+
+
+OTHERS: tuple[Form, ...] = (
+    lambda q, k, v: (q @ k.mT).masked_fill(q[:, :1, :, :1] > 0, -1e30).softmax(-1) @ v,  # all keys of some queries
+    lambda q, k, v: (q @ k.mT).masked_fill(_behind(), -torch.inf).softmax(-1).nan_to_num() @ v,
+    lambda q, k, v: (q @ k.mT).masked_fill(~_behind(), -1e30).softmax(-1) @ v,  # the last query sees none
+    lambda q, k, v: (q @ k.mT + q[..., :1].exp()).softmax(-1) @ v,  # learnt
+    lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
+    lambda q, k, v: (q @ k.mT).tanh().softmax(-1) @ v,
+    lambda q, k, v: (w := (q @ k.mT).softmax(-1)) @ v + w.sum(-1, keepdim=True),
+    lambda q, k, v: (q.float() @ k.float().mT).softmax(-1).double() @ v,  # rounded on the way
+)
+
+
+def test_others_stay_as_they_are() -> None:
+    assert not _attentions(capture(Spelled(*OTHERS).double(), (torch.randn(2, S, 16, dtype=torch.float64),)))
+
+
+@pytest.mark.parametrize(
+    ("axes", "like"),
+    [
+        ({"cp": 2, "tp": 2}, {"cp": "ring", "tp": "megatron"}),
+        pytest.param({"cp": 3}, "ring", marks=pytest.mark.slow),
+        pytest.param({"cp": 8}, "ring", marks=pytest.mark.slow),
+        pytest.param({"cp": 2}, "ulysses", marks=pytest.mark.slow),
+        pytest.param({"tp": 3}, None, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_is_equal(axes: dict[str, int], like: Any) -> None:
+    report = assert_equal_training(Spelled(*FORMS, hidden), axes, (torch.randn(2, S, 16),), like=like, steps=2)
+    attentions = [c for c in report.plan.choices.values() if "attention" in c.op]
+    assert len(attentions) == len(FORMS) + 1
+    if like is not None and like != "ulysses":
+        assert {c.labels[0] for c in attentions} <= {"ring", "folded ring"}
+
+
+def test_drops_the_same() -> None:
+    """Dropout of the weights hits what it hits where they are spelled out."""
+
+    def dropped(q: Heads, k: Heads, v: Heads) -> Heads:
+        return F.dropout((q @ k.mT).masked_fill(_behind(), -torch.inf).softmax(-1), 0.3) @ v
+
+    assert len(_attentions(capture(Spelled(dropped), (torch.randn(2, S, 16),)))) == 1
+    assert_equal_training(Spelled(dropped, dropped), {"cp": 2, "tp": 2}, (torch.randn(2, S, 16),), steps=1)
+
+
+def test_second_derivatives_are_refused() -> None:
+    """Where attention has none: torch would take what the first one depends on for constant."""
+    x = torch.randn(2, S, 16, requires_grad=True)
+    sharded = autoshard.compile(Spelled(sliced), autoshard.Mesh({"tp": 2}, "ideal_network"), (x,))
+    with pytest.raises(RuntimeMismatchError, match="create_graph=True: attention"):
+        torch.autograd.grad(sharded(x), x, create_graph=True)
+
+
+ALIBI = {
+    "BloomForCausalLM": {"vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 4},
+    "MptForCausalLM": {"vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
+}
+
+
+@pytest.mark.parametrize("name", [*list(ALIBI)[:1], pytest.param("MptForCausalLM", marks=pytest.mark.slow)])
+def test_models_of_transformers(name: str) -> None:
+    """A ring for what they spell out, found by capture in the types they train in."""
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**ALIBI[name], use_cache=False)).train()
+    tokens = torch.randint(0, 32, (2, S))
+    mesh, kwargs = autoshard.Mesh({"cp": 2}, "ideal_network"), {"input_ids": tokens, "labels": tokens}
+    report = autoshard.verify(model, mesh, (), kwargs, like="ring", rtol=1e-4)
+    assert report.ok, str(report)
+    assert {c.labels[0] for c in report.plan.choices.values() if "attention" in c.op} <= {"ring", "folded ring"}
+    assert not any("softmax" in c.op for c in report.plan.choices.values())
