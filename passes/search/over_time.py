@@ -31,8 +31,8 @@ GAP = 1e-9
 # beaten strategies are no longer looked for, and the first descent and its repair end; of what is left then, the parts that
 # go into prices and into the few strategies, and into these where a choice is known.
 RESERVE = 0.05
-BEATEN = 0.1
-DESCENT = 0.2
+BEATEN = 0.05
+DESCENT = 0.35
 REPAIR = 0.5
 PRICES = 0.2
 FEW = 0.6
