@@ -180,7 +180,6 @@ class _Run:
         tree.search(1)
         if tree.latest is not None:
             self.near.seen.append(tree.latest)
-            self.best.offer(tree.latest)
         if tree.choice is not None:
             self.best.offer(tree.choice)
         self.leaf = max(self.leaf, time.perf_counter() - begin)
