@@ -329,7 +329,7 @@ def _write_back(module: nn.Module, before: Mapping[str, torch.Tensor | None]) ->
         if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise CaptureError(
                 f"buffer {name!r} of {type(module).__name__} is set to another shape or dtype, or to None, in the forward. "
-                "Write to it in place, with copy_()."
+                "Write to it in place, with copy_(), or, where the first call alone fills it, call the model once before."
             )
         module._buffers[name] = old
         old.copy_(new.detach())
