@@ -325,11 +325,13 @@ def test_what_has_no_expression_is_compiled_for_its_shapes(caplog: pytest.LogCap
     assert [agreed(model, sharded, *x) for x in ((4, 6), (3, 9))] == [1, 2]
 
 
-def test_writes_reach_what_they_go_through_the_last_of() -> None:
+@pytest.mark.parametrize("scope", [torch.enable_grad, torch.no_grad])
+def test_writes_reach_what_they_go_through_the_last_of(scope: Any) -> None:
     def halved(x: Tensor) -> Tensor:
-        y = x.clone()
-        y[:, -9:].mul_(0.5)
-        return y
+        last = (y := x.detach().clone())[:, -9:]
+        with scope():
+            last.mul_(0.5)
+        return x + y
 
     model = Many(halved).double()
     sharded = autoshard.compile(model, ideal({"a": 2}), *floats(4, 6), dynamic=True)

@@ -143,9 +143,10 @@ def _distances(slopes: torch.Tensor) -> torch.Tensor:
     [
         lambda slopes: _distances(slopes)[:, None],  # a slope for every sample, of as many as heads
         lambda slopes: _distances(slopes).long().to(slopes.dtype),
+        lambda slopes: _distances(slopes).half().to(slopes.dtype),
         lambda slopes: _distances(slopes).masked_fill(_columns() < _rows() - 4, 0.0),  # far keys count as this one
     ],
-    ids=["of samples", "whole numbers", "nothing for far keys"],
+    ids=["of samples", "whole numbers", "rounded", "nothing for far keys"],
 )
 def test_biases_that_are_not_by_distance_alone_stay(bias: Mask) -> None:
     model, x = Sloped("of keys", "filled").double(), torch.randn(4, S, 8, dtype=torch.float64)

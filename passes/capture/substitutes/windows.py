@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from autoshard.errors import CaptureError
@@ -31,9 +33,24 @@ def as_slice(op: Any, args: Any) -> tuple[Any, Any]:
 
 
 def check_views(program: fx.GraphModule) -> None:
-    """Refuse writes into the last of a tensor, or into the tensor once they are taken: here they are a copy."""
-    sources, taken = dict[fx.Node, fx.Node](), set[fx.Node]()
+    """Refuse writes into the last of a tensor, or into it once they are taken, in regions too: here they are a copy."""
+    _check(program, _Views({}, set()))
+
+
+class _Views(NamedTuple):
+    sources: dict[fx.Node, fx.Node]
+    """view → the node whose memory it shows"""
+    taken: set[fx.Node]
+    """of these the last were taken"""
+
+
+def _check(program: fx.GraphModule, views: _Views) -> None:
+    sources, taken = views
     for node in program.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            _region(program, node, views)
+        if node.target is operator.getitem and isinstance(source := node.args[0], fx.Node):
+            sources.setdefault(node, sources.get(source, source))
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         schema = node.target._schema
@@ -49,6 +66,24 @@ def check_views(program: fx.GraphModule) -> None:
             raise CaptureError(
                 f"{schema.name} writes into the last elements along a dim of open length, or what has them"
             )
+
+
+def _region(program: fx.GraphModule, region: fx.Node, views: _Views) -> None:
+    """Go on into the bodies of an operation of higher order, whose tensors are its last arguments."""
+    leaves = pytree.tree_leaves(region.args, is_leaf=lambda x: isinstance(x, fx.Node))
+    bodies = [getattr(program, str(x.target)) for x in leaves if isinstance(x, fx.Node) and x.op == "get_attr"]
+    for body in (x for x in bodies if isinstance(x, fx.GraphModule)):
+        inner = [n for n in body.graph.nodes if n.op == "placeholder"]
+        for placeholder, operand in zip(reversed(inner), reversed(leaves), strict=False):
+            if isinstance(operand, fx.Node):
+                views.sources[placeholder] = views.sources.get(operand, operand)
+        _check(body, views)
+        results = next(n for n in body.graph.nodes if n.op == "output").args[0]
+        for get in region.users:
+            slot = get.args[1] if get.target is operator.getitem else None
+            given = results[slot] if isinstance(slot, int) and isinstance(results, tuple | list) else None
+            if isinstance(given, fx.Node):
+                views.sources[get] = views.sources.get(given, given)
 
 
 def asks_last(func: Any, args: tuple[Any, ...]) -> bool:

@@ -123,7 +123,10 @@ def _product(value: Ref, keys: int, graph: Graph, positions: Positions) -> Produ
 
 
 def _keeps_places(node: Node, graph: Graph) -> bool:
-    """Whether what a view has of a head, row and key is what its operand has of them, and no whole number."""
+    """Whether what a view has of a head, row and key is what its operand has of them, no whole number, not rounded before."""
+    narrow, wide = (graph.types[x].dtype for x in (node.inputs[0], node.outputs[0]))
+    if narrow.is_floating_point and wide.is_floating_point and torch.finfo(narrow).eps > torch.finfo(wide).eps:
+        return False
     before, after = ((1, 1, *graph.shape(x))[-3:] for x in (node.inputs[0], node.outputs[0]))
     if node.op is aten.expand.default:
         before = tuple(new if old == 1 else old for old, new in zip(before, after, strict=True))
