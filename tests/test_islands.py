@@ -265,6 +265,11 @@ class Activated(nn.Module):
 def test_a_librarys_backward_that_is_the_derivative_is_traced_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(custom_functions, "_is_a_librarys", lambda function: True)
     assert_equal_training(Activated(Cube), {"tp": 2}, (torch.randn(4, 8),), share=1.05)
+    monkeypatch.setattr(custom_functions, "LARGEST", 1)  # operands that are too large are tried out smaller
+    monkeypatch.setattr(custom_functions, "FEW", 2)
+    for function, whole in ((Cube, False), (StraightThrough, True)):
+        plan = autoshard.plan(Activated(function), {"tp": 2}, (torch.randn(4, 8),))
+        assert whole == any(choice.op == "autoshard.function.default" for choice in plan.choices.values())
 
 
 class Halves(torch.autograd.Function):

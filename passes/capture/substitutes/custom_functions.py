@@ -23,7 +23,9 @@ from autoshard.runtime import functions
 from autoshard.runtime.functions import Context
 
 LARGEST = 1 << 22
-"""elements of an operand up to which a function is tried out"""
+"""elements of an operand up to which a function is tried out on operands as large; else on smaller ones"""
+FEW = 16
+"""of a length in their stead: as many and more, equal ones alike"""
 
 
 class CustomFunctions(Observer):
@@ -103,8 +105,6 @@ def inline(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> A
 
 def is_derivative(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether autograd through ``forward`` gives the values and gradients of ``function``, on random float64 numbers."""
-    if _is_large(args):
-        return False
     same = False
     with _trial(function, forward):
         numbers = _numbers(args)
@@ -183,17 +183,26 @@ def _is_large(args: Sequence[Any]) -> bool:
 
 
 def _numbers(args: Sequence[Any]) -> list[Any]:
-    """``args`` with random tensors in place of those that are traced; the global generator is left alone."""
-    generator = torch.Generator().manual_seed(0)
+    """``args`` with random tensors in place of those that are traced; the global generator is left alone.
+
+    Where one is large, all have smaller lengths, equal ones alike.
+    """
+    generator, lengths = torch.Generator().manual_seed(0), dict[int, int]()
+
+    def shape_of(a: torch.Tensor) -> tuple[int, ...]:
+        if not large:
+            return tuple(a.shape)
+        return tuple(n if n <= FEW else lengths.setdefault(n, FEW + 1 + len(lengths)) for n in a.shape)
 
     def number(a: Any) -> Any:
         if not isinstance(a, torch.Tensor):
             return a
         if not a.is_floating_point():
-            return torch.zeros(tuple(a.shape), dtype=a.dtype)
-        x = torch.randn(tuple(a.shape), dtype=torch.float64, generator=generator)
+            return torch.zeros(shape_of(a), dtype=a.dtype)
+        x = torch.randn(shape_of(a), dtype=torch.float64, generator=generator)
         return x.requires_grad_(a.requires_grad)
 
+    large = _is_large(args)
     return [number(a) for a in args]
 
 

@@ -74,7 +74,7 @@ def _attention(node: Node, graph: Graph, positions: Positions) -> Spelled | None
         if found is None or scores is None:
             continue
         path, dropout = (*scores.path, *found[2]), found[1]
-        heads = _heads(scores, path, graph)
+        heads = _heads((scores.query.value, value.value), path, graph)
         if heads is None or not _fits(scores, value, path, node, heads, graph):
             continue
         seen = sight(scores, graph, positions)
@@ -119,16 +119,14 @@ def _draws_next(node: Node, end: Node, graph: Graph) -> bool:
     return not any(is_random(n) for n in graph.nodes[first + 1 : last])
 
 
-def _heads(scores: Scores, path: tuple[str, ...], graph: Graph) -> tuple[int, int] | None:
-    """The batch and the heads: of scores, or, where these are flat throughout, of what the queries were flattened from."""
+def _heads(operands: tuple[Ref, ...], path: tuple[str, ...], graph: Graph) -> tuple[int, int] | None:
+    """The batch and the heads: of scores, or, where these are flat throughout, of what an operand was flattened from."""
     shapes = [graph.shape(name) for name in path]
-    producer = graph.producers.get(scores.query.value.name)
-    if producer is not None and producer.op is aten.reshape.default and keeps_matrix(producer, graph):
-        shapes.append(graph.shape(producer.args[0]))
-    for shape in shapes:
-        if len(shape) == 4:
-            return shape[0], shape[1]
-    return None
+    for operand in operands:
+        producer = graph.producers.get(operand.name)
+        if producer is not None and producer.op is aten.reshape.default and keeps_matrix(producer, graph):
+            shapes.append(graph.shape(producer.args[0]))
+    return next(((s[0], s[1]) for s in shapes if len(s) == 4), None)
 
 
 def _fits(
@@ -148,6 +146,11 @@ def _fits(
     if any(graph.producers[n].checkpoint != node.checkpoint for n in path):
         return False
     flat = TensorType(heads, dtype).numel
+    whole = (*heads, *graph.shape(scores.path[0])[-2:])
+    given = [graph.shape(h.condition) for h in scores.hidden]
+    given += [s for s in (graph.shape(b.value) for b in scores.added) if s[:-2] != (flat,)]
+    if any(len(s) > 4 or any(n not in (1, m) for n, m in zip(s[::-1], whole[::-1], strict=False)) for s in given):
+        return False
     for x in operands:
         shape = graph.shape(x.value)
         lead = tuple(shape[i] for i in x.order[:-2]) if x.order else shape[:-2]
