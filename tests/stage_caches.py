@@ -59,6 +59,7 @@ def changed(caches: Any) -> Any:
     two[:, :, 0] = 3
     two[:, 1] = torch.arange(2.0, dtype=two.dtype)
     two[:, :, 1:2].mul_(2)
+    one = one.to("cpu").to(torch.float64)
     three = torch.cat([three[:, :, :1], rest], 2)  # of another stage
     assert (four.is_meta, four.device.type, len(four.tolist())) == (False, "cpu", 2)
     return one, two, three, four * 2 + torch.ones(())

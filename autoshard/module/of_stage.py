@@ -115,7 +115,10 @@ def _stays(
         dim = chosen_dim(func, args, kwargs)
         return not any(p.is_partial() or p.is_shard(dim) for p in first.placements)
     ours = all(isinstance(x, OfStage) and x.home == first.home for x in given)
-    return ours and (is_view(func) or getattr(func, "__name__", "") in _STAYS)
+    name, rest = getattr(func, "__name__", ""), (*args[1:], *kwargs.values())
+    if name == "to" and not all(isinstance(x, torch.dtype | bool) for x in rest):  # elsewhere
+        return False
+    return ours and (is_view(func) or name in _STAYS)
 
 
 def _without_data(x: torch.Tensor) -> torch.Tensor:
