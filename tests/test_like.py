@@ -141,6 +141,15 @@ def test_data_and_tensor_parallel_together() -> None:
     assert found["all_reduce", ("tp",), "backward"] == 2 * ring(2) * (2 * LAYERS + 1) * ACTIVATION / 2
 
 
+def test_two_axes_cut_fewer_heads_than_they_have_ranks() -> None:
+    """Three key heads over four ranks: their products are cut on both axes, and gathered for the heads."""
+    model = Llama(LlamaConfig(VOCAB, 48, HIDDEN, heads=6, kv_heads=3, layers=1))
+    for like in ("megatron", "megatron-sp"):
+        report = assert_equal_training(model, {"dp": 2, "tp": 2}, *tokens(), like=like, steps=1, share=1.1)
+        (keys,) = (x for name, x in report.plan.layouts.items() if name.endswith(".k.weight"))
+        assert str(keys) == "S(0)@dp S(0)@tp"
+
+
 class Attentions(nn.Module):
     """The residual stream [batch, seq, width] with attention alone; the mean of squares needs no flattened logits."""
 

@@ -137,13 +137,21 @@ def _combined(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf) -> list[tupl
 
 
 def _as_asked(choices: Sequence[tuple[Strategy, ...]], asked: AskedOf) -> Iterator[list[tuple[Strategy, ...]]]:
-    """Those that cut along the most axes that ask for it; then those that cut one axis less, and so on."""
+    """Those that cut along the most axes that ask for it; then those that cut one axis less, and so on.
+
+    All at once where several axes ask for the same cut and those that cut the most need a layout of their own (whole parts on
+    every rank): nothing leads to it from the cut along all these axes that a neighbour has.
+    """
     found: dict[int, list[tuple[Strategy, ...]]] = {}
     for choice in choices:
         pairs = zip(choice, asked, strict=True)
         whole_axes = sum(a is not None and not a.optional and bool(a.cuts) and not s.divides for s, a in pairs)
         found.setdefault(whole_axes, []).append(choice)
-    yield from (found[n] for n in sorted(found))
+    tiers = [found[n] for n in sorted(found)]
+    several = any(a and b and a.cuts & b.cuts for a, b in itertools.combinations(asked, 2))
+    if several and tiers and all(any(s.alone for s in choice) for choice in tiers[0]):
+        tiers = [[choice for tier in tiers for choice in tier]]
+    yield from tiers
 
 
 def _priced(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
@@ -39,6 +40,12 @@ def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | L
     Raises :class:`~autoshard.errors.HintError` from constraints.
     """
     return proven(Planner(graph, mesh, constraints).cheapest())
+
+
+_ASKED_TOO_MUCH = (
+    "what like= and hints= ask for cannot be met together: an operation is left without layouts that its neighbours can give "
+    "or take. Ask for less: like= for one axis of the mesh, such as {'tp': 'megatron-sp'}, or fewer hints."
+)
 
 
 class Planner:
@@ -85,7 +92,12 @@ class Planner:
     def cheapest(self) -> Assignment:
         """The fewest seconds, whatever memory it takes; the bound is to be found (:func:`proven`)."""
         network, built = self.network(limited=not self.plain)
-        found = self.prepare(network, built.network, built.hiding, built.alike).solve(effort=self.effort)
+        try:
+            found = self.prepare(network, built.network, built.hiding, built.alike).solve(effort=self.effort)
+        except PlanError as error:
+            if not self.spaces.asked:
+                raise
+            raise PlanError(_ASKED_TOO_MUCH) from error
         self.prices = found.prices
         return assigned(network, found)
 
