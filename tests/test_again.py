@@ -108,6 +108,9 @@ def test_a_block_keeps_what_comes_in() -> None:
     three, four = (planned("gpt", "blocks", {"tp": 2}, layers=n) for n in (3, 4))
     size = 8 * 32 * 64 * 4 / 2  # the input of a block on one of two ranks
     assert size <= kept_bytes(four) - kept_bytes(three) <= 1.05 * size
+    whole = [planned("gpt", "none", {"tp": 2}, layers=n).plan.memory.activations for n in (3, 4)]
+    block = whole[1] - whole[0]
+    assert kept_bytes(four) - (whole[1] - 4 * block) <= 1.05 * (4 * size + block)
     assert four.plan.memory.peak - three.plan.memory.peak <= 1.05 * size + _state(four) - _state(three)
 
 
