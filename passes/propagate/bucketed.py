@@ -47,25 +47,27 @@ def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, Shares]:
 
     Parameters are gathered in front of the block that reads them first. Sums of gradients over replicas go together across
     blocks (:mod:`autoshard.runtime.gradients`): the first alone, so that sums begin early, then one for each full bucket.
+    Matrices and vectors count apart: they need not go over the same axes.
     """
     full = min((bucket_bytes(mesh, axis) for axis in mesh.axes if mesh.size_of(axis) > 1), default=BUCKET_BYTES)
     parameters, seen = frozenset(graph.parameters), set[str]()
-    groups: dict[tuple[int, object, bool], dict[str, float]] = defaultdict(dict)
-    every: dict[object, float] = defaultdict(float)
+    groups: dict[tuple[int, tuple[object, bool]], dict[str, float]] = defaultdict(dict)
+    every: dict[tuple[object, bool], float] = defaultdict(float)
     for number, (_, nodes) in enumerate(groupby(graph.nodes, key=lambda node: block_path(node.fqn))):
         for name in (n for node in nodes for n in node.inputs if n in parameters and n not in seen):
             seen.add(name)
             type_ = graph.types[name]
             if goes_in_buckets(type_):
                 bytes_ = math.prod(map(int, type_.shape)) * type_.dtype.itemsize
-                groups[number, type_.dtype, len(type_.shape) < 2][name] = float(bytes_)
-                every[type_.dtype] += bytes_
+                alike = type_.dtype, len(type_.shape) < 2
+                groups[number, alike][name] = float(bytes_)
+                every[alike] += bytes_
     return {
         name: Shares(
             min(1.0, size / min(full, sum(group.values()))),
-            min(1.0, size / every[dtype] + size / max(full, BUCKET_BYTES)),
+            min(1.0, size / every[alike] + size / max(full, BUCKET_BYTES)),
         )
-        for (_, dtype, _), group in groups.items()
+        for (_, alike), group in groups.items()
         for name, size in group.items()
         if size
     }
