@@ -27,6 +27,10 @@ class Shard:
 
     dim: int
 
+    def __post_init__(self) -> None:
+        if not hasattr(self.dim, "__index__"):
+            raise LayoutError(f"Shard({self.dim!r}): a tensor dim is an int, such as 0")
+
     def __str__(self) -> str:
         return f"S({self.dim})"
 
@@ -101,6 +105,17 @@ def chunk(size: int, ranks: int, index: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
+def of_torch(placement: Any) -> Any:
+    """A placement of torch.distributed as the one here; anything else as it is."""
+    if isinstance(placement, Shard | Replicate | Invariant | Partial) or not hasattr(placement, "is_partial"):
+        return placement
+    if placement.is_partial():
+        return Partial(getattr(placement, "reduce_op", "sum"))
+    if hasattr(placement, "split_factor"):
+        return Grouped(placement.dim, placement.split_factor)
+    return Shard(placement.dim) if placement.is_shard() else R
+
+
 def gradient_placement(placement: Placement) -> Placement:
     """The placement of the gradient of a value with ``placement``."""
     return P if isinstance(placement, Replicate) else R if isinstance(placement, Partial) else placement
@@ -110,7 +125,8 @@ def gradient_placement(placement: Placement) -> Placement:
 class Layout:
     """How one tensor lies on a mesh: a placement per axis, and the order of axes that cut the same dim.
 
-    ``Layout(mesh, {"tp": Shard(1)})`` or ``Layout(mesh, [Replicate(), Shard(1)])``; axes left out: Replicate.
+    ``Layout(mesh, {"tp": Shard(1)})`` or ``Layout(mesh, [Replicate(), Shard(1)])``; axes left out: Replicate. Placements
+    of torch.distributed are taken, too.
     Axes on one tensor dim nest outer to inner in mesh order unless ``order`` (axis names, outer to inner) says
     otherwise. Raises :class:`LayoutError` for unknown axes, negative dims, or an order that is no permutation.
     """
@@ -135,6 +151,7 @@ class Layout:
             per_axis = tuple(placements) or (R,) * mesh.ndim
             if len(per_axis) != mesh.ndim:
                 raise LayoutError(f"{len(per_axis)} placements for a mesh of {mesh.ndim} axes ({mesh})")
+        per_axis = tuple(of_torch(p) for p in per_axis)
         for axis, p in zip(mesh.axes, per_axis, strict=True):
             if not isinstance(p, Shard | Replicate | Invariant | Partial):
                 raise LayoutError(f"axis {axis!r}: {p!r} is not Shard(d), Replicate(), Invariant() or Partial()")
@@ -262,15 +279,7 @@ class Layout:
     @staticmethod
     def from_torch(mesh: MeshLike, placements: Iterable[Any]) -> Layout:
         """A layout from torch.distributed placements, one per mesh axis."""
-        out: list[Placement] = []
-        for p in placements:
-            if p.is_partial():
-                out.append(Partial(getattr(p, "reduce_op", "sum")))
-            elif hasattr(p, "split_factor"):
-                out.append(Grouped(p.dim, p.split_factor))
-            else:
-                out.append(Shard(p.dim) if p.is_shard() else R)
-        return Layout(mesh, out)
+        return Layout(mesh, tuple(placements))
 
     def to_tensor_map(self, ndim: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         """MindSpore's ``(device_matrix, tensor_map)``: per tensor dim the device axes that cut it.

@@ -15,7 +15,7 @@ IN_ONE_PROCESS = """
     autocast_on_whole_tensors_is_eagers_bit_for_bit checkpointed deterministic_algorithms draws_that_nobody_reads
     frozen_between_forward_and_backward grad_mode_that_a_forward_asks_for grouped_products_in_float32
     parameters_of_others_are_trained questions_about_torch_and_tensors questions_that_are_refused
-    inference_mode_that_a_forward_asks_for inputs_of_another_dtype_or_device
+    inference_mode_that_a_forward_asks_for gradients_that_a_forward_turns_on_itself inputs_of_another_dtype_or_device
     inputs_that_are_not_dense outputs_require_what_eagers_do the_default_dtype training_false_records_nothing
     transforms_are_refused two_threads_at_once
 """.split()

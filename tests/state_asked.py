@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from state_harness import Of, case, close, full, pair, refused, rows
+from state_harness import Of, case, close, full, pair, refused, rows, same_gradients
 from torch import is_inference_mode_enabled, nn
 from torch.compiler import is_compiling
 
@@ -145,3 +145,33 @@ def inference_mode_that_a_forward_asks_for(mesh: autoshard.Mesh) -> None:
         with mode():
             close(full(sharded(rows())), model(rows()))
     assert len(sharded.programs) == 3
+
+
+@case
+def gradients_that_a_forward_turns_on_itself(mesh: autoshard.Mesh) -> None:
+    """As where a part of a model is trained: ``set_grad_enabled(self.trains)``, in calls with gradients and without."""
+
+    def enables(lin: nn.Linear, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            h = lin(x)
+        with torch.enable_grad():
+            z = lin(h.tanh())
+            loss = z.square().mean()
+        return loss, h, z, lin(z)
+
+    model, sharded = pair(mesh, lambda: Of(enables))
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.no_grad):
+        given = []
+        for module in (model, sharded):
+            with mode():
+                given.append(module(rows()))
+            module.zero_grad()
+            if given[-1][0].requires_grad:
+                full(given[-1][0]).backward()
+        for mine, theirs in zip(given[1], given[0], strict=True):
+            close(mine, theirs)
+        assert given[1][0].requires_grad == (mode is not torch.inference_mode)
+        assert not given[1][1].requires_grad
+        if given[1][0].requires_grad:
+            same_gradients(sharded, model)
+    assert len(sharded.programs) == 4

@@ -15,10 +15,12 @@ from unittest import mock
 import accelerate
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from state_harness import Net, both, case, close, full, ids, pair, same_gradients, same_state, steps
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
 from autoshard import AutoshardError, PlanError
@@ -224,6 +226,39 @@ def loaded_from_files(mesh: autoshard.Mesh) -> None:
         with pytest.raises(PlanError, match="holds no safetensors"):
             autoshard.load_safetensors(sharded, f"{folder}/none")
     assert all(torch.equal(x, before[n]) for n, x in sharded.full_state_dict().items())
+
+
+@case
+def saved_by_a_method_of_the_models(mesh: autoshard.Mesh) -> None:
+    """``save_pretrained`` writes the whole weights; attributes that it reads are there, and of others it is said why not."""
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+
+    def make() -> nn.Module:
+        made = LlamaForCausalLM(config)
+        made.adapters, made.act = {"default": config}, made.forward
+        return made
+
+    model, sharded = pair(mesh, make)
+    assert sharded.adapters == {"default": config}
+    with pytest.raises(AttributeError, match="attribute 'act' of a LlamaForCausalLM is not kept in a sharded module"):
+        sharded.act  # noqa: B018
+    for module in (sharded, model):
+        full(module(ids(), labels=ids()).loss).backward()
+        torch.optim.SGD(module.parameters(), 0.1).step()
+    shared: list[Any] = [tempfile.mkdtemp()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(shared)
+    sharded.save_pretrained(shared[0])
+    written = load_file(f"{shared[0]}/model.safetensors")
+    for name, x in model.state_dict().items():
+        close(written[name], x, name)
 
 
 @case

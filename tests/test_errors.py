@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import tensor
 
 import autoshard
 from autoshard import Shard
+from autoshard.check.closeness import difference
 
 X = torch.ones(4, 8)
 HERE = Path(__file__).name
@@ -163,6 +165,21 @@ def test_hint_that_is_none() -> None:
     )
 
 
+def test_placements_of_torch_are_understood() -> None:
+    mesh = autoshard.Mesh({"tp": 2})
+    assert autoshard.Layout(mesh, [tensor.Shard(1)]) == autoshard.Layout(mesh, {"tp": Shard(1)})
+    assert autoshard.Layout(mesh, {"tp": tensor.Partial()}) == autoshard.Layout(mesh, {"tp": autoshard.Partial()})
+    for hint in (tensor.Shard(1), {"tp": tensor.Shard(1)}):
+        plan = autoshard.plan(Net(), mesh, (X,), hints={"up.weight": hint})
+        assert plan.layouts["up.weight"] == autoshard.Layout(mesh, {"tp": Shard(1)})
+    gathered = autoshard.redistribution(tensor.Shard(0), tensor.Replicate(), (4, 4), mesh)
+    assert [s.kind for s in gathered.steps] == ["all_gather"]
+    with pytest.raises(autoshard.LayoutError, match=r"1 placements for a mesh of 2 axes"):
+        autoshard.redistribution(Shard(0), Shard(1), (4, 4), {"dp": 2, "tp": 2})
+    with pytest.raises(autoshard.LayoutError, match=r"Shard\('0'\): a tensor dim is an int, such as 0"):
+        Shard("0")  # type: ignore[arg-type]
+
+
 def test_plan_without_example_inputs() -> None:
     assert message(Net(), lambda model: autoshard.plan(model, {"tp": 2}), autoshard.CaptureError) == (
         "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
@@ -229,3 +246,50 @@ def test_arguments_of_another_kind(given: dict[str, Any], text: str) -> None:
         with pytest.raises(autoshard.AutoshardError) as raised:
             make(Net(), {"tp": 2}, **given)  # type: ignore[operator]
         assert str(raised.value) == text
+
+
+class Wild(nn.Module):
+    """Makes NaN and infinities, as masks of padding do, in one of its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.up(x)
+        return y.square().mean(), y.detach().log().masked_fill(y > 1, torch.inf)
+
+
+def test_what_is_not_finite_is_compared_as_it_is() -> None:
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    report = autoshard.verify(Wild(), autoshard.Mesh({"tp": 2}, "ideal_network"), (x,))
+    assert report.ok
+    assert "not finite in the unsharded model: output 1" in str(report)
+    inf, nan, one = (torch.tensor([v, 2.0]) for v in (torch.inf, torch.nan, 1.0))
+    assert difference(inf, inf) == difference(nan, nan) == 0
+    assert not any(difference(a, b) < 1e9 for a, b in ((inf, -inf), (inf, one), (nan, one), (one, nan), (nan, inf)))
+    assert difference(torch.tensor([3j]), torch.tensor([1j])) == 2
+
+
+class Caching(nn.Module):
+    """Fills a buffer in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(8, 4)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            self.register_buffer("bias", torch.arange(4.0), persistent=False)
+        y: torch.Tensor = self.down(x) + self.bias
+        return y
+
+
+def test_a_cache_that_the_first_call_fills() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Caching())
+    with pytest.raises(autoshard.CaptureError, match="where the first call alone fills it, call the model once before"):
+        autoshard.compile(model, {"tp": 2}, (X,))
+    assert model[1].bias is None
+    expected = model(X)
+    assert torch.allclose(autoshard.compile(model, {"tp": 2}, (X,))(X), expected)

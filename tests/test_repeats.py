@@ -273,8 +273,38 @@ def test_a_checkpoint_in_one_of_them(repeated: list[int]) -> None:
     assert {n.fqn.split(".linear")[0] for n in graph.nodes if n.checkpoint} == {"layers.2"}
 
 
+class Caches(nn.Module):
+    """Every layer is called with a list of what all keep, adds to its own, and reads that of ``places[i]``.
+
+    What comes into the first needs no gradient: it is like no other.
+    """
+
+    def __init__(self, places: list[int]) -> None:
+        super().__init__()
+        self.layers, self.places = nn.ModuleList(map(Layer, range(LAYERS))), places
+
+    def forward(self, x: Tensor, caches: list[Tensor]) -> Any:
+        caches = list(caches)
+
+        def case(layer: Layer, x: Tensor, kept: Any) -> Tensor:
+            kept["all"][layer.index] = torch.cat([kept["all"][layer.index], layer.linear(x)])
+            return x + kept["all"][self.places[layer.index]].sum(0)
+
+        for layer in self.layers:
+            x = layer(x, case, {"all": caches})
+        return x, caches
+
+
+@pytest.mark.parametrize(("places", "count"), [([0, 1, 2, 3], 2), ([0, 0, 0, 0], None), ([3, 2, 1, 0], None)])
+def test_caches_of_all_layers_in_a_list(repeated: list[int], places: list[int], count: int | None) -> None:
+    torch.manual_seed(0)
+    model, caches = Caches(places), [torch.randn(2, 4) for _ in range(LAYERS)]
+    check(model, X.clone(), caches)
+    assert count is None or repeated[-1] == count
+
+
 def test_functions_that_are_gone_are_not_those_made_in_their_place() -> None:
-    tensors = Tensors(nn.Linear(1, 1), ())
+    tensors = Tensors(nn.Linear(1, 1), {})
     assert len({tensors.written(lambda: 1) for _ in range(9)}) == 9
     assert tensors.written(torch.sin) == tensors.written(torch.sin)
 

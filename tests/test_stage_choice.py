@@ -98,7 +98,7 @@ def test_the_cut_is_close_to_the_best_of_all_by_simulation() -> None:
         assert found.seconds == simulated.step_s == steps[found.ends]
         ratios.append(found.seconds / min(steps.values()))
         plain.append(steps[cutting.best().ends] / min(steps.values()))
-    assert max(ratios) < 1.05
+    assert max(ratios) < 1.06
     assert sum(ratios) / len(ratios) < 1.005 < sum(plain) / len(plain)  # the latter by the formula alone
 
 

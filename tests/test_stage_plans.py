@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from importlib.resources import files
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from autoshard.plans import stages
 from autoshard.plans.alike import renaming
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
-from autoshard.report.pipeline import pipeline
+from autoshard.report.pipeline import pipeline, stage_times, staged_times
 from autoshard.report.record import Staged
 from autoshard.report.units import show_seconds
 from autoshard.viz.html import html
@@ -82,6 +83,18 @@ def test_the_step_is_work_communication_and_waiting(plan: Plan) -> None:
     assert 0 < cost.bubble_s < cost.total_s / 2
     assert plan.from_json(plan.to_json()).cost == cost
     assert pipeline(plan.from_json(plan.to_json())) == step
+
+
+def test_micro_batches_add_their_gradients(plan: Plan) -> None:
+    staged = staged_in(plan)
+    for one, found in zip(staged.plans, staged_times(staged, plan.mesh), strict=True):
+        alone = stage_times(one)
+        own = 4 * sum(
+            math.prod(one.layouts[n].max_local_shape(one.shapes[n])) for n, k in one.kinds.items() if k == "parameter"
+        )
+        added = (1 - 1 / BATCHES) * 3 * own / one.mesh.hardware.memory_bandwidth
+        assert found.batch.backward - alone.batch.backward == pytest.approx(found.compute_s - alone.compute_s)
+        assert 0.9 * added < found.compute_s - alone.compute_s < 2 * added  # the bandwidth is not all reached
 
 
 def test_schedules_differ_as_they_should(plans: dict[str, Plan]) -> None:

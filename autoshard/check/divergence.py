@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard import runtime
-from autoshard.check.closeness import scale
+from autoshard.check.closeness import difference, scale
 from autoshard.check.interpret import interpret
 from autoshard.check.local_forms import evaluate, flat
 from autoshard.module.base import ShardedModule
@@ -64,7 +64,7 @@ def _first(
             want = torch.as_tensor(expected[name])  # a number that depends on the data is compared as a scalar
             try:
                 got = join([torch.as_tensor(v[name]) for v in given], program.layouts[name], want.shape, name)
-                error = _error(got, want) if want.is_floating_point() and want.numel() else 0.0
+                error = difference(got, want) if want.is_floating_point() else 0.0
                 differs = not error <= rtol * max(scale(want), 1e-30) if error else False
                 differs = differs or (not want.is_floating_point() and not torch.equal(got, want))
             except Exception as problem:  # shapes that do not fit, or ranks that disagree
@@ -73,12 +73,6 @@ def _first(
                 layout = program.layouts[name]
                 return f"{node.op} in {node.fqn or '(root)'} at {node.source}: error {error:.2e}, layout {layout}"
     return None
-
-
-def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference; equal infinities and NaN in the same places do not differ."""
-    same = (got == want) | (got.isnan() & want.isnan())
-    return float((got - want).abs().masked_fill(same, 0.0).max())
 
 
 def graph_inputs(

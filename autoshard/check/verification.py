@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard import api
-from autoshard.check.closeness import scale
+from autoshard.check.closeness import difference, scale
 from autoshard.check.divergence import first_divergence
 from autoshard.errors import RuntimeMismatchError
 from autoshard.mesh import MeshLike
@@ -43,6 +43,8 @@ class Comparison:
     step: int
     error: float
     limit: float
+    finite: bool = True
+    """whether the unsharded model's is; otherwise the same elements must be infinite or NaN"""
 
     @property
     def ok(self) -> bool:
@@ -80,6 +82,8 @@ class VerifyReport:
             worst = max(found, key=lambda c: c.error)
             lines.append(f"  {len(found):>4} {kind + 's':<11} largest error {worst.error:.2e}  {worst.what}")
         lines += [f"  {c}" for c in self.comparisons if not c.ok][:10]
+        if wild := [c.what for c in self.comparisons if not c.finite]:
+            lines.append(f"  not finite in the unsharded model: {', '.join(wild[:5])}{', …' if len(wild) > 5 else ''}")
         if self.first_divergence:
             lines.append(f"  first divergence: {self.first_divergence}")
         return "\n".join(lines)
@@ -104,11 +108,11 @@ def verify(
     """Train copies of ``model`` sharded and unsharded for ``steps`` AdamW steps and compare everything.
 
     Outputs, every gradient, buffers, and the weights after every step, from the same seed. ``error`` is the largest
-    absolute difference relative to the largest absolute value of the tensor; it may be ``rtol`` (default: that of
-    :func:`default_rtol` for the tensor's dtype), plus ``atol`` (default: ``rtol`` of the largest value of that kind)
-    in absolute terms, so that gradients that are zero but for rounding do not count. Weights are allowed 100 times
-    that, since Adam divides by the root of squared gradients. Runs on the in-process mesh, and under torch.distributed
-    on every rank (a collective call).
+    absolute difference relative to the largest absolute value of the tensor (infinities and NaN must be those of the
+    unsharded model); it may be ``rtol`` (default: that of :func:`default_rtol` for the tensor's dtype), plus ``atol``
+    (default: ``rtol`` of the largest value of that kind) in absolute terms, so that gradients that are zero but for
+    rounding do not count. Weights are allowed 100 times that, since Adam divides by the root of squared gradients. Runs
+    on the in-process mesh, and under torch.distributed on every rank (a collective call).
     ``stages``, ``micro_batches``, ``schedule``: as of :func:`autoshard.compile`.
     The loss is the model's first scalar output, or the mean square of its outputs.
     """
@@ -240,13 +244,11 @@ def compare(
         error = math.inf
     elif not want.is_floating_point() and not want.is_complex():
         error = 0.0 if torch.equal(given, want) else math.inf
-    elif torch.equal(torch.nan_to_num(given), torch.nan_to_num(want)):
-        error = 0.0 if torch.equal(given.isnan(), want.isnan()) else math.inf
     else:
-        difference = float((given - want).abs().max())
-        error = difference / (scale(want) or 1.0) if math.isfinite(difference) else math.inf
-        error = min(error, rtol) if difference <= floor else error
-    return Comparison(what, kind, step, error, rtol)
+        largest = difference(given, want)
+        error = largest / (scale(want) or 1.0) if math.isfinite(largest) else math.inf
+        error = min(error, rtol) if largest <= floor else error
+    return Comparison(what, kind, step, error, rtol, bool(want.isfinite().all()))
 
 
 def full(x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from autoshard.plans.plan import Plan
 from autoshard.plans.stages import CHUNKS, budget_of
 from autoshard.plans.wishes import Wishes
 from autoshard.report.pipeline import stage_times
-from autoshard.report.text import local_bytes
+from autoshard.report.record import local_bytes
 
 AXIS = "pp"
 EFFORT = Effort(0.1, branches=False)

@@ -111,18 +111,21 @@ class ShardedModule(Compiling):
             return self._called(args, kwargs)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, spec = flattened((args, kwargs))
-        check_leaves(self._of.model, leaves, spec, self._device_type())
-        call = self._call(leaves, spec, self._recorded(leaves), self._wanted)
+        given, spec = flattened((args, kwargs))
+        check_leaves(self._of.model, given, spec, self._device_type())
+        call = self._call(given, spec, self._recorded(given), self._wanted)
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
-            executable = self._serving(call, number)
+            executable, recorded = self._serving(call, number), call.state.recorded
+            if self._enables(call, executable):
+                recorded = True
+                executable = self._serving(self._call(given, spec, recorded, self._wanted), number)
             if self._wanted and not call.state.recorded:
                 check_trained(x for x, _ in executable.graph.outside)
             own, written = executable.apart(call.leaves)
             if self._of.absent:
                 self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
-            with without_autocast(), contextlib.nullcontext() if call.state.recorded else torch.no_grad():
+            with without_autocast(), torch.set_grad_enabled(recorded):
                 leaves, mutated = self._step(executable, executable.named(own))
             return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
 

@@ -172,7 +172,7 @@ class Compiling(Fixed):
         if found is None:
             try:
                 # What is made here outlives the call.
-                with as_called(call.state.inference), torch.set_grad_enabled(call.state.grad):
+                with as_called(call.state.grad, call.state.inference):
                     found = self._build(call, call.key(exactly=False))
             except CaptureError as error:
                 raise beside(error, self.programs, call.leaves) from error
@@ -185,6 +185,11 @@ class Compiling(Fixed):
             self._executables[key] = found
         object.__setattr__(self, "_latest", found)
         return found
+
+    def _enables(self, call: Call, executable: Executable) -> bool:
+        """Whether gradients are recorded though the call has them off: its forward turns them on itself, as in eager."""
+        off = call.state.recorded or call.state.inference or self._settings.training is False
+        return executable.graph.enables and not off and requires_grad(call.leaves, self._of.tensors())
 
     def _program_for(self, call: Call, number: int) -> Executable | None:
         """The program for this call, if there is one: first of those with symbolic lengths, which serve most calls.

@@ -70,6 +70,18 @@ class Fixed(nn.Module):
             _refuse(f"attribute {name!r} of a {self._original.__name__} is set")
         super().__setattr__(name, value)
 
+    def __getattr__(self, name: str) -> Any:
+        """As the model's own; of what is not kept it says why."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name not in self.__dict__.get("_known", ()):
+                raise
+            raise AttributeError(
+                f"attribute {name!r} of a {self._original.__name__} is not kept in a sharded module: it holds modules, "
+                "tensors or functions, or what a forward puts there. Do what needs it with the model, and compile it again."
+            ) from error
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """As torch's; where a parameter or buffer is a DTensor, every rank takes its part of a full tensor."""
         own: dict[str, Any] = {prefix + name: p for name, p in (*self._parameters.items(), *self._buffers.items())}
@@ -219,8 +231,14 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
     Nothing that may hold the model's weights: they would stay where they were.
     """
-    own = ((n, x) for n, x in vars(module).items() if n not in _INTERNAL)
-    return {n: x for n, x in own if _is_plain(x) or not (isinstance(x, _HOLDERS) or callable(x))}
+    return {n: x for n, x in vars(module).items() if n not in _INTERNAL and _is_shown(x)}
+
+
+def _is_shown(value: Any) -> bool:
+    """Of containers those with plain values and configurations; an empty one is for what a forward will put there."""
+    if isinstance(value, dict | list | tuple) and value and not _is_plain(value):
+        return all(map(_is_shown, value.values() if isinstance(value, dict) else value))
+    return _is_plain(value) or not (isinstance(value, _HOLDERS) or callable(value))
 
 
 def _is_plain(value: Any) -> bool:

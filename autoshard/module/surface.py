@@ -35,7 +35,32 @@ def class_of(base: type[Any], kind: type[nn.Module], root: type[Any]) -> type[An
         names["device"] = property(lambda self: self._of.tensors()[0].device)
     if isinstance(getattr(kind, "dtype", None), property):
         names["dtype"] = property(lambda self: next(t.dtype for t in self._of.tensors() if t.is_floating_point()))
-    return derived(base, kind, names | _of_generation(kind))
+    return derived(base, kind, names | _of_generation(kind) | _of_saving(kind))
+
+
+def _of_saving(kind: Any) -> dict[str, Any]:
+    """``save_pretrained`` as Hugging Face has it: the whole weights, by rank 0. All ranks call it, unless they are given."""
+    own: Any = getattr(kind, "save_pretrained", None)
+    known = inspect.signature(own).parameters if callable(own) else {}
+    if "is_main_process" not in known or not any(
+        n == "state_dict" or p.kind is p.VAR_KEYWORD for n, p in known.items()
+    ):
+        return {}
+
+    @functools.wraps(kind.save_pretrained)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**inspect.signature(own).bind_partial(self, *args, **kwargs).arguments, **kwargs}
+        if given.get("state_dict") is not None:
+            return own(self, *args, **kwargs)
+        kwargs["state_dict"] = self.full_state_dict()
+        comm = self.__dict__.get("_comm")
+        if "is_main_process" not in given and comm is not None:
+            kwargs["is_main_process"] = comm.rank == 0
+        made = own(self, *args, **kwargs)
+        with self.meeting("save_pretrained()"):  # it is written when it returns, on every rank
+            return made
+
+    return {"save_pretrained": save_pretrained}
 
 
 def _of_generation(kind: Any) -> dict[str, Any]:

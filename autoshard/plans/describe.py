@@ -16,10 +16,12 @@ from autoshard.passes.lower.bucket import prefetched, regathered
 from autoshard.passes.memory import simulate
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alternatives import alternatives, cheapest_use
+from autoshard.passes.propagate.bucketed import latency_shares
 from autoshard.passes.propagate.edges import forward_seconds
 from autoshard.passes.propagate.objective import Objective, objective
 from autoshard.passes.propagate.op_space import axis_strategies
 from autoshard.passes.propagate.step_time import movable_values
+from autoshard.passes.redistribute.pricing import Shares
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.checks import has_rule
 from autoshard.passes.rules.facts import is_view
@@ -129,6 +131,8 @@ def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
     """Forward collectives in program order, then backward ones in reverse."""
     found: list[Collective] = []
     again, movable = regathered(program), movable_values(program.graph)
+    by_name = latency_shares(program.graph, program.mesh)
+    shares = {i.fqn: by_name[i.name] for i in program.graph.inputs if i.name in by_name}
 
     def of_step(part: Statement, again: bool, stage: int = 0) -> Iterator[Collective]:
         moved = part.value in movable
@@ -148,9 +152,17 @@ def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
             found += _shared(parts, program.mesh, s.parts[0].value) if s.members else parts
         elif s.node is not None:
             found += _of_node(program, s, searched.operations[s.node.name].compute)
-    found = [_in_all_passes(c, program.graph) for c in found]
+    found = [_in_all_passes(_across_blocks(c, shares, program.mesh), program.graph) for c in found]
     yield from (c for c in found if c.phase == "forward")
     yield from (c for c in reversed(found) if c.phase == "backward")
+
+
+def _across_blocks(c: Collective, shares: Mapping[str, Shares], mesh: Mesh) -> Collective:
+    """``c``; a sum of a parameter's gradient over replicas at its share of the latency: those of several blocks go together."""
+    if c.kind != "all_reduce" or c.phase != "backward" or c.value not in shares:
+        return c
+    latency, per_byte = mesh.link(c.axes).rate(c.kind)
+    return replace(c, seconds=shares[c.value].sums * latency + per_byte * c.bytes)
 
 
 def _in_all_passes(c: Collective, graph: Graph) -> Collective:

@@ -7,8 +7,8 @@ import fnmatch
 from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.errors import PlanError
-from autoshard.report.record import Choice, Collective, Record
-from autoshard.report.text import local_bytes, short_op, show_layout
+from autoshard.report.record import Choice, Collective, Record, local_bytes
+from autoshard.report.text import short_op, show_layout
 from autoshard.report.units import show_bytes, show_seconds
 
 MOST = 12

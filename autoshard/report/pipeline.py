@@ -15,7 +15,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.pipeline.timeline import StageSeconds, Timeline, orders, timeline
-from autoshard.report.record import Collective, Cost, Record, Staged
+from autoshard.report.record import Collective, Cost, Record, Staged, local_bytes
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,16 @@ class StageTimes:
     """the update alone"""
 
 
-def stage_times(plan: Record, sent: tuple[float, float] = (0.0, 0.0)) -> StageTimes:
-    """What the stage of ``plan`` takes. ``sent``: seconds of its message forward, and of the gradients that go back."""
+def stage_times(plan: Record, sent: tuple[float, float] = (0.0, 0.0), later: float = 0.0) -> StageTimes:
+    """What the stage of ``plan`` takes.
+
+    ``sent``: seconds of its message forward, and of the gradients that go back; ``later``: the part of the micro-batches
+    that add their gradients to those of earlier ones.
+    """
     cost, mesh = plan.cost, plan.mesh
     speed = mesh.hardware.overlap
-    compute = cost.compute_s - cost.optimizer_s
+    added = later * _adding(plan) if later else 0.0
+    compute = cost.compute_s - cost.optimizer_s + added
     ahead = min(compute, math.fsum(c.seconds - c.backward_s for c in plan.choices.values()))
     movable = [c for c in plan.collectives if c.movable]
     sums = [c for c in movable if _is_once(c)]
@@ -45,11 +50,19 @@ def stage_times(plan: Record, sent: tuple[float, float] = (0.0, 0.0)) -> StageTi
     shown = _shown(moves, mesh, speed, compute)
     begun = shown * _share(_seconds(c for c in moves if c.phase == "forward"), _seconds(moves))
     forward, backward = ahead + first + begun, compute - ahead + blocking - first + shown - begun
-    weights = backward * _share(_weights(plan), math.fsum(c.backward_s for c in plan.choices.values()))
+    weights = added + (backward - added) * _share(
+        _weights(plan), math.fsum(c.backward_s for c in plan.choices.values())
+    )
     once = _shown(sums, mesh, speed, compute - ahead)
     return StageTimes(
         StageSeconds(forward, backward, weights, *sent), compute, once + cost.optimizer_s, cost.optimizer_s
     )
+
+
+def _adding(plan: Record) -> float:
+    """Seconds in which gradients are added to others: both are read, and the sum is written."""
+    trained = (name for name in plan.differentiable if plan.kinds.get(name) == "parameter")
+    return math.fsum(plan.mesh.hardware.traffic_seconds(3.0 * local_bytes(plan, name)) for name in trained)
 
 
 def _is_once(c: Collective) -> bool:
@@ -95,7 +108,8 @@ def staged_times(staged: Staged, mesh: Mesh) -> tuple[StageTimes, ...]:
         size = staged.sent[number][back] if 0 <= number < len(staged.sent) else 0.0
         return link.seconds(size, "permute") if size else 0.0
 
-    return tuple(stage_times(p, (seconds(i, False), seconds(i - 1, True))) for i, p in enumerate(staged.plans))
+    later = 1 - 1 / staged.micro_batches if staged.plans[0].training else 0.0
+    return tuple(stage_times(p, (seconds(i, False), seconds(i - 1, True)), later) for i, p in enumerate(staged.plans))
 
 
 def pipeline(plan: Record) -> Timeline:
@@ -122,7 +136,7 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
     end = max(spans[-1].end + sum(t.once_s for t in of) for spans, of in zip(found.ranks, of_ranks, strict=True))
     update = sum(t.update_s for t in own)
     compute = count * sum(t.compute_s for t in own) + update
-    exposed = count * sum(t.batch.work for t in own) + sum(t.once_s for t in own) - compute
+    exposed = max(0.0, count * sum(t.batch.work for t in own) + sum(t.once_s for t in own) - compute)
     once = sum(_seconds(c for c in p.collectives if _is_once(c)) for p in plans)
     return Cost(
         compute_s=compute,

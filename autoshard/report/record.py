@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
+
 from autoshard.errors import PlanError
 from autoshard.hardware import Hardware
 from autoshard.layout import Grouped, Invariant, Layout, Owned, Partial, Placement, Replicate, Shard
@@ -322,6 +324,12 @@ class Record:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error
+
+
+def local_bytes(plan: Record, name: str) -> int:
+    """Bytes of a value or parameter on the fullest rank (rank 0)."""
+    dtype: torch.dtype = getattr(torch, plan.dtypes.get(name, "float32"))
+    return math.prod(plan.layouts[name].max_local_shape(plan.shapes[name])) * dtype.itemsize
 
 
 _LETTERS: dict[str, Placement] = {"R": Replicate(), "I": Invariant(), "P": Partial()}

@@ -18,7 +18,7 @@ from rich.text import Text
 from autoshard.layout import Invariant, Layout, Replicate
 from autoshard.passes.ir.memory import Recomputed
 from autoshard.report.pipeline import stage_rows
-from autoshard.report.record import Choice, Collective, Cost, Record
+from autoshard.report.record import Choice, Collective, Cost, Record, local_bytes
 from autoshard.report.serving import serving_text
 from autoshard.report.units import show_bytes, show_flops, show_seconds
 
@@ -75,20 +75,6 @@ def numbers(fqns: Iterable[str]) -> str:
         else:
             ranges.append([n, n])
     return ",".join(f"{a}-{b}" if a != b else str(a) for a, b in ranges)
-
-
-def itemsize(plan: Record, name: str) -> int:
-    """Bytes per element of a value or parameter."""
-    dtype: torch.dtype = getattr(torch, plan.dtypes.get(name, "float32"))
-    return dtype.itemsize
-
-
-def local_bytes(plan: Record, name: str) -> int:
-    """Bytes of a value or parameter on the fullest rank (rank 0)."""
-    numel = 1
-    for n in plan.layouts[name].max_local_shape(plan.shapes[name]):
-        numel *= n
-    return numel * itemsize(plan, name)
 
 
 # --- the tables ---

@@ -7,6 +7,7 @@ MegaBlocks).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,14 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def activation_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One of :data:`ACTIVATIONS`, or x · sigmoid(1.702 · x) as "swish 1.702"."""
+    if not name.startswith("swish "):
+        return ACTIVATIONS[name]
+    slope = float(name.removeprefix("swish "))
+    return lambda x: x * torch.sigmoid(x * slope)
+
+
 @torch.library.custom_op("autoshard::experts", mutates_args=())
 def experts_op(
     x: torch.Tensor,
@@ -39,15 +48,20 @@ def experts_op(
     transposed: bool,
     first_bias: torch.Tensor | None = None,
     second_bias: torch.Tensor | None = None,
+    limit: float | None = None,
+    shift: float = 0.0,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """Rows ``x`` [t, w], each through the experts ``ids`` [t, k], summed with ``weights`` [t, k] → [t, v].
 
     An expert is ``activation(x @ first) @ second``; ``gated``: ``first`` makes [gate, up], and
     ``activation(gate) * up`` goes into ``second``. Experts lie along dim 0: ``first`` [e, h, w] and ``second`` [e, v, h]
     as of linear layers, ``transposed`` [e, w, h] and [e, h, v]. Biases: [e, h] and [e, v]. An id that names no expert, such
-    as -1, adds nothing.
+    as -1, adds nothing. ``limit``, ``shift``: ``activation(min(gate, limit)) * (clamp(up, -limit, limit) + shift)``;
+    ``interleaved``: gates and what they gate alternate, instead of lying one after the other.
     """
-    return experts(x, ids, weights, first, second, activation, gated, transposed, first_bias, second_bias)
+    form = activation, gated, transposed, first_bias, second_bias, limit, shift, interleaved
+    return experts(x, ids, weights, first, second, *form)
 
 
 @experts_op.register_fake
@@ -62,6 +76,9 @@ def _(
     transposed: bool,
     first_bias: torch.Tensor | None = None,
     second_bias: torch.Tensor | None = None,
+    limit: float | None = None,
+    shift: float = 0.0,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], second.shape[2 if transposed else 1])
 
@@ -73,7 +90,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Runs the forward again: the local form differentiates by itself, the op is for whole tensors."""
-    wanting = (*ctx.needs_input_grad, False, False)  # biases that are not given
+    wanting = itertools.chain(ctx.needs_input_grad, itertools.repeat(False))  # of what is not given
     saved = zip(ctx.saved_tensors, wanting, strict=False)
     given = [t if t is None else t.detach().requires_grad_(n) for t, n in saved]
     with torch.enable_grad():
@@ -98,6 +115,9 @@ def experts(
     transposed: bool = False,
     first_bias: torch.Tensor | None = None,
     second_bias: torch.Tensor | None = None,
+    limit: float | None = None,
+    shift: float = 0.0,
+    interleaved: bool = False,
     count: int | None = None,
     expert_axes: Axes = (),
     exchange_axes: Axes = (),
@@ -124,7 +144,7 @@ def experts(
     if routes.order is not None:
         rows = rows.index_select(0, routes.order)
     ends = routes.ends[: first.shape[0]]
-    dim, apart = 2 if transposed else 1, gated and hidden_axes
+    dim, apart = 2 if transposed else 1, gated and hidden_axes and not interleaved
     of_rows = exchanges_rows(ids.numel(), first.numel() // max(1, first.shape[dim]))
     parts = split(first, dim, (hidden, hidden), hidden_axes) if apart and not of_rows else [first]
     made = [grouped_mm(rows, part if transposed else part.mT, ends, True) for part in parts]
@@ -132,7 +152,8 @@ def experts(
         made = [made[0] + _of_rows(first_bias, ends, rows)]
     if apart and of_rows:
         made = split(made[0], 1, (hidden, hidden), hidden_axes)
-    mid = ACTIVATIONS[activation](made[0]) if not gated else _gated(made, ACTIVATIONS[activation])
+    act = activation_of(activation)
+    mid = act(made[0]) if not gated else gated_by(act, made, limit, shift, interleaved)
     if not transposed:
         second = second.mT
     out = grouped_mm(mid, second, ends, True)
@@ -158,9 +179,21 @@ def _of_rows(bias: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torc
     return bias.index_select(0, torch.searchsorted(ends, numbers, right=True))
 
 
-def _gated(made: list[torch.Tensor], activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    gate, up = made[0].chunk(2, -1) if len(made) == 1 else made
-    return activation(gate) * up
+def gated_by(
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    made: list[torch.Tensor],
+    limit: float | None = None,
+    shift: float = 0.0,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """What goes into the second product; ``made``: gates and what they gate, in one or two tensors."""
+    if len(made) == 1:
+        gate, up = (made[0][..., 0::2], made[0][..., 1::2]) if interleaved else made[0].chunk(2, -1)
+    else:
+        gate, up = made
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return activation(gate) * (up + shift if shift else up)
 
 
 class _Held(NamedTuple):

@@ -223,7 +223,7 @@ def _tiles(
             bias = own if bias is None else bias & own
         elif mask is not None:
             if job.sloped:
-                more = by_distance(mask, t.rows, t.columns).to(query.dtype)
+                more = by_distance(mask, t.rows, t.columns)
             else:
                 more = mask if mask.shape[-1] == 1 else mask.narrow(-1, *t.columns)
                 more = tile.rows_of(more, *rows)

@@ -232,7 +232,8 @@ def _added(bias: torch.Tensor | None, like: torch.Tensor) -> Any:
         return None
     if bias.dtype == torch.bool:
         return torch.zeros_like(bias, dtype=like.dtype).masked_fill_(~bias, -torch.inf)
-    return bias.to(like.dtype)
+    narrow = like.dtype.itemsize < bias.dtype.itemsize == 4  # kernels for half precision add float32, too
+    return bias if narrow else bias.to(like.dtype)
 
 
 def _heads_of(query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,8 @@ from autoshard.plans.describe import describe
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 from autoshard.progress import stage
+from autoshard.report.record import local_bytes
 from autoshard.report.serving import Phase, Serving
-from autoshard.report.text import local_bytes
 from autoshard.runtime.autocast import without_autocast
 from autoshard.serving.calls import Call, calls_of
 

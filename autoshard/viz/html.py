@@ -9,8 +9,8 @@ from importlib.resources import files
 from typing import Any
 
 from autoshard.layout import Layout
-from autoshard.report.record import Record
-from autoshard.report.text import hot_spots, local_bytes, memory_parts, short_op, traffic, utilisation
+from autoshard.report.record import Record, local_bytes
+from autoshard.report.text import hot_spots, memory_parts, short_op, traffic, utilisation
 from autoshard.viz.stages import chart
 from autoshard.viz.trace import memory_over_time
 from autoshard.viz.tree import Box, Drawing, Item, drawing, is_view

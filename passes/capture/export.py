@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.answers import steering
-from autoshard.passes.capture.answers.eager import AsInEager
+from autoshard.passes.capture.answers.eager import AsInEager, without_grad
 from autoshard.passes.capture.answers.loops import Learnt, check_draws
 from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.questions import Exported, indifferent
@@ -30,6 +30,7 @@ from autoshard.passes.capture.exported.arguments import Example, argument_paths,
 from autoshard.passes.capture.exported.attributes import WrittenError, apart, as_buffers, check_unwritten, held
 from autoshard.passes.capture.exported.growing import from_one, longer
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
+from autoshard.passes.capture.exported.provenance import ENABLES
 from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.observer import Forward, patched, replacing
 from autoshard.passes.capture.refusals.checks import check_dtypes, check_example, check_model
@@ -106,7 +107,9 @@ def _captured(
             as_buffers(model, error.names)
             program, eager_grads, inputs = _export(model, example, training, dynamic)
         graph = with_kept_casts(translate(program, model, example, training, inputs))
-    graph = replace(with_tables(with_precision(graph, kept, precision)), outside=tuple(read.values()))
+    enables = program.graph_module.meta[ENABLES]
+    graph = with_tables(with_precision(graph, kept, precision))
+    graph = replace(graph, outside=tuple(read.values()), enables=enables)
     check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)
@@ -157,9 +160,9 @@ def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynam
         with effects_stay():
             if training:
                 detach_no_grad(program.graph_module, gradient_sources(program, model, example))
-            else:
-                record_nothing(program.graph_module)
+            enables = (not training or without_grad.get()) and record_nothing(program.graph_module)
             program = decompose(program)
+            program.graph_module.meta[ENABLES] = enables
         write_out(program)
         return program, output_grads, inputs
     except UnequalError:
@@ -221,7 +224,8 @@ def _traced(
                     given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
                 inputs = opened(_tensors(model, given), dynamic) if dynamic else {}
                 shapes = shapes_for_export(inputs.values()) if inputs else None
-                with effects_stay(), watch.active():
+                grad = torch.is_grad_enabled() and not without_grad.get()
+                with effects_stay(), watch.active(), torch.set_grad_enabled(grad):
                     program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
                 check_draws(program)
                 return program, trace.output_grads, inputs
@@ -325,7 +329,7 @@ def _write_back(module: nn.Module, before: Mapping[str, torch.Tensor | None]) ->
         if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise CaptureError(
                 f"buffer {name!r} of {type(module).__name__} is set to another shape or dtype, or to None, in the forward. "
-                "Write to it in place, with copy_()."
+                "Write to it in place, with copy_(), or, where the first call alone fills it, call the model once before."
             )
         module._buffers[name] = old
         old.copy_(new.detach())

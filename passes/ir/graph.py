@@ -252,6 +252,8 @@ class Graph:
     flat_inputs: tuple[str | None, ...] = ()
     """per leaf of ``in_spec``: the name of its Input, or None where the leaf is no tensor (baked in)"""
     training: bool = True
+    enables: bool = field(default=False, compare=False)
+    """whether the forward turns gradients on where its call has them off, of which a graph without a backward has none"""
     passes: int = 1
     """how many of it, one after another, are a step: micro-batches"""
 

@@ -203,14 +203,13 @@ def held(order: Sequence[Action], kept: Sequence[float]) -> float:
 def timeline(orders: Orders, stages: Sequence[StageSeconds]) -> Timeline:
     """Every rank does its work in order, each piece as soon as what it reads is there.
 
-    A message leaves when it is made and goes beside the work of both ranks; between two ranks there is one at a time
-    in each direction. Raises :class:`ValueError` where an order never ends.
+    A message goes when it is made and its receiver, which has nothing else to do, waits for it: torch's schedules post
+    their receives then. The sender's work goes on. Raises :class:`ValueError` where an order never ends.
     """
     steps, count = _steps(orders, len(stages) - 1)
     ranks = len(orders)
     free, done = [0.0] * ranks, [0] * ranks
-    wires: dict[tuple[int, int], float] = {}
-    ready: list[float | None] = [None] * count
+    made: list[Message | None] = [None] * count
     took = {kind: [s.of(kind) for s in stages] for kind in "FBIW"}
     send, send_back = [s.send for s in stages], [s.send_back for s in stages]
     spans: list[list[Span]] = [[] for _ in orders]
@@ -222,21 +221,20 @@ def timeline(orders: Orders, stages: Sequence[StageSeconds]) -> Timeline:
         for a, number, needs, target in own[done[rank] :]:
             start = now
             if needs >= 0:
-                there = ready[needs]
-                if there is None:
+                message = made[needs]
+                if message is None:
                     break
-                start = max(now, there)
+                begins, seconds = max(now, message.start), message.end - message.start
+                start = begins + seconds
+                if seconds:
+                    messages.append(message._replace(start=begins, end=start))
             now = start + took[a.kind][a.stage]
             spans[rank].append(Span(a, start, now))
             done[rank] += 1
             if target < 0:
                 continue
-            seconds = send[a.stage] if a.kind == "F" else send_back[a.stage]
-            leaves = max(now, wires.get((rank, target), 0.0)) if seconds else now
-            ready[number] = leaves + seconds
-            if seconds:
-                wires[rank, target] = leaves + seconds
-                messages.append(Message(a, rank, target, leaves, leaves + seconds))
+            sent = send[a.stage] if a.kind == "F" else send_back[a.stage]
+            made[number] = Message(a, rank, target, now, now + sent)
             if target != rank:
                 waiting.append(target)
         free[rank] = now

@@ -17,6 +17,7 @@ from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.step_time import Parts, movable_values
 from autoshard.passes.propagate.zero import stages_of
+from autoshard.passes.redistribute.pricing import Shares
 
 Alternative = tuple[tuple[str, ...], float]
 """(a label per mesh axis, seconds more per step)"""
@@ -89,7 +90,7 @@ class _Alternatives:
         return movable_values(self.graph)
 
     @cached_property
-    def shares(self) -> Mapping[str, float]:
+    def shares(self) -> Mapping[str, Shares]:
         return latency_shares(self.graph, self.mesh)
 
     @cached_property
@@ -123,7 +124,7 @@ class _Alternatives:
         type_ = self.graph.types[name]
         return conversion_parts(type_, self.mesh, sources, targets, *self._terms(name), self.graph.passes)
 
-    def _terms(self, name: str) -> tuple[int | None, bool, float]:
+    def _terms(self, name: str) -> tuple[int | None, bool, Shares]:
         """The stage of ZeRO, whether conversions can move in time, and the share of their latency."""
         return self.stages.get(name), name in self.movable, share_of(name, self.shares)
 

@@ -16,6 +16,7 @@ from itertools import groupby
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, TensorType
 from autoshard.passes.ir.paths import block_path
+from autoshard.passes.redistribute.pricing import ALONE, Shares
 
 BUCKET_BYTES = 25 * 2**20
 """a bucket is closed when it holds this many bytes per rank, on links without latency (DistributedDataParallel's default),
@@ -41,14 +42,16 @@ def goes_in_buckets(type_: TensorType) -> bool:
     return bool(type_.grad) and not type_.sparse
 
 
-def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, float]:
-    """Parameter → what it pays of the latency of every message that moves it, above 0 and at most 1; other values pay all.
+def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, Shares]:
+    """Parameter → what it pays of the latency of messages that move it, above 0 and at most 1; other values pay all.
 
-    Parameters are moved in front of the block that reads them first.
+    Parameters are gathered in front of the block that reads them first. Sums of gradients over replicas go together across
+    blocks (:mod:`autoshard.runtime.gradients`): the first alone, so that sums begin early, then one for each full bucket.
     """
     full = min((bucket_bytes(mesh, axis) for axis in mesh.axes if mesh.size_of(axis) > 1), default=BUCKET_BYTES)
     parameters, seen = frozenset(graph.parameters), set[str]()
     groups: dict[tuple[int, object, bool], dict[str, float]] = defaultdict(dict)
+    every: dict[object, float] = defaultdict(float)
     for number, (_, nodes) in enumerate(groupby(graph.nodes, key=lambda node: block_path(node.fqn))):
         for name in (n for node in nodes for n in node.inputs if n in parameters and n not in seen):
             seen.add(name)
@@ -56,14 +59,18 @@ def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, float]:
             if goes_in_buckets(type_):
                 bytes_ = math.prod(map(int, type_.shape)) * type_.dtype.itemsize
                 groups[number, type_.dtype, len(type_.shape) < 2][name] = float(bytes_)
+                every[type_.dtype] += bytes_
     return {
-        name: min(1.0, size / min(full, sum(group.values())))
-        for group in groups.values()
+        name: Shares(
+            min(1.0, size / min(full, sum(group.values()))),
+            min(1.0, size / every[dtype] + size / max(full, BUCKET_BYTES)),
+        )
+        for (_, dtype, _), group in groups.items()
         for name, size in group.items()
         if size
     }
 
 
-def share_of(value: str, shares: Mapping[str, float]) -> float:
+def share_of(value: str, shares: Mapping[str, Shares]) -> Shares:
     """What ``value`` pays of the latency of its messages."""
-    return shares.get(value, 1.0)
+    return shares.get(value, ALONE)

@@ -18,6 +18,7 @@ from autoshard.passes.propagate.keep import Copies, Side, kept, stages
 from autoshard.passes.propagate.op_space import OpSpace
 from autoshard.passes.propagate.step_time import Parts, movable_values
 from autoshard.passes.redistribute import link_matrices
+from autoshard.passes.redistribute.pricing import ALONE, Shares
 from autoshard.passes.search.folded import Folded, joint
 
 
@@ -28,7 +29,7 @@ def conversion_parts(
     targets: Sequence[Placements],
     stage: int | None,
     movable: bool,
-    share: float = 1.0,
+    share: Shares = ALONE,
     passes: int = 1,
 ) -> Parts:
     """What it takes per pass to bring a value from each source (row) to each target (column): forward and backward.
@@ -56,7 +57,7 @@ def conversion_parts(
     return replace(each, once=once.blocking, node_once=once.node, network_once=once.network)
 
 
-def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], share: float) -> list[np.ndarray]:
+def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], share: Shares) -> list[np.ndarray]:
     """The part of :func:`link_matrices` that is sums of gradients over replicas: I → R on the way."""
     reads = [frozenset(a for a in x.axes_with(Replicate)) for x in targets]
     found = [np.zeros((len(sources), len(targets))) for _ in range(3)]
@@ -84,7 +85,7 @@ def as_parts(links: Sequence[np.ndarray], movable: bool) -> Parts:
 
 
 def forward_matrices(
-    type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], share: float = 1.0
+    type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], share: Shares = ALONE
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Seconds, of launches, inside a node and between nodes, of the conversions of the value alone, without its gradient's."""
     a, b = ([layout.without_gradient() for layout in side] for side in (sources, targets))

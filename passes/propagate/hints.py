@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from autoshard.errors import HintError
-from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Partial, Placement, R, Replicate, Shard
+from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Partial, Placement, R, Replicate, Shard, of_torch
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import canonical
 from autoshard.passes.ir.graph import Graph, Input, TensorType
@@ -126,7 +126,8 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh) -> dict[s
     Raises :class:`HintError`: the pattern matches nothing, the hint is no hint, or it cannot be met.
     """
     constraints: dict[str, Constraint] = {}
-    for pattern, hint in (hints or {}).items():
+    for pattern, given in (hints or {}).items():
+        hint = {axis: of_torch(p) for axis, p in given.items()} if isinstance(given, Mapping) else of_torch(given)
         _check_hint(pattern, hint, mesh)
         for name, kind, asked in _targets(pattern, hint, graph):
             value = module_output(graph, name) if kind == "module" else _input_named(graph, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,19 @@ from autoshard.runtime.move import COLLECTIVES
 Moves = bool | torch.dtype
 """whether the gradient is moved back; a dtype: its own, where that is another than the value's"""
 
-IN_BUCKETS = ("enter", "all_gather")
-"""moves that several parameters make in one call: into what replicas read, their gradients summed, and from shards"""
+IN_BUCKETS = ("all_gather", "enter")
+"""moves that several parameters make in one call: from shards, and into what replicas read, their gradients summed"""
+
+
+class Shares(NamedTuple):
+    """What a tensor pays of the latency of messages that several make together: of each kind in :data:`IN_BUCKETS`."""
+
+    gathers: float = 1.0
+    sums: float = 1.0
+
+
+ALONE = Shares()
+"""goes in messages of its own"""
 
 FORBIDDEN = 1 << 60
 """bytes of a move that the shape does not allow; more than any real one, and sums of a few stay below 2**63"""
@@ -37,8 +49,8 @@ class Prices:
     piece: Ints
     """per move: elements of the smaller chunk, the unit of volume"""
     shares: Floats
-    """[5, moves]: of ``seconds`` those of launches, those of links between nodes, and what several tensors that move together
-    pay once: launches, latency of links inside a node, of links between nodes"""
+    """[8, moves]: of ``seconds`` those of launches, those of links between nodes, and what several tensors that move together
+    pay once, for each kind in :data:`IN_BUCKETS`: launches, latency of links inside a node, of links between nodes"""
 
 
 def width(dtype: torch.dtype, grad: Moves) -> int:
@@ -89,23 +101,19 @@ def _shares(mesh: Mesh, graph: Space, seconds: Floats, grad: bool) -> Floats:
     known = np.isfinite(seconds)
     rest = np.where(known, seconds, 0.0) - launches
     latency = cache(lambda *call: message_latency(mesh, *call))
-    merges = [m.kind in IN_BUCKETS for m in graph.moves]
-    together = np.array(
-        [
-            latency(tuple(mesh.axes[a] for a in m.group), m.kind, m.backward if grad else None) if merged else 0.0
-            for m, merged in zip(graph.moves, merges, strict=True)
-        ],
-        np.float64,
-    )
-    once = np.where(merges, launches, 0.0)
-    links = together - once
-    shares = (
-        launches,
-        np.where(crossing, rest, 0.0),
-        once,
-        np.where(crossing, 0.0, links),
-        np.where(crossing, links, 0.0),
-    )
+    shares = [launches, np.where(crossing, rest, 0.0)]
+    for kind in IN_BUCKETS:
+        merges = [m.kind == kind for m in graph.moves]
+        together = np.array(
+            [
+                latency(tuple(mesh.axes[a] for a in m.group), m.kind, m.backward if grad else None) if merged else 0.0
+                for m, merged in zip(graph.moves, merges, strict=True)
+            ],
+            np.float64,
+        )
+        once = np.where(merges, launches, 0.0)
+        links = together - once
+        shares += [once, np.where(crossing, 0.0, links), np.where(crossing, links, 0.0)]
     return np.where(known, np.stack(shares), 0.0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import LayoutError
-from autoshard.layout import Layout, Placement, Shard
+from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.passes.redistribute.planner import LayoutLike, plan
 from autoshard.passes.redistribute.pricing import Moves
@@ -65,8 +65,10 @@ def redistribution(
     )
 
 
-def _key(given: Mapping[str, Any] | Sequence[Placement]) -> tuple[Any, ...]:
-    """Something to look up by; a mapping becomes its items."""
+def _key(given: Any) -> tuple[Any, ...]:
+    """Something to look up by; a mapping becomes its items, and what names no axis stands for the only one."""
+    if not isinstance(given, Iterable):
+        return (given,)
     return tuple(given.items() if isinstance(given, Mapping) else given)
 
 

@@ -11,7 +11,17 @@ import torch
 
 from autoshard.layout import Grouped, Layout, Owned
 from autoshard.passes.redistribute.planner import distances, kinds_of
-from autoshard.passes.redistribute.pricing import FORBIDDEN, IN_BUCKETS, Moves, Prices, message_latency, price, width
+from autoshard.passes.redistribute.pricing import (
+    ALONE,
+    FORBIDDEN,
+    IN_BUCKETS,
+    Moves,
+    Prices,
+    Shares,
+    message_latency,
+    price,
+    width,
+)
 from autoshard.passes.redistribute.query import in_chunks, redistribution
 from autoshard.passes.redistribute.space import EXACT_AXES, Floats, everything, state_of
 
@@ -40,7 +50,7 @@ def link_matrices(
     dtype: torch.dtype,
     grad: Moves,
     closed: tuple[int, ...] = (),
-    share: float = 1.0,
+    share: Shares = ALONE,
 ) -> tuple[Floats, Floats, Floats]:
     """Seconds of the fastest redistribution from each source (row) to each target (column): of the launches of its
     collectives, of links inside a node, and of links between nodes: float64.
@@ -65,14 +75,19 @@ def link_matrices(
     else:
         found = [_to_one(prices, goal) for goal in columns]
         seconds, shares = (np.stack([pair[i][..., rows] for pair in found], axis=-1) for i in (0, 1))
-    launches, between, *spared = shares
-    return _apart(seconds, launches, between, [(1.0 - share) * x for x in spared])
+    launches, between, *together = shares
+    return _apart(seconds, launches, between, together, share)
 
 
 def _apart(
-    seconds: Floats, launches: Floats, between: Floats, spared: Sequence[Floats]
+    seconds: Floats, launches: Floats, between: Floats, together: Sequence[Floats], share: Shares
 ) -> tuple[Floats, Floats, Floats]:
-    """Launches, links inside a node and links between nodes, without what is ``spared`` of each."""
+    """Launches, links inside a node and links between nodes, without what others pay of each; ``together``: see
+    :attr:`~autoshard.passes.redistribute.pricing.Prices.shares`."""
+    gathers, sums = (
+        [(1.0 - part) * x for x in of] for part, of in zip(share, (together[:3], together[3:]), strict=True)
+    )
+    spared = [a + b for a, b in zip(gathers, sums, strict=True)]
     return launches - spared[0], seconds - launches - between - spared[1], between - spared[2]
 
 
@@ -99,7 +114,7 @@ def _one_by_one(
     dtype: torch.dtype,
     grad: Moves,
     closed: tuple[int, ...],
-    share: float,
+    share: Shares,
 ) -> tuple[Floats, Floats, Floats]:
     """On a mesh too large for one graph, every pair has its own."""
 
@@ -109,20 +124,22 @@ def _one_by_one(
         launches = {s: launch * ((s.forward_bytes > 0) + (s.backward_bytes > 0)) for s in plan.steps}
         between = sum(s.seconds - launches[s] for s in plan.steps if src.mesh.crosses(s.axes))
         calls = sum(launches[s] for s in plan.steps)
-        spared = [0.0, 0.0, 0.0]
+        together = [0.0] * 3 * len(IN_BUCKETS)
         for s in (s for s in plan.steps if s.kind in IN_BUCKETS):
-            spared[0] += launches[s]
-            spared[1 + src.mesh.crosses(s.axes)] += message_latency(src.mesh, s.axes, s.kind, s.backward) - launches[s]
-        return plan.seconds, calls, between, *spared
+            first = 3 * IN_BUCKETS.index(s.kind)
+            links = message_latency(src.mesh, s.axes, s.kind, s.backward) - launches[s]
+            together[first] += launches[s]
+            together[first + 1 + src.mesh.crosses(s.axes)] += links
+        return plan.seconds, calls, between, *together
 
     found = np.array([[seconds(src, dst) for dst in targets] for src in sources])
-    every, launches, between, *spared = np.moveaxis(found, -1, 0)
-    return _apart(every, launches, between, [(1.0 - share) * x for x in spared])
+    every, launches, between, *together = np.moveaxis(found, -1, 0)
+    return _apart(every, launches, between, together, share)
 
 
 @lru_cache(maxsize=1024)
 def _to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
-    """From every state to one: seconds [states], and the shares of them [5, states]."""
+    """From every state to one: seconds [states], and the shares of them [8, states]."""
     found = distances(prices, prices.seconds, goal)
     graph = prices.space
     order = np.lexsort((prices.seconds + found[graph.dst], graph.src))
@@ -141,7 +158,7 @@ def _to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
 
 @lru_cache(maxsize=64)
 def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
-    """Floyd-Warshall over all states: seconds [states, states], and the shares of them [5, states, states]."""
+    """Floyd-Warshall over all states: seconds [states, states], and the shares of them [8, states, states]."""
     graph = prices.space
     distance, shares = (
         np.full((len(graph.states),) * 2, np.inf),

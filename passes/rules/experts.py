@@ -40,6 +40,9 @@ def _strategies(node: Node, graph: Graph) -> Space:
         linear=((2,), (4, 6) if biases else (4,)),
     )
     found = factors.strategies(node, graph)
+    if node.argument("interleaved"):  # a chunk of pairs has both
+        pairs = (replace(s, label="pairs", even=True, alone=True) if s.label == "hidden" else s for s in found)
+        return (*pairs, _exchange(rows, len(node.inputs)))
     halves = tuple(_halves(s) for s in found if s.label == "hidden" and node.argument("gated"))
     if biases and halves:  # those of gates, and of what they gate, are not brought together
         found = tuple(s for s in found if s.label != "hidden")
@@ -69,6 +72,8 @@ def _local(site: Site) -> Call:
     form = {name: node.argument(name) for name in ("activation", "gated", "transposed")}
     if len(node.inputs) > 5:
         form |= {name: node.argument(name) for name in ("first_bias", "second_bias")}
+    defaults = {"limit": None, "shift": 0.0, "interleaved": False}
+    form |= {name: node.argument(name) for name, default in defaults.items() if node.argument(name) != default}
     if axes := site.inputs[3].axes_of(0):
         form |= {"count": site.in_type(3).shape[0], "expert_axes": spell(axes)}
     if axes := site.axes(EXCHANGE):

@@ -22,12 +22,13 @@ from autoshard.passes.search.network import Array
 from autoshard.passes.search.stacked import Choice
 from autoshard.passes.search.tree import Cheaper, Leaf, Tree
 
-# Leaves of a neighbourhood's tree, its nodes at first, at least and at most, and by what it grows and shrinks.
+# Leaves of a neighbourhood's tree, its nodes at first, at least and at most, and by what it grows and shrinks: while small
+# ones better the choice there is no need of larger ones, which take longer.
 LEAVES = 12
 FIRST = 20.0
 FEWEST = 8.0
 MOST = 2_000.0
-GROWTH = 1.1
+GROWTH = 1.2
 # Seconds of a neighbourhood, where there is a limit, and beyond which the next is smaller.
 SECONDS = 10.0
 LONG = 3.0
@@ -68,7 +69,7 @@ class Neighbourhoods:
         slow = math.isfinite(self.deadline) and time.perf_counter() - begin > LONG
         if not complete or slow:
             size /= GROWTH
-        elif not better:  # small ones are quick: while they better the choice there is no need of larger ones
+        elif not better:
             size *= GROWTH
         self.sizes[kind] = min(max(size, FEWEST), MOST, len(lives.usage))
         return better

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,18 +28,19 @@ from autoshard.passes.search.tree import Cheaper, Leaf, Tree
 
 GAP = 1e-9
 # The part of the time that is left for what is under way when it is up, and for the answer; the parts after which
-# beaten strategies are no longer looked for, and the first descent, its repair, the prices and the few strategies end.
+# beaten strategies are no longer looked for, and the first descent and its repair end; of what is left then, the parts that
+# go into prices and into the few strategies, and into these where a choice is known.
 RESERVE = 0.05
 BEATEN = 0.1
 DESCENT = 0.2
-REPAIR = 0.35
-PRICES = 0.4
-FEW = 0.5
-# The part that the few strategies take where a choice is known.
-BRIEFLY = 0.25
+REPAIR = 0.5
+PRICES = 0.2
+FEW = 0.6
+BRIEFLY = 0.15
 PASSES = 40
-# Neighbourhoods that repair the first choice.
+# Neighbourhoods that repair the first choice where there is no time limit; so many between two descents afterwards.
 REPAIRS = 200
+DESCENTS = 8
 # Steps of the prices; strategies of a node that are tried first, the best by score, and leaves of their tree.
 STEPS = 40
 STRATEGIES = 12
@@ -49,7 +51,8 @@ ENTRIES = 200_000
 NEIGHBOURHOODS = 60
 # The part of the time, or of leaves and neighbourhoods together, that goes into the tree.
 SHARE = 0.35
-
+# The part of the time that the tree is ahead of its share at the beginning: its first leaf may prove the choice.
+HEAD_START = 0.1
 
 Better = Callable[[float, Callable[[], Choice]], None]
 """is told of a better choice: (its cost, what gives it)"""
@@ -73,13 +76,14 @@ def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float,
     best.offer(descend(lives, best.choice, unit, PASSES, begin + DESCENT * limit))
     deadline = begin + limit
     _repair(best, cheaper, begin + REPAIR * limit)
+    now = time.perf_counter()
     try:
-        found = priced(best, math.ceil(STEPS * effort), unit, begin + PRICES * limit)
+        found = priced(best, math.ceil(STEPS * effort), unit, now + PRICES * (deadline - now))
     except PlanError:
         raise PlanError(_forbidden(given)) from None
     run = _Run(best, cheaper, found, deadline)
     known = math.isfinite(best.cost)
-    run.few(found, time.perf_counter() + BRIEFLY * limit if known else begin + FEW * limit)
+    run.few(found, now + (PRICES + (BRIEFLY if known else FEW)) * (deadline - now))
     if math.isinf(limit):
         run.leaves(math.ceil(max(LEAVES, min(ENTRIES / run.entries, ENTRIES)) * effort))
     run.alternate(math.ceil(NEIGHBOURHOODS * effort) if math.isinf(limit) else 10**9, unit)
@@ -95,7 +99,8 @@ def _repair(best: Best, cheaper: Cheaper, deadline: float) -> None:
     """Neighbourhoods of what is forbidden, or too much, until nothing is."""
     nodes = best.lives.network.nodes
     near = Neighbourhoods(best, cheaper, deadline, [best.choice], nodes, [0.0] * len(nodes))
-    while math.isinf(best.cost) and near.tried < REPAIRS and time.perf_counter() < deadline:
+    most = REPAIRS if math.isinf(deadline) else sys.maxsize
+    while math.isinf(best.cost) and near.tried < most and time.perf_counter() < deadline:
         near.step()
 
 
@@ -132,6 +137,7 @@ class _Run:
         self.seconds = {"few": 0.0, "tree": 0.0, "neighbourhoods": 0.0}
         self.leaf = 0.0
         """seconds of the longest leaf"""
+        self.head_start = HEAD_START * (deadline - time.perf_counter())
 
     @property
     def closed(self) -> bool:
@@ -145,6 +151,7 @@ class _Run:
     def few(self, found: Priced, deadline: float) -> None:
         """Choices among the strategies of the best scores and those seen: a tree of small leaves."""
         begin, seen = time.perf_counter(), np.array(found.seen)
+        known = math.isfinite(self.best.cost)
         parts = {}
         for node, scores in enumerate(found.scores):
             likely = np.concatenate([seen[:, node], np.argsort(scores, kind="stable")[:STRATEGIES]])
@@ -156,7 +163,11 @@ class _Run:
             )  # a first choice is a poor measure of what is dear
             tree.put(Leaf(found.bound, domains, found.prices))
             for trial in itertools.count():
-                if not tree.open or time.perf_counter() > deadline or (trial >= TRIALS and tree.choice is not None):
+                if (
+                    not tree.open
+                    or time.perf_counter() > deadline
+                    or (trial >= TRIALS and (known or tree.choice is not None))
+                ):
                     break
                 if trial >= 4 * TRIALS:
                     break
@@ -187,7 +198,7 @@ class _Run:
         while not self.closed and not self.late and self.near.tried < most:
             if math.isfinite(self.deadline):
                 next_one = spent["tree"] + self.leaf
-                turn = next_one <= SHARE * (next_one + spent["neighbourhoods"])
+                turn = next_one <= SHARE * (next_one + spent["neighbourhoods"] + self.head_start)
             else:
                 turn = self.tree.looked <= SHARE * (self.tree.looked + self.near.tried)
             if turn and self.tree.open:
@@ -195,7 +206,7 @@ class _Run:
                 continue
             begin = time.perf_counter()
             self.near.step()
-            if math.isinf(self.best.cost):
+            if math.isinf(self.best.cost) and self.near.tried % DESCENTS == 0:
                 self.best.offer(descend(self.best.lives, self.best.choice, unit, PASSES, self.deadline))
             spent["neighbourhoods"] += time.perf_counter() - begin
 

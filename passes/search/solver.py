@@ -32,7 +32,9 @@ MAX_JOIN = 1_000_000_000
 # Entries of all joins together that take about as long as one variable of the MILP, and that are joined in any case.
 JOINED_PER_VARIABLE = 10_000
 EASY_TOTAL = 1_000_000_000
-# Of a network that is one of many: sweeps, entries of all joins, and how many of these a second computes.
+# Of a network that is one of many: entries of the largest join that is computed without pruning first, sweeps, entries of
+# all joins, and how many of these a second computes.
+LITTLE_JOIN = 100_000
 FEW_SWEEPS = 30
 JOINED = 1_000_000_000
 JOINED_PER_SECOND = 100_000_000
@@ -76,6 +78,7 @@ class _Run:
     core: tuple[int, int] = (0, 0)
     most_sweeps: int = sys.maxsize
     most_joined: float = math.inf  # entries of all joins of what is left, without the MILP
+    one_of_many: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -125,7 +128,7 @@ def cheaper(network: CostNetwork, upper: float, deadline: float) -> Solution:
     pruner = Pruner(Tables(), deadline)
     work = Eliminator.of(on_grid(network, grid(network)), pruner.tables)
     run = _Run(work, pruner, deadline, milp=False, upper=upper)
-    run.most_sweeps = FEW_SWEEPS
+    run.one_of_many, run.most_sweeps = True, FEW_SWEEPS
     run.most_joined = min(JOINED, JOINED_PER_SECOND * max(deadline - time.perf_counter(), 0.0))
     try:
         exact = _search(run)
@@ -144,6 +147,8 @@ def cheaper(network: CostNetwork, upper: float, deadline: float) -> Solution:
 def _search(run: _Run) -> bool:
     """The cheapest choice of less than ``run.upper``; returns whether what was found is proven to be."""
     work = run.network
+    if run.one_of_many and fits(work, LITTLE_JOIN):
+        return _timed(run, "core", finish)
     _timed(run, "reduce", quickly_reduce)
     if not fits(work, EASY_JOIN):
         _timed(run, "bound", tighten)

@@ -19,5 +19,15 @@ def test_as_one_device(name: str, mesh: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("mesh", ["tp4", "dp2tp2"])
+def test_on_four_ranks(mesh: str, tmp_path: Path) -> None:
+    """All models in one launch; with more ranks than key-value heads, or with requests over ranks as well."""
+    cases = [f"{name}-{mesh}" for name in MODELS]
+    found = json.loads(world.start("generating_worker.py", 4, tmp_path, ",".join(cases), timeout=1900))
+    assert found == dict.fromkeys(cases, "")
+
+
+@pytest.mark.slow
 def test_every_way(tmp_path: Path) -> None:
     assert json.loads(world.start("generating_worker.py", 2, tmp_path, "every_way", timeout=280)) == {"every_way": ""}

@@ -20,6 +20,8 @@ from autoshard.passes.capture.observer import Observer, Patch
 
 inference: ContextVar[bool] = ContextVar("inference", default=False)
 """whether the code that is traced runs in inference mode; no trace does"""
+without_grad: ContextVar[bool] = ContextVar("without_grad", default=False)
+"""whether gradients are off where the forward begins, though those that it turns on itself are wanted"""
 
 _TRACED = (
     *((torch.compiler, name) for name in ("is_compiling", "is_exporting", "is_dynamo_compiling")),
@@ -35,14 +37,15 @@ _MODES = (
 
 
 @contextlib.contextmanager
-def as_called(in_inference: bool) -> Iterator[None]:
-    """Inside, nothing made is an inference tensor; forwards that are traced hear that they are in that mode, or not."""
-    token = inference.set(in_inference)
+def as_called(grad: bool, in_inference: bool) -> Iterator[None]:
+    """Inside, nothing made is an inference tensor; traced forwards begin with gradients and hear of modes as said."""
+    tokens = without_grad.set(not grad), inference.set(in_inference)
     try:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):
             yield
     finally:
-        inference.reset(token)
+        without_grad.reset(tokens[0])
+        inference.reset(tokens[1])
 
 
 class AsInEager(Observer):

@@ -14,6 +14,9 @@ from autoshard.frames import place, users_lines
 NO_GRAD = "autoshard_no_grad"
 """key in a node's meta: it was traced with gradients off. Export's own regions miss no_grad inside autocast"""
 
+ENABLES = "autoshard_enables_grad"
+"""key in the meta of a program: whether its forward turns gradients on where the call has them off"""
+
 CHECKPOINT = "autoshard_checkpoint"
 """key in a node's custom meta: the number of the checkpoint that it is in"""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -27,7 +27,7 @@ from autoshard.passes.capture.repeats.markers import Like, blank, like
 from autoshard.runtime.autocast import autocast_state
 
 Name = tuple[str, Any]
-"""a tensor's role in a call of a module: ("input", i), ("own", path), ("made", i) or ("outer", id)"""
+"""a tensor's role in a call of a module: ("input", where), ("own", path), ("made", i) or ("outer", id)"""
 
 _FACTS = (torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, bool, int, type(None))
 _ASKED = frozenset(
@@ -53,13 +53,14 @@ def _checkpoint() -> Any:
 class Tensors:
     """The tensors of one call of a module, by role."""
 
-    def __init__(self, module: nn.Module, inputs: Iterable[torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module, inputs: Mapping[Any, torch.Tensor]) -> None:
+        """``inputs``: by where they stand in the arguments, see :func:`~autoshard.passes.capture.repeats.roles.roles`."""
         self.names: dict[int, Name] = {}
         self.by_name: dict[Name, torch.Tensor] = {}
         self.versions: dict[Name, int] = {}
         self.checkpoints = {_checkpoint(): 0}
-        for i, x in enumerate(inputs):
-            self.add(("input", i), x)
+        for where, x in inputs.items():
+            self.add(("input", where), x)
         own = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         for path, x in own:
             self.add(("own", path), x)

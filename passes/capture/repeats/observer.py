@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 
 from autoshard.passes.capture.observer import Answer, Call, Observer, Patch, replacing
 from autoshard.passes.capture.repeats.calls import Recording, Replay, Tensors, UnequalError, modes
 from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN, REPEATED, RESULTS
+from autoshard.passes.capture.repeats.roles import roles
 
 FEWEST, MISTAKES = 3, 3
 """modules that are worth it, and of one kind that may turn out to be another"""
@@ -101,8 +101,7 @@ class Repeats(Observer):
             member = self.members.get(id(vars(module)))  # export wraps modules: these have their attributes
             if member is None or self.active is not None or self.mistakes[member.kind] >= MISTAKES:
                 return original(module, *args, **kwargs)
-            inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            tensors = Tensors(module, inputs)
+            tensors = Tensors(module, roles(member.path, (args, kwargs)))
             state = _state(tensors)
             same = [
                 r

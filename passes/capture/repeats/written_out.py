@@ -27,8 +27,8 @@ def write_out(program: torch.export.ExportedProgram) -> None:
         if (number := _custom(node).get(REPEATED)) in called:
             inside[number].append(node)
     constants = {s.arg.name for s in program.graph_signature.input_specs if s.kind is InputKind.CONSTANT_TENSOR}
-    for number, node in called.items():
-        _check(node, inside[number], constants)
+    for number in {node.args[1] for node in nodes if node.target is CALLED_AGAIN}:
+        _check(called[number], inside[number], constants)
     for node in nodes:
         if node.target is CALLED_AGAIN:
             number = node.args[1]

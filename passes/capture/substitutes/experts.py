@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.passes.capture.observer import Observer, Patch, replacing
-from autoshard.runtime.experts import experts_op
+from autoshard.runtime.experts import activation_of, experts_op, gated_by
 
 _MODULE, _LLAMA4 = "transformers.integrations.moe", "transformers.models.llama4.modeling_llama4"
 _ACTIVATIONS = {
@@ -23,6 +26,7 @@ _ACTIVATIONS = {
     "ReLUSquaredActivation": "relu_squared",
 }
 """classes of activations → their names in ``autoshard.runtime.experts``"""
+_FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
 
 
 class Experts(Observer):
@@ -50,20 +54,59 @@ def _answering(get: Callable[..., Any]) -> Callable[..., Any]:
     return get_interface
 
 
-def _form(module: Any) -> str | None:
-    """The activation, where the module is two products around one and has nothing else."""
-    plain_gate = module._apply_gate.__func__ is sys.modules[_MODULE]._default_apply_gate
-    others = module.has_bias or module.has_post_expert_norm or module._is_expert_parallel
-    if others or (module.has_gate and not plain_gate) or getattr(module.act_fn, "use_gelu_python", False):
+class Form(NamedTuple):
+    """What is between the two products, as the op has it."""
+
+    activation: str
+    limit: float | None = None
+    shift: float = 0.0
+    interleaved: bool = False
+
+
+def _form(module: Any) -> Form | None:
+    """That of a module which is two products and nothing else."""
+    if module.has_post_expert_norm or module._is_expert_parallel:
         return None
-    return _ACTIVATIONS.get(type(module.act_fn).__name__)
+    if module.has_gate and module._apply_gate.__func__ is not sys.modules[_MODULE]._default_apply_gate:
+        return _asked(module)
+    if getattr(module.act_fn, "use_gelu_python", False) or (activation := _activation(module.act_fn)) is None:
+        return None
+    return Form(activation, interleaved=module.has_gate and not module.is_concatenated)
+
+
+def _asked(module: Any) -> Form | None:
+    """Of a gate of its own: the form that gives the same numbers, with the numbers that the module holds."""
+    numbers = {float(x) for x in vars(module).values() if isinstance(x, int | float) and not isinstance(x, bool)}
+    own = _activation(getattr(module, "act_fn", None))
+    names = [own] if own is not None else ["silu", *(f"swish {x}" for x in sorted(numbers))]
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        gate = torch.linspace(-40.0, 40.0, 321, dtype=torch.float64, device="cpu")
+        up = gate.roll(100) * 1.25
+        made = torch.stack([gate, up], -1).flatten() if not module.is_concatenated else torch.cat([gate, up])
+        made = made.unsqueeze(0)
+        answer = module._apply_gate(made)
+        for form in itertools.product(names, (None, *sorted(numbers)), (0.0, 1.0), (not module.is_concatenated,)):
+            if form[1] is not None and form[1] <= 0:
+                continue
+            mid = gated_by(activation_of(form[0]), [made], *form[1:])
+            if mid.shape == answer.shape and bool(((mid - answer).abs() <= 1e-12 * (1 + answer.abs())).all()):
+                return Form(*form)
+    return None
+
+
+def _activation(function: Any) -> str | None:
+    return _ACTIVATIONS.get(type(function).__name__) or _FUNCTIONS.get(function)
 
 
 def _as_op(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     first, second = module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
     weights = weights.to(torch.promote_types(weights.dtype, first.dtype))  # as the product with them is computed
-    form = _form(module), module.has_gate, module.is_transposed
-    y: torch.Tensor = experts_op(x.to(first.dtype), ids, weights, first, second, *form)
+    activation, *how = _form(module) or ("silu",)
+    biases = (None, None)
+    if module.has_bias:
+        biases = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias), module.down_proj_bias
+    form = activation, module.has_gate, module.is_transposed, *biases
+    y: torch.Tensor = experts_op(x.to(first.dtype), ids, weights, first, second, *form, *how)
     return y.to(x.dtype)
 
 
@@ -71,9 +114,7 @@ def _routed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Llama 4 gives every expert every token, times zero where it is not chosen: what is zero goes in and comes out."""
 
     def routed(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if type(self.experts.act_fn).__name__ not in _ACTIVATIONS or torch.is_autocast_enabled(
-            hidden_states.device.type
-        ):
+        if _activation(self.experts.act_fn) is None or torch.is_autocast_enabled(hidden_states.device.type):
             found: tuple[torch.Tensor, torch.Tensor] = forward(self, hidden_states)
             return found
         x = hidden_states.reshape(-1, self.hidden_dim)
@@ -92,7 +133,7 @@ def _chosen(forward: Callable[..., Any]) -> Callable[..., Any]:
             found: torch.Tensor = forward(self, x)
             return found
         ones = torch.ones_like(ids, dtype=x.dtype)
-        form = _ACTIVATIONS[type(self.act_fn).__name__], True, True
+        form = _activation(self.act_fn), True, True
         y: torch.Tensor = experts_op(x, ids, ones, self.gate_up_proj, self.down_proj, *form)
         return y
 

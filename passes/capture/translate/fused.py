@@ -42,7 +42,7 @@ def _split(node: Node, graph: Graph) -> Iterator[tuple[str, Parts]]:
     parts = equal_parts(node, graph) if node.op in SPLITS else viewed_parts(node, graph)
     if parts is not None:
         yield node.inputs[0], parts
-    elif node.op is EXPERTS and node.argument("gated"):
+    elif node.op is EXPERTS and node.argument("gated") and not node.argument("interleaved"):
         yield node.inputs[3], (2 if node.argument("transposed") else 1, 2)
 
 

@@ -28,12 +28,14 @@ def detach_no_grad(gm: fx.GraphModule, grads: set[str]) -> None:
     _detach(gm, _Gradients(n for n in gm.graph.nodes if n.op == "placeholder" and n.name in grads))
 
 
-def record_nothing(gm: fx.GraphModule) -> None:
-    """Leave regions of ``enable_grad`` without a backward, of which torch's functional form would make inputs."""
-    for node in (n for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes):
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            node.args = (False, *node.args[1:])
+def record_nothing(gm: fx.GraphModule) -> bool:
+    """Leave regions of ``enable_grad`` without a backward, inputs in torch's functional form; whether there are any."""
+    nodes = [n for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
+    enabling = [n for n in nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled and n.args[0]]
+    for node in enabling:
+        node.args = (False, *node.args[1:])
     gm.recompile()
+    return bool(enabling)
 
 
 def _detach(gm: fx.GraphModule, flow: _Gradients) -> None:

@@ -205,6 +205,8 @@ def sight(found: Scores, graph: Graph, positions: Positions) -> Sight | None:
 def _once(value: Ref, graph: Graph) -> Ref:
     """What ``value`` repeats, for every sample."""
     node = graph.producers.get(value.name)
+    if node is not None and node.op is aten._to_copy.default:
+        return value if _once(node.args[0], graph) == node.args[0] else _once(node.args[0], graph)
     if node is None or node.op is not aten.repeat.default or any(n != 1 for n in node.args[1][1:]):
         return value
     source: Ref = node.args[0]

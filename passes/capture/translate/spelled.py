@@ -78,7 +78,8 @@ def _attention(node: Node, graph: Graph, positions: Positions) -> Spelled | None
         if heads is None or not _fits(scores, value, path, node, heads, graph):
             continue
         seen = sight(scores, graph, positions)
-        if seen is Sight.SURE or (seen is Sight.OPEN and not dropout):
+        alike = all(graph.types[b.value.name].dtype == graph.types[node.outputs[0]].dtype for b in scores.added)
+        if seen is Sight.SURE or (seen is Sight.OPEN and not dropout and alike):
             return Spelled(scores, value, heads, dropout, order, frozenset(found[2]), seen)
     return None
 
@@ -141,7 +142,8 @@ def _fits(
         return False
     if any(torch.promote_types(graph.types[n].dtype, dtype) != graph.types[n].dtype for n in path):
         return False
-    if any(graph.types[b.value.name].dtype != dtype or graph.types[b.value.name].grad for b in scores.added):
+    biases = [graph.types[b.value.name] for b in scores.added]
+    if any(b.grad or not b.dtype.is_floating_point or torch.promote_types(b.dtype, dtype) != b.dtype for b in biases):
         return False
     if any(graph.producers[n].checkpoint != node.checkpoint for n in path):
         return False
@@ -161,13 +163,13 @@ class _Writer:
         self.place, self.graph, self.types, self.nodes = place, graph, types, list[Node]()
 
     def make(self, op: Any, *args: Any, shape: tuple[int, ...], last: bool = False, **kwargs: Any) -> Ref:
-        """A node; the ``last`` makes what ``place`` made."""
+        """A node; the ``last`` makes what ``place`` made. ``dtype``: of what it makes, if not that of the first operand."""
         (out,) = self.place.outputs if last else (f"{self.place.name}_attention{len(self.nodes)}",)
         node = replace(self.place, name=out, op=op, args=args, kwargs=kwargs, outputs=(out,), output_slots=(0,))
         self.nodes.append(node)
         if not last:
             of = [self.types[name] for name in node.inputs]
-            self.types[out] = TensorType(shape, of[0].dtype, any(t.grad for t in of))
+            self.types[out] = TensorType(shape, kwargs.get("dtype", of[0].dtype), any(t.grad for t in of))
         return Ref(out)
 
     def attention(self, found: Spelled) -> None:
@@ -231,15 +233,23 @@ class _Writer:
             else:
                 shown = condition if shows else self.make(aten.logical_not.default, condition, shape=shape)
                 mask = shown if mask is None else self.both(aten.bitwise_and.Tensor, mask, shown)
-        return mask
+        return self.cast(mask, self.types[self.place.outputs[0]].dtype) if by_bias and mask is not None else mask
+
+    def cast(self, value: Ref, dtype: torch.dtype) -> Ref:
+        of = self.types[value.name]
+        return value if of.dtype == dtype else self.make(aten._to_copy.default, value, shape=of.shape, dtype=dtype)
 
     def both(self, op: Any, one: Ref, other: Ref, *more: Any) -> Ref:
-        shape = broadcast_shape(self.types[one.name].shape, self.types[other.name].shape)
-        return self.make(op, one, other, *more, shape=shape)
+        a, b = (self.types[x.name] for x in (one, other))
+        if op is aten.add.Tensor and a.dtype != b.dtype:
+            one, other = (self.cast(x, torch.promote_types(a.dtype, b.dtype)) for x in (one, other))
+        return self.make(op, one, other, *more, shape=broadcast_shape(a.shape, b.shape))
 
     def of_heads(self, bias: Ref, heads: tuple[int, int]) -> Ref:
         """[b · h, ..., t] → [b, h, ..., t], or [h, ..., t] where it is repeated for every sample."""
         node, (batch, count) = self.graph.producers.get(bias.name), heads
+        if node is not None and node.op is aten._to_copy.default:
+            return self.cast(self.of_heads(node.args[0], heads), self.types[bias.name].dtype)
         if node is not None and node.op is aten.repeat.default and list(node.args[1]) == [batch, 1, 1]:
             source: Ref = node.args[0]
             if self.types[source.name].shape == (count, *self.types[bias.name].shape[1:]):
