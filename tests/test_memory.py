@@ -35,10 +35,10 @@ def test_kept_bytes_are_those_that_autograd_keeps(family: str, axes: dict[str, i
     assert compiled.plan.memory.activations == pytest.approx(kept_bytes(compiled), rel=0.3 if routed else 0.005)
 
 
-def peak_is_as_simulated(graph: Graph, recompute: str, rel: float = 0.05) -> None:
+def peak_is_as_simulated(graph: Graph, recompute: str) -> None:
     compiled = build(graph, autoshard.Mesh({"tp": 1}), Wishes(optimizer="sgd", recompute=recompute))
     memory = compiled.plan.memory
-    assert memory.peak == pytest.approx(peak_bytes(compiled), rel=rel)
+    assert memory.peak == pytest.approx(peak_bytes(compiled), rel=0.05)
     assert sum(memory.at_peak.values()) == pytest.approx(memory.peak)
 
 
@@ -54,11 +54,11 @@ TRACKED = [name for name in CASES if name != "mamba"]
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gemma2")) for n in TRACKED])
 def test_peaks_of_real_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 5 % with every kind of recomputation; Swin, whose windows are copied back and forth, within 5.2."""
+    """With every kind of recomputation."""
     model, args, kwargs = build_real(name, monkeypatch)
     graph = captured(model, args, kwargs, training=True)
     for recompute in ("none", "selective", "blocks"):
-        peak_is_as_simulated(graph, recompute, rel=0.052 if name == "swin" else 0.05)
+        peak_is_as_simulated(graph, recompute)
 
 
 @pytest.mark.parametrize(("optimizer", "numbers"), [("adamw", 2), ("momentum", 1), ("sgd", 0)])

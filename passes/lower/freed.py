@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+
+import torch
 
 from autoshard.passes.ir.graph import refs
 from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.ir.sizes import noting
 from autoshard.passes.rules.facts import is_view, saved
+
+aten = torch.ops.aten
 
 LARGE = 1 / 8
 """of the largest value of a function: what is worth a line of its own"""
@@ -64,11 +68,11 @@ def _frees(program: Program) -> dict[int, list[str]]:
         key = frames[i].block, frames[i].part
         largest[key] = max(largest[key], bytes_[name])
     found: dict[int, list[str]] = defaultdict(list)
-    for names in _memories(program, makers):
+    for names in _memories(program, makers, needed):
         last = max(dies[name] for name in names)
         frame = frames[makers[names[0]]]
         large = max(bytes_[name] for name in names) >= LARGE * largest[frame.block, frame.part]
-        if large and needed.isdisjoint(names) and last < len(frames) - 1:
+        if large and last < len(frames) - 1:
             found[last] += names
     return found
 
@@ -80,17 +84,27 @@ def _outside(maker: _Frame, reader: _Frame, number: int) -> int:
     return reader.end if reader.part and reader.part != maker.part else number
 
 
-def _memories(program: Program, makers: Mapping[str, int]) -> Iterator[Sequence[str]]:
-    """Locals that lie in one memory, as far as operations say; those in that of a parameter or of an input are left out."""
+def _memories(program: Program, makers: Mapping[str, int], needed: Collection[str]) -> Iterator[Sequence[str]]:
+    """Locals that lie in one memory, as far as operations say: memories that are not ``needed``, a parameter's or an input's.
+
+    A reshape may be a copy: what it is of may be freed where it is needed itself, but not the other way round.
+    """
     memory: dict[str, str] = {i.name: "" for i in program.graph.inputs}
+    source: dict[str, str] = {}
     for s in program.statements:
         shown = _shown(s)
+        if shown is not None and s.node is not None and s.node.op is aten.reshape.default:
+            source[s.outputs[0]], shown = memory[shown], None
         memory.update((o, memory[shown] if shown is not None else o) for o in s.outputs)
     found: dict[str, list[str]] = defaultdict(list)
     for name in makers:
         found[memory[name]].append(name)
-    found.pop("", None)
-    yield from found.values()
+    held = {"", *(memory[name] for name in needed if name in memory)}
+    for first, names in found.items():
+        if first in held or source.get(first) in held:
+            held.add(first)
+        else:
+            yield names
 
 
 def _shown(s: Statement) -> str | None:
