@@ -126,6 +126,11 @@ def test_is_put_together(dtype: torch.dtype) -> None:
     assert not any(t.shape[-2:] == (S, S) for t in graph.types.values())
 
 
+def _of_groups(q: Heads) -> torch.Tensor:
+    """A bias of two groups of heads, as many as samples."""
+    return (torch.arange(2).view(2, 1, 1, 1) * torch.arange(S)).to(q.dtype)
+
+
 OTHERS: tuple[Form, ...] = (
     lambda q, k, v: (q @ k.mT).masked_fill(q[:, :1, :, :1] > 0, -1e30).softmax(-1) @ v,  # all keys of some queries
     lambda q, k, v: (q @ k.mT).masked_fill(_behind(), -torch.inf).softmax(-1).nan_to_num() @ v,
@@ -134,6 +139,7 @@ OTHERS: tuple[Form, ...] = (
     lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
     lambda q, k, v: (q @ k.mT).tanh().softmax(-1) @ v,
     lambda q, k, v: (w := (q @ k.mT).softmax(-1)) @ v + w.sum(-1, keepdim=True),
+    lambda q, k, v: ((q @ k.mT).view(2, 2, 2, S, S) + _of_groups(q)).view(2, 4, S, S).softmax(-1) @ v,
     lambda q, k, v: (q.float() @ k.float().mT).softmax(-1).double() @ v,  # rounded on the way
 )
 

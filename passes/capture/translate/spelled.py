@@ -146,6 +146,8 @@ def _fits(
     if any(graph.producers[n].checkpoint != node.checkpoint for n in path):
         return False
     flat = TensorType(heads, dtype).numel
+    if any(graph.shape(n)[:-2] not in (heads, (flat,)) for n in path):  # groups of heads: a bias is of these
+        return False
     whole = (*heads, *graph.shape(scores.path[0])[-2:])
     given = [graph.shape(h.condition) for h in scores.hidden]
     given += [s for s in (graph.shape(b.value) for b in scores.added) if s[:-2] != (flat,)]
