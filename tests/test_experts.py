@@ -126,8 +126,19 @@ def test_gates_are_asked_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> N
     (node,) = (n for n in captured(model, (), text(), training=True).nodes if n.op is experts_op._opoverload)
     names = ("activation", "limit", "shift", "interleaved")
     assert [node.argument(name) for name in names] == ["swish 1.702", 7.0, 1.0, True]
-    monkeypatch.setattr(type(model.model.layers[0].mlp.experts), "_apply_gate", lambda self, x: x[..., ::2].sin())
-    assert experts_op._opoverload not in [n.op for n in captured(model, (), text(), training=True).nodes]
+    experts = model.model.layers[0].mlp.experts
+    experts.limit = 100.0
+    (node,) = (n for n in captured(model, (), text(), training=True).nodes if n.op is experts_op._opoverload)
+    assert node.argument("limit") == 100.0
+    gates: list[Any] = [
+        lambda self, x: x[..., ::2].sin(),
+        lambda self, x: F.silu(x[..., ::2]) * x[..., 1::2] * self.learnt,
+        lambda self, x: F.silu(x[..., ::2]) * x[..., 1::2].unflatten(-1, (1, self.intermediate_size)).squeeze(-2),
+    ]
+    for gate in gates:
+        monkeypatch.setattr(type(experts), "_apply_gate", gate)
+        experts.learnt = nn.Parameter(torch.ones(())) if "learnt" in gate.__code__.co_names else None
+        assert experts_op._opoverload not in [n.op for n in captured(model, (), text(), training=True).nodes]
 
 
 def test_what_is_more_than_two_products_is_left_as_it_is() -> None:

@@ -26,6 +26,7 @@ _ACTIVATIONS = {
     "ReLUSquaredActivation": "relu_squared",
 }
 """classes of activations → their names in ``autoshard.runtime.experts``"""
+_WEIGHTS = {f"{name}_proj{bias}" for name in ("gate_up", "up", "down") for bias in ("", "_bias")}
 _FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
 
 
@@ -75,16 +76,25 @@ def _form(module: Any) -> Form | None:
 
 
 def _asked(module: Any) -> Form | None:
-    """Of a gate of its own: the form that gives the same numbers, with the numbers that the module holds."""
+    """Of a gate of its own: the form that gives the same numbers, with the numbers that the module holds.
+
+    None where it may read a tensor that is no weight of a product: that has a gradient, or other numbers at another time.
+    """
+    if any(name not in _WEIGHTS for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())):
+        return None
     numbers = {float(x) for x in vars(module).values() if isinstance(x, int | float) and not isinstance(x, bool)}
     own = _activation(getattr(module, "act_fn", None))
     names = [own] if own is not None else ["silu", *(f"swish {x}" for x in sorted(numbers))]
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-        gate = torch.linspace(-40.0, 40.0, 321, dtype=torch.float64, device="cpu")
-        up = gate.roll(100) * 1.25
+        far = torch.logspace(1, 6, 40, dtype=torch.float64, device="cpu")
+        gate = torch.cat([-far, torch.linspace(-40.0, 40.0, 321, dtype=torch.float64, device="cpu"), far])
+        up = gate.roll(125) * 1.25
         made = torch.stack([gate, up], -1).flatten() if not module.is_concatenated else torch.cat([gate, up])
         made = made.unsqueeze(0)
-        answer = module._apply_gate(made)
+        try:
+            answer = module._apply_gate(made)
+        except RuntimeError:  # it asks for its own width
+            return None
         for form in itertools.product(names, (None, *sorted(numbers)), (0.0, 1.0), (not module.is_concatenated,)):
             if form[1] is not None and form[1] <= 0:
                 continue
