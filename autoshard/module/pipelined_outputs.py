@@ -78,7 +78,9 @@ class StageOutputs(DistributedModule):
         if own is None:
             empty = torch.empty(layout.local_shape(shape, self._comm.rank), dtype=dtype, device="meta")
             own = [empty] * pipeline.count
-        return [OfStage.at(self._dtensor(local.detach(), layout, shape), self._home_of(number)) for local in own]
+        # Contiguous as the empty ones: whether a reshape is a view, each rank finds by its own part.
+        parts = [self._dtensor(local.detach().contiguous(), layout, shape) for local in own]
+        return [OfStage.at(x, self._home_of(number)) for x in parts]
 
     def _inputs_written(self, pipeline: ProgramPipeline, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What a stage writes into inputs, on every rank; what one keeps is written there alone."""
