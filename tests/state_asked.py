@@ -54,6 +54,12 @@ def _told(x: torch.Tensor, attribute: str) -> Any:
     return found() if callable(found) else found
 
 
+def _turned_on(m: nn.Module, x: torch.Tensor) -> tuple[Any, ...]:
+    with torch.enable_grad():
+        y = m(x)
+        return torch.is_grad_enabled(), y.requires_grad, y.is_leaf, y.grad_fn is None
+
+
 ANSWERED: dict[str, Question] = {
     **{name: lambda m, x, h, name=name: getattr(torch, name)() for name in MODES},  # type: ignore[misc]
     **{
@@ -68,6 +74,7 @@ ANSWERED: dict[str, Question] = {
     "tracing": lambda m, x, h: (torch.jit.is_tracing(), torch.jit.is_scripting(), torch.onnx.is_in_onnx_export()),
     "in inference mode": lambda m, x, h: _within(torch.inference_mode()),
     "out of it": lambda m, x, h: _within(torch.inference_mode(False)),
+    "gradients turned on": lambda m, x, h: _turned_on(m, x),
     "kernels": lambda m, x, h: (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled),
     "attention": lambda m, x, h: torch.backends.cuda.flash_sdp_enabled(),
     "processes": lambda m, x, h: (dist.is_initialized() and dist.get_world_size(), torch.utils.data.get_worker_info()),
