@@ -90,7 +90,7 @@ def test_nothing_but_their_gradient_is_as_large_as_logits() -> None:
     assert ours.forward_peak < 0.1 * size
     assert whole.forward_peak >= size
     assert ours.backward_peak < 1.1 * size
-    assert whole.backward_peak >= 2 * size
+    assert whole.backward_peak > 1.9 * size
 
 
 @pytest.mark.usefixtures("alone")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -102,9 +103,9 @@ class _Flag:
 def _imported(replaced: dict[Any, Any]) -> Iterator[Patch]:
     """The same for names that the user's modules have imported."""
     by_id = {id(original): new for original, new in replaced.items()}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        if module.__name__ != "__main__" and not is_users(file):
+    for called, module in list(sys.modules.items()):
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # not asked of lazy modules
+        if called != "__main__" and not (isinstance(file, str) and is_users(file)):
             continue
         for name, value in list(vars(module).items()):
             if id(value) in by_id:
