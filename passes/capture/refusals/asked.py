@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from autoshard.frames import is_ours, is_torchs
-from autoshard.passes.capture.answers.eager import inference
 from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, Refusals
 
 _OF_INPUTS = {getattr(torch.Tensor, name).__get__: name for name in ("is_leaf", "grad_fn")}
@@ -17,8 +16,6 @@ _OF_ALL = {
     torch.is_inference: "is_inference()",
 }
 _REQUIRES = getattr(torch.Tensor, "requires_grad").__get__  # noqa: B009
-_IN_INFERENCE = {_REQUIRES: False, torch.Tensor.is_leaf.__get__: True, torch.Tensor.grad_fn.__get__: None}  # type: ignore[attr-defined]
-"""the answers of what is made in inference mode, also where the forward turns gradients on"""
 
 
 class Asked(Observer):
@@ -28,11 +25,8 @@ class Asked(Observer):
         self.refuse = refuse
         self.trained: dict[int, bool] = {}
         """of the inputs, by identity, whether they require a gradient"""
-        self.in_inference = False
-        """whether the forward is called in inference mode"""
 
     def begin(self, forward: Forward) -> None:
-        self.in_inference = inference.get()
         self.trained = {id(x): trained for x, trained in zip(forward.inputs, forward.trained, strict=True)}
 
     def before(self, call: Call) -> Answer | None:
@@ -43,8 +37,6 @@ class Asked(Observer):
         trained = self.trained.get(id(call.args[0]))
         if func == _REQUIRES and trained is not None and trained != call.args[0].requires_grad:
             return Answer(trained, "the input requires a gradient as the caller's does")
-        if func in _IN_INFERENCE and self.in_inference and inference.get() and call.args[0].grad_fn is not None:
-            return Answer(_IN_INFERENCE[func], "")
         asked = _OF_ALL.get(func) or (_OF_INPUTS.get(func) if trained else None)
         if asked is not None:
             raise self.refuse(

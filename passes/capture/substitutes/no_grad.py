@@ -7,18 +7,37 @@ from typing import Any
 
 import torch
 
+from autoshard.frames import is_ours, is_torchs
 from autoshard.passes.capture.answers.eager import inference
 from autoshard.passes.capture.exported.provenance import NO_GRAD, marking
-from autoshard.passes.capture.observer import Observer, Patch, replacing
+from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, Patch, replacing
+
+_MADE = {
+    getattr(torch.Tensor, name).__get__: answer
+    for name, answer in (("requires_grad", False), ("is_leaf", True), ("grad_fn", None))
+}
+"""the answers of what is made in inference mode, also where the forward turns gradients on"""
 
 
 class NoGrad(Observer):
     """Marks nodes with :data:`NO_GRAD`."""
 
+    in_inference = False
+    """whether the forward is called in inference mode"""
+
     def patches(self) -> Iterable[Patch]:
         yield replacing(torch.fx.Graph, "create_node", marking(NO_GRAD, lambda: not torch.is_grad_enabled()))
         yield torch.inference_mode, "__enter__", _enter
         yield torch.inference_mode, "__exit__", _exit
+
+    def begin(self, forward: Forward) -> None:
+        self.in_inference = inference.get()
+
+    def before(self, call: Call) -> Answer | None:
+        if not self.in_inference or call.func not in _MADE or not inference.get() or call.frame is None:
+            return None
+        own = is_torchs(call.frame) or is_ours(call.frame.f_code.co_filename)
+        return None if own or call.args[0].grad_fn is None else Answer(_MADE[call.func], "")
 
 
 def _enter(self: Any) -> None:
