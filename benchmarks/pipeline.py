@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from planner import MEGATRON, Selects, attention_core, gpt, llama, made_again, plain_gpt, whole
+from planner import MEGATRON, Selects, attention_core, gpt, left_as_spelled, llama, made_again, plain_gpt, whole
 from torch import nn
 
 import autoshard
@@ -120,7 +120,8 @@ def stage_of(row: Row, batch: int, layers: int) -> StageTimes:
     with torch.device("meta"):
         model = row.model(layers).to(row.dtype)
         tokens = torch.zeros(batch * row.mesh.get("dp", 1), row.length, dtype=torch.long)
-    graph = captured(model, (tokens,), {"labels": tokens}, training=True)
+    with left_as_spelled():
+        graph = captured(model, (tokens,), {"labels": tokens}, training=True)
     wishes = Wishes(like=row.like, memory_budget=1e15)
     program, plan = planned(graph, Mesh(row.mesh, row.hardware), wishes)
     # The distributed optimizer gathers parameters and reduces gradients once a step.
