@@ -177,12 +177,18 @@ def test_drops_the_same() -> None:
     assert_equal_training(Spelled(dropped, dropped), {"cp": 2, "tp": 2}, (torch.randn(2, S, 16),), steps=1)
 
 
-def test_second_derivatives_are_refused() -> None:
-    """Where attention has none: torch would take what the first one depends on for constant."""
+def test_second_derivatives() -> None:
+    """By inputs that require a gradient, as on one device; by others refused: torch would take the first one for constant."""
+    model, mesh = Spelled(sliced), autoshard.Mesh({"tp": 2}, "ideal_network")
     x = torch.randn(2, S, 16, requires_grad=True)
-    sharded = autoshard.compile(Spelled(sliced), autoshard.Mesh({"tp": 2}, "ideal_network"), (x,))
+    twice = []
+    for m in (model, autoshard.compile(model, mesh, (x,))):
+        (first,) = torch.autograd.grad(m(x), x, create_graph=True)
+        twice.append(torch.autograd.grad(first.square().sum(), x)[0])
+    torch.testing.assert_close(*twice, rtol=1e-9, atol=1e-12)
+    sharded = autoshard.compile(model, mesh, (x.detach(),))
     with pytest.raises(RuntimeMismatchError, match="create_graph=True: attention"):
-        torch.autograd.grad(sharded(x), x, create_graph=True)
+        torch.autograd.grad(sharded(x.detach()), list(sharded.parameters()), create_graph=True)
 
 
 ALIBI = {

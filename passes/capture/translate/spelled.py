@@ -50,7 +50,13 @@ class Spelled(NamedTuple):
 
 
 def put_together(graph: Graph) -> Graph:
-    """``graph`` in which attention that is spelled out is :data:`ATTENTION`."""
+    """``graph`` in which attention that is spelled out is :data:`ATTENTION`.
+
+    Not where an input requires a gradient: who differentiates by inputs (forces, penalties of gradients) may do so twice, and
+    attention has no second derivative.
+    """
+    if any(i.kind == "input" and graph.types[i.name].grad for i in graph.inputs):
+        return graph
     positions, nodes, types, gone = Positions(graph), list[Node](), dict(graph.types), set[str]()
     for node in graph.nodes:
         found = _attention(node, graph, positions) if node.op in PRODUCTS else None
