@@ -158,9 +158,8 @@ class _Run:
             parts[node] = np.intersect1d(likely, self.domains.kept[node])
         domains = self.domains.narrowed(self.best.lives, parts, deadline)
         if domains is not None:
-            tree = Tree(
-                self.best.lives, self.cheaper, deadline, math.inf
-            )  # a first choice is a poor measure of what is dear
+            # Not below the best so far: a first choice is a poor measure of what is dear.
+            tree = Tree(self.best.lives, self.cheaper, deadline, math.inf)
             tree.put(Leaf(found.bound, domains, found.prices))
             for trial in itertools.count():
                 if (

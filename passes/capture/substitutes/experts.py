@@ -46,9 +46,10 @@ def _answering(get: Callable[..., Any]) -> Callable[..., Any]:
         found = get(self, name, default)
 
         def forward(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
-            if _form(module) is None or torch.is_autocast_enabled(x.device.type):
+            form = None if torch.is_autocast_enabled(x.device.type) else _form(module)
+            if form is None:
                 return found(module, x, ids, weights)
-            return _as_op(module, x, ids, weights)
+            return _as_op(module, form, x, ids, weights)
 
         return forward
 
@@ -108,15 +109,15 @@ def _activation(function: Any) -> str | None:
     return _ACTIVATIONS.get(type(function).__name__) or _FUNCTIONS.get(function)
 
 
-def _as_op(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _as_op(module: Any, form: Form, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     first, second = module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
     weights = weights.to(torch.promote_types(weights.dtype, first.dtype))  # as the product with them is computed
-    activation, *how = _form(module) or ("silu",)
     biases = (None, None)
     if module.has_bias:
         biases = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias), module.down_proj_bias
-    form = activation, module.has_gate, module.is_transposed, *biases
-    y: torch.Tensor = experts_op(x.to(first.dtype), ids, weights, first, second, *form, *how)
+    activation, *how = form
+    layout = module.has_gate, module.is_transposed
+    y: torch.Tensor = experts_op(x.to(first.dtype), ids, weights, first, second, activation, *layout, *biases, *how)
     return y.to(x.dtype)
 
 
