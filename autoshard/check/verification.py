@@ -133,7 +133,10 @@ def verify(
             break
     found = tuple(runner.found)
     ok = all(c.ok for c in found)
-    first = None if ok else _first_divergence(reference, sharded, tuple(example_args), kwargs, found, rtol)
+    first = None
+    if not ok:
+        first = first_divergence(reference, sharded, tuple(example_args), kwargs, rtol)
+        first = first or str(next(c for c in found if not c.ok))
     return VerifyReport(ok, found, first, rtol, rtol if atol is None else atol, sharded.plan)
 
 
@@ -263,16 +266,3 @@ def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     if scalar is not None:
         return scalar
     return torch.stack([x.square().mean() for x in floating]).sum()
-
-
-def _first_divergence(
-    reference: nn.Module,
-    sharded: ShardedModule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    found: Sequence[Comparison],
-    rtol: float,
-) -> str:
-    """The first operation whose result differs, or else the first tensor that was seen to differ."""
-    node = first_divergence(reference, sharded, args, kwargs, rtol)
-    return node or str(next(c for c in found if not c.ok))
