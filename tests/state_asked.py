@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import random
 from collections.abc import Callable
@@ -68,6 +69,11 @@ ANSWERED: dict[str, Question] = {
         for attribute in KNOWN
     },
     "leaves": lambda m, x, h: (h.is_leaf, h.grad_fn is None, m.weight.is_leaf),
+    "classes": lambda m, x, h: [type(t) for t in (x, h, m.weight, torch.ones(3), x.shape, m, type(m))],
+    "classes compared": lambda m, x, h: (
+        type(h) is torch.Tensor, operator.eq(type(m.weight), nn.Parameter), type(x) in {torch.Tensor: 1}, type(type(h)) is type,
+        isinstance(type(h), type), issubclass(type(h), torch.Tensor), type("A", (), {}).__name__, isinstance(type, type),
+    ),
     "a view's stride": lambda m, x, h: (h.t().stride(), h.t().is_contiguous(), h[1:].storage_offset()),
     "imported names": lambda m, x, h: (is_compiling(), is_inference_mode_enabled()),
     "compiling": lambda m, x, h: (torch.compiler.is_compiling(), torch.compiler.is_exporting(), torch._dynamo.is_compiling()),
@@ -140,6 +146,27 @@ def questions_that_are_refused(mesh: autoshard.Mesh) -> None:
             autoshard.compile(model, mesh, (x,))
         after = model.lin.own.getstate(), random.getstate(), GENERATOR.bit_generator.state  # type: ignore[operator, union-attr]
         assert before == after, name
+
+
+@case
+def classes_of_tensors_and_numbers(mesh: autoshard.Mesh) -> None:
+    """A forward that decides by them, also where a trace has numbers that are open or depend on data."""
+
+    def asks(lin: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        h = lin(x)
+        told = (
+            type(h) is torch.Tensor,
+            type(lin.weight) is nn.Parameter,
+            type(len(x)) is int,
+            isinstance(x.shape[0], int),
+        )
+        told += (type(x.sum().item()) is float, isinstance(h.sum().item(), float))
+        return (h * sum(2**i * yes for i, yes in enumerate(told, 1))).square().mean()
+
+    for dynamic in (False, True):
+        model, sharded = pair(mesh, lambda: Of(asks), rows(), dynamic=dynamic)
+        for n in (4, 6):
+            close(full(sharded(rows(n))), model(rows(n)))
 
 
 @case

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.answers import steering
+from autoshard.passes.capture.answers.classes import Classes
 from autoshard.passes.capture.answers.eager import AsInEager, without_grad
 from autoshard.passes.capture.answers.loops import Learnt, check_draws
 from autoshard.passes.capture.answers.numbers import Numbers
@@ -130,7 +131,7 @@ def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic
     def has_other(error: CaptureError) -> bool:
         return eager.asked or "HigherOrder" in str(error)  # dynamo traces those, and stops at the answer
 
-    with eager.around():
+    with eager.around(), Classes(model).around():
         return _tried(export, _Retry(has_other, for_tracers, "Its program for tracers"))
 
 

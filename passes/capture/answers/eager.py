@@ -10,13 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch._dynamo import external_utils
 
-from autoshard.frames import is_ours, is_torchs, is_users
+from autoshard.frames import is_ours, is_torchs, users_modules
 from autoshard.passes.capture.observer import Observer, Patch
 
 inference: ContextVar[bool] = ContextVar("inference", default=False)
@@ -103,10 +102,7 @@ class _Flag:
 def _imported(replaced: dict[Any, Any]) -> Iterator[Patch]:
     """The same for names that the user's modules have imported."""
     by_id = {id(original): new for original, new in replaced.items()}
-    for called, module in list(sys.modules.items()):
-        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # not asked of lazy modules
-        if called != "__main__" and not (isinstance(file, str) and is_users(file)):
-            continue
+    for module in users_modules():
         for name, value in list(vars(module).items()):
             if id(value) in by_id:
                 yield module, name, by_id[id(value)]
