@@ -37,9 +37,12 @@ def is_ours(file: str) -> bool:
 
 def is_users(file: str) -> bool:
     """Whether ``file`` is neither torch's, nor Python's, nor autoshard's. Installed packages are a user's."""
-    if file.startswith(("<", *_TORCHS)) or is_ours(file):
-        return False
-    return not file.startswith(_PYTHONS) or is_installed(file)
+    return not (file.startswith(("<", *_TORCHS)) or is_ours(file) or is_pythons(file))
+
+
+def is_pythons(file: str) -> bool:
+    """Whether ``file`` is of Python's own library."""
+    return file.startswith(_PYTHONS) and not is_installed(file)
 
 
 def users_modules() -> list[ModuleType]:
