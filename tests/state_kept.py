@@ -197,7 +197,7 @@ def what_a_call_leaves_for_the_next(mesh: autoshard.Mesh) -> None:
         with refused("call the model once before"):
             autoshard.compile(model, mesh, (rows(),))
         assert (model.calls, model.seen, model.cache, hasattr(model, "mean")) == (0, [], {}, False)
-    model, sharded = pair(mesh, lambda: Leaves("unread"))
+    model, sharded = pair(mesh, lambda: Leaves("unread"), rows())
     for seed in (1, 2):
         once(model, sharded, rows(seed=seed))
 
@@ -210,6 +210,6 @@ def what_the_first_call_made(mesh: autoshard.Mesh) -> None:
         model = Leaves(kind).double()
         with torch.no_grad():
             model(rows())
-        sharded = autoshard.compile(copy.deepcopy(model), mesh)
+        sharded = autoshard.compile(copy.deepcopy(model), mesh, (rows(),))
         for seed in (1, 2):
             once(model, sharded, rows(seed=seed))
