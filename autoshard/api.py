@@ -17,6 +17,7 @@ from autoshard.errors import CaptureError, MeshError
 from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
+from autoshard.module.arguments import check_arguments
 from autoshard.module.base import ShardedModule
 from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule
@@ -128,8 +129,10 @@ def compile(  # noqa: A001  the public name
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
+    kinds = {"plan": plan, "training": training, "gather_outputs": gather_outputs, "strict": strict, "dynamic": dynamic}
+    check_arguments(model, example_args, example_kwargs, hints=hints, **kinds)
+    check_inputs(inputs)
     resolved = Mesh.of(mesh)
-    check_inputs(inputs, example_args, example_kwargs)
     wishes = _wishes(
         micro_batches,
         mixed_precision,
@@ -207,13 +210,17 @@ def plan(
     ``plan.serving`` says what prompts and tokens take; ``compile(plan=…)`` lays out the weights as it does. Raises as
     :func:`compile` does.
     """
-    check_inputs(inputs, example_args, example_kwargs)
+    kinds = {"hints": hints, "training": training, "strict": strict, "dynamic": dynamic}
+    check_arguments(model, example_args, example_kwargs, **kinds)
+    check_inputs(inputs)
     if not example_args and not example_kwargs:
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
     if (mesh is None) == (devices is None):
         raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
+    if mesh is not None and hardware != "h100":
+        raise MeshError(f"the hardware is the mesh's: write autoshard.Mesh({{…}}, hardware={hardware!r})")
     example = tuple(example_args), dict(example_kwargs or {})
     others = {"stages": stages, "micro_batches": micro_batches != 1, "dynamic": dynamic, "inputs": inputs != "global"}
     check_asked(objective, profile, model.training if training is None else training, others)

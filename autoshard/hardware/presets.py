@@ -148,9 +148,9 @@ def hardware(which: str | Hardware) -> Hardware:
     """A preset by name, a file that :meth:`Hardware.save` wrote, or ``which`` itself. Raises :class:`MeshError`."""
     if isinstance(which, Hardware):
         return which
-    if which in PRESETS:
+    if isinstance(which, str) and which in PRESETS:
         return PRESETS[which]
-    if which.endswith(".json") or Path(which).is_file():
+    if isinstance(which, str) and (which.endswith(".json") or Path(which).is_file()):
         return Hardware.load(which)
     names = ", ".join(PRESETS)
     raise MeshError(
