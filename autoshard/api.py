@@ -37,7 +37,7 @@ from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
 from autoshard.precision import precision_of
 from autoshard.report.record import Cost
-from autoshard.serving import calls_for, check_asked, laid_out, served
+from autoshard.serving import calls_for, check_asked, laid_out, served, together
 from autoshard.stages import set_up_logs
 
 set_up_logs()
@@ -240,7 +240,7 @@ def plan(
         wishes = replace(_wishes(1, **asked), like=like_of(model, like))
         calls, title = calls_for(model, *example, wishes), type(model).__name__
         if mesh is not None:
-            return served(calls, Mesh.of(mesh), wishes, title)[0]
+            return served(calls, together(calls, Mesh.of(mesh), wishes), wishes, title)
         assert devices is not None
         return served_for(calls, devices, resolve_hardware(hardware), wishes, title)
     if mesh is not None:
