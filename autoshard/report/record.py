@@ -198,6 +198,8 @@ class Record:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     """name → parameter, buffer, input, constant or value"""
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """further name of a tied parameter or buffer, a key of ``layouts`` as well → the name that it has everywhere else"""
     notes: tuple[str, ...] = ()
     training: bool = True
     title: str = ""
@@ -255,6 +257,7 @@ class Record:
                 "given": list(self.given),
                 "shapes": {n: list(s) for n, s in self.shapes.items()},
                 "kinds": dict(self.kinds),
+                "ties": dict(self.ties),
                 "choices": {n: asdict(c) for n, c in choices.items()},
                 "collectives": [asdict(c) for c in self.collectives],
                 "notes": list(self.notes),
@@ -303,6 +306,7 @@ class Record:
                 given=tuple(data.get("given", data.get("pinned", ()))),
                 shapes={n: tuple(s) for n, s in data["shapes"].items()},
                 kinds=data["kinds"],
+                ties=data.get("ties", {}),
                 notes=tuple(data["notes"]),
                 training=data["training"],
                 title=data.get("title", ""),
