@@ -186,6 +186,8 @@ class Record:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     """name → parameter, buffer, input, constant or value"""
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """further name of a tied parameter or buffer, a key of ``layouts`` as well → the name that it has everywhere else"""
     notes: tuple[str, ...] = ()
     training: bool = True
     title: str = ""
