@@ -41,20 +41,8 @@ class Open:
     """dim → (multiple, name); the name is "" where the user gave none"""
 
 
-def check_dynamic(dynamic: Dynamic) -> None:
-    """Raise :class:`HintError` unless ``dynamic`` is what :data:`Dynamic` says."""
-    if isinstance(dynamic, bool):
-        return
-    inner = dynamic.values() if isinstance(dynamic, Mapping) else (None,)
-    if not all(isinstance(d, Mapping) and all(isinstance(n, str) for n in d.values()) for d in inner):
-        raise HintError(
-            f'dynamic is True, False or {{input: {{dim: name}}}}, as {{"x": {{0: "batch"}}}}, got {dynamic!r}'
-        )
-
-
 def fixed_if_refused(dynamic: Dynamic, do: Callable[[Dynamic], T]) -> T:
     """``do(dynamic)``; what is refused with open lengths is done for those of the example alone, with a warning."""
-    check_dynamic(dynamic)
     if dynamic:
         try:
             return do(dynamic)
