@@ -290,7 +290,7 @@ def test_a_cache_that_the_first_call_fills() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Caching())
     with pytest.raises(
         autoshard.CaptureError,
-        match="makes the buffer '1.bias' in its first call.*or call the model once before compiling it",
+        match=r"makes the buffer '1.bias' in its first call.*or call the model once before compiling it",
     ):
         autoshard.compile(model, {"tp": 2}, (X,))
     assert model[1].bias is None
