@@ -107,6 +107,8 @@ def _add_planning(command: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int | str:
+    if text != "auto" and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, and not auto")
     return text if text == "auto" else int(text)
 
 
@@ -193,15 +195,22 @@ def _importable(module: str, function: str) -> bool:
 def _user_function(module: str, function: str) -> Loaded:
     sys.path.insert(0, "")
     try:
-        made = getattr(importlib.import_module(module), function)()
+        make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise CaptureError(f"MODEL {module}:{function} cannot be loaded: {error}") from error
+    made = make()
     if isinstance(made, nn.Module):
         raise CaptureError(
             f"{module}:{function} returns a model without example inputs; return (model, args, kwargs) instead"
         )
-    model, args, kwargs = (*made, {})[:3]
-    return (lambda: model), tuple(args), dict(kwargs)
+    match made:
+        case (nn.Module() as model, tuple() | list() as args, *rest) if len(rest) < 2 and all(
+            isinstance(x, dict) for x in rest
+        ):
+            return (lambda: model), tuple(args), dict(*rest)
+    raise CaptureError(
+        f"{module}:{function} returns {type(made).__name__}; return (model, args) or (model, args, kwargs)"
+    )
 
 
 def _hugging_face(family: str, batch: int, seq: int) -> Loaded:
@@ -289,7 +298,8 @@ def _compile(options: argparse.Namespace) -> int:
     sharded = autoshard.compile(make().train(training), mesh, args, kwargs, **_planning(options))
     sharded.save(options.out)
     ranks = sharded.mesh.size
-    print(f"{options.out}: rank_module.py, plan.json, inputs.json, lines.json and {ranks} shards. Run it with:")
+    step = ", step.json" if (options.out / "step.json").exists() else ""
+    print(f"{options.out}: rank_module.py, plan.json, inputs.json, lines.json{step} and {ranks} shards. Run it with:")
     print(f"  torchrun --nproc-per-node {ranks} {options.out}/rank_module.py")
     return 0
 

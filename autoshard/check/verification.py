@@ -15,8 +15,9 @@ from torch import nn
 from autoshard import api
 from autoshard.check.closeness import difference, scale
 from autoshard.check.divergence import first_divergence
-from autoshard.errors import RuntimeMismatchError
+from autoshard.errors import AutoshardError, RuntimeMismatchError
 from autoshard.mesh import MeshLike
+from autoshard.module.arguments import check_arguments
 from autoshard.module.base import ShardedModule
 from autoshard.module.original import computed
 from autoshard.plans.plan import Plan
@@ -114,8 +115,12 @@ def verify(
     rounding do not count. Weights are allowed 100 times that, since Adam divides by the root of squared gradients. Runs
     on the in-process mesh, and under torch.distributed on every rank (a collective call).
     ``stages``, ``micro_batches``, ``schedule``: as of :func:`autoshard.compile`.
-    The loss is the model's first scalar output, or the mean square of its outputs.
+    The loss is the model's first scalar output, or the mean square of its outputs. Raises as :func:`autoshard.compile`
+    does, and :class:`AutoshardError` for ``steps`` below 1.
     """
+    check_arguments(model, example_args, example_kwargs)
+    if steps < 1:
+        raise AutoshardError(f"steps is {steps!r}: at least one step is needed to compare anything")
     kwargs = dict(example_kwargs or {})
     reference = copy.deepcopy(model, {id(t): t.detach().clone() for t in computed(model)})
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())

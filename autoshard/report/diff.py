@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
+from autoshard.errors import PlanError
 from autoshard.report.record import Record
 from autoshard.report.text import folded, globbed, show_layout
 from autoshard.report.units import show_bytes, show_flops, show_seconds
@@ -16,6 +17,8 @@ PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temp
 
 def diff(plan: Record, other: Record) -> str:
     """What ``plan`` (left) and ``other`` (right) cost and hold, and where they differ; equal blocks in one line."""
+    if not isinstance(other, Record):
+        raise PlanError(f"diff takes another plan, got {other!r}")
     heading = ("", _name(plan, "this plan"), _name(other, "other plan"))
     parts = [_columns([heading, *_costs(plan, other)])]
     layouts = _layouts(plan, other)

@@ -186,6 +186,8 @@ class Record:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     """name → parameter, buffer, input, constant or value"""
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """further name of a tied parameter or buffer, a key of ``layouts`` as well → the name that it has everywhere else"""
     notes: tuple[str, ...] = ()
     training: bool = True
     title: str = ""
@@ -317,12 +319,13 @@ def _staged_from(cls: type[Record], data: Mapping[str, Any]) -> Staged:
 
 
 def placement_from(text: str) -> Placement:
-    """``S(1)``, ``S(1/2)``, ``O(2)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
+    """``S(1)``, ``S(1/2)``, ``S(1/4:1:1)``, ``O(2)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
     if text in _LETTERS:
         return _LETTERS[text]
     inner = text[2:-1]
     if text.startswith("O("):
         return Owned(owner=int(inner))
     if "/" in inner:
-        return Grouped(*map(int, inner.split("/")))
+        dim, parts = inner.split("/")
+        return Grouped(int(dim), tuple(map(int, parts.split(":"))) if ":" in parts else (1,) * int(parts))
     return Shard(int(inner)) if text.startswith("S(") else Partial(inner)
