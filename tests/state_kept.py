@@ -213,3 +213,25 @@ def what_the_first_call_made(mesh: autoshard.Mesh) -> None:
         sharded = autoshard.compile(copy.deepcopy(model), mesh, (rows(),))
         for seed in (1, 2):
             once(model, sharded, rows(seed=seed))
+
+
+@case
+def states_before_it_is_compiled(mesh: autoshard.Mesh) -> None:
+    """An empty state dict would be a checkpoint of nothing."""
+    torch.manual_seed(0)
+    model = Cached().double()
+    sharded, state = autoshard.compile(copy.deepcopy(model), mesh), model.state_dict()
+    for ask in (
+        sharded.full_state_dict,
+        sharded.full_gradients,
+        sharded.state_dict,
+        lambda: nn.Sequential(sharded).state_dict(),
+        lambda: list(sharded.parameters()),
+        lambda: sharded.load_full_state_dict(state),
+        lambda: sharded.load_state_dict(state),
+    ):
+        with refused("nothing is compiled yet: call the module once, or give example_args", autoshard.PlanError):
+            ask()
+    with torch.no_grad():
+        close(sharded(rows(4).unsqueeze(1), 0), model(rows(4).unsqueeze(1), 0))
+    assert sharded.full_state_dict().keys() == state.keys()

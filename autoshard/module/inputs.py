@@ -37,6 +37,30 @@ def check_inputs(inputs: Any) -> None:
         raise HintError(f'inputs={inputs!r}: {wrong[0]!r} is neither "global" nor "local"')
 
 
+def with_rows(
+    batch: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs with ``batch`` rows (None: as they are): those of tensors with as many as the first one are repeated.
+
+    Raises :class:`HintError` for a number that is none, and where no input has rows.
+    """
+    if batch is None:
+        return args, kwargs
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise HintError(f"batch={batch!r}: a number of rows is an int of at least 1")
+    rows = next((x.shape[0] for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.ndim), 0)
+    if not rows:
+        raise HintError(f"batch={batch}: no example input has rows to repeat")
+
+    def repeated(x: torch.Tensor) -> torch.Tensor:
+        if not x.ndim or x.shape[0] != rows:
+            return x
+        return x.detach()[torch.arange(batch, device=x.device) % rows].requires_grad_(x.requires_grad)
+
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(torch.Tensor, repeated, (args, kwargs))
+    return changed
+
+
 def local_layouts(
     model: nn.Module, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Inputs, hints: Any
 ) -> tuple[Layout | None, ...]:
