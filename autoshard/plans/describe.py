@@ -65,8 +65,8 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
             merged_s=searched.comm_s - sum(c.seconds for c in found) - local,
             exposed_s=searched.exposed_s,
             optimizer_s=searched.optimizer,
+            lower_bound=max(0.0, assignment.solution.lower_bound),
         ),
-        lower_bound=max(0.0, assignment.solution.lower_bound),  # seconds: 0 says that none is known
         choices=choices,
         shared={public.get(n, n): layout for n, layout in assignment.shared.items()},
         outputs=assignment.outputs,
