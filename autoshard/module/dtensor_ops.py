@@ -22,6 +22,7 @@ from autoshard.module.arrivals import new_dtensor
 from autoshard.module.dtensor_chunks import mend_checkpoints
 from autoshard.module.dtensor_draws import DRAWS, drawn
 from autoshard.module.dtensor_files import mend_files
+from autoshard.module.dtensor_strided import mend_strided
 from autoshard.module.dtensor_views import VIEWS, indexed, set_through, set_whole
 from autoshard.module.owned import is_owned
 
@@ -69,6 +70,7 @@ def _mend() -> None:
         _handle(op, _set_storage)
     _handle(aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
     mend_checkpoints()
+    mend_strided()
     mend_files(is_ours)
     DTensor.__format__ = _format  # type: ignore[assignment, method-assign]
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
