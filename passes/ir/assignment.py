@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from autoshard.layout import I, Invariant, Layout, Owned, Placement, R, Shard, chunk
+from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Placement, R, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.sizes import Size
@@ -57,10 +57,20 @@ class Strategy:
     where operands travel between ranks"""
 
     alone: bool = False
-    """whether no other axis may be on the factor: of every part of a dim one axis cuts, as DTensors say it"""
+    """whether no other axis may be on the factor"""
 
     innermost: bool = False
     """whether no axis inside of its own may cut results as it does, by another strategy"""
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of operands, then of results."""
+        return (*self.inputs, *self.outputs)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether it cuts every part of a dim."""
+        return any(isinstance(p, Grouped) for p in self.placements)
 
     @property
     def factor(self) -> str:
@@ -83,7 +93,15 @@ def together(choice: Sequence[Strategy]) -> bool:
     """Whether no axis excludes the strategy of another."""
     labels = {s.label for s in choice}
     inside = (t for i, s in enumerate(choice) if s.innermost for t in choice[i + 1 :] if t.label != s.label)
-    return all(labels.isdisjoint(s.apart) for s in choice) and not any(t.outputs == (Shard(0),) for t in inside)
+    if any(not labels.isdisjoint(s.apart) for s in choice) or any(t.outputs == (Shard(0),) for t in inside):
+        return False
+    return not any(s.in_parts for s in choice) or all(map(_one_cut, zip(*(s.placements for s in choice), strict=True)))
+
+
+def _one_cut(placements: Placements) -> bool:
+    """Whether axes that cut every part of a dim are the only ones that cut it."""
+    grouped = {p for p in placements if isinstance(p, Grouped)}
+    return all(p in grouped or p.dim not in {g.dim for g in grouped} for p in placements if isinstance(p, Shard))
 
 
 def _least(size: int, ranks: tuple[int, ...]) -> int:
