@@ -17,11 +17,12 @@ from autoshard.errors import CaptureError, MeshError
 from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
+from autoshard.module.arguments import check_arguments
 from autoshard.module.base import ShardedModule
 from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
-from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes
+from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes, with_rows
 from autoshard.module.pipelined import PipelinedModule
 from autoshard.module.state import requires_grad
 from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
@@ -36,7 +37,7 @@ from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
 from autoshard.precision import precision_of
 from autoshard.report.record import Cost
-from autoshard.serving import calls_for, check_asked, laid_out, served
+from autoshard.serving import calls_for, check_asked, laid_out, served, together
 from autoshard.stages import set_up_logs
 
 set_up_logs()
@@ -128,8 +129,10 @@ def compile(  # noqa: A001  the public name
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
+    kinds = {"plan": plan, "training": training, "gather_outputs": gather_outputs, "strict": strict, "dynamic": dynamic}
+    check_arguments(model, example_args, example_kwargs, hints=hints, **kinds)
+    check_inputs(inputs)
     resolved = Mesh.of(mesh)
-    check_inputs(inputs, example_args, example_kwargs)
     wishes = _wishes(
         micro_batches,
         mixed_precision,
@@ -181,7 +184,8 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     devices: int | None = None,
-    hardware: str | Hardware = "h100",
+    hardware: str | Hardware | None = None,
+    batch: int | None = None,
     like: Like = None,
     hints: Mapping[str, Any] | None = None,
     memory_budget: float | None = None,
@@ -201,20 +205,24 @@ def plan(
     """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
 
     Arguments as of :func:`compile`; example inputs are needed. Those that are local are what one rank brings: the plan
-    is for a batch of as many parts as there are. With ``devices=64, hardware="h100"`` and no mesh the mesh is searched,
-    too, and ``plan.candidates`` lists those that were tried; with ``micro_batches="auto"``, or ``stages="pp"``, so are
-    the number of stages, micro-batches and the schedule. With an objective or a profile the plan is that of a token, and
+    is for a batch of as many parts as there are. ``batch``: how many rows to plan for, in place of the examples' own;
+    dim 0 of every tensor that has as many there as the first one is the batch. ``hardware``: of a mesh that does not say
+    it (default: h100). With ``devices=64, hardware="h100"`` and no mesh the mesh is searched, too, and
+    ``plan.candidates`` lists those that were tried; with ``micro_batches="auto"``, or ``stages="pp"``, so are the number
+    of stages, micro-batches and the schedule. With an objective or a profile the plan is that of a token, and
     ``plan.serving`` says what prompts and tokens take; ``compile(plan=…)`` lays out the weights as it does. Raises as
     :func:`compile` does.
     """
-    check_inputs(inputs, example_args, example_kwargs)
+    kinds = {"hints": hints, "training": training, "strict": strict, "dynamic": dynamic}
+    check_arguments(model, example_args, example_kwargs, **kinds)
+    check_inputs(inputs)
     if not example_args and not example_kwargs:
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
     if (mesh is None) == (devices is None):
         raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
-    example = tuple(example_args), dict(example_kwargs or {})
+    example = with_rows(batch, tuple(example_args), dict(example_kwargs or {}))
     others = {"stages": stages, "micro_batches": micro_batches != 1, "dynamic": dynamic, "inputs": inputs != "global"}
     check_asked(objective, profile, model.training if training is None else training, others)
     asked = {
@@ -233,12 +241,12 @@ def plan(
         wishes = replace(_wishes(1, **asked), like=like_of(model, like))
         calls, title = calls_for(model, *example, wishes), type(model).__name__
         if mesh is not None:
-            return served(calls, Mesh.of(mesh), wishes, title)[0]
+            return served(calls, together(calls, Mesh.of(mesh, hardware), wishes), wishes, title)
         assert devices is not None
-        return served_for(calls, devices, resolve_hardware(hardware), wishes, title)
+        return served_for(calls, devices, resolve_hardware(hardware or "h100"), wishes, title)
     if mesh is not None:
         asked |= {"micro_batches": micro_batches, "stages": stages, "inputs": inputs}
-        return compiled_for(model, mesh, *example, training=training, dynamic=dynamic, **asked).plan
+        return compiled_for(model, Mesh.of(mesh, hardware), *example, training=training, dynamic=dynamic, **asked).plan
     if inputs != "global":
         raise MeshError("inputs that a rank brings need a mesh: give mesh= instead of devices=")
     assert devices is not None
@@ -250,7 +258,7 @@ def plan(
         return captured(model, *example, training=recorded, dynamic=lengths, precision=wishes.mixed_precision)
 
     graph = fixed_if_refused(dynamic, capture)
-    found = graph, devices, resolve_hardware(hardware), wishes, type(model).__name__
+    found = graph, devices, resolve_hardware(hardware or "h100"), wishes, type(model).__name__
     if stages is None and micro_batches != "auto":
         return planned_for(*found)
     batches = None if micro_batches == "auto" or micro_batches == 1 else micro_batches

@@ -107,6 +107,8 @@ def _add_planning(command: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int | str:
+    if text != "auto" and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, and not auto")
     return text if text == "auto" else int(text)
 
 
@@ -193,15 +195,22 @@ def _importable(module: str, function: str) -> bool:
 def _user_function(module: str, function: str) -> Loaded:
     sys.path.insert(0, "")
     try:
-        made = getattr(importlib.import_module(module), function)()
+        make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise CaptureError(f"MODEL {module}:{function} cannot be loaded: {error}") from error
+    made = make()
     if isinstance(made, nn.Module):
         raise CaptureError(
             f"{module}:{function} returns a model without example inputs; return (model, args, kwargs) instead"
         )
-    model, args, kwargs = (*made, {})[:3]
-    return (lambda: model), tuple(args), dict(kwargs)
+    match made:
+        case (nn.Module() as model, tuple() | list() as args, *rest) if len(rest) < 2 and all(
+            isinstance(x, dict) for x in rest
+        ):
+            return (lambda: model), tuple(args), dict(*rest)
+    raise CaptureError(
+        f"{module}:{function} returns {type(made).__name__}; return (model, args) or (model, args, kwargs)"
+    )
 
 
 def _hugging_face(family: str, batch: int, seq: int) -> Loaded:
@@ -252,13 +261,17 @@ def _weigh(make: Callable[[], nn.Module], copies: float, itemsize: int = 0) -> N
         )
 
 
+def _without_weights(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    make, args, kwargs = load(options.model, options.batch, options.seq)
+    with torch.device("meta"):
+        return make().train(not options.inference), args, kwargs
+
+
 def _planned(options: argparse.Namespace) -> Any:
     """The plan of a model without weights."""
     import autoshard
 
-    make, args, kwargs = load(options.model, options.batch, options.seq)
-    with torch.device("meta"):
-        model = make().train(not options.inference)
+    model, args, kwargs = _without_weights(options)
     if getattr(options, "devices", None) is not None:
         where: dict[str, Any] = {"devices": options.devices, "hardware": options.hardware}
     else:
@@ -285,7 +298,8 @@ def _compile(options: argparse.Namespace) -> int:
     sharded = autoshard.compile(make().train(training), mesh, args, kwargs, **_planning(options))
     sharded.save(options.out)
     ranks = sharded.mesh.size
-    print(f"{options.out}: rank_module.py, plan.json, inputs.json, lines.json and {ranks} shards. Run it with:")
+    step = ", step.json" if (options.out / "step.json").exists() else ""
+    print(f"{options.out}: rank_module.py, plan.json, inputs.json, lines.json{step} and {ranks} shards. Run it with:")
     print(f"  torchrun --nproc-per-node {ranks} {options.out}/rank_module.py")
     return 0
 
@@ -322,9 +336,7 @@ def _source(options: argparse.Namespace) -> str:
     """The generated code for a model without weights."""
     from autoshard.api import compiled_for
 
-    make, args, kwargs = load(options.model, options.batch, options.seq)
-    with torch.device("meta"):
-        model = make().train(not options.inference)
+    model, args, kwargs = _without_weights(options)
     return str(compiled_for(model, _mesh(options), args, kwargs, **_planning(options)).source.text)
 
 

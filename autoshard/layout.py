@@ -319,6 +319,10 @@ class Layout:
                 out.append(TorchPartial(p.op) if isinstance(p, Partial) else TorchReplicate())
         return tuple(out)
 
+    def on(self, mesh: Mesh) -> Layout:
+        """The same layout on another mesh of this shape: its axes may have other names, and its hardware may be another."""
+        return Layout(mesh, self.placements, [mesh.axes[self.mesh.index(a)] for a in self.order])
+
     @staticmethod
     def from_torch(mesh: MeshLike, placements: Iterable[Any]) -> Layout:
         """A layout from torch.distributed placements, one per mesh axis."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Mesh:
     shape: tuple[int, ...]
     hardware: Hardware
 
-    def __init__(self, axes: Mapping[str, int], hardware: str | Hardware = "h100") -> None:
+    def __init__(self, axes: Mapping[str, int], hardware: str | os.PathLike[str] | Hardware = "h100") -> None:
         if not axes:
             raise MeshError('a mesh needs at least one axis, for example {"tp": 2}')
         for name, size in axes.items():
@@ -46,16 +47,24 @@ class Mesh:
         object.__setattr__(self, "hardware", resolve_hardware(hardware))
 
     @staticmethod
-    def of(mesh: MeshLike) -> Mesh:
-        """A ``Mesh`` from a ``Mesh``, a torch ``DeviceMesh`` (unnamed dims become ``axis0``…) or a dict."""
+    def of(mesh: MeshLike, hardware: str | os.PathLike[str] | Hardware | None = None) -> Mesh:
+        """A ``Mesh`` from a ``Mesh``, a torch ``DeviceMesh`` (unnamed dims become ``axis0``…) or a dict.
+
+        ``hardware``: of a mesh that does not say it (default: h100). Raises :class:`MeshError` where it says another one.
+        """
         if isinstance(mesh, Mesh):
+            if hardware is not None and resolve_hardware(hardware) != mesh.hardware:
+                raise MeshError(
+                    f"the mesh ({mesh}) is one of {mesh.hardware.name}, and hardware={hardware!r} is asked for"
+                )
             return mesh
+        given = "h100" if hardware is None else hardware
         if isinstance(mesh, Mapping):
-            return Mesh(mesh)
+            return Mesh(mesh, given)
         if hasattr(mesh, "mesh_dim_names"):
             sizes = tuple(mesh.mesh.shape)
             names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(sizes)))
-            return Mesh(dict(zip(names, sizes, strict=True)))
+            return Mesh(dict(zip(names, sizes, strict=True)), given)
         raise MeshError(f"expected autoshard.Mesh, DeviceMesh or a dict of axis sizes, got {type(mesh).__name__}")
 
     @property

@@ -107,6 +107,18 @@ def with_inputs():
 
 def alone():
     return nn.Linear(8, 8)
+
+def number():
+    return 3
+
+def one_tensor():
+    return nn.Linear(8, 8), torch.ones(4, 8)
+
+def by_name():
+    return nn.Linear(8, 8), [], {"input": torch.ones(4, 8)}
+
+def of_its_own():
+    return torch.no_such_name
 """
 
 
@@ -130,8 +142,11 @@ def test_show_a_program_for_all_lengths(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.usefixtures("module")
 def test_a_users_own_function(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "my_models.nets:with_inputs", "--mesh", "tp=2"]) == 0
-    assert ": ok" in capsys.readouterr().out
+    for function in ("with_inputs", "by_name"):
+        assert main(["verify", f"my_models.nets:{function}", "--mesh", "tp=2"]) == 0
+        assert ": ok" in capsys.readouterr().out
+    with pytest.raises(AttributeError, match="no_such_name"):  # a mistake in it is shown where it is
+        main(["plan", "my_models.nets:of_its_own", "--mesh", "tp=2"])
 
 
 MISTAKES = [
@@ -146,6 +161,11 @@ MISTAKES = [
     (["plan", "no_such.module:f", "--mesh", "tp=2"], "MODEL no_such.module:f cannot be loaded: No module named "),
     (["plan", "my_models.nets:missing", "--mesh", "tp=2"], "MODEL my_models.nets:missing cannot be loaded: module "),
     (["plan", "my_models.nets:alone", "--mesh", "tp=2"], "my_models.nets:alone returns a model without example inputs"),
+    (
+        ["plan", "my_models.nets:number", "--mesh", "tp=2"],
+        "my_models.nets:number returns int; return (model, args) or ",
+    ),
+    (["plan", "my_models.nets:one_tensor", "--mesh", "tp=2"], "my_models.nets:one_tensor returns tuple; return "),
 ]
 
 
@@ -165,6 +185,12 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
         main(arguments)
     assert caught.value.code == 2
     assert "usage: autoshard" in capsys.readouterr().err
+
+
+def test_micro_batches_that_are_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *MLP, "--micro-batches", "x"])
+    assert "argument --micro-batches: 'x' is no number, and not auto" in capsys.readouterr().err
 
 
 def test_drawing_needs_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_modules_by_pattern_and_alternatives() -> None:
     assert [line for line in text.splitlines() if not line.startswith(" ")] == [
         line for line in text.splitlines() if line.startswith("blocks.")
     ]
-    assert text.count("(Linear): 1 operations") == 3
+    assert text.count("(Linear): 1 operation,") == 3
     assert "    instead cut along" in text
     assert "part of the cheapest plan" in planned(None).explain("blocks.0.up.weight")
 

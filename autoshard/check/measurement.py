@@ -61,15 +61,19 @@ def measure(
 
     A step is the forward and, where gradients are recorded, the backward of the first scalar of the output, or of the sum
     of it. Gradients that the parameters had are put back. Under torch.distributed every rank has to call it. Raises
-    :class:`AutoshardError` for ``steps`` below 1.
+    :class:`AutoshardError` for ``steps`` below 1, and for what is no sharded module.
     """
+    if not isinstance(sharded, ShardedModule):
+        raise AutoshardError(f"measure takes what autoshard.compile returned, got {type(sharded).__name__}")
     if steps < 1:
         raise AutoshardError(f"steps is {steps!r}: at least one step is needed to measure")
     given = dict(kwargs or {})
+    if not sharded.programs:
+        sharded.specialise(args, given)
     before = [(p, p.grad) for p in sharded.parameters()]
     distributed = dist.is_available() and dist.is_initialized()
     try:
-        _step(sharded, args, given)  # compiles, where that is to be done
+        _step(sharded, args, given)  # compiles, where these inputs have no program yet
         times = []
         for _ in range(steps):
             if distributed:

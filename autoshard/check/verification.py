@@ -15,8 +15,9 @@ from torch import nn
 from autoshard import api
 from autoshard.check.closeness import difference, scale
 from autoshard.check.divergence import first_divergence
-from autoshard.errors import RuntimeMismatchError
+from autoshard.errors import AutoshardError, RuntimeMismatchError
 from autoshard.mesh import MeshLike
+from autoshard.module.arguments import check_arguments
 from autoshard.module.base import ShardedModule
 from autoshard.module.original import computed
 from autoshard.plans.plan import Plan
@@ -114,8 +115,12 @@ def verify(
     rounding do not count. Weights are allowed 100 times that, since Adam divides by the root of squared gradients. Runs
     on the in-process mesh, and under torch.distributed on every rank (a collective call).
     ``stages``, ``micro_batches``, ``schedule``: as of :func:`autoshard.compile`.
-    The loss is the model's first scalar output, or the mean square of its outputs.
+    The loss is the model's first scalar output, or the mean square of its outputs. Raises as :func:`autoshard.compile`
+    does, and :class:`AutoshardError` for ``steps`` below 1.
     """
+    check_arguments(model, example_args, example_kwargs)
+    if steps < 1:
+        raise AutoshardError(f"steps is {steps!r}: at least one step is needed to compare anything")
     kwargs = dict(example_kwargs or {})
     reference = copy.deepcopy(model, {id(t): t.detach().clone() for t in computed(model)})
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
@@ -133,7 +138,10 @@ def verify(
             break
     found = tuple(runner.found)
     ok = all(c.ok for c in found)
-    first = None if ok else _first_divergence(reference, sharded, tuple(example_args), kwargs, found, rtol)
+    first = None
+    if not ok:
+        first = first_divergence(reference, sharded, tuple(example_args), kwargs, rtol)
+        first = first or str(next(c for c in found if not c.ok))
     return VerifyReport(ok, found, first, rtol, rtol if atol is None else atol, sharded.plan)
 
 
@@ -263,16 +271,3 @@ def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     if scalar is not None:
         return scalar
     return torch.stack([x.square().mean() for x in floating]).sum()
-
-
-def _first_divergence(
-    reference: nn.Module,
-    sharded: ShardedModule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    found: Sequence[Comparison],
-    rtol: float,
-) -> str:
-    """The first operation whose result differs, or else the first tensor that was seen to differ."""
-    node = first_divergence(reference, sharded, args, kwargs, rtol)
-    return node or str(next(c for c in found if not c.ok))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -189,7 +190,7 @@ class Hardware:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
-    def load(path: str | Path) -> Hardware:
+    def load(path: str | os.PathLike[str]) -> Hardware:
         """What :meth:`save` wrote. Raises :class:`MeshError` where the file is missing or holds something else."""
         try:
             return Hardware.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))

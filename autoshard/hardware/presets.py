@@ -26,6 +26,7 @@ Where nothing is named kernels reach 70 % of the data sheet, and a link's latenc
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,13 +145,13 @@ PRESETS: dict[str, Hardware] = {
 }  # fmt: skip
 
 
-def hardware(which: str | Hardware) -> Hardware:
+def hardware(which: str | os.PathLike[str] | Hardware) -> Hardware:
     """A preset by name, a file that :meth:`Hardware.save` wrote, or ``which`` itself. Raises :class:`MeshError`."""
     if isinstance(which, Hardware):
         return which
-    if which in PRESETS:
+    if isinstance(which, str) and which in PRESETS:
         return PRESETS[which]
-    if which.endswith(".json") or Path(which).is_file():
+    if isinstance(which, str | os.PathLike) and (str(which).endswith(".json") or Path(which).is_file()):
         return Hardware.load(which)
     names = ", ".join(PRESETS)
     raise MeshError(

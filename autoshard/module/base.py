@@ -94,6 +94,16 @@ class ShardedModule(Compiling):
         self._decided()
         return super().named_parameters(*args, **kwargs)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`torch.nn.Module.state_dict`. Raises :class:`PlanError` before compilation."""
+        self._decided()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`torch.nn.Module.load_state_dict`. Raises :class:`PlanError` before compilation."""
+        self._decided()
+        return super().load_state_dict(*args, **kwargs)
+
     def __str__(self) -> str:
         return str(self.plan) if self._latest is not None else f"ShardedModule({self._title}, not compiled yet)"
 
@@ -125,7 +135,7 @@ class ShardedModule(Compiling):
             own, written = executable.apart(call.leaves)
             if self._of.absent:
                 self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
-            with without_autocast(), torch.set_grad_enabled(recorded):
+            with executable.tried(), without_autocast(), torch.set_grad_enabled(recorded):
                 leaves, mutated = self._step(executable, executable.named(own))
             return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
 
@@ -262,7 +272,8 @@ class ShardedModule(Compiling):
 
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """The state dict with entries without data for what other processes hold."""
-        return self.state_dict(keep_vars=True)
+        found: dict[str, torch.Tensor] = self.state_dict(keep_vars=True)
+        return found
 
     def whole_parameters(self) -> Iterator[torch.Tensor]:
         """All parameters of the model; of those that other processes hold only shapes and dtypes are known."""

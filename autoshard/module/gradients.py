@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from autoshard.errors import RuntimeMismatchError
+from autoshard.errors import AutoshardError, RuntimeMismatchError
 from autoshard.module.base import ShardedModule
 from autoshard.module.dtensor_ops import is_ours
 from autoshard.runtime.process_group import all_gather_single
@@ -26,8 +26,13 @@ def clip_grad_norm_(
 
     The norm is that of the unsharded model, the same on every rank, and takes one collective of one number;
     :func:`torch.nn.utils.clip_grad_norm_`, which gives the same, takes one for each layout. Raises RuntimeError for a
-    norm that is not finite where ``error_if_nonfinite``.
+    norm that is not finite where ``error_if_nonfinite``, :class:`AutoshardError` for what is no sharded module.
     """
+    if not isinstance(sharded, ShardedModule):
+        raise AutoshardError(
+            f"autoshard.clip_grad_norm_ takes what autoshard.compile returned, got {type(sharded).__name__}; "
+            "for other parameters there is torch.nn.utils.clip_grad_norm_"
+        )
     gradients: list[Any] = [p.grad for p in sharded.parameters() if p.grad is not None]
     partial = [g for g in gradients if isinstance(g, DTensor) and any(p.is_partial() for p in g.placements)]
     if partial:

@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.errors import CaptureError, HintError
+from autoshard.errors import HintError
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.capture.exported.arguments import argument_paths
@@ -30,16 +30,35 @@ _BATCH_AXIS = re.compile(r"(dp|ddp|fsdp|hsdp|zero\d?|data|batch|replica|replicat
 """names of mesh axes that cut the batch by convention"""
 
 
-def check_inputs(inputs: Any, args: Any = (), kwargs: Any = None) -> None:
-    """Raise :class:`HintError` unless ``inputs`` is what :data:`Inputs` says, :class:`CaptureError` for example inputs
-    ``args`` that are no sequence, and ``kwargs`` that are no mapping."""
-    if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
-        raise CaptureError(f"example_args is a tuple of the arguments, got one {type(args).__name__}: write (x,)")
-    if not isinstance(kwargs or {}, Mapping):
-        raise CaptureError(f"example_kwargs is a dict of the arguments by name, got {type(kwargs).__name__}")
+def check_inputs(inputs: Any) -> None:
+    """Raise :class:`HintError` unless ``inputs`` is what :data:`Inputs` says."""
     kinds = inputs.values() if isinstance(inputs, Mapping) else (inputs,)
     if wrong := [k for k in kinds if k not in _KINDS]:
         raise HintError(f'inputs={inputs!r}: {wrong[0]!r} is neither "global" nor "local"')
+
+
+def with_rows(
+    batch: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs with ``batch`` rows (None: as they are): those of tensors with as many as the first one are repeated.
+
+    Raises :class:`HintError` for a number that is none, and where no input has rows.
+    """
+    if batch is None:
+        return args, kwargs
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise HintError(f"batch={batch!r}: a number of rows is an int of at least 1")
+    rows = next((x.shape[0] for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.ndim), 0)
+    if not rows:
+        raise HintError(f"batch={batch}: no example input has rows to repeat")
+
+    def repeated(x: torch.Tensor) -> torch.Tensor:
+        if not x.ndim or x.shape[0] != rows:
+            return x
+        return x.detach()[torch.arange(batch, device=x.device) % rows].requires_grad_(x.requires_grad)
+
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(torch.Tensor, repeated, (args, kwargs))
+    return changed
 
 
 def local_layouts(

@@ -112,8 +112,6 @@ class PipelinedModule(StageOutputs):
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """See :meth:`ShardedModule.whole_state_dict`."""
         own = self.state_dict(keep_vars=True)
-        if not self._of.adopted:
-            return own
         return {n: own.get(n, x) for n, x in self._of.model.state_dict(keep_vars=True).items()}
 
     def whole_names(self) -> list[str]:

@@ -62,6 +62,7 @@ def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
         choices=keys(choices),
         shapes=keys(plan.shapes),
         kinds=keys(plan.kinds),
+        ties={},
         dtypes=keys(plan.dtypes),
         given=each(plan.given),
         differentiable=each(plan.differentiable),

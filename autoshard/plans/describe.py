@@ -68,11 +68,12 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
         )
     kinds, gathered = {i.fqn: i.kind for i in graph.inputs}, _gathered(program)
     layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
+    ties = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
     memory = simulate(program, optimizer) if memory is None else memory
     local = graph.passes * sum(_step_seconds(step)[2] for step in _steps(program.statements))
     plan = Plan(
         mesh=mesh,
-        layouts=layouts,
+        layouts={**layouts, **{alias: layouts[fqn] for alias, fqn in ties.items()}},
         collectives=found,
         cost=Cost(
             compute_s=searched.compute_s,
@@ -93,6 +94,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
         given=tuple(sorted(public.get(n, n) for n in assignment.given)),
         shapes={public.get(n, n): t.example.shape for n, t in graph.types.items()},
         kinds={n: kinds.get(n, "value") for n in layouts},
+        ties=ties,
         notes=tuple(_notes(program, choices)),
         training=graph.training,
         title=title,

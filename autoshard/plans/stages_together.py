@@ -52,6 +52,7 @@ def together(stages: Stages, plans: Sequence[Plan], mesh: Mesh, staged: Staged) 
         shapes=_joined(p.shapes for p in backwards),
         kinds={**_joined(p.kinds for p in plans), **{n: "value" for s in stages.each for n in s.received}},
         notes=(_note(staged), *_notes(plans)),
+        ties=_joined(p.ties for p in plans),
         modules=_joined(p.modules for p in backwards),
         dtypes=_joined(p.dtypes for p in backwards),
         differentiable=tuple(dict.fromkeys(n for p in plans for n in p.differentiable)),

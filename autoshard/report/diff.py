@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
+from autoshard.errors import PlanError
 from autoshard.report.record import Record
-from autoshard.report.text import globbed, numbers, show_layout
+from autoshard.report.text import folded, globbed, show_layout
 from autoshard.report.units import show_bytes, show_flops, show_seconds
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
@@ -16,6 +17,8 @@ PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temp
 
 def diff(plan: Record, other: Record) -> str:
     """What ``plan`` (left) and ``other`` (right) cost and hold, and where they differ; equal blocks in one line."""
+    if not isinstance(other, Record):
+        raise PlanError(f"diff takes another plan, got {other!r}")
     heading = ("", _name(plan, "this plan"), _name(other, "other plan"))
     parts = [_columns([heading, *_costs(plan, other)])]
     layouts = _layouts(plan, other)
@@ -86,13 +89,7 @@ def _grouped(
     for name, pair in differ.items():
         shown = called[name] if called else name
         groups.setdefault((globbed(shown), *pair), []).append(shown)
-    return [(_folded(glob, names), left, right) for (glob, left, right), names in groups.items()]
-
-
-def _folded(glob: str, names: list[str]) -> str:
-    if len(set(names)) == 1:
-        return names[0]
-    return glob.replace("*", "{" + numbers(names) + "}", 1)
+    return [(folded(glob, names), left, right) for (glob, left, right), names in groups.items()]
 
 
 def _sent(plan: Record, other: Record) -> list[tuple[str, str, str]]:

@@ -22,6 +22,10 @@ def explain(plan: Record, name: str) -> str:
     of parameters.
     Raises :class:`PlanError` with the nearest names for anything else.
     """
+    if not isinstance(name, str):
+        raise PlanError(f"explain takes a name, or a pattern of modules, got {name!r}")
+    if (first := plan.ties.get(name)) is not None:
+        return f"{name} is tied to {first}\n{explain(plan, first)}"
     if plan.kinds.get(name, "value") != "value":
         return "\n".join(_of_input(plan, name))
     if node := _making(plan, name):
@@ -29,7 +33,7 @@ def explain(plan: Record, name: str) -> str:
     found = [m for m in sorted(plan.modules) if m and fnmatch.fnmatchcase(m, name)]
     named = [n for n, kind in plan.kinds.items() if kind != "value" and fnmatch.fnmatchcase(n, name)]
     if not found and not named:
-        known = [n for n, kind in plan.kinds.items() if kind != "value"] + [m for m in plan.modules if m]
+        known = [n for n, kind in plan.kinds.items() if kind != "value"] + [*plan.ties, *filter(None, plan.modules)]
         near = difflib.get_close_matches(name, [*known, *plan.choices], n=3, cutoff=0.3)
         raise PlanError(
             f"{name!r} is no parameter, buffer, input, module or operation of this plan. "
@@ -37,6 +41,10 @@ def explain(plan: Record, name: str) -> str:
         )
     lines = [_of_module(plan, module) for module in found] or [_of_input(plan, n) for n in named]
     return "\n".join(line for part in lines for line in part)
+
+
+def _count(operations: int) -> str:
+    return "1 operation" if operations == 1 else f"{operations} operations"
 
 
 def _making(plan: Record, name: str) -> str | None:
@@ -71,8 +79,9 @@ def _of_input(plan: Record, name: str) -> Iterator[str]:
     shape, layout = plan.shapes[name], plan.layouts[name]
     yield f"{name}: {plan.kinds[name]}, {plan.dtypes.get(name, '')}{list(shape)}"
     yield f"  lies {show_layout(layout)}: {show_bytes(local_bytes(plan, name))} per rank; {_why(plan, name)}"
-    if name in plan.shared and plan.shared[name] != layout:
-        yield f"  its readers convert from {show_layout(plan.shared[name])}"
+    shared = show_layout(plan.shared.get(name, layout))
+    if shared != show_layout(layout):
+        yield f"  its readers convert from {shared}"
     for node, choice in plan.choices.items():
         for value, use in zip(choice.inputs, choice.uses, strict=True):
             if value == name:
@@ -97,7 +106,7 @@ def _of_module(plan: Record, module: str) -> Iterator[str]:
     inside = {n: c for n, c in plan.choices.items() if c.fqn == module or c.fqn.startswith(module + ".")}
     owned = [n for n, kind in plan.kinds.items() if kind in ("parameter", "buffer") and n.startswith(module + ".")]
     seconds = sum(c.seconds for c in inside.values())
-    yield f"{module} ({plan.modules[module]}): {len(inside)} operations, {show_seconds(seconds)}"
+    yield f"{module} ({plan.modules[module]}): {_count(len(inside))}, {show_seconds(seconds)}"
     for name in owned[:MOST]:
         yield f"  {name} {list(plan.shapes[name])} lies {show_layout(plan.layouts[name])}; {_why(plan, name)}"
     heavy = sorted(inside, key=lambda n: -inside[n].seconds)[:MOST]

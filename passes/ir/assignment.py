@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -169,6 +169,15 @@ class Assignment:
     def made(self, node: Node, result: int) -> Placements:
         """How ``node`` makes result number ``result``."""
         return made(self.choices[node.name], result, self.graph.types[node.outputs[result]].grad)
+
+    def on(self, mesh: Mesh) -> Assignment:
+        """The same choices on ``mesh``, whose axes have other names; its shape is the same."""
+
+        def moved(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+            return {name: x.on(mesh) for name, x in layouts.items()}
+
+        outputs = tuple(None if x is None else x.on(mesh) for x in self.outputs)
+        return replace(self, mesh=mesh, layouts=moved(self.layouts), shared=moved(self.shared), outputs=outputs)
 
     def written(self, fqn: str) -> Layout:
         """The layout of the new value of a buffer or input that the forward writes. What has another type is whole."""

@@ -297,6 +297,11 @@ class Graph:
         return {fqn: old for fqn, old in names.items() if fqn in alike}
 
     @cached_property
+    def returned(self) -> frozenset[str]:
+        """Names of the values that it gives back, or writes into buffers and inputs."""
+        return frozenset([*(ref.name for ref in refs(self.outputs)), *self.mutations.values()])
+
+    @cached_property
     def producers(self) -> dict[str, Node]:
         """value name → the node that defines it (absent for inputs)."""
         return {out: node for node in self.nodes for out in node.outputs}

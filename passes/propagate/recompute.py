@@ -78,13 +78,15 @@ def _free(graph: Graph) -> Offer:
 
 def _matched(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:
     """Node → the module that is computed again with it, for modules that a pattern with True matches last."""
+    if wrong := [f"{pattern!r}: {what!r}" for pattern, what in patterns.items() if not isinstance(what, bool)]:
+        raise HintError(f"recompute: {wrong[0]} is neither True (computed again) nor False (kept)")
     found: dict[str, str] = {}
     used: set[str] = set()
     for node in graph.nodes:
         path = node.fqn.split(".") if node.fqn else []
         for depth in range(len(path), 0, -1):
             module = ".".join(path[:depth])
-            asked = [pattern for pattern in patterns if fnmatch.fnmatch(module, pattern)]
+            asked = [pattern for pattern in patterns if fnmatch.fnmatchcase(module, pattern)]
             used.update(asked)
             if asked and patterns[asked[-1]]:
                 found[node.name] = module

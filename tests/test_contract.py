@@ -1,0 +1,116 @@
+"""The public arguments as a user spells them: each means what the pages say, and what is none says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoshard
+from autoshard import Mesh, Plan, Shard
+
+X, IDS = torch.ones(8, 16), torch.arange(24).reshape(4, 6) % 12
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(12, 16), nn.Linear(16, 12, bias=False)
+        self.net = Net()
+        self.head.weight = self.emb.weight
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.net(self.emb(ids))
+        logits = self.head(x if mask is None else x + mask)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_batch_to_plan_for() -> None:
+    """Rows of the batch, not of what else comes in; a number of devices or a mesh."""
+    mask = torch.zeros(6, 16)
+    for where in ({"mesh": {"tp": 2}}, {"devices": 2}):
+        plan = autoshard.plan(Tied(), example_args=(IDS, IDS), example_kwargs={"mask": mask}, batch=64, **where)  # type: ignore[arg-type]
+        assert [plan.shapes[n] for n in ("ids", "labels", "mask")] == [(64, 6), (64, 6), (6, 16)]
+    larger = torch.ones(32, 16)
+    assert autoshard.plan(Net(), {"tp": 2}, (X,), batch=32).cost == autoshard.plan(Net(), {"tp": 2}, (larger,)).cost
+    on_meta = autoshard.plan(Net(), {"tp": 2}, (X.to("meta"),), batch=1 << 16)
+    assert on_meta.shapes["x"] == (1 << 16, 16)
+
+
+def test_hardware_of_a_mesh_that_says_none() -> None:
+    for mesh in ({"tp": 2}, Mesh({"tp": 2}, hardware="a100")):
+        assert autoshard.plan(Net(), mesh, (X,), hardware="a100").mesh.hardware.name == "a100"
+    assert autoshard.plan(Net(), {"tp": 2}, (X,)).mesh.hardware.name == "h100"
+    with pytest.raises(autoshard.MeshError, match="is one of h100, and hardware='a100' is asked for"):
+        autoshard.plan(Net(), Mesh({"tp": 2}), (X,), hardware="a100")
+
+
+def test_a_plan_knows_tied_tensors_by_each_name() -> None:
+    args, hints = (IDS, IDS), {"head.weight": Shard(0)}
+    for mesh, more in (({"tp": 2}, {"hints": hints}), ({"pp": 2}, {"stages": "pp", "micro_batches": 2})):
+        plan = autoshard.plan(Tied(), mesh, args, **more)  # type: ignore[arg-type]
+        again = Plan.from_json(plan.to_json())
+        for p in (plan, again):
+            assert p.ties == {"head.weight": "emb.weight"}
+            assert p.layouts["head.weight"] == p.layouts["emb.weight"]
+            assert p.explain("head.weight") == "head.weight is tied to emb.weight\n" + p.explain("emb.weight")
+        assert "head.weight" not in str(plan)  # it is held once
+        assert again == plan
+    assert autoshard.compile(Tied(), {"tp": 2}, args, plan=autoshard.plan(Tied(), {"tp": 2}, args)).plan.ties
+
+
+def test_a_module_is_measured_before_its_first_call() -> None:
+    measured = autoshard.measure(autoshard.compile(Net(), {"tp": 2}), (X,), steps=1)
+    assert measured.kept_bytes == autoshard.measure(autoshard.compile(Net(), {"tp": 2}, (X,)), (X,), steps=1).kept_bytes
+
+
+def compiled(**asked: Any) -> Any:
+    return autoshard.compile(Net(), {"tp": 2}, (X,), **asked)
+
+
+NOT_TAKEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "a function": (lambda: autoshard.compile(lambda x: x, {"tp": 2}, (X,)), "the model is an nn.Module, got <function"),  # type: ignore[arg-type]
+    "no model": (lambda: autoshard.plan(None, {"tp": 2}, (X,)), "the model is an nn.Module, got None"),  # type: ignore[arg-type]
+    "verified": (lambda: autoshard.verify(None, {"tp": 2}, (X,)), "the model is an nn.Module, got None"),  # type: ignore[arg-type]
+    "kwargs": (lambda: autoshard.plan(Net(), {"tp": 2}, (), X), "example_kwargs is a dict of the arguments"),  # type: ignore[arg-type]
+    "hardware": (lambda: Mesh({"tp": 2}, hardware=3), "unknown hardware 3. Known: a100"),  # type: ignore[arg-type]
+    "a plan as text": (lambda: compiled(plan="{}"), "plan='{}': give a Plan, from autoshard.plan or Plan.from_json"),
+    "hints": (lambda: compiled(hints=["up"]), r"hints=\['up'\]: give {pattern: "),
+    "strict": (lambda: compiled(strict="x"), "strict='x': give True or False"),
+    "training": (lambda: compiled(training="yes"), "training='yes': give True, False or None"),
+    "outputs": (lambda: compiled(gather_outputs="x"), "gather_outputs='x': give True, False or None"),
+    "dynamic": (lambda: compiled(dynamic="batch"), "dynamic='batch': give True, False or"),
+    "open dims": (lambda: compiled(dynamic={"x": 0}), "dynamic: 'x' is 0: give {dim: name}"),
+    "names": (
+        lambda: autoshard.plan(Net(), {"tp": 2}, (X,), dynamic={"x": {0: 3}}),
+        "3 is neither a name nor a multiple",
+    ),  # type: ignore[dict-item]
+    "recompute": (lambda: compiled(recompute={"up": "x"}), "recompute: 'up': 'x' is neither True"),
+    "batch": (lambda: autoshard.plan(Net(), {"tp": 2}, (X,), batch=0), "batch=0: a number of rows is an int"),
+    "no rows": (lambda: autoshard.plan(Net(), {"tp": 2}, (3,), batch=2), "batch=2: no example input has rows"),
+    "no steps": (lambda: autoshard.verify(Net(), {"tp": 2}, (X,), steps=0), "steps is 0: at least one step is needed"),
+    "measured": (lambda: autoshard.measure(Net(), (X,)), "measure takes what autoshard.compile returned, got Net"),  # type: ignore[arg-type]
+    "clipped": (lambda: autoshard.clip_grad_norm_(Net(), 1.0), "takes what autoshard.compile returned, got Net"),  # type: ignore[arg-type]
+    "explained": (lambda: autoshard.plan(Net(), {"tp": 2}, (X,)).explain(3), "explain takes a name, .* got 3"),  # type: ignore[arg-type]
+    "compared": (lambda: autoshard.plan(Net(), {"tp": 2}, (X,)).diff("x"), "diff takes another plan, got 'x'"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("what", NOT_TAKEN)
+def test_what_is_no_argument_says_so(what: str) -> None:
+    ask, text = NOT_TAKEN[what]
+    with pytest.raises(autoshard.AutoshardError, match=text):
+        ask()
