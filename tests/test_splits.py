@@ -41,7 +41,7 @@ def test_a_fused_layer_is_cut_as_a_pair_of_columns_and_rows() -> None:
     gathered = [c for c in found if c[0] in ("all_gather", "all_to_all", "reduce_scatter")]
     assert not gathered, found
     rows, item = 3 * 6, 8
-    parts = sorted(size for kind, _, phase, size in found.elements() if kind == "halo" and phase == "forward")
+    parts = sorted(size for kind, _, phase, size in found.elements() if kind == "permute" and phase == "forward")
     # all 16 queries lie on the first rank, all 8 keys and 8 values on the second
     assert parts == sorted(rows * item * n for n in (8, 4, 4)), found
 
@@ -73,7 +73,7 @@ class Viewed(torch.nn.Module):
 def test_parts_seen_as_a_dim_are_cut_each() -> None:
     """With shards of the weight beside it, too: nothing but weights and row-parallel results is sent."""
     found = collectives(Viewed(), {"dp": 2, "tp": 2}, None, (given()[:2],), like={"dp": "fsdp", "tp": "megatron"})
-    assert not {(kind, axes) for kind, axes, _, _ in found} & {("halo", ("tp",)), ("all_gather", ("tp",))}, found
+    assert not {(kind, axes) for kind, axes, _, _ in found} & {("permute", ("tp",)), ("all_gather", ("tp",))}, found
 
 
 class Gated(torch.nn.Module):
@@ -91,7 +91,7 @@ def test_parts_that_do_not_divide_are_sent(width: int, axes: list[int], sent: bo
     """Of 6 features in each part four ranks cannot hold as many each; and a DTensor cannot say it of two axes."""
     mesh = {f"tp{i}": n for i, n in enumerate(axes)}
     found = collectives(Gated(width), mesh, None, (given(),), like="megatron")
-    assert any(kind == "halo" for kind, _, _, _ in found) == sent, found
+    assert any(kind == "permute" for kind, _, _, _ in found) == sent, found
 
 
 def test_a_plan_with_parts_is_given_back() -> None:

@@ -34,9 +34,11 @@ def exchanged(
     found = []
     for number, halo in enumerate(parts_of(size, lengths, ranks)):
         if halo.forward:
-            found.append(Internal("halo", axes, row * halo.forward, "forward", f"part {number}"))
+            found.append(Internal("permute", axes, row * halo.forward, "forward", f"halo of part {number}"))
         if halo.forward and grad:
-            found.append(Internal("halo", axes, row * halo.backward, "backward", f"gradient of part {number}"))
+            found.append(
+                Internal("permute", axes, row * halo.backward, "backward", f"gradient of the halo of part {number}")
+            )
     return tuple(found)
 
 

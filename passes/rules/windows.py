@@ -96,9 +96,9 @@ def halos(slidings: SlidingsOf) -> CollectivesOf:
             row = math.prod(shape) * type_.dtype.itemsize
             shape[s.dim] = halo.reads[0][1]
             if halo.forward:
-                found.append(Internal("halo", s.axes(site), row * halo.forward, "forward", "halo"))
+                found.append(Internal("permute", s.axes(site), row * halo.forward, "forward", "halo"))
             if halo.forward and type_.grad:
-                found.append(Internal("halo", s.axes(site), row * halo.backward, "backward", "gradient of the halo"))
+                found.append(Internal("permute", s.axes(site), row * halo.backward, "backward", "gradient of the halo"))
         return tuple(found)
 
     return collectives
