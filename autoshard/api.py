@@ -17,6 +17,7 @@ from autoshard.errors import CaptureError, MeshError
 from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
+from autoshard.module.arguments import check_arguments
 from autoshard.module.base import ShardedModule
 from autoshard.module.compiling import Settings
 from autoshard.module.distributed import DistributedModule
@@ -36,7 +37,7 @@ from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
 from autoshard.precision import precision_of
 from autoshard.report.record import Cost
-from autoshard.serving import calls_for, check_asked, laid_out, served
+from autoshard.serving import calls_for, check_asked, laid_out, served, together
 from autoshard.stages import set_up_logs
 
 set_up_logs()
@@ -128,8 +129,10 @@ def compile(  # noqa: A001  the public name
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
+    kinds = {"plan": plan, "training": training, "gather_outputs": gather_outputs, "strict": strict, "dynamic": dynamic}
+    check_arguments(model, example_args, example_kwargs, hints=hints, **kinds)
+    check_inputs(inputs)
     resolved = Mesh.of(mesh)
-    check_inputs(model, inputs, example_args, example_kwargs)
     wishes = _wishes(
         micro_batches,
         mixed_precision,
@@ -210,7 +213,9 @@ def plan(
     ``plan.serving`` says what prompts and tokens take; ``compile(plan=…)`` lays out the weights as it does. Raises as
     :func:`compile` does.
     """
-    check_inputs(model, inputs, example_args, example_kwargs)
+    kinds = {"hints": hints, "training": training, "strict": strict, "dynamic": dynamic}
+    check_arguments(model, example_args, example_kwargs, **kinds)
+    check_inputs(inputs)
     if not example_args and not example_kwargs:
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
@@ -236,7 +241,7 @@ def plan(
         wishes = replace(_wishes(1, **asked), like=like_of(model, like))
         calls, title = calls_for(model, *example, wishes), type(model).__name__
         if mesh is not None:
-            return served(calls, Mesh.of(mesh, hardware), wishes, title)[0]
+            return served(calls, together(calls, Mesh.of(mesh, hardware), wishes), wishes, title)
         assert devices is not None
         return served_for(calls, devices, resolve_hardware(hardware or "h100"), wishes, title)
     if mesh is not None:

@@ -261,13 +261,17 @@ def _weigh(make: Callable[[], nn.Module], copies: float, itemsize: int = 0) -> N
         )
 
 
+def _without_weights(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    make, args, kwargs = load(options.model, options.batch, options.seq)
+    with torch.device("meta"):
+        return make().train(not options.inference), args, kwargs
+
+
 def _planned(options: argparse.Namespace) -> Any:
     """The plan of a model without weights."""
     import autoshard
 
-    make, args, kwargs = load(options.model, options.batch, options.seq)
-    with torch.device("meta"):
-        model = make().train(not options.inference)
+    model, args, kwargs = _without_weights(options)
     if getattr(options, "devices", None) is not None:
         where: dict[str, Any] = {"devices": options.devices, "hardware": options.hardware}
     else:
@@ -332,9 +336,7 @@ def _source(options: argparse.Namespace) -> str:
     """The generated code for a model without weights."""
     from autoshard.api import compiled_for
 
-    make, args, kwargs = load(options.model, options.batch, options.seq)
-    with torch.device("meta"):
-        model = make().train(not options.inference)
+    model, args, kwargs = _without_weights(options)
     return str(compiled_for(model, _mesh(options), args, kwargs, **_planning(options)).source.text)
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 
 import torch
 
@@ -37,9 +37,22 @@ def is_ours(file: str) -> bool:
 
 def is_users(file: str) -> bool:
     """Whether ``file`` is neither torch's, nor Python's, nor autoshard's. Installed packages are a user's."""
-    if file.startswith(("<", *_TORCHS)) or is_ours(file):
-        return False
-    return not file.startswith(_PYTHONS) or is_installed(file)
+    return not (file.startswith(("<", *_TORCHS)) or is_ours(file) or is_pythons(file))
+
+
+def is_pythons(file: str) -> bool:
+    """Whether ``file`` is of Python's own library."""
+    return file.startswith(_PYTHONS) and not is_installed(file)
+
+
+def users_modules() -> list[ModuleType]:
+    """The modules that are loaded and :func:`is_users`, the program that runs among them."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # not asked of lazy modules
+        if name == "__main__" or (isinstance(file, str) and is_users(file)):
+            found.append(module)
+    return found
 
 
 def is_torchs(frame: FrameType) -> bool:

@@ -12,6 +12,8 @@ forward pass (after JAX's sharding-in-types and the reduced/unreduced types):
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,17 +53,53 @@ class Owned(Shard):
 
 @dataclass(frozen=True, slots=True)
 class Grouped(Shard):
-    """Rank r holds chunk r of each of ``parts`` equal parts of dim ``dim``, one after another; all chunks are equal.
+    """Rank r holds chunk r of each of the parts of dim ``dim``, one after another; all chunks of a part are equal.
 
-    For fused projections, whose result is split into these parts (torch's ``_StridedShard``). No conversion along the axis
-    leads to it or from it.
+    ``parts``: the ratio of their lengths (queries, keys and values: ``(4, 1, 1)``), kept in lowest terms. For fused
+    projections, whose result is split into these parts (of equal ones torch's ``_StridedShard``). No conversion along the axis
+    leads to it or from it. Raises :class:`LayoutError` for a ratio that is none, or too fine for a DTensor.
     """
 
     dim: int = 0
-    parts: int = 2
+    parts: tuple[int, ...] = (1, 1)
+
+    def __post_init__(self) -> None:
+        Shard.__post_init__(self)
+        if len(self.parts) < 2 or min(self.parts) < 1 or not can_be_parts(self.parts):
+            raise LayoutError(f"Grouped({self.dim}, {self.parts}): no ratio of parts, or one that a DTensor cannot say")
+        object.__setattr__(self, "parts", tuple(n // math.gcd(*self.parts) for n in self.parts))
 
     def __str__(self) -> str:
-        return f"S({self.dim}/{self.parts})"
+        equal = len(set(self.parts)) == 1
+        return f"S({self.dim}/{len(self.parts) if equal else ':'.join(map(str, self.parts))})"
+
+
+_BITS = 56
+"""of a split factor, shared out among the parts that it names"""
+
+
+def can_be_parts(lengths: Sequence[int]) -> bool:
+    """Whether the ratio of these lengths fits into a split factor of torch: see :func:`_split_factor`."""
+    return len(lengths) <= _BITS and max(lengths) // math.gcd(*lengths) < 2 ** (_BITS // len(lengths))
+
+
+def _split_factor(parts: tuple[int, ...]) -> int:
+    """A ratio as the split factor of a strided shard, which torch has for equal parts on one axis alone: below 0.
+
+    Torch carries it unread through its operations, and refuses to cut or gather by it, until a sharded module is made:
+    :mod:`autoshard.module.dtensor_strided` has torch cut by :func:`parts_of`.
+    """
+    bits = _BITS // len(parts)
+    return -(sum(n << bits * i for i, n in enumerate(parts)) * 2 * _BITS + len(parts))
+
+
+def parts_of(split_factor: int) -> tuple[int, ...]:
+    """The parts that the split factor of a strided shard says, as a ratio."""
+    if split_factor > 0:
+        return (1,) * split_factor
+    digits, count = divmod(-split_factor, 2 * _BITS)
+    bits = _BITS // count
+    return tuple(digits >> bits * i & 2**bits - 1 for i in range(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +150,7 @@ def of_torch(placement: Any) -> Any:
     if placement.is_partial():
         return Partial(getattr(placement, "reduce_op", "sum"))
     if hasattr(placement, "split_factor"):
-        return Grouped(placement.dim, placement.split_factor)
+        return Grouped(placement.dim, parts_of(placement.split_factor))
     return Shard(placement.dim) if placement.is_shard() else R
 
 
@@ -202,11 +240,13 @@ class Layout:
         grouped = {a: p for a, p in self.grouped.items() if p.dim == dim}
         if not grouped:
             return (self.chunk_of(dim, size, rank),)
-        part, number = size // (parts := next(iter(grouped.values())).parts), 0
+        parts, number = next(iter(grouped.values())).parts, 0
         for axis in grouped:
             number = number * self.mesh.size_of(axis) + self.mesh.index_along(rank, axis)
-        length = part // self.mesh.size_of(tuple(grouped))
-        return tuple((i * part + number * length, length) for i in range(parts))
+        unit, ranks = size // sum(parts), self.mesh.size_of(tuple(grouped))
+        starts = itertools.accumulate(parts, initial=0)
+        chunks = ((start * unit, n * unit // ranks) for start, n in zip(starts, parts, strict=False))
+        return tuple((start + number * length, length) for start, length in chunks)
 
     def chunk_of(self, dim: int, size: int, rank: int) -> tuple[int, int]:
         """``(start, length)`` of the rank's part of tensor dim ``dim`` of global length ``size``.
@@ -251,7 +291,9 @@ class Layout:
     def to_torch(self) -> list[Any]:
         """torch.distributed placements, one per mesh axis. Invariant becomes Replicate.
 
-        An order of nested axes that differs from mesh order has no plain ``Shard``; raises :class:`LayoutError`.
+        An order of nested axes that differs from mesh order has no plain ``Shard``; raises :class:`LayoutError`. Parts of which
+        every one is cut are a strided shard; unequal ones, and those cut by two axes, one that torch knows once a sharded
+        module has been made.
         """
         return list(self._to_torch)
 
@@ -269,12 +311,17 @@ class Layout:
         out: list[Any] = []
         for p in self.placements:
             if isinstance(p, Grouped):
-                out.append(_StridedShard(p.dim, split_factor=p.parts))
+                plain = len(set(p.parts)) == 1 and len(self.cutting(p.dim)) == 1
+                out.append(_StridedShard(p.dim, split_factor=len(p.parts) if plain else _split_factor(p.parts)))
             elif isinstance(p, Shard):
                 out.append(TorchShard(p.dim))
             else:
                 out.append(TorchPartial(p.op) if isinstance(p, Partial) else TorchReplicate())
         return tuple(out)
+
+    def on(self, mesh: Mesh) -> Layout:
+        """The same layout on another mesh of this shape: its axes may have other names, and its hardware may be another."""
+        return Layout(mesh, self.placements, [mesh.axes[self.mesh.index(a)] for a in self.order])
 
     @staticmethod
     def from_torch(mesh: MeshLike, placements: Iterable[Any]) -> Layout:

@@ -12,9 +12,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.check.interpret import interpret, outputs
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.rules.interpret import interpret, outputs
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("float64")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import random
+import secrets
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +72,15 @@ ANSWERED: dict[str, Question] = {
         for attribute in KNOWN
     },
     "leaves": lambda m, x, h: (h.is_leaf, h.grad_fn is None, m.weight.is_leaf),
+    "classes": lambda m, x, h: [type(t) for t in (x, h, m.weight, torch.ones(3), x.shape, m, type(m))],
+    "classes compared": lambda m, x, h: (
+        type(h) is torch.Tensor, operator.eq(type(m.weight), nn.Parameter), type(x) in {torch.Tensor: 1}, type(type(h)) is type,
+        isinstance(type(h), type), issubclass(type(h), torch.Tensor), type("A", (), {}).__name__, isinstance(type, type),
+    ),
+    "autograd": lambda m, x, h: (
+        torch._C._is_fwd_grad_enabled(), torch._C._is_multithreading_enabled(),
+        torch.autograd.forward_ad._is_fwd_grad_enabled(), torch.autograd.is_multithreading_enabled(),
+    ),
     "a view's stride": lambda m, x, h: (h.t().stride(), h.t().is_contiguous(), h[1:].storage_offset()),
     "imported names": lambda m, x, h: (is_compiling(), is_inference_mode_enabled()),
     "compiling": lambda m, x, h: (torch.compiler.is_compiling(), torch.compiler.is_exporting(), torch._dynamo.is_compiling()),
@@ -94,6 +107,10 @@ REFUSED: dict[str, Question] = {
     "numpy": lambda m, x, h: np.random.rand(),
     "a generator of numpy": lambda m, x, h: GENERATOR.random(),
     "a generator without a seed": lambda m, x, h: random.Random().random(),
+    "uuid": lambda m, x, h: uuid.uuid4(),
+    "secrets": lambda m, x, h: secrets.randbelow(9),
+    "bytes of the system": lambda m, x, h: os.urandom(4),
+    "the system's generator": lambda m, x, h: random.SystemRandom().random(),
     "one in an attribute": lambda m, x, h: m.own.random(),  # type: ignore[operator, union-attr]
 }
 
@@ -115,7 +132,9 @@ class Asks(nn.Module):
 def questions_about_torch_and_tensors(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, lambda: Asks(ANSWERED))
     x = rows().requires_grad_()
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+    single = functools.partial(torch.autograd.set_multithreading_enabled, False)
+    backward_only = functools.partial(torch.autograd.forward_ad._set_fwd_grad_enabled, False)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, single, backward_only):
         for frozen in (False, mode is torch.no_grad):
             answers = []
             for module in (model, sharded):
@@ -127,7 +146,7 @@ def questions_about_torch_and_tensors(mesh: autoshard.Mesh) -> None:
             differ = {
                 name: (answers[1][1][name], told) for name, told in answers[0][1].items() if answers[1][1][name] != told
             }
-            assert not differ, f"{mode.__name__}: asked is told, not eager's: {differ}"
+            assert not differ, f"{mode}: asked is told, not eager's: {differ}"
 
 
 @case
@@ -140,6 +159,27 @@ def questions_that_are_refused(mesh: autoshard.Mesh) -> None:
             autoshard.compile(model, mesh, (x,))
         after = model.lin.own.getstate(), random.getstate(), GENERATOR.bit_generator.state  # type: ignore[operator, union-attr]
         assert before == after, name
+
+
+@case
+def classes_of_tensors_and_numbers(mesh: autoshard.Mesh) -> None:
+    """A forward that decides by them, also where a trace has numbers that are open or depend on data."""
+
+    def asks(lin: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        h = lin(x)
+        told = (
+            type(h) is torch.Tensor,
+            type(lin.weight) is nn.Parameter,
+            type(len(x)) is int,
+            isinstance(x.shape[0], int),
+        )
+        told += (type(x.sum().item()) is float, isinstance(h.sum().item(), float))
+        return (h * sum(2**i * yes for i, yes in enumerate(told, 1))).square().mean()
+
+    for dynamic in (False, True):
+        model, sharded = pair(mesh, lambda: Of(asks), rows(), dynamic=dynamic)
+        for n in (4, 6):
+            close(full(sharded(rows(n))), model(rows(n)))
 
 
 @case

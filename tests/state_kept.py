@@ -163,6 +163,58 @@ def a_meta_model_with_computed_buffers(mesh: autoshard.Mesh) -> None:
         once(model, sharded, rows())
 
 
+class Leaves(nn.Module):
+    """Its first call leaves something for the next one, in an attribute, ``kind``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.lin, self.kind = nn.Linear(8, 8), kind
+        self.calls, self.seen, self.cache = 0, list[int](), dict[str, torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.lin(x)
+        self.calls += 1
+        if self.kind == "unread":
+            self.last = h
+        if self.kind == "counter":
+            h = h * self.calls
+        if self.kind == "list":
+            self.seen.append(1)
+            h = h * len(self.seen)
+        if self.kind == "tensor":
+            h = h * self.cache.setdefault("mean", h.detach().mean(0))
+        if self.kind == "buffer" and not hasattr(self, "mean"):
+            self.register_buffer("mean", h.detach().mean(0))
+        if self.kind == "parameter" and not hasattr(self, "mean"):
+            self.mean = nn.Parameter(h.detach().mean(0))
+        return h * self.mean if self.kind in ("buffer", "parameter") else h  # type: ignore[operator]
+
+
+@case
+def what_a_call_leaves_for_the_next(mesh: autoshard.Mesh) -> None:
+    for kind in ("counter", "list", "tensor", "buffer", "parameter"):
+        model = Leaves(kind).double()
+        with refused("call the model once before"):
+            autoshard.compile(model, mesh, (rows(),))
+        assert (model.calls, model.seen, model.cache, hasattr(model, "mean")) == (0, [], {}, False)
+    model, sharded = pair(mesh, lambda: Leaves("unread"), rows())
+    for seed in (1, 2):
+        once(model, sharded, rows(seed=seed))
+
+
+@case
+def what_the_first_call_made(mesh: autoshard.Mesh) -> None:
+    """The model was called before it is compiled."""
+    for kind in ("tensor", "buffer", "parameter"):
+        torch.manual_seed(0)
+        model = Leaves(kind).double()
+        with torch.no_grad():
+            model(rows())
+        sharded = autoshard.compile(copy.deepcopy(model), mesh, (rows(),))
+        for seed in (1, 2):
+            once(model, sharded, rows(seed=seed))
+
+
 @case
 def states_before_it_is_compiled(mesh: autoshard.Mesh) -> None:
     """An empty state dict would be a checkpoint of nothing."""

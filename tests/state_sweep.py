@@ -123,7 +123,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "text_generated_by_transformers": fails('assert counted == {("all_reduce", "forward"): 2 + 1}'),
         "rows_travel_to_their_experts": fails('assert any("rows to their experts" in', "Routed on .* mesh pp=2.*"),
         "windows_beside_padding": fails('assert any("keys and values, hop 1" in', "Windowed on .* mesh pp=2.*"),
-        "parts_of_fused_projections_stay_cut": fails('assert layouts["qkv.weight"].axes_of(0) =='),
+        "parts_of_fused_projections_stay_cut": fails('assert tuple(layouts["qkv.weight"].grouped) =='),
         "a_cache_of_ones_own": fails("assert {str(sharded.plan.layouts["),
         "a_cache_handed_in_and_out": fails("assert type(cache[0][0]) is not torch.Tensor"),
         "a_buffer_that_is_returned": says("the model has 1 operations to cut between"),

@@ -11,6 +11,7 @@ import pytest
 from autoshard.errors import PlanError
 from autoshard.passes.search import CostNetwork, Prepared, Row, prepared, solve
 from autoshard.passes.search.alike import bound
+from autoshard.passes.search.network import Effort
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +119,26 @@ def test_what_is_prepared_once_serves_all_limits(tied: bool) -> None:
             assert proven.prove is None
             assert proven.lower_bound <= best(network, alone) + 1e-9
     assert waited == {tied}
+
+
+def test_a_rough_search_can_be_searched_on() -> None:
+    """In it equal layers choose alike; from there the search ends where it would have without it."""
+    dearer = 0
+    for seed in range(8):
+        network, rows, labels = layers(seed, 5)
+        try:
+            rough = Prepared(network, rows, labels).solve(effort=Effort(rough=True))
+        except PlanError:
+            continue
+        if rough.search_on is None:  # layers had to differ
+            continue
+        layer = np.array(rough.choice[:-2]).reshape(5, 3)
+        assert (layer == layer[0]).all()
+        found, direct = rough.search_on(), Prepared(network, rows, labels).solve()
+        assert found.search_on is None
+        assert (found.choice, found.cost) == (direct.choice, direct.cost)
+        dearer += rough.cost > found.cost
+    assert dearer
 
 
 def test_the_bound_is_a_number_where_choices_are_forbidden() -> None:

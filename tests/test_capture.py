@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from capture_models import Inner, Model, X, check, distance, gradients, graph_inputs, node_of, ops
 from torch import nn
 
-from autoshard.check.interpret import interpret, outputs
 from autoshard.passes.capture.export import capture
+from autoshard.passes.rules.interpret import interpret, outputs
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("float64")

@@ -82,19 +82,22 @@ def compiled(**asked: Any) -> Any:
 
 
 NOT_TAKEN: dict[str, tuple[Callable[[], Any], str]] = {
-    "a function": (lambda: autoshard.compile(lambda x: x, {"tp": 2}, (X,)), "model is a torch.nn.Module, got function"),  # type: ignore[arg-type]
-    "no model": (lambda: autoshard.plan(None, {"tp": 2}, (X,)), "model is a torch.nn.Module, got NoneType"),  # type: ignore[arg-type]
-    "verified": (lambda: autoshard.verify(None, {"tp": 2}, (X,)), "model is a torch.nn.Module, got NoneType"),  # type: ignore[arg-type]
+    "a function": (lambda: autoshard.compile(lambda x: x, {"tp": 2}, (X,)), "the model is an nn.Module, got <function"),  # type: ignore[arg-type]
+    "no model": (lambda: autoshard.plan(None, {"tp": 2}, (X,)), "the model is an nn.Module, got None"),  # type: ignore[arg-type]
+    "verified": (lambda: autoshard.verify(None, {"tp": 2}, (X,)), "the model is an nn.Module, got None"),  # type: ignore[arg-type]
     "kwargs": (lambda: autoshard.plan(Net(), {"tp": 2}, (), X), "example_kwargs is a dict of the arguments"),  # type: ignore[arg-type]
     "hardware": (lambda: Mesh({"tp": 2}, hardware=3), "unknown hardware 3. Known: a100"),  # type: ignore[arg-type]
-    "a plan as text": (lambda: compiled(plan="{}"), "plan is one of autoshard.plan or Plan.from_json, got '{}'"),
-    "hints": (lambda: compiled(hints=["up"]), r"hints is {pattern: hint}, such as .*, got \['up'\]"),
-    "strict": (lambda: compiled(strict="x"), "strict is True or False, got 'x'"),
-    "training": (lambda: compiled(training="yes"), "training is True, False or None, got 'yes'"),
-    "outputs": (lambda: compiled(gather_outputs="x"), "gather_outputs is True, False or None, got 'x'"),
-    "dynamic": (lambda: compiled(dynamic="batch"), "dynamic is True, False or .*, got 'batch'"),
-    "open dims": (lambda: compiled(dynamic={"x": 0}), "dynamic is True, False or .*, got {'x': 0}"),
-    "names": (lambda: autoshard.plan(Net(), {"tp": 2}, (X,), dynamic={"x": {0: 3}}), "dynamic is True, False"),  # type: ignore[dict-item]
+    "a plan as text": (lambda: compiled(plan="{}"), "plan='{}': give a Plan, from autoshard.plan or Plan.from_json"),
+    "hints": (lambda: compiled(hints=["up"]), r"hints=\['up'\]: give {pattern: "),
+    "strict": (lambda: compiled(strict="x"), "strict='x': give True or False"),
+    "training": (lambda: compiled(training="yes"), "training='yes': give True, False or None"),
+    "outputs": (lambda: compiled(gather_outputs="x"), "gather_outputs='x': give True, False or None"),
+    "dynamic": (lambda: compiled(dynamic="batch"), "dynamic='batch': give True, False or"),
+    "open dims": (lambda: compiled(dynamic={"x": 0}), "dynamic: 'x' is 0: give {dim: name}"),
+    "names": (
+        lambda: autoshard.plan(Net(), {"tp": 2}, (X,), dynamic={"x": {0: 3}}),
+        "3 is neither a name nor a multiple",
+    ),  # type: ignore[dict-item]
     "recompute": (lambda: compiled(recompute={"up": "x"}), "recompute: 'up': 'x' is neither True"),
     "batch": (lambda: autoshard.plan(Net(), {"tp": 2}, (X,), batch=0), "batch=0: a number of rows is an int"),
     "no rows": (lambda: autoshard.plan(Net(), {"tp": 2}, (3,), batch=2), "batch=2: no example input has rows"),

@@ -288,8 +288,52 @@ class Caching(nn.Module):
 
 def test_a_cache_that_the_first_call_fills() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Caching())
-    with pytest.raises(autoshard.CaptureError, match="where the first call alone fills it, call the model once before"):
+    with pytest.raises(
+        autoshard.CaptureError,
+        match=r"makes the buffer '1.bias' in its first call.*or call the model once before compiling it",
+    ):
         autoshard.compile(model, {"tp": 2}, (X,))
     assert model[1].bias is None
     expected = model(X)
     assert torch.allclose(autoshard.compile(model, {"tp": 2}, (X,))(X), expected)
+
+
+OF_NO_KIND = [
+    ({"gather_outputs": "x"}, "gather_outputs='x': give True, False or None"),
+    ({"training": 1}, "training=1: give True, False or None"),
+    ({"strict": "no"}, "strict='no': give True or False"),
+    ({"dynamic": "x"}, "dynamic='x': give True, False or {input: {dim: name}}, such as {'input_ids': {0: 'batch'}}"),
+    ({"dynamic": {"x": 0}}, "dynamic: 'x' is 0: give {dim: name}, such as {0: 'batch'}"),
+    ({"dynamic": {"x": {"a": "b"}}}, "dynamic: 'x' has 2 dims, no dim 'a'"),
+    ({"dynamic": {"x": {0: 3}}}, "dynamic: 'x', dim 0: 3 is neither a name nor a multiple such as '4*batch'"),
+    (
+        {"hints": ["up"]},
+        "hints=['up']: give {pattern: Shard(d) | 'colwise' | 'rowwise' | 'replicate' | {axis: placement}}",
+    ),
+    ({"plan": "megatron"}, "plan='megatron': give a Plan, from autoshard.plan or Plan.from_json"),
+]
+
+
+@pytest.mark.parametrize(("asked", "text"), OF_NO_KIND, ids=str)
+def test_an_argument_of_another_kind(asked: dict[str, Any], text: str) -> None:
+    functions = [autoshard.compile, autoshard.plan][: 1 if {"gather_outputs", "plan"} & asked.keys() else 2]
+    for function in functions:
+        assert message(Net(), lambda m, f=function: f(m, {"tp": 2}, (X,), **asked), autoshard.AutoshardError) == text  # type: ignore[misc]
+
+
+def test_what_is_no_model_and_no_example() -> None:
+    for function in (autoshard.compile, autoshard.plan):
+        with pytest.raises(autoshard.CaptureError, match=r"an nn.Module, got the class Net: make one, Net\(…\)"):
+            function(Net, {"tp": 2}, (X,))
+        with pytest.raises(autoshard.CaptureError, match=r"an nn\.Module, got 3"):
+            function(3, {"tp": 2}, (X,))
+        with pytest.raises(autoshard.CaptureError, match="a dict of the arguments by name, got Tensor"):
+            function(Net(), {"tp": 2}, (), X)
+
+
+def test_hardware_beside_a_mesh() -> None:
+    assert autoshard.plan(Net(), {"tp": 2}, (X,), hardware="ideal_network").mesh.hardware.name == "ideal_network"
+    with pytest.raises(autoshard.MeshError, match="is one of h100, and hardware='ideal_network' is asked for"):
+        autoshard.plan(Net(), autoshard.Mesh({"tp": 2}), (X,), hardware="ideal_network")
+    with pytest.raises(autoshard.MeshError, match="unknown hardware 3"):
+        autoshard.plan(Net(), None, (X,), devices=2, hardware=3)  # type: ignore[arg-type]

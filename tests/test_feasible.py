@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from autoshard import Mesh
 from autoshard.compiler import captured
 from autoshard.errors import PlanError
+from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.memory import fitting, tried
+from autoshard.passes.memory.fit import FAR
 from autoshard.passes.propagate.planner import Planner
 
 
@@ -45,6 +47,17 @@ def test_a_tight_budget_of_one_axis_is_kept_on_two(graph: Graph) -> None:
     assert any(len(set(choice)) == 1 and choice[0].divides for choice in program.assignment.choices.values())
     with pytest.raises(PlanError, match="the least peak found"):
         fitting(planner(graph, x=8), 0.5 * budget)
+
+
+def test_what_is_far_from_fitting_is_not_searched_for_in_full(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[Assignment] = []
+    monkeypatch.setattr(Planner, "searched_on", lambda self, rough: searched.append(rough) or rough)
+    most = tried(planner(graph, x=8).cheapest(), "adamw")[1].peak
+    _, memory = fitting(planner(graph, x=8), most / FAR / 1.01)
+    assert memory.peak <= most / FAR
+    assert not searched
+    fitting(planner(graph, x=8), most)
+    assert searched
 
 
 def test_even_choices_are_those_of_one_axis(graph: Graph) -> None:

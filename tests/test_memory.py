@@ -19,6 +19,12 @@ MESHES: tuple[dict[str, int], ...] = ({"tp": 1}, {"dp": 2}, {"tp": 2, "dp": 2})
 GRAPHS: dict[str, Graph] = {}
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of models that tests can run are freed like large ones."""
+    monkeypatch.setattr("autoshard.passes.lower.freed.SMALL", 0)
+
+
 def graph_of(family: str) -> Graph:
     if family not in GRAPHS:
         reference = models.get(family)

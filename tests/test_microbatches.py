@@ -134,8 +134,10 @@ def test_what_is_kept_is_measured() -> None:
 
 
 def test_one_that_counts_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = microbatches._part
-    monkeypatch.setattr(microbatches, "_part", lambda x, dim, index, count: part(x, dim, min(index, count - 2), count))
+    part = microbatches.part_of
+    monkeypatch.setattr(
+        microbatches, "part_of", lambda x, dim, index, count: part(x, dim, min(index, count - 2), count)
+    )
     with pytest.raises(AssertionError):
         compare("regression", ideal({"tp": 2}), 4, steps=1)
 

@@ -18,11 +18,11 @@ from torch import nn
 
 import autoshard
 from autoshard import Shard, frames, models
-from autoshard.check.interpret import interpret
 from autoshard.passes.capture.export import capture
 from autoshard.passes.codegen import emit as codegen
 from autoshard.passes.codegen.source_text import Names
 from autoshard.passes.codegen.user_names import module_names, user_names
+from autoshard.passes.rules.interpret import interpret
 
 
 class Layer(nn.Module):

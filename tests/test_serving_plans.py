@@ -16,11 +16,13 @@ import autoshard
 from autoshard import Layout, Mesh, Replicate, Shard
 from autoshard.cli import main
 from autoshard.compiler import captured
+from autoshard.devices import requests
 from autoshard.errors import AutoshardError, CaptureError, MeshError, PlanError
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate import propagate
 from autoshard.passes.propagate.hints import resolve
 from autoshard.plans.plan import Plan
+from autoshard.serving import together
 
 TOKENS = torch.randint(3, 64, (4, 6), generator=torch.Generator().manual_seed(0))
 
@@ -103,6 +105,27 @@ def test_a_mesh_for_requests() -> None:
     assert throughput.serving.tokens_per_second > latency.serving.tokens_per_second
     with pytest.raises(PlanError, match="no plan within"):
         autoshard.plan(model, {"tp": 4}, (ids,), training=False, objective="throughput", memory_budget=1e6)
+
+
+def test_a_mesh_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its axes are used for names them, and is not searched again: the plan is that of a search with these names."""
+    searched: list[tuple[int, ...]] = []
+
+    def counting(calls: Any, mesh: Mesh, wishes: Any) -> Any:
+        searched.append(mesh.shape)
+        return together(calls, mesh, wishes)
+
+    monkeypatch.setattr(requests, "together", counting)
+    asked = {"training": False, "profile": {"prefill": 1, "decode": 11}, "hardware": "ideal_network"}
+    found = autoshard.plan(llama(layers=1), None, (TOKENS,), devices=2, **asked)
+    assert searched == [(2,)]
+    given = found.mesh
+    del asked["hardware"]
+    plan = autoshard.plan(llama(layers=1), given, (TOKENS,), **asked)
+    assert plan.layouts == found.layouts
+    assert plan.serving == found.serving
+    assert found.serving is not None
+    assert found.serving.total_s == pytest.approx(found.serving.lower_bound)
 
 
 def test_a_number_of_devices_that_is_none() -> None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections import Counter
+
 import pytest
 import torch
 from harness import collectives, ideal
+from state_cases import CASES
 from state_experts import Fused
 
 import autoshard
 from autoshard.compiler import captured
+from autoshard.errors import LayoutError
+from autoshard.layout import Grouped
+from autoshard.report.record import placement_from
 from autoshard.viz.layout_picture import visualize_layout
 
 aten = torch.ops.aten
+
+AS_A_WHOLE = {"qkv.*": autoshard.Shard(0)}
 
 
 def given() -> torch.Tensor:
@@ -36,14 +46,19 @@ def test_slices_that_leave_a_gap_are_none() -> None:
 
 
 def test_a_fused_layer_is_cut_as_a_pair_of_columns_and_rows() -> None:
-    """No whole activation is gathered: of unequal parts what a shard lacks is sent, of equal ones nothing: each is cut."""
+    """Every part is cut, also of unequal ones: as Megatron's, two sums forward and one per residual branch backward."""
     found = collectives(Fused(), {"tp": 2}, None, (given(),), like="megatron")
-    gathered = [c for c in found if c[0] in ("all_gather", "all_to_all", "reduce_scatter")]
-    assert not gathered, found
     rows, item = 3 * 6, 8
+    of_activations = Counter(c for c in found.elements() if c[3] == 2 * rows * 8 * item / 2)
+    assert of_activations == found, found
+    assert [kind for kind, _, _, _ in found.elements()] == ["all_reduce"] * 3, found
+
+
+def test_what_a_shard_of_the_whole_lacks_is_sent() -> None:
+    """Where a hint asks for it: all 16 queries lie on the first rank, all 8 keys and 8 values on the second."""
+    found = collectives(Fused(), {"tp": 2}, AS_A_WHOLE, (given(),), like="megatron")
     parts = sorted(size for kind, _, phase, size in found.elements() if kind == "permute" and phase == "forward")
-    # all 16 queries lie on the first rank, all 8 keys and 8 values on the second
-    assert parts == sorted(rows * item * n for n in (8, 4, 4)), found
+    assert parts == sorted(3 * 6 * 8 * n for n in (8, 4, 4)), found
 
 
 def test_parts_of_another_rank_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +68,7 @@ def test_parts_of_another_rank_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
         return list(x.split([n // 2 for n in lengths], dim))
 
     monkeypatch.setattr("autoshard.runtime.split", held)
-    report = autoshard.verify(Fused().double(), ideal({"tp": 2}), (given(),), like="megatron")
+    report = autoshard.verify(Fused().double(), ideal({"tp": 2}), (given(),), like="megatron", hints=AS_A_WHOLE)
     assert not report.ok
 
 
@@ -86,12 +101,41 @@ class Gated(torch.nn.Module):
         return self.down(gate.sigmoid() * up).square().mean()
 
 
-@pytest.mark.parametrize(("width", "axes", "sent"), [(6, [4], True), (8, [2, 2], True), (8, [4], False)], ids=str)
+@pytest.mark.parametrize(("width", "axes", "sent"), [(6, [4], True), (8, [2, 2], False), (8, [4], False)], ids=str)
 def test_parts_that_do_not_divide_are_sent(width: int, axes: list[int], sent: bool) -> None:
-    """Of 6 features in each part four ranks cannot hold as many each; and a DTensor cannot say it of two axes."""
+    """Of 6 features in each part four ranks cannot hold as many each."""
     mesh = {f"tp{i}": n for i, n in enumerate(axes)}
     found = collectives(Gated(width), mesh, None, (given(),), like="megatron")
     assert any(kind == "permute" for kind, _, _, _ in found) == sent, found
+
+
+def test_two_axes_cut_every_part() -> None:
+    """Each rank of both has a query head and half a key head, which is gathered; state dicts know what lies where."""
+    mesh = ideal({"a": 2, "b": 2})
+    CASES["parts_of_fused_projections_stay_cut"](mesh)
+    CASES["weights_cut_in_every_part_are_clipped_saved_and_loaded"](mesh)
+
+
+def test_a_ratio_is_read_as_it_was_written() -> None:
+    for parts in ((4, 1, 1), (1, 1), (28, 4, 4), (2**28 - 1, 1), (1, 2, 3, 4, 5, 6, 7), (3,) * 56):
+        layout = autoshard.Layout({"a": 2, "b": 2}, {a: Grouped(1, parts) for a in "ab"})
+        assert autoshard.Layout.from_torch(layout.mesh, layout.to_torch()) == layout
+        assert placement_from(str(layout["a"])) == layout["a"]
+    for wrong in ((1, 2**28), (1, 2) * 29, (4,), (3, 0)):
+        with pytest.raises(LayoutError, match="no ratio of parts, or one that a DTensor cannot say"):
+            Grouped(0, wrong)
+
+
+def test_without_a_sharded_module_torch_refuses_ratios() -> None:
+    """Nobody gets parts in another order by torch's own operations, in a process that knows nothing of ratios."""
+    program = """
+import torch
+from autoshard.layout import Grouped, Layout
+(placement,) = Layout({"a": 2}, {"a": Grouped(0, (2, 1))}).to_torch()
+placement._split_tensor(torch.ones(6), 2)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "Expected num_chunks > 0" in done.stderr, done.stderr
 
 
 def test_a_plan_with_parts_is_given_back() -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard.errors import PlanError
+from autoshard.passes.pipeline import choose
 from autoshard.passes.pipeline.choose import Cutting, Piece
 from autoshard.passes.pipeline.timeline import in_flight, orders, timeline
 
@@ -84,22 +85,63 @@ def test_no_cut_is_shorter(seed: int) -> None:
     assert 100 < fitting < 200
 
 
-def test_the_cut_is_close_to_the_best_of_all_by_simulation() -> None:
-    draw, order = random.Random(0), orders("1f1b", 4, 8)
-    ratios, plain = [], []
-    for _ in range(40):
-        pieces = [Piece(f := 0.2 + draw.random(), 2 * f, send=0.01, send_back=0.01) for _ in range(9)]
-        cutting = Cutting(pieces, "1f1b", 4, 8)
+# schedule, ranks, stages of each, micro-batches, pieces; what messages take, and whether there is a backward
+SIMULATED = [
+    ("1f1b", 4, 1, 8, 9, 0.01, True),
+    ("1f1b", 4, 1, 8, 9, 0.1, True),
+    ("1f1b", 4, 1, 4, 9, 0.1, True),
+    ("1f1b", 4, 1, 3, 9, 0.1, True),
+    ("1f1b", 4, 1, 8, 9, 0.1, False),
+    ("gpipe", 4, 1, 6, 9, 0.1, True),
+    ("zero_bubble", 4, 1, 8, 9, 0.1, True),
+    ("interleaved", 2, 2, 4, 9, 0.1, True),
+]
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "chunks", "batches", "count", "message", "training"), SIMULATED)
+def test_the_cut_is_the_best_of_all_by_simulation(
+    schedule: str, ranks: int, chunks: int, batches: int, count: int, message: float, training: bool
+) -> None:
+    draw, order = random.Random(0), orders(schedule, ranks, batches, chunks, training)
+    plain = []
+    for _ in range(20):
+        pieces = [
+            Piece(
+                f := 0.2 + draw.random(),
+                training * f * (1 + 2 * draw.random()),
+                weights=0.5 * f if schedule == "zero_bubble" else 0.0,
+                send=message * draw.random(),
+                send_back=training * message * draw.random(),
+                kept=1.0,
+                least=0.3,
+                again=f,
+            )
+            for _ in range(count)
+        ]
+        budget = draw.choice([math.inf, 12.0])  # within which some make part of it again
+        cutting = Cutting(pieces, schedule, ranks, batches, chunks, budget, training)
         steps = {}
-        for ends in cuts(9, 4):
-            spans = enumerate(zip((0, *ends), ends, strict=False))
-            steps[ends] = timeline(order, [cutting.stage(i, *span) for i, span in spans]).step_s
+        for ends in cuts(count, ranks * chunks):
+            if (stages := cutting._stages(ends)) is not None:
+                steps[ends] = timeline(order, stages).step_s
+                spans = enumerate(zip((0, *ends), ends, strict=False))
+                assert max(cutting._floor(i, a)[b] for i, (a, b) in spans) <= steps[ends] * (1 + 1e-9)
         found, simulated = cutting.shortest()
         assert found.seconds == simulated.step_s == steps[found.ends]
-        ratios.append(found.seconds / min(steps.values()))
+        assert found.seconds == pytest.approx(min(steps.values()), rel=1e-9)
         plain.append(steps[cutting.best().ends] / min(steps.values()))
-    assert max(ratios) < 1.06
-    assert sum(ratios) / len(ratios) < 1.005 < sum(plain) / len(plain)  # the latter by the formula alone
+    assert schedule == "gpipe" or max(plain) > 1.001  # by the formula alone
+
+
+def test_few_cuts_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that no bound rules out: of 9139 cuts of 40 pieces, and of equal layers as many."""
+    simulated = []
+    monkeypatch.setattr(choose, "timeline", lambda *args: simulated.append(1) or timeline(*args))
+    draw = random.Random(0)
+    for pieces in ([Piece(f := 0.2 + draw.random(), 2 * f, send=0.01) for _ in range(40)], [Piece(1, 2)] * 40):
+        simulated.clear()
+        Cutting(pieces, "1f1b", 4, 16).shortest()
+        assert len(simulated) < 10
 
 
 def test_a_heavy_head_has_fewer_blocks_beside_it() -> None:

@@ -22,7 +22,7 @@ from autoshard.passes.capture import capture
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.fusion import traffic
-from autoshard.passes.propagate.hiding import stepping
+from autoshard.passes.propagate.hiding import stepped, stepping
 from autoshard.passes.propagate.op_space import op_space
 from autoshard.passes.propagate.step_time import Parts, movable_values, summed
 from autoshard.passes.rules import ring, rule_for
@@ -77,7 +77,9 @@ def test_the_search_finds_the_least_time_of_all_choices(seed: int) -> None:
 
     nodes = [parts(n, compute=True) for n in sizes]
     edges = [(i, i + 1, parts(sizes[i], sizes[i + 1], compute=False)) for i in range(3)]
-    network, rows = stepping([int(n) for n in sizes], nodes, edges, overlap)
+    own = [stepped(p, (int(n),), overlap) for n, p in zip(sizes, nodes, strict=True)]
+    between = [(i, j, stepped(p, (int(sizes[i]), int(sizes[j])), overlap)) for i, j, p in edges]
+    network, rows = stepping(own, between, overlap)
     assert bool(rows) == bool(overlap)
 
     def step(choice: tuple[int, ...]) -> float:

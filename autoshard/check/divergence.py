@@ -11,7 +11,6 @@ from torch import nn
 
 from autoshard import runtime
 from autoshard.check.closeness import difference, scale
-from autoshard.check.interpret import interpret
 from autoshard.check.local_forms import evaluate, flat
 from autoshard.module.base import ShardedModule
 from autoshard.module.microbatches import beforehand, part_of
@@ -19,6 +18,7 @@ from autoshard.module.simulate import join, shard_of
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
 from autoshard.passes.microbatch import MicroBatches
+from autoshard.passes.rules.interpret import interpret
 from autoshard.plans.compiled import Compiled
 
 

@@ -17,8 +17,8 @@ from autoshard.check.closeness import difference, scale
 from autoshard.check.divergence import first_divergence
 from autoshard.errors import AutoshardError, RuntimeMismatchError
 from autoshard.mesh import MeshLike
+from autoshard.module.arguments import check_arguments
 from autoshard.module.base import ShardedModule
-from autoshard.module.inputs import check_inputs
 from autoshard.module.original import computed
 from autoshard.plans.plan import Plan
 
@@ -118,7 +118,7 @@ def verify(
     The loss is the model's first scalar output, or the mean square of its outputs. Raises as :func:`autoshard.compile`
     does, and :class:`AutoshardError` for ``steps`` below 1.
     """
-    check_inputs(model, "global", example_args, example_kwargs)
+    check_arguments(model, example_args, example_kwargs)
     if steps < 1:
         raise AutoshardError(f"steps is {steps!r}: at least one step is needed to compare anything")
     kwargs = dict(example_kwargs or {})
@@ -138,7 +138,10 @@ def verify(
             break
     found = tuple(runner.found)
     ok = all(c.ok for c in found)
-    first = None if ok else _first_divergence(reference, sharded, tuple(example_args), kwargs, found, rtol)
+    first = None
+    if not ok:
+        first = first_divergence(reference, sharded, tuple(example_args), kwargs, rtol)
+        first = first or str(next(c for c in found if not c.ok))
     return VerifyReport(ok, found, first, rtol, rtol if atol is None else atol, sharded.plan)
 
 
@@ -268,16 +271,3 @@ def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     if scalar is not None:
         return scalar
     return torch.stack([x.square().mean() for x in floating]).sum()
-
-
-def _first_divergence(
-    reference: nn.Module,
-    sharded: ShardedModule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    found: Sequence[Comparison],
-    rtol: float,
-) -> str:
-    """The first operation whose result differs, or else the first tensor that was seen to differ."""
-    node = first_divergence(reference, sharded, args, kwargs, rtol)
-    return node or str(next(c for c in found if not c.ok))

@@ -117,9 +117,9 @@ def _renamed(plan: Plan, mesh: Mesh) -> Plan:
     """The choices of ``plan`` for a mesh with other names of axes: to be followed, for its texts have the old ones."""
 
     def on(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-        return {name: Layout(mesh, layout.placements) for name, layout in layouts.items()}
+        return {name: layout.on(mesh) for name, layout in layouts.items()}
 
-    outputs = tuple(None if x is None else Layout(mesh, x.placements) for x in plan.outputs)
+    outputs = tuple(None if x is None else x.on(mesh) for x in plan.outputs)
     return replace(plan, mesh=mesh, layouts=on(plan.layouts), shared=on(plan.shared), outputs=outputs)
 
 

@@ -149,7 +149,6 @@ class _Search:
         wishes = replace(of.wishes, micro_batches=setup.batches, schedule=estimate.schedule)
         if setup.stages > 1:
             wishes = replace(wishes, stages=AXIS, boundaries=estimate.boundaries)
-            return build(of.graph, mesh, wishes, title=of.title).plan
         return build(of.graph, mesh, wishes, title=of.title).plan
 
     def _candidate(self, lost: Estimate, won: Estimate, plan: Plan) -> Candidate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoshard.devices.meshes import Search, least_seconds
 from autoshard.hardware import Hardware
@@ -12,7 +12,7 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
-from autoshard.serving import Call, served
+from autoshard.serving import Call, Found, served, together
 
 
 def served_for(calls: Sequence[Call], devices: int, hardware: Hardware, wishes: Wishes, title: str) -> Plan:
@@ -24,6 +24,7 @@ def served_for(calls: Sequence[Call], devices: int, hardware: Hardware, wishes: 
 @dataclass
 class _Serving(Search):
     calls: Sequence[Call] = ()
+    found: dict[tuple[int, ...], Found] = field(default_factory=dict)
 
     def seconds(self, plan: Plan) -> float:
         assert plan.serving is not None
@@ -33,8 +34,12 @@ class _Serving(Search):
         return sum(call.times * least_seconds(call.graph, mesh) for call in self.calls)
 
     def _planned(self, mesh: Mesh, wishes: Wishes) -> tuple[Program, Plan, Graph]:
-        """Searched again where the axes got their names: ``wishes`` are to follow a plan, of one call."""
-        plan, found = served(self.calls, mesh, self.wishes, self.title)
+        """Where the axes get their names ``wishes`` have a plan, of one call: all calls have what was found for them."""
+        if wishes.plan is None:
+            self.found[mesh.shape] = found = together(self.calls, mesh, wishes)
+        else:
+            found = self.found[mesh.shape].on(mesh, wishes)
+        plan = served(self.calls, found, self.wishes, self.title)
         assert plan.serving is not None
         of_tokens = next(n for n, call in enumerate(found.calls) if call.name == plan.serving.decode.name)
         return found.programs[of_tokens], plan, found.calls[of_tokens].graph

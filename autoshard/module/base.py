@@ -135,7 +135,7 @@ class ShardedModule(Compiling):
             own, written = executable.apart(call.leaves)
             if self._of.absent:
                 self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
-            with without_autocast(), torch.set_grad_enabled(recorded):
+            with executable.tried(), without_autocast(), torch.set_grad_enabled(recorded):
                 leaves, mutated = self._step(executable, executable.named(own))
             return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
 

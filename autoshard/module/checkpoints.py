@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.module.base import ShardedModule
+from autoshard.module.dtensor_views import alongside
 from autoshard.module.meetings import collective
 from autoshard.module.owned import is_owned, local_of, part_of_owned
 from autoshard.module.pipelined import PipelinedModule
@@ -95,14 +96,7 @@ def load_full_optimizer_state_dict(
                 continue
             layout = Layout.from_torch(sharded._running, parameter.placements)
             local = shard_of(value, layout, _rank(sharded)).to(parameter.device, copy=True).contiguous()
-            entry[key] = DTensor.from_local(
-                local,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            entry[key] = alongside(local, parameter)
     optimizer.load_state_dict({**state, "state": entries})
 
 

@@ -28,7 +28,7 @@ from autoshard.module.state import State, check_call, requires_grad
 from autoshard.module.surface import class_of, leave_to_torch_compile
 from autoshard.module.turns import Turns
 from autoshard.passes.capture.answers.eager import as_called
-from autoshard.passes.capture.exported.lengths import Dynamic, check_dynamic, fixed_if_refused
+from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
 from autoshard.passes.capture.exported.trees import flattened
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
@@ -51,12 +51,6 @@ class Settings:
     gather_outputs: bool | None = None
     dynamic: Dynamic = False
     inputs: Inputs = "global"
-
-    def __post_init__(self) -> None:
-        for name in ("training", "gather_outputs"):
-            if not isinstance(value := getattr(self, name), bool | None):
-                raise PlanError(f"{name} is True, False or None, got {value!r}")
-        check_dynamic(self.dynamic)
 
 
 class Compiling(Fixed):

@@ -46,8 +46,10 @@ def _spans(layout: Layout, dim: int, size: int, rank: int) -> list[tuple[int, in
 def in_order(gathered: torch.Tensor, layout: Layout) -> torch.Tensor:
     """What ranks held one after another, as the whole tensor: chunks of the parts of a dim come together."""
     for placed in set(layout.grouped.values()):
-        ranks, dim = layout.mesh.size_of(layout.cutting(placed.dim)), placed.dim
-        gathered = gathered.unflatten(dim, (ranks, placed.parts, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+        ranks, dim, parts = layout.mesh.size_of(layout.cutting(placed.dim)), placed.dim, placed.parts
+        unit = gathered.shape[dim] // sum(parts) // ranks
+        chunks = gathered.split([n * unit for n in parts] * ranks, dim)
+        gathered = torch.cat([chunk for i in range(len(parts)) for chunk in chunks[i :: len(parts)]], dim)
     return gathered
 
 

@@ -22,6 +22,7 @@ from autoshard.module.arrivals import new_dtensor
 from autoshard.module.dtensor_chunks import mend_checkpoints
 from autoshard.module.dtensor_draws import DRAWS, drawn
 from autoshard.module.dtensor_files import mend_files
+from autoshard.module.dtensor_strided import mend_strided
 from autoshard.module.dtensor_views import VIEWS, indexed, set_through, set_whole
 from autoshard.module.owned import is_owned
 
@@ -44,7 +45,7 @@ def mend(mesh: DeviceMesh) -> None:
 
 def is_ours(x: object) -> TypeGuard[DTensor]:
     """Whether ``x`` is a DTensor on the mesh of a sharded module."""
-    return isinstance(x, DTensor) and (x.device_mesh in _MESHES or is_owned(x))
+    return isinstance(x, DTensor) and (x._spec.mesh in _MESHES or is_owned(x))
 
 
 @functools.cache
@@ -69,6 +70,7 @@ def _mend() -> None:
         _handle(op, _set_storage)
     _handle(aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
     mend_checkpoints()
+    mend_strided()
     mend_files(is_ours)
     DTensor.__format__ = _format  # type: ignore[assignment, method-assign]
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
@@ -84,7 +86,9 @@ def _handle(op: Any, handler: Handler) -> None:
     _BEFORE[op] = handlers.get(op)
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ours = any(any(map(is_ours, x)) if isinstance(x, list | tuple) else is_ours(x) for x in args)
+        ours = is_ours(args[0]) or any(
+            any(map(is_ours, x)) if isinstance(x, list | tuple) else is_ours(x) for x in args
+        )
         return (handler if ours else _as_it_was)(op, args, kwargs)
 
     handlers[op] = handle
@@ -206,7 +210,7 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _detach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of every gradient, as autograd takes it: its own way has nothing to find out."""
     x = args[0]
-    return new_dtensor(DTensor, op(x._local_tensor), x._spec, requires_grad=False)
+    return new_dtensor(DTensor, x._local_tensor.detach(), x._spec, requires_grad=False)
 
 
 def _on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,34 +226,32 @@ def _step_on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """The step of a fused optimizer, element by element: where a parameter, its gradient and its states have one layout every
     rank steps on its parts. DTensor would make, and compare, a layout of each of them in each step.
     """
-    lists = [x for x in args if isinstance(x, list | tuple) and x]
-    if not all(map(_alike, zip(*lists, strict=False))):
+    first, *others = [x for x in args if isinstance(x, list | tuple) and x]
+    specs = [x._spec if isinstance(x, DTensor) else None for x in first]
+    summands = any(spec is None or any(p.is_partial() for p in spec.placements) for spec in specs)
+    if summands or not all(_alike(xs, specs) for xs in others):
         return _as_it_was(op, args, kwargs)
-    parts = ([_part(x) for x in a] if isinstance(a, list | tuple) else a for a in args)
+    parts = (
+        [x._local_tensor if isinstance(x, DTensor) else x for x in a] if isinstance(a, list | tuple) else a
+        for a in args
+    )
     with torch.no_grad():
         return op(*parts, **kwargs)
 
 
-def _alike(tensors: Iterable[Any]) -> bool:
-    """Whether a parameter and what belongs to it are cut alike; numbers, such as the count of steps, are whole."""
-    first, *others = tensors
-    if not isinstance(first, DTensor) or any(p.is_partial() for p in first._spec.placements):
-        return False
-    spec, ndim = first._spec, first.ndim
-    for x in others:
+def _alike(tensors: Iterable[Any], specs: Iterable[Any]) -> bool:
+    """Whether what belongs to parameters of these specs is cut as they are; numbers, such as the count of steps, are whole."""
+    for x, spec in zip(tensors, specs, strict=False):
         if not isinstance(x, DTensor):
             if x.ndim:
                 return False
-        elif x._spec is not spec and (
-            x.ndim != ndim or x._spec.placements != spec.placements or x._spec.mesh is not spec.mesh
+            continue
+        own = x._spec
+        if own is not spec and (
+            own.ndim != spec.ndim or own.placements != spec.placements or own.mesh is not spec.mesh
         ):
             return False
     return True
-
-
-def _part(x: Any) -> torch.Tensor:
-    local: torch.Tensor = x._local_tensor if isinstance(x, DTensor) else x
-    return local
 
 
 def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -119,5 +119,11 @@ def set_whole(
     return view
 
 
+def alongside(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor whose part on this rank is ``local``, and which lies as ``like`` does; gradients flow."""
+    shape, stride = like.shape, like.stride()
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+
+
 def _part(whole: torch.Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

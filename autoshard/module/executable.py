@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.symbols import Shapes, bind, check, evaluate, mismatch, shapes_of
 from autoshard.plans.compiled import Compiled
 from autoshard.runtime import generators
-from autoshard.runtime.exactly import is_of_other_values
+from autoshard.runtime.exactly import EXACTLY, OTHER_VALUES, is_of_other_values
 from autoshard.runtime.profiling import name_lines
 
 log = logging.getLogger("autoshard")
@@ -96,6 +97,27 @@ class Executable:
     @property
     def graph(self) -> Graph:
         return self.compiled.graph
+
+    @cached_property
+    def _stops(self) -> bool:
+        """Whether a run may end with the finding that it is for other integers than the inputs bring."""
+        text = str(self.graph)
+        return OTHER_VALUES in text or str(EXACTLY) in text
+
+    @contextlib.contextmanager
+    def tried(self) -> Iterator[None]:
+        """Around a run: where the program turns out to be for other integers, nothing was drawn."""
+        if not self._stops:
+            yield
+            return
+        # Inside the capture of a CUDA graph the device's state cannot be read.
+        before = generators.states(cuda=torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing())
+        try:
+            yield
+        except RuntimeError as error:
+            if is_of_other_values(error):
+                generators.set_states(before)
+            raise
 
     def refuses(self, structure: Any, leaves: Sequence[Any]) -> str:
         """Why it does not serve a call of this structure with these leaves; "" where it does."""
@@ -265,8 +287,6 @@ Served = TypeVar("Served")
 
 def first_that_serves(serve: Callable[[int], Served]) -> Served:
     """``serve(number)`` of the first number whose program is for the integers in the inputs."""
-    # Inside the capture of a CUDA graph the device's state cannot be read.
-    before = generators.states(cuda=torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing())
     for number in range(_PROGRAMS):
         try:
             return serve(number)
@@ -278,5 +298,4 @@ def first_that_serves(serve: Callable[[int], Served]) -> Served:
                     f"{error}. {_PROGRAMS} programs for inputs of these shapes serve others. Pad to fixed lengths, or mask."
                 ) from error
             log.info("a program does not serve this call: %s", error)
-        generators.set_states(before)  # a program that stopped may have drawn
     raise AssertionError

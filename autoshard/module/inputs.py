@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.errors import CaptureError, HintError
+from autoshard.errors import HintError
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.capture.exported.arguments import argument_paths
@@ -30,15 +30,8 @@ _BATCH_AXIS = re.compile(r"(dp|ddp|fsdp|hsdp|zero\d?|data|batch|replica|replicat
 """names of mesh axes that cut the batch by convention"""
 
 
-def check_inputs(model: Any, inputs: Any, args: Any = (), kwargs: Any = None) -> None:
-    """Raise :class:`HintError` unless ``inputs`` is what :data:`Inputs` says, :class:`CaptureError` for a ``model`` that
-    is no module, example inputs ``args`` that are no sequence, and ``kwargs`` that are no mapping."""
-    if not isinstance(model, nn.Module):
-        raise CaptureError(f"the model is a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
-        raise CaptureError(f"example_args is a tuple of the arguments, got one {type(args).__name__}: write (x,)")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise CaptureError(f"example_kwargs is a dict of the arguments by name, got {type(kwargs).__name__}")
+def check_inputs(inputs: Any) -> None:
+    """Raise :class:`HintError` unless ``inputs`` is what :data:`Inputs` says."""
     kinds = inputs.values() if isinstance(inputs, Mapping) else (inputs,)
     if wrong := [k for k in kinds if k not in _KINDS]:
         raise HintError(f'inputs={inputs!r}: {wrong[0]!r} is neither "global" nor "local"')

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.module.dtensor_views import alongside
 from autoshard.module.outputs import Output
 from autoshard.module.sparse_gradients import SparseGradient, accumulate
-from autoshard.passes.ir.graph import Ref, map_refs
 from autoshard.passes.microbatch import MicroBatches
-from autoshard.passes.rules.facts import makes_tensor
+from autoshard.passes.rules.interpret import interpret
 from autoshard.runtime import generators
 
 Leaves = list[Any]
@@ -59,7 +59,7 @@ class MicroBatchRun:
                     self.enter(index, micro.count)
                     self.defer(index < micro.count - 1)  # the last one sums what all have left over the replicas
                     generators.set_states(states)  # every micro-batch takes its part of what the whole batch draws
-                    parts = [_part(given[source], dim, index, micro.count) for source, dim in sources]
+                    parts = [part_of(given[source], dim, index, micro.count) for source, dim in sources]
                     leaves, written = self.run(parts)
                     if micro.loss is not None:
                         leaves[micro.loss].backward(inputs=[leaf for _, leaf in wanted])
@@ -93,22 +93,10 @@ def beforehand(
     if graph is None:
         return {}
     device = next((x.device for x in inputs.values()), torch.device("cpu"))
-    values: dict[str, Any] = {}
-    for i in graph.inputs:
-        found = inputs[i.name] if i.kind == "input" else graph.constants.get(i.name)
-        values[i.name] = (tensor(i.fqn) if found is None else found).to(device)
-
-    def value(ref: Ref) -> Any:
-        return values[ref.name]
-
+    read = (i for i in graph.inputs if i.kind != "constant")
+    given = {i.name: (inputs[i.name] if i.kind == "input" else tensor(i.fqn)).to(device) for i in read}
     with torch.no_grad():
-        for node in graph.nodes:
-            args, kwargs = map_refs((node.args, dict(node.kwargs)), value)
-            if makes_tensor(node):
-                kwargs.setdefault("device", device)
-            made = node.op(*args, **kwargs)
-            made = made if isinstance(made, tuple | list) else (made,)
-            values |= {name: made[slot] for name, slot in zip(node.outputs, node.output_slots, strict=True)}
+        values = interpret(graph, given, device=device)
     return {o.name: values[o.name] for o in graph.outputs}
 
 
@@ -129,10 +117,6 @@ def delivered(
 
 def part_of(x: torch.Tensor, dim: int | None, index: int, count: int) -> torch.Tensor:
     """What micro-batch ``index`` of ``count`` takes of an input whose ``dim`` they share."""
-    return _part(x, dim, index, count)
-
-
-def _part(x: torch.Tensor, dim: int | None, index: int, count: int) -> torch.Tensor:
     if dim is None:
         return x
     length = x.shape[dim] // count
@@ -185,13 +169,5 @@ def _handed_over(x: Any, gradient: Any, scale: torch.Tensor) -> Any:
 
 def _scaled(gradient: Any, scale: torch.Tensor) -> Any:
     if isinstance(gradient, DTensor):
-        local = gradient.to_local() * scale
-        return DTensor.from_local(
-            local,
-            gradient.device_mesh,
-            gradient.placements,
-            run_check=False,
-            shape=gradient.shape,
-            stride=gradient.stride(),
-        )
+        return alongside(gradient.to_local() * scale, gradient)
     return gradient * scale

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoshard.errors import AutoshardError, CaptureError
+from autoshard.module.dtensor_views import alongside
 from autoshard.module.outputs import Output
 from autoshard.module.owned import is_owned, part_of_owned
 
@@ -167,9 +168,7 @@ def part_of(full: Any, like: DTensor) -> Any:
     if is_owned(like):
         return part_of_owned(full, like)
     cut = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
-    made = DTensor.from_local(
-        cut.to_local().clone(), cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
-    )
+    made = alongside(cut.to_local().clone(), cut)
     return Output.state(made) if type(like) is Output else made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ def whole_state(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> d
             }
     numbers = iter(range(sum(map(len, groups))))
     options = [
-        {**group, "params": [next(numbers) for _ in names]} for group, names in _with(own["param_groups"], groups)
+        {**group, "params": [next(numbers) for _ in names]}
+        for group, names in zip(own["param_groups"], groups, strict=True)
     ]
     return {**own, "state": state, "param_groups": options}
 
@@ -74,7 +75,3 @@ def _groups(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> list[
         sorted({name for group in groups for name in group}, key=order.__getitem__)
         for groups in zip(*every, strict=True)
     ]
-
-
-def _with(options: list[dict[str, Any]], groups: list[list[str]]) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    return zip(options, groups, strict=True)

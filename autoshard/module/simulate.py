@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,15 @@ def views(full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
     whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard)]
     found = []
     for rank in range(layout.mesh.size):
-        part, coordinates = shard_of(full, layout, rank), layout.mesh.coordinates(rank)
-        found.append(part.clone() if any(coordinates[i] for i in whole) else part)
+        part = shard_of(full, layout, rank)
+        found.append(part if _first(layout, rank, whole) == rank else part.clone())
     return tuple(found)
+
+
+def _first(layout: Layout, rank: int, whole: Collection[int]) -> int:
+    """The first rank with the coordinates of ``rank`` along all axes but these."""
+    coordinates = enumerate(layout.mesh.coordinates(rank))
+    return layout.mesh.rank([0 if i in whole else n for i, n in coordinates])
 
 
 def join(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int] | None, what: str) -> torch.Tensor:
@@ -47,11 +53,8 @@ def join(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int] | 
     whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Partial | Shard)]
     summed = layout.axes_with(Partial)
     for rank, shard in enumerate(shards):
-        coordinates = list(layout.mesh.coordinates(rank))
-        if any(coordinates[i] for i in whole):
-            for i in whole:
-                coordinates[i] = 0
-            _check_equal(shard, shards[layout.mesh.rank(coordinates)], what, rank, layout)
+        if (first := _first(layout, rank, whole)) != rank:
+            _check_equal(shard, shards[first], what, rank, layout)
             continue
         for block, part in _blocks(full, shard, layout, rank):
             if summed and not full.dtype.is_floating_point and full.dtype == torch.bool:
@@ -135,11 +138,8 @@ def _joined_sparse(
     for rank, part in enumerate(parts):
         if part is None or not part.is_sparse:
             continue
-        coordinates = list(layout.mesh.coordinates(rank))
-        if any(coordinates[i] for i in whole):
-            for i in whole:
-                coordinates[i] = 0
-            other = parts[layout.mesh.rank(coordinates)]
+        if (first := _first(layout, rank, whole)) != rank:
+            other = parts[first]
             for mine, theirs in zip(sparse.rows_of(part), sparse.rows_of(other), strict=True):  # type: ignore[arg-type]
                 _check_equal(mine, theirs, f"the gradient of {name}", rank, layout)
             continue

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from autoshard.errors import CaptureError
+from autoshard.passes.capture.answers.eager import autograd_modes
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class State:
     """shape, dtype, device and placements of every parameter and buffer"""
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
     """of the device types with autocast on: dtype, and whether casts of parameters are kept"""
-    defaults: tuple[torch.dtype, str, bool]
-    """the default dtype, the default device, and whether algorithms have to be deterministic"""
+    defaults: tuple[Any, ...]
+    """the default dtype, the default device, whether algorithms have to be deterministic, and modes of autograd that a
+    forward may ask for"""
 
     def __hash__(self) -> int:
         return self.number
@@ -45,10 +47,10 @@ class State:
         return crc32(repr(self).encode())
 
 
-def defaults() -> tuple[torch.dtype, str, bool]:
+def defaults() -> tuple[Any, ...]:
     """``State.defaults`` of this moment."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return torch.get_default_dtype(), str(torch.get_default_device()), deterministic
+    return torch.get_default_dtype(), str(torch.get_default_device()), deterministic, *autograd_modes()
 
 
 def requires_grad(*tensors: Iterable[Any]) -> bool:

@@ -43,14 +43,14 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
                 f"the plan cuts {node.op} in {node.fqn or '(root)'} at {node.source} along "
                 f"{', '.join(plan.choices[node.name].labels)}, which these sizes do not allow"
             )
-    layouts = {n: _on(mesh, plan.layouts[public.get(n, n)]) for n in graph.types}
+    layouts = {n: plan.layouts[public.get(n, n)].on(mesh) for n in graph.types}
     stating = (i.name for i in graph.inputs if i.kind == "input" or i.name in given)
     inputs = {name: stated(name, graph, mesh, given) for name in stating}
     alike = inputs.items() <= layouts.items() and _same_costs(plan, graph, mesh)
     layouts |= inputs
     fqns = {fqn: n for n, fqn in public.items()}
-    shared = {fqns.get(n, n): _on(mesh, layout) for n, layout in plan.shared.items()}
-    outputs = tuple(None if x is None else _on(mesh, x) for x in plan.outputs)
+    shared = {fqns.get(n, n): layout.on(mesh) for n, layout in plan.shared.items()}
+    outputs = tuple(None if x is None else x.on(mesh) for x in plan.outputs)
     bound = plan.lower_bound if alike else 0.0
     hinted = frozenset(fqns.get(n, n) for n in plan.given)
     solution = Solution((), plan.cost.total_s, bound, False)
@@ -80,8 +80,3 @@ def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:
         return found == (type_.example.shape, dtype, type_.grad)
 
     return plan.mesh.hardware == mesh.hardware and all(is_alike(public.get(n, n), t) for n, t in graph.types.items())
-
-
-def _on(mesh: Mesh, layout: Layout) -> Layout:
-    """The layout on a mesh of the same axes; its hardware may be another."""
-    return Layout(mesh, layout.placements, layout.order)

@@ -123,7 +123,7 @@ def planned_stages(
         asked = replace(
             wishes,
             stages=None,
-            hints=_that_fit(wishes.hints, partial(_hinted, stage, own)),
+            hints=_that_fit(wishes.hints, partial(resolve, graph=stage.graph, mesh=own)),
             like=_styles(wishes.like, stage, own),
             plan=cast(Plan, given[stage.number]) if given else None,
             parameters=dict(parameters),
@@ -195,10 +195,6 @@ def _in_flight(mesh: Mesh, wishes: Wishes, stage: Stage) -> int:
 def budget_of(wishes: Wishes, hardware: Hardware) -> float:
     """Bytes that a rank may hold."""
     return SHARE * hardware.memory_bytes if wishes.memory_budget is None else wishes.memory_budget
-
-
-def _hinted(stage: Stage, mesh: Mesh, hints: Mapping[str, Any]) -> object:
-    return resolve(hints, stage.graph, mesh)
 
 
 def _styles(like: Any, stage: Stage, mesh: Mesh) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.errors import HintError, PlanError
+from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.passes.microbatch import AUTO
 from autoshard.passes.propagate.recompute import Recompute
@@ -55,12 +55,6 @@ class Wishes:
     """which calls there are, and how often each comes: see :mod:`autoshard.serving`"""
 
     def __post_init__(self) -> None:
-        if self.hints is not None and not isinstance(self.hints, Mapping):
-            raise HintError(f'hints is {{pattern: hint}}, such as {{"*.up": "colwise"}}, got {self.hints!r}')
-        if not isinstance(self.strict, bool):
-            raise PlanError(f"strict is True or False, got {self.strict!r}")
-        if self.plan is not None and not isinstance(self.plan, Plan):
-            raise PlanError(f"plan is one of autoshard.plan or Plan.from_json, got {self.plan!r}")
         budget = self.memory_budget
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
             raise PlanError(f"memory_budget is bytes per rank, such as 40e9, got {budget!r}")

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from autoshard.errors import PlanError
 from autoshard.report.record import Record
-from autoshard.report.text import globbed, numbers, show_layout
+from autoshard.report.text import folded, globbed, show_layout
 from autoshard.report.units import show_bytes, show_flops, show_seconds
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
@@ -89,13 +89,7 @@ def _grouped(
     for name, pair in differ.items():
         shown = called[name] if called else name
         groups.setdefault((globbed(shown), *pair), []).append(shown)
-    return [(_folded(glob, names), left, right) for (glob, left, right), names in groups.items()]
-
-
-def _folded(glob: str, names: list[str]) -> str:
-    if len(set(names)) == 1:
-        return names[0]
-    return glob.replace("*", "{" + numbers(names) + "}", 1)
+    return [(folded(glob, names), left, right) for (glob, left, right), names in groups.items()]
 
 
 def _sent(plan: Record, other: Record) -> list[tuple[str, str, str]]:

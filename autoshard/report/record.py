@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -164,20 +164,8 @@ class Staged:
     """per boundary the bytes that one micro-batch sends forward, whole"""
     sent: tuple[tuple[float, float], ...] = ()
     """per boundary the bytes that one rank sends of one micro-batch: forward, and the gradients that come back"""
-
     flying: tuple[int, ...] = ()
     """per stage the micro-batches that it keeps something for at once"""
-
-    def to_dict(self, alternatives: bool = True) -> dict[str, Any]:
-        """For JSON; ``alternatives``: see :meth:`Record.to_json`."""
-        return {**vars(self), "plans": [json.loads(plan.to_json(alternatives)) for plan in self.plans]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], plan: Callable[[str], Record]) -> Staged:
-        """What :meth:`to_dict` gave; ``plan`` reads the JSON of one stage's plan."""
-        plans = tuple(plan(json.dumps(p)) for p in data["plans"])
-        lists = {k: tuple(data.get(k, ())) for k in ("boundaries", "messages", "flying")}
-        return cls(**{**data, **lists, "plans": plans, "sent": tuple(map(tuple, data.get("sent", ())))})
 
 
 @dataclass(frozen=True)
@@ -240,92 +228,13 @@ class Record:
 
         ``alternatives``: with what could have been done instead. To find that takes as long as the search.
         """
-        choices = self.choices if alternatives else {n: replace(c, alternatives=()) for n, c in self.choices.items()}
-        return json.dumps(
-            {
-                **({} if self.staged is None else {"staged": self.staged.to_dict(alternatives)}),
-                **({} if self.serving is None else {"serving": self.serving.to_dict()}),
-                "format": 1,
-                "mesh": dict(zip(self.mesh.axes, self.mesh.shape, strict=True)),
-                "hardware": self.mesh.hardware.to_dict(),
-                "training": self.training,
-                "cost": asdict(self.cost),
-                "lower_bound": self.lower_bound,
-                "layouts": {n: _layout_json(x) for n, x in self.layouts.items()},
-                "shared": {n: _layout_json(x) for n, x in self.shared.items()},
-                "outputs": [None if x is None else _layout_json(x) for x in self.outputs],
-                "given": list(self.given),
-                "shapes": {n: list(s) for n, s in self.shapes.items()},
-                "kinds": dict(self.kinds),
-                "ties": dict(self.ties),
-                "choices": {n: asdict(c) for n, c in choices.items()},
-                "collectives": [asdict(c) for c in self.collectives],
-                "notes": list(self.notes),
-                "title": self.title,
-                "modules": dict(self.modules),
-                "dtypes": dict(self.dtypes),
-                "differentiable": list(self.differentiable),
-                "memory": asdict(self.memory),
-                "optimizer": self.optimizer,
-                "recomputed": [asdict(r) for r in self.recomputed],
-                "shared_again": list(self.shared_again),
-                "zero": dict(self.zero),
-                "like": self.like,
-                "prefetch": self.prefetch,
-                "micro_batches": self.micro_batches,
-                "mixed_precision": self.mixed_precision,
-                "candidates": [
-                    {
-                        "mesh": dict(zip(c.mesh.axes, c.mesh.shape, strict=True)),
-                        "cost": asdict(c.cost),
-                        "memory": asdict(c.memory),
-                        "why": c.why,
-                    }
-                    for c in self.candidates
-                ],
-            },
-            indent=1,
-        )
+        return json.dumps(self if alternatives else _bare(self), default=_encoded, indent=1)
 
     @classmethod
     def from_json(cls: type[Kind], text: str) -> Kind:
         """The plan that :meth:`to_json` wrote. Raises :class:`PlanError` for anything else."""
         try:
-            data = json.loads(text)
-            hardware = Hardware.from_dict(data["hardware"])
-            mesh = Mesh(data["mesh"], hardware)
-            return cls(
-                mesh=mesh,
-                layouts={n: _layout_from(mesh, x) for n, x in data["layouts"].items()},
-                collectives=tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
-                cost=Cost(**data["cost"]),
-                lower_bound=data["lower_bound"],
-                choices={n: _choice_from(c) for n, c in data["choices"].items()},
-                shared={n: _layout_from(mesh, x) for n, x in data["shared"].items()},
-                outputs=tuple(None if x is None else _layout_from(mesh, x) for x in data["outputs"]),
-                given=tuple(data.get("given", data.get("pinned", ()))),
-                shapes={n: tuple(s) for n, s in data["shapes"].items()},
-                kinds=data["kinds"],
-                ties=data.get("ties", {}),
-                notes=tuple(data["notes"]),
-                training=data["training"],
-                title=data.get("title", ""),
-                modules=data.get("modules", {}),
-                dtypes=data.get("dtypes", {}),
-                differentiable=tuple(data.get("differentiable", ())),
-                memory=_memory_from(data.get("memory", {})),
-                optimizer=data.get("optimizer", "adamw"),
-                recomputed=tuple(Recomputed(**r) for r in data.get("recomputed", ())),
-                shared_again=tuple(data.get("shared_again", ())),
-                zero=data.get("zero", {}),
-                like=data.get("like", ""),
-                prefetch=data.get("prefetch", 1),
-                micro_batches=data.get("micro_batches", 1),
-                mixed_precision=data.get("mixed_precision", ""),
-                candidates=tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
-                staged=Staged.from_dict(data["staged"], cls.from_json) if "staged" in data else None,
-                serving=Serving.from_dict(data["serving"]) if "serving" in data else None,
-            )
+            return _decoded(cls, json.loads(text))
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error
 
@@ -339,11 +248,49 @@ def local_bytes(plan: Record, name: str) -> int:
 _LETTERS: dict[str, Placement] = {"R": Replicate(), "I": Invariant(), "P": Partial()}
 
 
-def _layout_json(layout: Layout) -> dict[str, Any]:
-    data: dict[str, Any] = {"placements": [str(p) for p in layout.placements]}
-    if layout.order != layout.mesh.axes:
-        data["order"] = list(layout.order)
-    return data
+def _bare(plan: Record) -> Record:
+    choices = {n: replace(c, alternatives=()) for n, c in plan.choices.items()}
+    staged = plan.staged and replace(plan.staged, plans=tuple(map(_bare, plan.staged.plans)))
+    return replace(plan, choices=choices, staged=staged)
+
+
+def _encoded(part: Any) -> Any:
+    """A part of a plan that JSON has no form for."""
+    if isinstance(part, Layout):
+        order = {} if part.order == part.mesh.axes else {"order": part.order}
+        return {"placements": [str(p) for p in part.placements], **order}
+    if isinstance(part, Mesh):
+        return dict(zip(part.axes, part.shape, strict=True))
+    if isinstance(part, Mapping | Sequence):
+        return dict(part) if isinstance(part, Mapping) else list(part)
+    data = {f.name: getattr(part, f.name) for f in fields(part)}
+    if isinstance(part, Record):
+        data = {"format": 1, "hardware": part.mesh.hardware, **{k: v for k, v in data.items() if v is not None}}
+    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in data.items()}
+
+
+def _decoded(cls: type[Kind], data: Mapping[str, Any]) -> Kind:
+    """The inverse of :func:`_encoded`. What plans of before lack has its default."""
+    hardware = Hardware.from_dict(data["hardware"])
+    mesh = Mesh(data["mesh"], hardware)
+    known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+    known |= {name: tuple(data.get(name, ())) for name in ("notes", "differentiable", "shared_again")}
+    known |= {name: {n: _layout_from(mesh, x) for n, x in data[name].items()} for name in ("layouts", "shared")}
+    known |= {
+        "mesh": mesh,
+        "collectives": tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
+        "cost": Cost(**data["cost"]),
+        "choices": {n: _choice_from(c) for n, c in data["choices"].items()},
+        "outputs": tuple(None if x is None else _layout_from(mesh, x) for x in data["outputs"]),
+        "given": tuple(data.get("given", data.get("pinned", ()))),
+        "shapes": {n: tuple(s) for n, s in data["shapes"].items()},
+        "memory": _memory_from(data.get("memory", {})),
+        "recomputed": tuple(Recomputed(**r) for r in data.get("recomputed", ())),
+        "candidates": tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
+        "staged": _staged_from(cls, data["staged"]) if "staged" in data else None,
+        "serving": Serving.from_dict(data["serving"]) if "serving" in data else None,
+    }
+    return cls(**known)
 
 
 def _layout_from(mesh: Mesh, data: Mapping[str, Any]) -> Layout:
@@ -365,13 +312,20 @@ def _candidate_from(data: Mapping[str, Any], hardware: Hardware) -> Candidate:
     return Candidate(Mesh(data["mesh"], hardware), Cost(**data["cost"]), memory, data["why"])
 
 
+def _staged_from(cls: type[Record], data: Mapping[str, Any]) -> Staged:
+    lists = {k: tuple(data.get(k, ())) for k in ("boundaries", "messages", "flying")}
+    plans = tuple(_decoded(cls, p) for p in data["plans"])
+    return Staged(**{**data, **lists, "plans": plans, "sent": tuple(map(tuple, data.get("sent", ())))})
+
+
 def placement_from(text: str) -> Placement:
-    """``S(1)``, ``S(1/2)``, ``O(2)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
+    """``S(1)``, ``S(1/2)``, ``S(1/4:1:1)``, ``O(2)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
     if text in _LETTERS:
         return _LETTERS[text]
     inner = text[2:-1]
     if text.startswith("O("):
         return Owned(owner=int(inner))
     if "/" in inner:
-        return Grouped(*map(int, inner.split("/")))
+        dim, parts = inner.split("/")
+        return Grouped(int(dim), tuple(map(int, parts.split(":"))) if ":" in parts else (1,) * int(parts))
     return Shard(int(inner)) if text.startswith("S(") else Partial(inner)

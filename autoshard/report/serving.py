@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from autoshard.report.units import show_bytes, show_seconds
@@ -80,13 +80,9 @@ class Serving:
         decode = self.decode
         return {n: getattr(decode, n) / decode.requests for n in ("sent", "weights", "caches")}
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "room": None if math.isnan(self.room) else self.room}
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Serving:
-        """What :meth:`to_dict` gave."""
+        """What the JSON of a plan says of it."""
         room = math.nan if data["room"] is None else data["room"]
         return cls(**{**data, "phases": tuple(Phase(**p) for p in data["phases"]), "room": room})
 

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,11 @@ def numbers(fqns: Iterable[str]) -> str:
 # --- the tables ---
 
 
+def folded(glob: str, names: Sequence[str]) -> str:
+    """The glob of these names with the numbers that they have."""
+    return names[0] if len(set(names)) == 1 else glob.replace("*", "{" + numbers(names) + "}", 1)
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(
         title=Text(f"\n{title}"), title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1)
@@ -144,7 +149,7 @@ def _stages(plan: Record) -> Table:
         globs: dict[str, list[str]] = {}
         for path in row.modules:
             globs.setdefault(globbed(path), []).append(path)
-        modules = ", ".join(_named(glob, names, True) for glob, names in globs.items())
+        modules = ", ".join(folded(glob, names) for glob, names in globs.items())
         seconds = [show_seconds(s) for s in (row.times.batch.forward, row.times.batch.backward)]
         sizes = show_bytes(row.sent), str(row.flying), show_bytes(row.memory.peak)
         _add(table, str(row.number), str(row.rank), modules, *seconds, *sizes)
@@ -170,23 +175,17 @@ class Row:
     layout: Layout
 
 
-def parameter_rows(plan: Record, kinds: tuple[str, ...] = ("parameter", "buffer", "input")) -> tuple[Row, ...]:
+def parameter_rows(plan: Record) -> tuple[Row, ...]:
     """Parameters, buffers and inputs by layout, equal layers folded."""
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, kind in plan.kinds.items():
-        if kind in kinds:
+        if kind in ("parameter", "buffer", "input"):
             groups.setdefault((globbed(name), plan.shapes[name], str(plan.layouts[name])), []).append(name)
     split = Counter(glob for glob, _, _ in groups)
     return tuple(
-        Row(_named(glob, names, split[glob] > 1), tuple(names), shape, plan.layouts[names[0]])
+        Row(glob if split[glob] == 1 < len(names) else folded(glob, names), tuple(names), shape, plan.layouts[names[0]])
         for (glob, shape, _), names in groups.items()
     )
-
-
-def _named(glob: str, names: list[str], ambiguous: bool) -> str:
-    if len(names) == 1:
-        return names[0]
-    return glob.replace("*", "{" + numbers(names) + "}", 1) if ambiguous else glob
 
 
 def _parameters(plan: Record) -> Table:

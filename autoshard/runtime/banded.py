@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.runtime.softmax import wide
+from autoshard.runtime.whole_op import differentiate
 
 
 def is_documents(mask: torch.Tensor) -> bool:
@@ -68,20 +69,4 @@ def _attention(
     return F.scaled_dot_product_attention(query, key, value, shown, scale=scale, enable_gqa=grouped)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.form = inputs[4:]
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Runs the forward again: ranks run :func:`~autoshard.runtime.banded_rows`; this is for whole tensors."""
-    again, (*given, mask) = torch.is_grad_enabled(), ctx.saved_tensors  # again: the gradients are to be differentiated
-    if not again:
-        given = [x.detach().requires_grad_(n) for x, n in zip(given, ctx.needs_input_grad, strict=False)]
-    with torch.enable_grad():
-        out = _attention(*given, mask, *ctx.form)
-    found = iter(torch.autograd.grad(out, [x for x in given if x.requires_grad], grad, create_graph=again))
-    return *(next(found) if x.requires_grad else None for x in given), *(None,) * (1 + len(ctx.form))
-
-
-banded_op.register_autograd(_backward, setup_context=_save)
+differentiate(banded_op, _attention, most=3)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autoshard.runtime.whole_op import differentiate
+
 
 @torch.library.custom_op("autoshard::ctc_loss", mutates_args=())
 def ctc_loss(
@@ -23,25 +25,10 @@ def ctc_loss(
 
 
 @ctc_loss.register_fake
-def _(
-    log_probs: torch.Tensor, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0,
-    reduction: str = "mean", zero_infinity: bool = False,
-) -> torch.Tensor:  # fmt: skip
+def _(log_probs: torch.Tensor, *others: Any) -> torch.Tensor:
+    reduction = others[4] if len(others) > 4 else "mean"
     return log_probs.new_empty(log_probs.shape[1:-1] if reduction == "none" else ())
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.options = inputs[4:]
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Runs the forward again: ATen's backward needs a table that the op does not give out."""
-    log_probs, *others = ctx.saved_tensors
-    with torch.enable_grad():
-        log_probs = log_probs.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(F.ctc_loss(log_probs, *others, *ctx.options), log_probs, grad)
-    return gradient, None, None, None, None, None, None
-
-
-ctc_loss.register_autograd(_backward, setup_context=_save)
+# ATen's backward needs a table that the op does not give out.
+differentiate(ctc_loss, F.ctc_loss, most=1)

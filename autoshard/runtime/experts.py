@@ -7,7 +7,6 @@ MegaBlocks).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from autoshard.runtime.communicator import Axes, Communicator, current
 from autoshard.runtime.grouped import grouped_mm
 from autoshard.runtime.halo import split
 from autoshard.runtime.move import Move, Splits
+from autoshard.runtime.whole_op import differentiate
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -65,43 +65,9 @@ def experts_op(
 
 
 @experts_op.register_fake
-def _(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    activation: str,
-    gated: bool,
-    transposed: bool,
-    first_bias: torch.Tensor | None = None,
-    second_bias: torch.Tensor | None = None,
-    limit: float | None = None,
-    shift: float = 0.0,
-    interleaved: bool = False,
-) -> torch.Tensor:
+def _(x: torch.Tensor, *others: Any) -> torch.Tensor:
+    second, transposed = others[3], others[6]
     return x.new_empty(x.shape[0], second.shape[2 if transposed else 1])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.form = [None if isinstance(x, torch.Tensor) else x for x in inputs]
-    ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs))
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Runs the forward again: the local form differentiates by itself, the op is for whole tensors."""
-    wanting = itertools.chain(ctx.needs_input_grad, itertools.repeat(False))  # of what is not given
-    saved = zip(ctx.saved_tensors, wanting, strict=False)
-    given = [t if t is None else t.detach().requires_grad_(n) for t, n in saved]
-    with torch.enable_grad():
-        out = experts(*(x if t is None else t for t, x in zip(given, ctx.form, strict=True)))
-    wanted = [t for t in given if t is not None and t.requires_grad]
-    found = iter(torch.autograd.grad(out, wanted, grad))
-    gradients = [next(found) if t is not None and t.requires_grad else None for t in given]
-    return tuple(gradients[: len(ctx.needs_input_grad)])
-
-
-experts_op.register_autograd(_backward, setup_context=_save)
 
 
 def experts(
@@ -165,6 +131,9 @@ def experts(
     out = out * weights.reshape(-1).index_select(0, slots).unsqueeze(1)
     placed = out.new_zeros(ids.numel(), out.shape[1]).index_copy(0, slots, out)
     return placed.view(x.shape[0], top, out.shape[1]).sum(1).to(x.dtype)
+
+
+differentiate(experts_op, experts)
 
 
 def exchanges_rows(rows: int, weights: int) -> bool:

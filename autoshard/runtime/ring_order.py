@@ -39,6 +39,7 @@ class Band(NamedTuple):
 ALL, CAUSAL = Band(), Band(None, 0)
 
 
+@lru_cache(maxsize=1024)
 def spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks, ...]:
     """By number in a ring of axes of so many ranks: the intervals of a sequence of ``size`` that it holds.
 
@@ -155,6 +156,7 @@ def carried(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band, s
     return columns[holder] if whole else _shown(rows, columns, band, stop, holder)
 
 
+@lru_cache(maxsize=4096)
 def longest(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band, stop: Stop) -> int:
     """The most keys that any rank sends to ``stop``."""
     return max(length_of(carried(rows, columns, band, stop, r)) for r in range(len(columns)))

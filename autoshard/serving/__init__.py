@@ -1,6 +1,6 @@
 """Plans for serving: one layout of the weights for all calls that a model serves, weighed by how often they come."""
 
 from autoshard.serving.calls import Call, check_asked
-from autoshard.serving.search import calls_for, is_asked, laid_out, served
+from autoshard.serving.search import Found, calls_for, is_asked, laid_out, served, together
 
-__all__ = ["Call", "calls_for", "check_asked", "is_asked", "laid_out", "served"]
+__all__ = ["Call", "Found", "calls_for", "check_asked", "is_asked", "laid_out", "served", "together"]

@@ -64,6 +64,12 @@ class Found:
         graph, layouts = self.programs[0].graph, self.programs[0].assignment.layouts
         return {i.fqn: layouts[i.name] for i in graph.inputs if i.kind == "parameter"}
 
+    def on(self, mesh: Mesh, wishes: Wishes) -> Found:
+        """The same choices on ``mesh``, whose axes have other names."""
+        tries = [tried(program.assignment.on(mesh), wishes.optimizer) for program in self.programs]
+        programs, memories = zip(*tries, strict=True)
+        return replace(self, programs=programs, memories=memories)
+
 
 def is_asked(wishes: Wishes) -> bool:
     """Whether the weights are to be laid out for more than the call that comes first."""
@@ -88,13 +94,9 @@ def laid_out(
     return replace(wishes, parameters=found.weights, states=found.states)
 
 
-def served(calls: Sequence[Call], mesh: Mesh, wishes: Wishes, title: str) -> tuple[Plan, Found]:
-    """The plan of the call that makes tokens, with ``serving``, where all calls have the layout of the weights with which
-    they take the fewest seconds.
-
-    Raises :class:`PlanError` where none is found with which all fit into memory.
-    """
-    found = together(calls, mesh, wishes)
+def served(calls: Sequence[Call], found: Found, wishes: Wishes, title: str) -> Plan:
+    """The plan of the call that makes tokens, with ``serving``, by what :func:`together` found for all ``calls``."""
+    mesh = found.programs[0].assignment.mesh
     plans: dict[str, Plan] = {}
     for call, program, memory in zip(found.calls, found.programs, found.memories, strict=True):
         check_program(program)
@@ -104,7 +106,7 @@ def served(calls: Sequence[Call], mesh: Mesh, wishes: Wishes, title: str) -> tup
     objective = wishes.objective if wishes.objective != "step" else "throughput"
     serving = Serving(objective, phases, mesh.size, found.lower_bound)
     plan = plans[serving.decode.name]
-    return replace(plan, serving=replace(serving, room=_room(plan, serving.decode, wishes))), found
+    return replace(plan, serving=replace(serving, room=_room(plan, serving.decode, wishes)))
 
 
 def _text(wishes: Wishes) -> str:

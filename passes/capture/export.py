@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import logging
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -22,12 +20,21 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.answers import steering
+from autoshard.passes.capture.answers.classes import Classes
 from autoshard.passes.capture.answers.eager import AsInEager, without_grad
 from autoshard.passes.capture.answers.loops import Learnt, check_draws
 from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.questions import Exported, indifferent
 from autoshard.passes.capture.exported.arguments import Example, argument_paths, gradient_sources, with_keywords
-from autoshard.passes.capture.exported.attributes import WrittenError, apart, as_buffers, check_unwritten, held
+from autoshard.passes.capture.exported.attributes import (
+    WrittenError,
+    apart,
+    as_buffers,
+    check_unwritten,
+    held,
+    untouched,
+    write_back,
+)
 from autoshard.passes.capture.exported.growing import from_one, longer
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
 from autoshard.passes.capture.exported.provenance import ENABLES
@@ -37,6 +44,7 @@ from autoshard.passes.capture.refusals.checks import check_dtypes, check_example
 from autoshard.passes.capture.refusals.draws import none_drawn
 from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
 from autoshard.passes.capture.refusals.outside import reading_outside
+from autoshard.passes.capture.refusals.second_call import as_found, check_made, check_second_call, leave, leaving
 from autoshard.passes.capture.repeats.calls import UnequalError
 from autoshard.passes.capture.repeats.observer import Repeats
 from autoshard.passes.capture.repeats.written_out import write_out
@@ -94,26 +102,33 @@ def _captured(
 ) -> Graph:
     """See :func:`capture`."""
     with (
-        _untouched(model),
+        untouched(model),
         _quiet(),
         torch.set_grad_enabled(training or torch.is_grad_enabled()),
         reading_in(model, precision) as kept,
         reading_outside() as read,
+        leaving(),
     ):
         apart(model)
-        try:
-            program, eager_grads, inputs = _export(model, example, training, dynamic)
-        except WrittenError as error:
-            as_buffers(model, error.names)
-            program, eager_grads, inputs = _export(model, example, training, dynamic)
-        graph = with_kept_casts(translate(program, model, example, training, inputs))
-    enables = program.graph_module.meta[ENABLES]
+        graph, eager_grads = _graph(model, example, training, dynamic)
+        check_second_call(model, graph, lambda: _graph(model, example, training, dynamic)[0])
     graph = with_tables(with_precision(graph, kept, precision))
-    graph = replace(graph, outside=tuple(read.values()), enables=enables)
+    graph = replace(graph, outside=tuple(read.values()))
     check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)
     return graph
+
+
+def _graph(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> tuple[Graph, list[bool] | None]:
+    """The graph, and which tensors of the output needed a gradient in the trace."""
+    try:
+        program, eager_grads, inputs = _export(model, example, training, dynamic)
+    except WrittenError as error:
+        as_buffers(model, error.names)
+        program, eager_grads, inputs = _export(model, example, training, dynamic)
+    graph = with_kept_casts(translate(program, model, example, training, inputs))
+    return replace(graph, enables=program.graph_module.meta[ENABLES]), eager_grads
 
 
 def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
@@ -130,7 +145,7 @@ def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic
     def has_other(error: CaptureError) -> bool:
         return eager.asked or "HigherOrder" in str(error)  # dynamo traces those, and stops at the answer
 
-    with eager.around():
+    with eager.around(), Classes(model).around():
         return _tried(export, _Retry(has_other, for_tracers, "Its program for tracers"))
 
 
@@ -215,7 +230,7 @@ def _traced(
     learnt = Learnt()
     while True:
         watch = Watch(concerns(training, learnt, numbers, repeats, example if steered else None))
-        with _untouched(model):
+        with untouched(model):
             trace = _Trace(model, watch, example, example[1] if dynamic else ())
             try:
                 with steering.values_at_hand() if steered else contextlib.nullcontext():
@@ -258,8 +273,7 @@ class _Trace:
         @functools.wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
             try:
-                before = [(module, dict(vars(module))) for module in model.modules()]
-                attributes = held(model)
+                attributes, before = held(model), as_found(model)
                 assigned = [(module, dict(module._buffers)) for module in model.modules() if module is not model]
                 with none_drawn(model), watch:
                     state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
@@ -267,11 +281,11 @@ class _Trace:
                     watch.begin(Forward(given, list(model.parameters()), state, trained))
                     output = forward(*args, **kwargs)
                     watch.end(output)
+                check_made(before)
                 for module, own in assigned:
-                    _write_back(module, own)
+                    write_back(module, own)
                 check_unwritten(model, attributes)
-                for module, values in before:
-                    _warn_changed(module, values)
+                leave(model, before)
                 return output
             except Exception as error:
                 self.error = error
@@ -298,51 +312,6 @@ def _compare_gradients(graph: Graph, eager: list[bool]) -> None:
                 "requires_grad on or off for an intermediate tensor, which the graph cannot express. Use detach() and "
                 "torch.no_grad() only, or pass training=False."
             )
-
-
-@contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Put the attributes of every module back, and the contents of its dicts, lists and sets."""
-    before = [(module, dict(vars(module)), _contents(module)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes, contents in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for name, content in contents.items():
-                holder = attributes[name]
-                holder.clear()
-                holder.extend(content) if isinstance(holder, list) else holder.update(content)
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    return {k: copy.copy(v) for k, v in vars(module).items() if type(v) in (dict, OrderedDict, list, set)}
-
-
-def _write_back(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
-    """Have buffers that the forward set anew written in place: export sees only those of the root, and drops the others."""
-    for name, old in before.items():
-        new = module._buffers.get(name)
-        if new is old:
-            continue
-        if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
-            raise CaptureError(
-                f"buffer {name!r} of {type(module).__name__} is set to another shape or dtype, or to None, in the forward. "
-                "Write to it in place, with copy_(), or, where the first call alone fills it, call the model once before."
-            )
-        module._buffers[name] = old
-        old.copy_(new.detach())
-
-
-def _warn_changed(module: nn.Module, before: dict[str, Any]) -> None:
-    for name, value in vars(module).items():
-        old = before.get(name)
-        if name != "training" and isinstance(old, int | float | str) and old != value:
-            log.warning(
-                "%s.%s changes in the forward (%r → %r); its value is a constant of the compiled program. "
-                "Use a buffer if it counts.", type(module).__name__, name, old, value,
-            )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoshard.mesh import Mesh
 from autoshard.passes.codegen.body import Body
@@ -51,26 +51,24 @@ def codegen(program: Program, title: str = "model", recomputed: Sequence[Recompu
     ``recomputed``: what the backward makes again, for comments.
     """
     file = _File()
-    root = _Emitter(program, title, recomputed, file).root()
+    root, _ = _Emitter(program, title, recomputed, file).root()
     header = f"{title} on mesh {program.mesh}: what every rank runs, on its own shards."
-    text = file.text(header, [root.text], program.mesh, root_class())
-    return root.source(*file.unmarked(text))
+    return file.whole(header, [root], program.mesh, root_class())[0]
 
 
 def codegen_stages(
     programs: Sequence[Program], title: str, mesh: Mesh, axis: str, recomputed: Sequence[Sequence[Recomputed]]
 ) -> tuple[Source, ...]:
     """One file with the programs of all stages along ``axis`` of ``mesh``; per stage what its class takes and returns."""
-    file, roots, called = _File(), list[_Root](), dict[str, str]()
+    file, roots, called = _File(), list[Source](), dict[str, str]()
     for number, (program, again) in enumerate(zip(programs, recomputed, strict=True)):
         what = f"stage {number} of {title}"
-        roots.append(_Emitter(program, what, again, file, root_class(number), called).root())
-        called |= roots[-1].called
+        root, returned = _Emitter(program, what, again, file, root_class(number), called).root()
+        roots.append(root)
+        called |= returned
     header = f"{title} on mesh {mesh}, in {len(programs)} stages along {axis}: what every rank runs, on its own shards."
     names = ", ".join(root_class(number) for number in range(len(roots))) + "," * (len(roots) == 1)
-    text = file.text(header, [root.text for root in roots], programs[0].mesh, f"({names})")
-    text, modules = file.unmarked(text)
-    return tuple(root.source(text, modules) for root in roots)
+    return file.whole(header, roots, programs[0].mesh, f"({names})")
 
 
 def root_class(number: int | None = None) -> str:
@@ -97,27 +95,17 @@ class _BlockClass:
         return "\n".join(line for line in lines).rstrip("\n")
 
 
-@dataclass(frozen=True)
-class _Root:
-    """An emitted class that is run, and what it takes and returns."""
-
-    text: str
-    inputs: tuple[str, ...]
-    arguments: tuple[str, ...]
-    mutated: tuple[str, ...]
-    called: Mapping[str, str]
-    """value of the graph → what a value that it returns is called"""
-
-    def source(self, text: str, modules: Mapping[int, str]) -> Source:
-        return Source(text, self.inputs, self.arguments, self.mutated, modules)
-
-
 @dataclass
 class _File:
     """What the programs of one file share: classes of equal blocks, and marks of lines that may communicate."""
 
     classes: list[_BlockClass] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)
+
+    def whole(self, title: str, roots: Sequence[Source], mesh: Mesh, run: str) -> tuple[Source, ...]:
+        """The file with these classes, as each of them."""
+        text, modules = self.unmarked(self.text(title, [root.text for root in roots], mesh, run))
+        return tuple(replace(root, text=text, modules=modules) for root in roots)
 
     def text(self, title: str, roots: Sequence[str], mesh: Mesh, run: str) -> str:
         """``run``: what is run, as Python."""
@@ -178,14 +166,16 @@ class _Emitter:
         self.read_later = self._read_later()
         self.wanted = Wanted(program, self.segments)
 
-    def root(self) -> _Root:
-        """The class that is run; those of its blocks go into the file."""
+    def root(self) -> tuple[Source, dict[str, str]]:
+        """The class that is run, and value of the graph → what a value that it returns is called.
+
+        The classes of its blocks go into the file.
+        """
         self._blocks()
         text = self._root()
         names = tuple(self.argument_names[i.name] for i in self.arguments)
-        return _Root(
-            text, tuple(i.name for i in self.arguments), names, tuple(self.program.mutations), self._returned()
-        )
+        made = Source(text, tuple(i.name for i in self.arguments), names, tuple(self.program.mutations))
+        return made, self._returned()
 
     # --- blocks ---
 
@@ -202,7 +192,7 @@ class _Emitter:
 
     def _read_later(self) -> list[frozenset[str]]:
         """Per segment: local names that later segments read, or that are returned."""
-        later = {r.name for r in self.program.outputs if isinstance(r, Ref)} | set(self.program.mutations.values())
+        later = set(self.program.returned)
         found = []
         for segment in reversed(self.segments):
             found.append(frozenset(later))
@@ -318,7 +308,6 @@ class _Emitter:
         return "\n".join(lines)
 
     def _returned(self) -> dict[str, str]:
-        """See :attr:`_Root.called`."""
         both = zip(self.program.graph.outputs, self.program.outputs, strict=True)
         pairs = [(value, local) for value, local in both if isinstance(value, Ref) and isinstance(local, Ref)]
         names = self.names.of

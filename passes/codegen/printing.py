@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -233,37 +234,38 @@ def _slice(p: _Printer, call: Call) -> Expression | None:
 
 
 def _embedding(p: _Printer, call: Call) -> Expression | None:
-    names = ("padding_idx", "scale_grad_by_freq", "sparse")
-    given = dict(zip(names, call.args[2:], strict=False)) | dict(call.kwargs)
-    extra = {k: v for k, v in given.items() if v != (-1 if k == "padding_idx" else False)}
-    return p.function("F.embedding", (call.args[1], call.args[0]), extra)
+    weight, indices, *rest = call.args
+    return _EMBEDDING(p, Call(call.fn, (indices, weight, *rest), call.kwargs))
 
 
-def _attention(p: _Printer, call: Call) -> Expression | None:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    extra = dict(zip(names[3:], call.args[3:], strict=False)) | dict(call.kwargs)
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-    extra = {k: v for k, v in extra.items() if isinstance(v, Ref) or v != defaults.get(k)}
-    return p.function("F.scaled_dot_product_attention", call.args[:3], extra)
-
-
-def _cross_entropy(p: _Printer, call: Call) -> Expression | None:
-    names = ("weight", "reduction", "ignore_index", "label_smoothing")
-    extra = dict(zip(names, call.args[2:], strict=False)) | dict(call.kwargs)
-    if "reduction" in extra:
-        extra["reduction"] = Verbatim(_REDUCTIONS[extra["reduction"]])
-    return p.function("F.cross_entropy", call.args[:2], {k: v for k, v in extra.items() if v is not None})
-
-
-def _reduced(name: str) -> Callable[[_Printer, Call], Expression | None]:
-    """A loss of two operands with a reduction."""
+def _functional(
+    name: str, operands: int, options: str, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[_Printer, Call], Expression | None]:
+    """A function of ``F`` with these operands; its other arguments, by name, where they are not the default."""
 
     def printed(p: _Printer, call: Call) -> Expression | None:
-        number = call.args[2] if len(call.args) > 2 else call.kwargs.get("reduction")
-        extra = {} if number is None else {"reduction": Verbatim(_REDUCTIONS[number])}
-        return p.function(f"F.{name}", call.args[:2], extra)
+        given = dict(zip(options.split(), call.args[operands:], strict=False)) | dict(call.kwargs)
+        if given.get("reduction") is not None:
+            given["reduction"] = Verbatim(_REDUCTIONS[given["reduction"]])
+        extra = {k: v for k, v in given.items() if v != defaults.get(k)}
+        return p.function(f"F.{name}", call.args[:operands], extra)
 
     return printed
+
+
+_EMBEDDING = _functional(
+    "embedding",
+    2,
+    "padding_idx scale_grad_by_freq sparse",
+    {"padding_idx": -1, "scale_grad_by_freq": False, "sparse": False},
+)
+_ATTENTION = _functional(
+    "scaled_dot_product_attention",
+    3,
+    "attn_mask dropout_p is_causal",
+    {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False},
+)
+_CROSS_ENTROPY = _functional("cross_entropy", 2, "weight reduction ignore_index label_smoothing")
 
 
 def _to(p: _Printer, call: Call) -> Expression | None:
@@ -308,10 +310,10 @@ _SPECIAL: dict[str, Callable[[_Printer, Call], Expression | None]] = {
     ),
     "slice": _slice,
     "embedding": _embedding,
-    "scaled_dot_product_attention": _attention,
+    "scaled_dot_product_attention": _ATTENTION,
     "layer_norm": lambda p, call: p.function("F.layer_norm", call.args[:5], {}),
-    "cross_entropy_loss": _cross_entropy,
-    **{name: _reduced(name) for name in ("mse_loss", "l1_loss")},
+    "cross_entropy_loss": _CROSS_ENTROPY,
+    **{name: _functional(name, 2, "reduction") for name in ("mse_loss", "l1_loss")},
     "_to_copy": _to,
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), _softmax),
     "sym_size": lambda p, call: atom(f"{p.value(call.args[0]).flat}.shape[{call.args[1]}]"),

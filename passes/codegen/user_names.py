@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from autoshard.passes.ir.graph import Graph, Node, refs
+from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.paths import block_path
 
 _VALUES = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript)
@@ -65,8 +65,7 @@ def _inside(node: Node, path: str) -> bool:
 def _last_reads(graph: Graph) -> dict[str, int]:
     """value → number of the last node that reads it; past the end for what the graph returns."""
     found = {name: i for i, node in enumerate(graph.nodes) for name in node.inputs}
-    returned = (*(r.name for r in refs(graph.outputs)), *graph.mutations.values())
-    return found | dict.fromkeys(returned, len(graph.nodes))
+    return found | dict.fromkeys(graph.returned, len(graph.nodes))
 
 
 def _escaping(nodes: Sequence[Node], end: int, last_read: dict[str, int]) -> list[str]:

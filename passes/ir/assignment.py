@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from autoshard.layout import I, Invariant, Layout, Owned, Placement, R, Shard, chunk
+from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Placement, R, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.sizes import Size
@@ -57,10 +57,20 @@ class Strategy:
     where operands travel between ranks"""
 
     alone: bool = False
-    """whether no other axis may be on the factor: of every part of a dim one axis cuts, as DTensors say it"""
+    """whether no other axis may be on the factor"""
 
     innermost: bool = False
     """whether no axis inside of its own may cut results as it does, by another strategy"""
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of operands, then of results."""
+        return (*self.inputs, *self.outputs)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether it cuts every part of a dim."""
+        return any(isinstance(p, Grouped) for p in self.placements)
 
     @property
     def factor(self) -> str:
@@ -83,7 +93,15 @@ def together(choice: Sequence[Strategy]) -> bool:
     """Whether no axis excludes the strategy of another."""
     labels = {s.label for s in choice}
     inside = (t for i, s in enumerate(choice) if s.innermost for t in choice[i + 1 :] if t.label != s.label)
-    return all(labels.isdisjoint(s.apart) for s in choice) and not any(t.outputs == (Shard(0),) for t in inside)
+    if any(not labels.isdisjoint(s.apart) for s in choice) or any(t.outputs == (Shard(0),) for t in inside):
+        return False
+    return not any(s.in_parts for s in choice) or all(map(_one_cut, zip(*(s.placements for s in choice), strict=True)))
+
+
+def _one_cut(placements: Placements) -> bool:
+    """Whether axes that cut every part of a dim are the only ones that cut it."""
+    grouped = {p for p in placements if isinstance(p, Grouped)}
+    return all(p in grouped or p.dim not in {g.dim for g in grouped} for p in placements if isinstance(p, Shard))
 
 
 def _least(size: int, ranks: tuple[int, ...]) -> int:
@@ -151,6 +169,15 @@ class Assignment:
     def made(self, node: Node, result: int) -> Placements:
         """How ``node`` makes result number ``result``."""
         return made(self.choices[node.name], result, self.graph.types[node.outputs[result]].grad)
+
+    def on(self, mesh: Mesh) -> Assignment:
+        """The same choices on ``mesh``, whose axes have other names; its shape is the same."""
+
+        def moved(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+            return {name: x.on(mesh) for name, x in layouts.items()}
+
+        outputs = tuple(None if x is None else x.on(mesh) for x in self.outputs)
+        return replace(self, mesh=mesh, layouts=moved(self.layouts), shared=moved(self.shared), outputs=outputs)
 
     def written(self, fqn: str) -> Layout:
         """The layout of the new value of a buffer or input that the forward writes. What has another type is whole."""

@@ -14,6 +14,9 @@ from autoshard.errors import RuleError
 from autoshard.frames import place
 from autoshard.passes.ir.walk import Applied, map_tree, walk
 
+Parts = tuple[int, tuple[int, ...]]
+"""a dim, and the ratio of the lengths of the parts that it is split into"""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
@@ -40,8 +43,8 @@ class TensorType:
     tables: int = 0
     """of a table, or a matrix of one expert, that may lie whole on one rank: how many, itself included, may that are as
     large, or half as large"""
-    parts: tuple[int, int] | None = None
-    """a dim that is split into so many equal parts later, of each of which a rank may hold a chunk"""
+    parts: Parts | None = None
+    """a dim that is split later, of each part of which a rank may hold a chunk"""
 
     @property
     def numel(self) -> int:
@@ -292,6 +295,11 @@ class Graph:
             fqn for fqn, (a, b) in old_and_new.items() if (a.shape, a.dtype, a.unknown) == (b.shape, b.dtype, b.unknown)
         }
         return {fqn: old for fqn, old in names.items() if fqn in alike}
+
+    @cached_property
+    def returned(self) -> frozenset[str]:
+        """Names of the values that it gives back, or writes into buffers and inputs."""
+        return frozenset([*(ref.name for ref in refs(self.outputs)), *self.mutations.values()])
 
     @cached_property
     def producers(self) -> dict[str, Node]:

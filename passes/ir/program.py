@@ -185,6 +185,11 @@ class Program:
     """those of them whose new value is the old one, written to"""
 
     @cached_property
+    def returned(self) -> frozenset[str]:
+        """Local names that it gives back."""
+        return frozenset([*(ref.name for ref in refs(self.outputs)), *self.mutations.values()])
+
+    @cached_property
     def values(self) -> dict[str, str]:
         """Local name → the value of the graph that it holds in some layout."""
         return {o: part.value or o for s in self.statements for part in s.parts for o in part.outputs}

@@ -6,7 +6,7 @@ from collections.abc import Set
 
 from autoshard.errors import PlanError
 from autoshard.layout import Placement
-from autoshard.passes.ir.graph import Graph, Ref, refs
+from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.merge import fused, merged
 from autoshard.passes.ir.program import Program, Statement, reads
 
@@ -22,7 +22,7 @@ def check_graph(graph: Graph) -> None:
                 raise PlanError(f"invalid graph: {node.name} reads {name} before it is defined")
         for name in node.outputs:
             _define(name, defined, graph, node.name)
-    for name in (*(r.name for r in refs(graph.outputs)), *graph.mutations.values()):
+    for name in sorted(graph.returned):
         if name not in defined:
             raise PlanError(f"invalid graph: it returns {name}, which nothing defines")
 
@@ -57,7 +57,7 @@ def check_program(program: Program) -> None:
     for out, layout in zip(program.outputs, program.assignment.outputs, strict=True):
         if isinstance(out, Ref) and program.layouts[out.name] != layout:
             raise PlanError(f"invalid program: output {out.name} lies in {program.layouts[out.name]}, not {layout}")
-    for name in (*(r.name for r in refs(program.outputs)), *program.mutations.values()):
+    for name in sorted(program.returned):
         if name not in made:
             raise PlanError(f"invalid program: it returns {name}, which nothing makes")
     for fqn, name in program.mutations.items():

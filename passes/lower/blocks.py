@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from autoshard.passes.ir.graph import Graph, Node, refs
+from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.ir.program import Program, Statement, reads
 
@@ -65,7 +65,7 @@ def hoisted(program: Program) -> Program:
 def segments(program: Program) -> tuple[Segment, ...]:
     """The program's statements, cut into blocks."""
     kinds = {i.name: i for i in program.graph.inputs}
-    later = {r.name for r in refs(program.outputs)} | set(program.mutations.values())
+    later = set(program.returned)
     result: list[Segment] = []
     for path, statements in reversed(tuple(runs(program))):
         made = {o for s in statements for o in s.outputs}

@@ -23,6 +23,10 @@ aten = torch.ops.aten
 LARGE = 1 / 8
 """of the largest value of a function: what is worth a line of its own"""
 
+SMALL = 2**20
+"""bytes. Not worth one: CUDA's caching allocator serves allocations up to this size from segments of 2 MiB that it keeps
+(`kSmallSize` in c10/cuda/CUDACachingAllocator)."""
+
 
 def freed(program: Program) -> Program:
     """``program`` with :attr:`Statement.frees`."""
@@ -71,7 +75,7 @@ def _frees(program: Program) -> dict[int, list[str]]:
     for names in _memories(program, makers, needed):
         last = max(dies[name] for name in names)
         frame = frames[makers[names[0]]]
-        large = max(bytes_[name] for name in names) >= LARGE * largest[frame.block, frame.part]
+        large = max(bytes_[name] for name in names) >= max(SMALL, LARGE * largest[frame.block, frame.part])
         if large and last < len(frames) - 1:
             found[last] += names
     return found

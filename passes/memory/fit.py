@@ -29,6 +29,8 @@ log = logging.getLogger("autoshard.plan")
 
 SHARE = 0.9
 """of the hardware's memory: the budget where none is given"""
+FAR = 1.25
+"""times the budget: what holds more than that does not fit if all its choices are the best, either"""
 SHARES = (0.0, 0.1, 1.0)
 """of what operations work on: counted with what is held least where no other plan fits"""
 ROUNDS = 4
@@ -47,9 +49,13 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     """
     mesh, optimizer, flying = planner.mesh, planner.optimizer, planner.flying
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
-    program, memory = tried(planner.cheapest(), optimizer, flying)
+    cheapest = planner.cheapest(rough=True)
+    program, memory = tried(cheapest, optimizer, flying)
+    if memory.peak <= FAR * budget and (found := planner.searched_on(cheapest)) is not cheapest:
+        program, memory = tried(found, optimizer, flying)
     if memory.peak <= budget:
         return replace(program, assignment=proven(program.assignment)), memory
+    del cheapest  # and what it was found in
     closest, best = (_bounded(program, 0.0), memory), None
     for program, memory in _searched(planner, budget, *closest):
         closest = min(closest, (program, memory), key=lambda found: found[1].peak)

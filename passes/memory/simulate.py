@@ -106,9 +106,7 @@ class _Simulation:
             if segment.path:
                 self._leave({o for s in segment.statements for o in s.outputs} - set(segment.outputs))
         self.activations = self.heap.kept
-        returned = {out.name for out in self.program.outputs if isinstance(out, Ref)}
-        returned |= set(self.program.mutations.values())
-        self._leave(set(self.storage) - returned - {i.name for i in self.graph.inputs})
+        self._leave(set(self.storage) - self.program.returned - {i.name for i in self.graph.inputs})
         if self.graph.training:
             self._ends()
             for ran in reversed(self.tape):

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from autoshard.errors import PlanError
 from autoshard.layout import Placement, Shard
 from autoshard.passes.ir.assignment import canonical
-from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType, refs
+from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
 from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.walk import map_tree, walk
 from autoshard.passes.microbatch.losses import separable_means
@@ -74,8 +74,7 @@ def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
     """
     free = floating(graph)
     nodes = tuple(n for n in graph.nodes if n.name not in free)
-    read = {name for n in nodes for name in n.inputs}
-    read |= {r.name for r in refs(graph.outputs)} | set(graph.mutations.values())
+    read = {name for n in nodes for name in n.inputs} | graph.returned
     made = [o for n in graph.nodes if n.name in free for o in n.outputs if o in read]
     made = [o for o in made if not graph.types[o].unknown and graph.types[o].number is None]
     if not made or len(made) < len(read & {o for n in graph.nodes if n.name in free for o in n.outputs}):

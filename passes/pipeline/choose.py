@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from autoshard.passes.pipeline.timeline import StageSeconds, Timeline, in_flight
 Array = np.ndarray
 
 TRIES = 100
-"""simulated steps, at most, by which a cut is improved"""
+"""cuts that are simulated, at most, where none is proven the shortest before"""
 
 
 @dataclass(frozen=True)
@@ -98,26 +99,67 @@ class Cutting:
         return Boundaries(ends, total, stages)
 
     def shortest(self) -> tuple[Boundaries, Timeline]:
-        """:meth:`best`, with boundaries moved by one piece for as long as that shortens the simulated step; and that step.
+        """The boundaries whose simulated step is the shortest, and that step.
 
-        The formula is an upper bound of a step: of stages that differ it may be some percent above it.
+        It starts with :meth:`best`: the formula is an upper bound of a step, of stages that differ some percent above it.
+        Then cuts are simulated, that with the lowest :meth:`_floor` first, until no other can be shorter, or :data:`TRIES`
+        were. With one stage per rank that mostly is after a few.
         """
         order = orders(self.schedule, self.ranks, self.batches, self.chunks, self.training)
         found = self.best()
-        step, left, better = timeline(order, found.stages), TRIES, True
-        while better:
-            better = False
-            for ends in _moved(found.ends):
-                stages = self._stages(ends)
-                if stages is None or self.batches * max(s.work for s in stages) >= step.step_s:
-                    continue
-                other, left = timeline(order, stages), left - 1
-                if left < 0:
-                    return replace(found, seconds=step.step_s), step
-                if other.step_s < step.step_s * (1 - 1e-9):
-                    found, step, better = replace(found, ends=ends, stages=stages), other, True
-                    break
+        step, left, rest = timeline(order, found.stages), TRIES, self._floors_from()
+        waiting: list[tuple[float, int, tuple[int, ...]]] = [(float(rest[0][0]), 0, ())]
+        while waiting and left:
+            floor, _, ends = heappop(waiting)
+            if floor >= step.step_s * (1 - 1e-9):
+                break
+            if (stage := len(ends)) < self.stages:
+                floors = np.maximum(self._floor(stage, ends[-1] if ends else 0), rest[stage + 1]).clip(floor)
+                for end in np.flatnonzero(floors < step.step_s):
+                    heappush(waiting, (float(floors[end]), -stage, (*ends, int(end))))
+                continue
+            stages = self._stages(ends)
+            assert stages is not None
+            other, left = timeline(order, stages), left - 1
+            if other.step_s < step.step_s * (1 - 1e-9):
+                found, step = replace(found, ends=ends, stages=stages), other
         return replace(found, seconds=step.step_s), step
+
+    def _floor(self, stage: int, first: int | slice = slice(None)) -> Array:
+        """Seconds that no step is below in which ``stage`` has the pieces from ``first``: float64 [pieces + 1], by its end;
+        for all of them [pieces + 1, pieces + 1].
+
+        Before its work the first micro-batch goes through the stages ahead, and after it the last one back. What is behind
+        it, it waits for: without a backward, and in GPipe, for all of that; in 1F1B twice, after the first forward and after
+        the last, but for the forwards, or backwards, that it may do meanwhile.
+        """
+        forward, work = (sums[0] for sums in (self._sums("forward"), self._sums("forward") + self._sums("backward")))
+        send, back = self._messages
+        ahead = forward - forward[first, None] + send[first, None]
+        own = (
+            self.took[stage][first] - send + send[first, None] - back[first, None] + back
+        )  # it waits for what it receives
+        meanwhile = min(self.batches, self.ranks - stage) - 1
+        found: Array = self.batches * own + (forward if self.schedule == "zero_bubble" else work)[first, None]
+        if self.chunks > 1 or self.schedule == "zero_bubble" or stage == self.stages - 1:
+            return found
+        behind = work[-1] - work
+        if self.schedule == "gpipe" or not self.training or not meanwhile:
+            found += behind
+            return found
+        first_wait, last_wait = (np.maximum(0.0, behind - meanwhile * one) for one in (ahead, own - ahead))
+        found += first_wait + last_wait if meanwhile < self.batches - 1 else np.maximum(first_wait, last_wait)
+        return found
+
+    def _floors_from(self) -> list[Array]:
+        """Per stage, and after the last, float64 [pieces + 1]: the floor of what is left for it and those behind it, by
+        where it starts."""
+        none = np.full(len(self.pieces) + 1, np.inf)
+        none[-1] = 0.0
+        found = [none]
+        for stage in reversed(range(self.stages)):
+            found.append(np.maximum(self._floor(stage), found[-1]).min(axis=1))
+        return found[::-1]
 
     @property
     def stages(self) -> int:
@@ -152,8 +194,7 @@ class Cutting:
 
     def _seconds(self, flying: int) -> Array:
         work = self._sums("forward") + self._sums("backward")
-        send = np.array([0.0, *(p.send for p in self.pieces[:-1]), 0.0])
-        back = np.array([0.0, *(p.send_back for p in self.pieces[1:]), 0.0])
+        send, back = self._messages
         over = flying * self._sums("kept") + self.chunks * self._sums("state") + self._largest() - self.budget
         spared = flying * (self._sums("kept") - self._sums("least"))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -162,6 +203,12 @@ class Cutting:
         found: Array = np.where(share <= 1, work + again + send[None, :] + back[:, None], np.inf)
         found[np.tril_indices(len(found))] = np.inf
         return found
+
+    @cached_property
+    def _messages(self) -> tuple[Array, Array]:
+        """float64 [pieces + 1] each: seconds of the message, and of the gradients back, over a boundary before each piece."""
+        send = np.array([0.0, *(p.send for p in self.pieces[:-1]), 0.0])
+        return send, np.array([0.0, *(p.send_back for p in self.pieces[1:]), 0.0])
 
     def _sums(self, what: str) -> Array:
         """float64 [pieces + 1, pieces + 1]: the sum over the pieces from row to column."""
@@ -247,12 +294,3 @@ class Cutting:
             f"at least {least / 1e9:.4g} GB, and {max(self.flying)} micro-batches are in flight on the first rank. What "
             "helps: smaller micro-batches, recompute, more stages, or more ranks on an axis that cuts parameters."
         )
-
-
-def _moved(ends: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Cuts with one boundary, or a run of neighbours, moved by one piece."""
-    inner = range(len(ends) - 1)
-    for first in inner:
-        for last in inner[first:]:
-            for by in (1, -1):
-                yield tuple(n + by if first <= i <= last else n for i, n in enumerate(ends))

@@ -83,12 +83,11 @@ def _form(graph: Graph, nodes: Sequence[Node]) -> tuple[Any, tuple[str, ...]]:
     for node in nodes:
         arguments = map_refs((node.args, dict(node.kwargs)), lambda ref: number(ref.name))
         lines.append((node.op, repr(arguments), tuple(number(name) for name in node.outputs)))
-    returned = {o.name for o in graph.outputs if isinstance(o, Ref)} | set(graph.mutations.values())
     sent = tuple(
         name
         for node in nodes
         for name in node.outputs
-        if name in returned or any(reader.name not in own for reader in graph.uses[name])
+        if name in graph.returned or any(reader.name not in own for reader in graph.uses[name])
     )
     return (tuple(lines), tuple(numbers[name] for name in sent)), sent
 

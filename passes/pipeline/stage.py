@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoshard.passes.ir.graph import Graph, Ref
+from autoshard.passes.ir.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class Stage:
 
     def reads(self, name: str) -> bool:
         """Whether it reads the data of an input: some are given for their shapes, which open lengths are read from."""
-        returned = (*(o.name for o in self.graph.outputs if isinstance(o, Ref)), *self.graph.mutations.values())
-        return bool(self.graph.uses[name]) or name in returned
+        return bool(self.graph.uses[name]) or name in self.graph.returned
 
     @property
     def held(self) -> tuple[str, ...]:

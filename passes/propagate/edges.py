@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -152,9 +152,14 @@ class Table:
     columns: np.ndarray
     """per state of the reader its column"""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of its parts."""
+        return int(self.rows.max()) + 1, int(self.columns.max()) + 1
+
 
 class EdgeTables:
-    """The tables of many links: one matrix per tensor type, cut per link; equal links share tables.
+    """The tables of many links: one matrix per tensor type, cut per link.
 
     ``held``: whether bytes are asked for beside seconds; ``flying``: micro-batches that hold them at once.
     """
@@ -167,7 +172,6 @@ class EdgeTables:
         self.alive: list[Sequence[Placements]] = []
         self.matrices: dict[Any, Parts] = {}
         self.copies: dict[Any, Copies] = {}
-        self.tables: dict[Any, Table] = {}
         for link in links:
             self._collect(link.value, link.given.placed)
             self._collect(link.value, link.asked.placed)
@@ -180,27 +184,20 @@ class EdgeTables:
         self.codes[type_, id(placed)] = np.array([known.setdefault(p, len(known)) for p in placed], dtype=np.int64)
         self.alive.append(placed)
 
-    def of(self, link: Link) -> Table:
-        """What a link takes, and its bytes; those of equal links are one."""
-        type_ = self.graph.types[link.value]
+    def key(self, link: Link) -> Hashable:
+        """Equal where :meth:`of` is."""
         mask = None if link.mask is None else link.mask.tobytes()
-        key = (
-            type_,
-            link.value in self.movable,
-            share_of(link.value, self.shares),
-            link.given.key,
-            link.asked.key,
-            mask,
-        )
-        if key not in self.tables:
-            (given, _, above, rows), (asked, first, beside, columns) = self._sides(link)
-            link = link._replace(given=given, asked=asked, mask=None if link.mask is None else link.mask[first])
-            cut = np.ix_(above, beside)
-            parts = self._seconds(link, cut)
-            parts, held = self._held(link, parts, cut) if self.held else (paid(parts, link.mask), None)
-            bytes_ = None if held is None else Folded(held * self.flying, rows, columns)
-            self.tables[key] = Table(parts, bytes_, rows, columns)
-        return self.tables[key]
+        value = self.graph.types[link.value], link.value in self.movable, share_of(link.value, self.shares)
+        return *value, link.given.key, link.asked.key, mask
+
+    def of(self, link: Link) -> Table:
+        """What a link takes, and its bytes."""
+        (given, _, above, rows), (asked, first, beside, columns) = self._sides(link)
+        link = link._replace(given=given, asked=asked, mask=None if link.mask is None else link.mask[first])
+        cut = np.ix_(above, beside)
+        parts = self._seconds(link, cut)
+        parts, held = self._held(link, parts, cut) if self.held else (paid(parts, link.mask), None)
+        return Table(parts, None if held is None else Folded(held * self.flying, rows, columns), rows, columns)
 
     def _sides(self, link: Link) -> Iterator[tuple[Side, np.ndarray, np.ndarray, np.ndarray]]:
         """Each side with one of all choices that the link cannot tell apart; which these are, their codes, and per state

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoshard.passes.ir.graph import Graph, Node, Ref
+from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.rules.facts import facts_of, is_view, saved
 
 
@@ -38,7 +38,7 @@ def is_chained(node: Node) -> bool:
 def traffic(graph: Graph) -> Mapping[str, Traffic]:
     """Node name → its traffic. Views are neither read nor written."""
     kernel, base = _kernels(graph), _bases(graph)
-    written = {out.name for out in graph.outputs if isinstance(out, Ref)} | set(graph.mutations.values())
+    written = set(graph.returned)
     for node in graph.nodes:
         if not is_view(node.op):
             kept = saved(node, graph.types).operands if facts_of(node.op).chains else ()

@@ -6,8 +6,8 @@ passes there are rows for the last one and rows, at their number, for the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,66 +17,43 @@ from autoshard.passes.search.folded import Classes, Folded, Matrix
 from autoshard.passes.search.network import Array
 
 
+@dataclass(frozen=True, eq=False)
+class Stepped:
+    """What one table adds to the time of the step: to the cost, and to every row (None: nothing)."""
+
+    cost: Matrix
+    over: tuple[Matrix | None, ...]
+
+
+def stepped(
+    parts: Parts, shape: tuple[int, ...], overlap: float, passes: int = 1, fold: tuple[Classes, Classes] | None = None
+) -> Stepped:
+    """``parts``, of this shape, as tables of the network. ``fold``: of an edge, which of its rows and which of its columns
+    each state has (None: each its own)."""
+
+    def table(values: Array) -> Matrix:
+        full = values if values.shape == shape else np.broadcast_to(values, shape).copy()
+        return full if fold is None else Folded(full, *fold)
+
+    cost = passes * (parts.compute + parts.other + parts.blocking) + parts.once + parts.slowing(overlap, passes)
+    over = [x for last, _ in _kinds(overlap, passes) for x in parts.excess(overlap, last)]
+    return Stepped(table(cost), tuple(table(x) if x.any() else None for x in over))
+
+
 def stepping(
-    sizes: Sequence[int],
-    nodes: Sequence[Parts],
-    edges: Sequence[tuple[int, int, Parts]],
-    overlap: float,
-    passes: int = 1,
-    folds: Sequence[tuple[Classes, Classes]] | None = None,
+    nodes: Sequence[Stepped], edges: Sequence[tuple[int, int, Stepped]], overlap: float, passes: int = 1
 ) -> tuple[CostNetwork, tuple[Row, ...]]:
-    """The network whose cost, plus what its rows exceed 0 by, is the time of the step.
-
-    ``sizes``: states per node; ``folds``: per edge which row and which column of its parts each state has (None: each its
-    own). Equal parts share arrays, in the network and in the rows.
-    """
-    made: dict[Any, Array] = {}
-    folded: dict[Any, Folded] = {}
-    counts: dict[Any, bool] = {}
-
-    def once(p: Parts, what: str, value: Callable[[Parts], Array], *shape: int) -> Array:
-        if (id(p), what, shape) not in made:
-            made[id(p), what, shape] = np.broadcast_to(value(p), shape).copy()
-        return made[id(p), what, shape]
-
-    def pairs(e: int, p: Parts, what: str, value: Callable[[Parts], Array]) -> Matrix:
-        i, j, _ = edges[e]
-        if folds is None:
-            return once(p, what, value, sizes[i], sizes[j])
-        rows, columns = folds[e]
-        if (id(p), what) not in folded:
-            stored = once(p, what, value, int(rows.max()) + 1, int(columns.max()) + 1)
-            folded[id(p), what] = Folded(stored, rows, columns)
-        return folded[id(p), what]
-
-    def cost(p: Parts) -> Array:
-        return passes * (p.compute + p.other + p.blocking) + p.once + p.slowing(overlap, passes)
-
-    network = CostNetwork(
-        tuple(once(p, "cost", cost, n) for n, p in zip(sizes, nodes, strict=True)),
-        tuple((i, j, pairs(e, p, "cost", cost)) for e, (i, j, p) in enumerate(edges)),
+    """The network whose cost, plus what its rows exceed 0 by, is the time of the step. Equal tables are to be one object."""
+    vectors = [node.cost for node in nodes]
+    network = CostNetwork(tuple(vectors), tuple((i, j, edge.cost) for i, j, edge in edges))  # type: ignore[arg-type]
+    prices = [times for _, times in _kinds(overlap, passes) for _ in ("node", "network")]
+    rows = (
+        Row(tuple(n.over[k] for n in nodes), tuple(e.over[k] for *_, e in edges), limit=0.0, price=price)  # type: ignore[misc]
+        for k, price in enumerate(prices)
     )
-    rows: list[Row] = []
-    kinds = [(True, 1.0), *([(False, passes - 1.0)] if passes > 1 else [])]
-    for last, times in kinds if overlap else ():
-        for number in (0, 1):
+    return network, tuple(row for row in rows if any(amounts is not None for amounts in row.edges))
 
-            def excess(p: Parts, number: int = number, last: bool = last) -> Array:
-                return p.excess(overlap, last)[number]
 
-            what = f"{number} {last}"
-
-            def over(p: Parts, what: str = what, of: Callable[[Parts], Array] = excess) -> bool:
-                if (id(p), what) not in counts:
-                    counts[id(p), what] = bool(of(p).any())
-                return counts[id(p), what]
-
-            row = Row(
-                tuple(once(p, what, excess, n) if over(p) else None for n, p in zip(sizes, nodes, strict=True)),
-                tuple(pairs(e, p, what, excess) if over(p) else None for e, (_, _, p) in enumerate(edges)),
-                limit=0.0,
-                price=times,
-            )
-            if any(a is not None for a in row.edges):
-                rows.append(row)
-    return network, tuple(rows)
+def _kinds(overlap: float, passes: int) -> list[tuple[bool, float]]:
+    """Of the rows: whether they are for the pass with the sums that come once, and for how many passes they stand."""
+    return [(True, 1.0), *([(False, passes - 1.0)] if passes > 1 else [])] if overlap else []

@@ -25,13 +25,14 @@ from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alike import alike
 from autoshard.passes.propagate.edges import EdgeTables, Link, readings
-from autoshard.passes.propagate.hiding import stepping
+from autoshard.passes.propagate.hiding import Stepped, stepped, stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import AGAIN, KeepTables, Side, is_passive, passive_tags, tail_of
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.states import fixed_states, free_states, placeable
 from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row
+from autoshard.passes.search.folded import Folded
 
 Offer = Callable[[Node], tuple[int, ...]]
 """the states ``again`` that an operation may have"""
@@ -55,6 +56,11 @@ class Variable:
     """bytes that it holds at the end of the backward, per state"""
     stages: tuple[int, ...] = ()
     """of a parameter, or of its shared layout where it has one: the stage of ZeRO of each tag"""
+
+    @property
+    def size(self) -> int:
+        """How many states it has."""
+        return len(self.choices) * len(self.tags)
 
 
 @dataclass(frozen=True)
@@ -103,18 +109,25 @@ class Network:
         """Variables and links, then their tables."""
         self._variables()
         tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None, self.flying)
-        found = [tables.of(link) for link in self.links]
+        hides = self.mesh.hardware.overlap, self.graph.passes
+        own: dict[Any, Stepped] = {}
+        made: dict[Any, tuple[Stepped, Folded | None]] = {}
+        for v in self.variables.values():
+            if (id(v.parts), v.size) not in own:
+                own[id(v.parts), v.size] = stepped(v.parts, (v.size,), *hides)
+        for link in self.links:
+            if (key := tables.key(link)) not in made:  # its parts, several times as large, are not kept
+                found = tables.of(link)
+                made[key] = stepped(found.parts, found.shape, *hides, (found.rows, found.columns)), found.held
+        between = [made[tables.key(link)] for link in self.links]
         numbers = {name: i for i, name in enumerate(self.variables)}
-        sizes = [len(v.choices) * len(v.tags) for v in self.variables.values()]
-        pairs = [(numbers[link.source], numbers[link.reader]) for link in self.links]
-        edges = [(*pair, table.parts) for pair, table in zip(pairs, found, strict=True)]
-        folds = [(table.rows, table.columns) for table in found]
-        nodes = [v.parts for v in self.variables.values()]
-        network, hiding = stepping(sizes, nodes, edges, self.mesh.hardware.overlap, self.graph.passes, folds)
+        edges = [(numbers[x.source], numbers[x.reader], e) for x, (e, _) in zip(self.links, between, strict=True)]
+        nodes = [own[id(v.parts), v.size] for v in self.variables.values()]
+        network, hiding = stepping(nodes, edges, *hides)
         if self.offer is None:
             return Built(network, hiding, alike=alike(self.graph, self.variables))
-        own = tuple(self._flying(v.kept, name) for name, v in self.variables.items())
-        kept = Row(own, tuple(table.held for table in found), math.inf)
+        keep = tuple(self._flying(v.kept, name) for name, v in self.variables.items())
+        kept = Row(keep, tuple(held for _, held in between), math.inf)
         stays = Row(tuple(v.stays for v in self.variables.values()), (None,) * len(edges), math.inf)
         return Built(network, hiding, (kept, stays), alike(self.graph, self.variables))
 

@@ -82,6 +82,8 @@ class Planner:
         """whether nothing has to be made again"""
         self.prices: tuple[float, ...] = ()
         """of the rows, in the last search: where the next one begins"""
+        self._free: Network | None = None
+        """in which the cheapest was searched for"""
         self._limited: tuple[Network, Built] | None = None
         self._even = False
         self._prepared: dict[bool, Prepared] = {}
@@ -89,17 +91,28 @@ class Planner:
         self._loosest: dict[bool, tuple[float, Solution]] = {}
         """even → the largest limit that was tried, and what was found under it"""
 
-    def cheapest(self) -> Assignment:
-        """The fewest seconds, whatever memory it takes; the bound is to be found (:func:`proven`)."""
+    def cheapest(self, rough: bool = False) -> Assignment:
+        """The fewest seconds, whatever memory it takes; the bound is to be found (:func:`proven`). ``rough``: near that, see
+        :meth:`searched_on`."""
         network, built = self.network(limited=not self.plain)
+        effort = replace(self.effort, rough=rough)
         try:
-            found = self.prepare(network, built.network, built.hiding, built.alike).solve(effort=self.effort)
+            found = self.prepare(network, built.network, built.hiding, built.alike).solve(effort=effort)
         except PlanError as error:
             if not self.spaces.asked:
                 raise
             raise PlanError(_ASKED_TOO_MUCH) from error
-        self.prices = found.prices
+        self.prices, self._free = found.prices, network
         return assigned(network, found)
+
+    def searched_on(self, rough: Assignment) -> Assignment:
+        """What :meth:`cheapest` finds where it is not rough; ``rough`` itself where it is that already."""
+        search_on = rough.solution.search_on
+        if search_on is None or self._free is None:
+            return rough
+        found = search_on()
+        self.prices = found.prices
+        return assigned(self._free, found)
 
     def within(self, limit: float, budget: float | None = None) -> tuple[Assignment, float]:
         """The fewest seconds where what the choices hold at the end of the forward is at most ``limit`` bytes per rank, and
@@ -108,6 +121,7 @@ class Planner:
         The bound of all such searches is :meth:`bound`. Raises :class:`~autoshard.errors.PlanError` where nothing is that
         small.
         """
+        self._free = None
         network, built = self.network(limited=True)
         prepared = self._with_bytes(network, built)
         limits = *(row.limit for row in built.hiding), limit, limit if budget is None else budget
@@ -145,7 +159,9 @@ class Planner:
         nodes = tuple(_smallest(s, row.nodes[i]) + work[i] for i, s in enumerate(seconds.nodes))
         edges = tuple((a, b, mapped(_smallest, s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
         found = self.prepare(network, CostNetwork(nodes, edges), (), built.alike).solve()
-        found = replace(found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False, prove=None)
+        found = replace(
+            found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False, prove=None, search_on=None
+        )
         return assigned(network, found), _used(built, found)
 
     def evenly(self) -> None:

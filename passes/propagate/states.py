@@ -45,17 +45,18 @@ def _owned(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
 
 
 def _grouped(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
-    """Those in which one axis cuts every part of a dim, and others do not cut that dim."""
+    """Those in which axes cut every part of a dim, and others do not cut that dim."""
     if type_.parts is None:
         return ()
     (dim, parts), whole = type_.parts, I if type_.grad else R
     others = tuple(Shard(d) for d in range(len(type_.shape)) if d != dim)
     per_axis = [(whole, *others, Grouped(dim, parts)) if ranks > 1 else (whole,) for ranks in mesh.shape]
-    size = int(type_.shape[dim]) // parts
+    size = int(type_.shape[dim]) // sum(parts)
     return tuple(
         p
         for p in itertools.product(*per_axis)
-        if [size % n for x, n in zip(p, mesh.shape, strict=True) if isinstance(x, Grouped)] == [0]
+        if any(isinstance(x, Grouped) for x in p)
+        and size % math.prod(n for x, n in zip(p, mesh.shape, strict=True) if isinstance(x, Grouped)) == 0
         and _leaves_chunks(type_.shape, p, mesh)
     )
 

@@ -171,8 +171,7 @@ def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
     distance[own, own], shares[:, own, own] = 0.0, 0.0
     for k in range(len(distance)):
         through = distance[:, k, None] + distance[k]
-        closer = through < distance
-        np.copyto(distance, through, where=closer)
-        for share in shares:
-            np.copyto(share, share[:, k, None] + share[k], where=closer)
+        closer = np.nonzero(through < distance)  # few: most pairs are as near as they get after some states
+        distance[closer] = through[closer]
+        shares[:, closer[0], closer[1]] = shares[:, closer[0], k] + shares[:, k, closer[1]]
     return distance, shares

@@ -12,7 +12,7 @@ from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import Call, Internal, Local
+from autoshard.passes.ir.program import Call, Internal, Local, spell
 from autoshard.passes.rules.factors import Factors, Space, positive
 
 
@@ -192,6 +192,33 @@ def rules(
 def stating(facts: Facts, rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """``rules``, all with the same facts."""
     return tuple(replace(rule, facts=facts) for rule in rules)
+
+
+def along_cut(function: str, *given: str) -> LocalFormOf:
+    """``function`` of the runtime where the op's dim is cut: of self, dim, these arguments, the dim's length, and axes."""
+
+    def local(site: Site) -> Call:
+        node, (dim, axes) = site.node, site.cut_dim
+        if not axes:
+            return site.unchanged()
+        others = (node.argument(a) for a in given)
+        return Call(function, (node.argument("self"), dim, *others, site.in_type(0).shape[dim], spell(axes)), {})
+
+    return local
+
+
+def over_cut(function: str) -> LocalFormOf:
+    """The same of self, dim and axes, with the result's dtype where it is another."""
+
+    def local(site: Site) -> Call:
+        dim, axes = site.cut_dim
+        if not axes:
+            return site.unchanged()
+        dtype = site.out_type().dtype
+        extra = {} if dtype == site.in_type(0).dtype else {"dtype": dtype}
+        return Call(function, (site.node.args[0], dim, spell(axes)), extra)
+
+    return local
 
 
 def indices(node: Node, types: Types) -> tuple[TensorType, ...]:

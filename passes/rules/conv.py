@@ -12,7 +12,7 @@ from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.rules.base import Facts, Rule, Site, Types, rules
 from autoshard.passes.rules.factors import Dims, Factors, inputs
-from autoshard.passes.rules.windows import Sliding, cropped, cut, haloed, halos
+from autoshard.passes.rules.windows import Sliding, cropped, cut, each, haloed, halos
 from autoshard.runtime.window import Window
 
 aten = torch.ops.aten
@@ -63,29 +63,23 @@ def _convolution(node: Node, graph: Graph) -> Factors:
     )
 
 
-def _each(node: Node, name: str, count: int) -> list[int]:
-    """An argument that is a length per position dim, or one for all of them."""
-    value = node.argument(name)
-    return [value] * count if isinstance(value, int) else [*value] * (count // len(value))
-
-
 def _padding(node: Node, kernel: tuple[int, ...]) -> list[tuple[int, int]]:
     """(before, after) per position dim."""
     padding = node.argument("padding")
     if padding == "same":
-        reaches = [d * (k - 1) for d, k in zip(_each(node, "dilation", len(kernel)), kernel, strict=True)]
+        reaches = [d * (k - 1) for d, k in zip(each(node, "dilation", len(kernel)), kernel, strict=True)]
         return [(r // 2, r - r // 2) for r in reaches]
     if padding == "valid":
         return [(0, 0)] * len(kernel)
-    return [(p, p) for p in _each(node, "padding", len(kernel))]
+    return [(p, p) for p in each(node, "padding", len(kernel))]
 
 
 def _slidings(node: Node, graph: Graph) -> tuple[Sliding, ...]:
     """The positions' dims."""
     x, kernel = graph.shape(node.argument("input")), graph.shape(node.argument("weight"))[2:]
     (y,), first = graph.shapes(node.outputs), len(x) - len(kernel)
-    padding, dilation = _padding(node, kernel), _each(node, "dilation", len(kernel))
-    strides = _each(node, "stride", len(kernel))
+    padding, dilation = _padding(node, kernel), each(node, "dilation", len(kernel))
+    strides = each(node, "stride", len(kernel))
     return tuple(
         Sliding(
             first + d,
@@ -110,7 +104,7 @@ def _local_convolution(site: Site) -> Call:
         x = Call(aten.constant_pad_nd.default, (x, [n for p in reversed(kept) for n in p]), {})
         kept = [(0, 0)] * len(kept)
     changes |= {"input": x, "padding": [before for before, _ in kept]}
-    if is_transposed(node) and any(extra := _each(node, "output_padding", len(slidings))):
+    if is_transposed(node) and any(extra := each(node, "output_padding", len(slidings))):
         changes["output_padding"] = [0 if s in along else n for s, n in zip(slidings, extra, strict=True)]
     made = site.unchanged(**changes)
     if isinstance(node.argument("padding"), str):

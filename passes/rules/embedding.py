@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import torch
 
 from autoshard.errors import PlanError
@@ -10,7 +13,7 @@ from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, Local, spell
 from autoshard.passes.rules.base import Facts, Rule, Site, rules
-from autoshard.passes.rules.factors import Dims, Factors, Space, inputs, numbered, sizes_of
+from autoshard.passes.rules.factors import Dims, Factors, Space, inputs, numbered, positive, sizes_of
 from autoshard.runtime.embedding import pooled_op
 
 aten = torch.ops.aten
@@ -64,25 +67,9 @@ def _exchanged(site: Site) -> tuple[Internal, ...]:
     axes = site.axes(TABLE)
     if site.mesh.size_of(axes) == 1:
         return ()
-    size = float(site.out_type().dtype.itemsize)
-    for n in site.outputs[0].max_local_shape(site.out_type().shape):
-        size *= n
+    size = math.prod(site.outputs[0].max_local_shape(site.out_type().shape)) * float(site.out_type().dtype.itemsize)
     found = [("forward", "rows of tables")] + [("backward", "gradients of rows of tables")] * site.grad
     return tuple(Internal("all_to_all", axes, size, phase, what) for phase, what in found)
-
-
-def _pooled(node: Node, graph: Graph) -> Space:
-    """As look-ups, with the last dim of the indices inside."""
-    indices, weight = graph.shape(node.argument("indices")), graph.shape(node.argument("weight"))
-    named = numbered(indices[:-1])
-    factors = Factors(
-        inputs(node, {"weight": ("vocab", "embed"), "indices": (*named, None)}),
-        ((*named, "embed"),),
-        {**sizes_of(indices[:-1]), "vocab": weight[0], "embed": weight[1]},
-        linear=((node.positions["weight"],),),
-        filled=frozenset({"embed"}),
-    )
-    return _table_wise(node, graph, factors)
 
 
 def _local_pooled(site: Site) -> Call:
@@ -98,15 +85,16 @@ def _local_pooled(site: Site) -> Call:
     return Call("pooled", (node.argument("weight"), node.argument("indices"), mode), extra)
 
 
-def _embedding(node: Node, graph: Graph) -> Space:
-    """Index dims, columns, and rows: each rank looks up the rows it holds, and they sum up (P)."""
+def _looked_up(node: Node, graph: Graph, pooled: bool = False) -> Space:
+    """Index dims (``pooled``: all but the last), columns, and rows: ranks look up the rows they hold, and these sum up (P)."""
     indices, weight = graph.shape(node.argument("indices")), graph.shape(node.argument("weight"))
-    named = numbered(indices)
-    sizes = {**sizes_of(indices), "vocab": weight[0], "embed": weight[1]}
-    if node.argument("scale_grad_by_freq"):  # frequencies are those of the whole batch
+    kept = indices[:-1] if pooled else indices
+    named = numbered(kept)
+    sizes = {**sizes_of(kept), "vocab": weight[0], "embed": weight[1]}
+    if node.argument("scale_grad_by_freq", False):  # frequencies are those of the whole batch
         sizes = {"embed": weight[1]}
     factors = Factors(
-        inputs(node, {"weight": ("vocab", "embed"), "indices": named}),
+        inputs(node, {"weight": ("vocab", "embed"), "indices": (*named, *(None,) * pooled)}),
         ((*named, "embed"),),
         sizes,
         linear=((node.positions["weight"],),),
@@ -173,7 +161,14 @@ def _local_bag(site: Site) -> Call:
     node = site.node
     weight, indices, offsets = (node.argument(a) for a in ("weight", "indices", "offsets"))
     if _axes_of_owners(site):
-        return _local_table_of_bags(site)
+        return _local_table(
+            site,
+            BAG_MODES[node.argument("mode")],
+            offsets=(offsets,),
+            weights=(node.argument("per_sample_weights"),),
+            last_offset=node.argument("include_last_offset"),
+            padding=(_padding(site),),
+        )
     if bags := site.axes("bags"):
         captured = next(n for n in site.graph.nodes if n.name == node.name)
         if not bag_length(captured, site.graph):
@@ -183,37 +178,27 @@ def _local_bag(site: Site) -> Call:
     rows_axes = site.axes_of("weight", 0)
     if not rows_axes:
         return site.unchanged(offsets=offsets, sparse=gives_sparse(site))
-    rows = site.in_type(node.positions["weight"]).shape[0]
-    padding = node.argument("padding_idx") if node.op is aten.embedding_bag.padding_idx else None
     extra = {
         "per_sample_weights": node.argument("per_sample_weights"),
         "include_last_offset": node.argument("include_last_offset") or None,
-        "padding_idx": padding if padding is None or padding >= 0 else padding + rows,
+        "padding_idx": _padding(site),
         "sparse": gives_sparse(site) or None,
     }
     given = {k: v for k, v in extra.items() if v is not None}
+    rows = site.in_type(node.positions["weight"]).shape[0]
     return Call("vocab_embedding_bag", (weight, indices, offsets, rows, spell(rows_axes)), given)
 
 
-def _local_table_of_bags(site: Site) -> Call:
-    node = site.node
-    padding = node.argument("padding_idx") if node.op is aten.embedding_bag.padding_idx else None
-    if padding is not None and padding < 0:
-        padding += site.in_type(node.positions["weight"]).shape[0]
-    return _local_table(
-        site,
-        BAG_MODES[node.argument("mode")],
-        offsets=(node.argument("offsets"),),
-        weights=(node.argument("per_sample_weights"),),
-        last_offset=node.argument("include_last_offset"),
-        padding=(padding,),
-    )
+def _padding(site: Site) -> int | None:
+    """The row that bags leave out, counted from the first."""
+    padding = site.node.argument("padding_idx", None)
+    return padding if padding is None else positive(padding, site.in_type(site.node.positions["weight"]).shape[0])
 
 
 RULES: tuple[Rule, ...] = (
     *rules(
         "embedding.default",
-        _embedding,
+        _looked_up,
         _local_embedding,
         "vocab embed, ... -> ... embed",
         _exchanged,
@@ -221,7 +206,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         pooled_op._opoverload,
-        _pooled,
+        partial(_looked_up, pooled=True),
         _local_pooled,
         None,
         "vocab embed, ... _ -> ... embed",

@@ -52,8 +52,8 @@ def _strategies(node: Node, graph: Graph) -> Space:
 def _halves(hidden: Strategy) -> Strategy:
     """Each rank holds its part of the gates and of what they gate."""
     dims = {i: p.dim for i, p in enumerate(hidden.inputs) if i in (3, 5) and isinstance(p, Shard)}
-    inputs = tuple(Grouped(dims[i], 2) if i in dims else p for i, p in enumerate(hidden.inputs))
-    return replace(hidden, label="hidden/2", inputs=inputs, even=True, alone=True)
+    inputs = tuple(Grouped(dims[i]) if i in dims else p for i, p in enumerate(hidden.inputs))
+    return replace(hidden, label="hidden/2", inputs=inputs, even=True)
 
 
 def _hidden(node: Node, graph: Graph) -> int:

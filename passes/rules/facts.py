@@ -41,8 +41,8 @@ def is_view_named(name: str) -> bool:
 
 def is_random(node: Node | fx.Node) -> bool:
     """Whether ``node`` draws from the generator."""
-    op: Any = node.target if isinstance(node, fx.Node) else node.op
-    if not isinstance(op, torch._ops.OpOverload):
+    op = _op(node)
+    if op is None:
         return False
     draws = facts_of(op).draws
     return torch.Tag.nondeterministic_seeded in op.tags if draws is None else draws(_arguments(op, node))
@@ -50,10 +50,13 @@ def is_random(node: Node | fx.Node) -> bool:
 
 def has_effect(node: Node | fx.Node) -> bool:
     """Whether ``node`` counts where nobody reads its result: it draws, has none, or checks a length."""
+    op = _op(node)
+    return op is not None and (is_random(node) or not op._schema.returns or facts_of(op).effect)
+
+
+def _op(node: Node | fx.Node) -> torch._ops.OpOverload | None:
     op: Any = node.target if isinstance(node, fx.Node) else node.op
-    if not isinstance(op, torch._ops.OpOverload):
-        return False
-    return is_random(node) or not op._schema.returns or facts_of(op).effect
+    return op if isinstance(op, torch._ops.OpOverload) else None
 
 
 def makes_tensor(node: Node) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.program import Call, spell
-from autoshard.passes.rules.base import NOTHING, Facts, LocalFormOf, Rule, Site, rules
+from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, along_cut, rules
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -115,21 +115,6 @@ def _index_select(node: Node, graph: Graph) -> Factors:
     result: Dims = (*dims[:dim], "i", *dims[dim + 1 :]) if source else ()
     sizes = sizes_of(source) | {"i": index[0] if index else 1}
     return Factors((dims, ("i",) * len(index)), (result,), sizes, linear=((0,),))
-
-
-def _along_cut(name: str, *more: str) -> LocalFormOf:
-    """The runtime function ``name`` where the indexed dim is cut: of self, dim, index and ``more``, its length and axes."""
-
-    def local(site: Site) -> Call:
-        node, shape = site.node, site.in_type(0).shape
-        dim = positive(node.argument("dim"), len(shape))
-        axes = site.axes_of("self", dim) if shape else ()
-        if not axes:
-            return site.unchanged()
-        given = (node.argument(a) for a in ("index", *more))
-        return Call(name, (node.argument("self"), dim, *given, shape[dim], spell(axes)), {})
-
-    return local
 
 
 def _along(shapes: Sequence[Sequence[int]], dim: int, inner: str | None) -> tuple[list[Dims], dict[str, int]]:
@@ -259,16 +244,22 @@ RULES: tuple[Rule, ...] = (
     *rules(
         "index_put.default _unsafe_index_put.default", _index_put, _local_index_put, "indexed dims cut", facts=INDICES
     ),
-    *rules("index_select.default", _index_select, _along_cut("sharded_index_select"), "dim summed", facts=INDEX),
     *rules(
-        "gather.default", _gather, _along_cut("sharded_gather"), "dim summed", facts=replace(INDEX, saves="self index")
+        "index_select.default", _index_select, along_cut("sharded_index_select", "index"), "dim summed", facts=INDEX
     ),
-    *rules("scatter.src", _WRITES, _along_cut("sharded_scatter", "src"), "dim cut", facts=SCATTERED),
-    *rules("scatter.value", _WRITES, _along_cut("sharded_scatter", "value"), "dim cut", facts=SCATTERED),
+    *rules(
+        "gather.default",
+        _gather,
+        along_cut("sharded_gather", "index"),
+        "dim summed",
+        facts=replace(INDEX, saves="self index"),
+    ),
+    *rules("scatter.src", _WRITES, along_cut("sharded_scatter", "index", "src"), "dim cut", facts=SCATTERED),
+    *rules("scatter.value", _WRITES, along_cut("sharded_scatter", "index", "value"), "dim cut", facts=SCATTERED),
     *rules(
         "scatter_add.default",
         partial(_scatter, adds=True),
-        _along_cut("sharded_scatter_add", "src"),
+        along_cut("sharded_scatter_add", "index", "src"),
         "index dim summed",
         facts=Facts(saves="src: index"),
     ),
@@ -276,21 +267,21 @@ RULES: tuple[Rule, ...] = (
     *rules(
         "index_add.default",
         partial(_index_add, adds=True),
-        _along_cut("sharded_index_add", "source", "alpha"),
+        along_cut("sharded_index_add", "index", "source", "alpha"),
         "index summed",
         facts=Facts(saves="source: index source"),
     ),
     *rules(
         "index_copy.default",
         _REPLACES,
-        _along_cut("sharded_index_copy", "source"),
+        along_cut("sharded_index_copy", "index", "source"),
         "dim cut",
         facts=Facts(saves="index; source: source"),
     ),
     *rules(
         "index_fill.int_Scalar index_fill.int_Tensor",
         _REPLACES,
-        _along_cut("sharded_index_fill", "value"),
+        along_cut("sharded_index_fill", "index", "value"),
         "dim cut",
         facts=SCATTERED,
     ),

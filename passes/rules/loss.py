@@ -12,7 +12,7 @@ import torch
 from autoshard.layout import I, Shard
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal, spell
-from autoshard.passes.rules.base import Facts, Rule, Site, Types, rules
+from autoshard.passes.rules.base import Facts, Rule, Site, Types, over_cut, rules
 from autoshard.passes.rules.factors import (
     Dims,
     Factors,
@@ -142,16 +142,13 @@ def _softmax_collectives(site: Site) -> tuple[Internal, ...]:
 def _over_dim(names: str, function: str) -> list[Rule]:
     """Rules of ops like softmax, which ``function`` of the runtime computes where their dim is cut."""
 
-    def local(site: Site) -> Call:
-        dim, axes = site.cut_dim
-        if not axes:
-            return site.unchanged()
-        dtype = site.out_type().dtype
-        extra = {"dtype": dtype} if dtype != site.in_type(0).dtype else {}
-        return Call(function, (site.node.args[0], dim, spell(axes)), extra)
-
     return rules(
-        names, alike, local, "... -> ...", _softmax_collectives, facts=Facts(saves="result", chains=True, function=True)
+        names,
+        alike,
+        over_cut(function),
+        "... -> ...",
+        _softmax_collectives,
+        facts=Facts(saves="result", chains=True, function=True),
     )
 
 

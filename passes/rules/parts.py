@@ -1,18 +1,19 @@
-"""Along a dim that is split into equal parts later, an axis may cut every part: ranks then hold theirs of each.
+"""Along a dim that is split into parts later, an axis may cut every part: ranks then hold theirs of each.
 
 Splits end it, and views of the dim as (parts, part).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
-from autoshard.layout import Grouped, Placement, Shard
+from autoshard.layout import Grouped, Placement, Shard, can_be_parts
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.graph import Graph, Node, Parts, TensorType
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.factors import positive
 from autoshard.passes.rules.shape import view_groups
@@ -35,37 +36,40 @@ _CARRY = SPLITS | {
 """operations whose local form is the same on chunks of parts"""
 
 
-def equal_parts(node: Node, graph: Graph) -> tuple[int, int] | None:
-    """The dim that a split shares out, and into how many parts, if these are equal."""
+def parts_of_split(node: Node, graph: Graph) -> Parts | None:
+    """The dim that a split shares out, and the parts, if a layout can say them."""
     shape, *lengths_as_values = graph.shapes(node.inputs)
     if lengths_as_values:
         return None
     dim = positive(node.argument("dim"), len(shape))
     lengths = lengths_of(node, shape[dim])
-    if len(lengths) < 2 or len(set(lengths)) > 1 or any(isinstance(n, Size) for n in (shape[dim], *lengths)):
+    if len(lengths) < 2 or any(isinstance(n, Size) for n in (shape[dim], *lengths)):
         return None
-    return dim, len(lengths)
+    if min(lengths) < 1 or sum(lengths) != shape[dim] or not can_be_parts(lengths):
+        return None
+    unit = math.gcd(*lengths)
+    return dim, tuple(n // unit for n in lengths)
 
 
-def viewed_parts(node: Node, graph: Graph) -> tuple[int, int] | None:
-    """The dim that a view makes (3, part, …) of, and 3: queries, keys and values of one projection."""
+def viewed_parts(node: Node, graph: Graph) -> Parts | None:
+    """The dim that a view makes (3, part, …) of, and three equal parts: queries, keys and values of one projection."""
     if node.op is not aten.reshape.default or len(node.inputs) > 1:  # lengths may be values of the graph
         return None
     (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     for left, right in view_groups(source, result):
         cuts = (source[left[0]], *(result[d] for d in right))
         if len(left) == 1 and len(right) > 1 and result[right[0]] == QKV and not any(isinstance(n, Size) for n in cuts):
-            return left[0], QKV
+            return left[0], (1,) * QKV
     return None
 
 
 def _viewed(node: Node, graph: Graph) -> Strategy:
     """Every part is cut before, and the dim after that of the parts behind."""
     (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
-    (dim, count) = viewed_parts(node, graph) or (0, 1)
+    (dim, parts) = viewed_parts(node, graph) or (0, (1, 1))
     (right,) = (right for left, right in view_groups(source, result) if left == (dim,))
     size = result[right[1]]
-    return Strategy("parts", (Grouped(dim, count),), (Shard(right[1]),), size, even=True, divides=True, alone=True)
+    return Strategy("parts", (Grouped(dim, parts),), (Shard(right[1]),), size, even=True, divides=True)
 
 
 def in_parts(found: Sequence[Strategy], node: Node, graph: Graph) -> Iterator[Strategy]:
@@ -78,19 +82,19 @@ def in_parts(found: Sequence[Strategy], node: Node, graph: Graph) -> Iterator[St
     for strategy in found:
         placed = list(zip((*strategy.inputs, *strategy.outputs), types, strict=True))
         cut = placed[: len(node.inputs)] if node.op in SPLITS else placed
-        counts = {_count(p, t) for p, t in cut if isinstance(p, Shard)}
-        if strategy.divides and len(counts) == 1 and (count := counts.pop()):
-            made = [_grouped(p, count) for p, _ in cut] + [p for p, _ in placed[len(cut) :]]
-            size = next(int(t.shape[p.dim]) for p, t in cut if isinstance(p, Shard)) // count
+        found_parts = {_parts(p, t) for p, t in cut if isinstance(p, Shard)}
+        if strategy.divides and len(found_parts) == 1 and (parts := found_parts.pop()):
+            made = [_grouped(p, parts) for p, _ in cut] + [p for p, _ in placed[len(cut) :]]
+            size = next(int(t.shape[p.dim]) for p, t in cut if isinstance(p, Shard)) // sum(parts)
             inputs, outputs = tuple(made[: len(node.inputs)]), tuple(made[len(node.inputs) :])
-            label = f"{strategy.label}/{count}"
-            yield replace(strategy, label=label, inputs=inputs, outputs=outputs, size=size, even=True, alone=True)
+            label = f"{strategy.label}/{len(parts)}"
+            yield replace(strategy, label=label, inputs=inputs, outputs=outputs, size=size, even=True)
 
 
-def _count(placement: Shard, type_: TensorType) -> int:
-    """How many parts the dim has that is cut; 0: it has none."""
-    return type_.parts[1] if type_.parts and type_.parts[0] == placement.dim else 0
+def _parts(placement: Shard, type_: TensorType) -> tuple[int, ...]:
+    """The parts of the dim that is cut; none: it has none."""
+    return type_.parts[1] if type_.parts and type_.parts[0] == placement.dim else ()
 
 
-def _grouped(placement: Placement, count: int) -> Placement:
-    return Grouped(placement.dim, count) if isinstance(placement, Shard) else placement
+def _grouped(placement: Placement, parts: tuple[int, ...]) -> Placement:
+    return Grouped(placement.dim, parts) if isinstance(placement, Shard) else placement

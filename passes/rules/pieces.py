@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import Call, spell
+from autoshard.passes.ir.program import Call
 from autoshard.passes.ir.sizes import Size, reaches
-from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, Types, rules
+from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, Types, along_cut, rules
 from autoshard.passes.rules.factors import Dims, Factors, broadcast, dims_argument, numbered, positive, sizes_of
 from autoshard.passes.rules.windows import Sliding, cut, haloed, halos
 from autoshard.runtime.fan_out import FAN_OUT
@@ -158,15 +158,6 @@ def _removed(node: Node, graph: Graph, whole: bool) -> Factors:
     return Factors((dims,), (result,) * len(node.outputs), sizes_of(shape), linear=((0,),))
 
 
-def _local_select(site: Site) -> Call:
-    node, shape = site.node, site.in_type(0).shape
-    dim = positive(node.argument("dim"), len(shape))
-    axes = site.inputs[0].axes_of(dim)
-    if not axes:
-        return site.unchanged()
-    return Call("sharded_select", (node.argument("self"), dim, node.argument("index"), shape[dim], spell(axes)), {})
-
-
 def _select_scatter(node: Node, graph: Graph) -> Factors:
     shape = graph.shapes(node.inputs)[0]
     dim = positive(node.argument("dim"), len(shape))
@@ -297,7 +288,9 @@ RULES: tuple[Rule, ...] = (
     *rules("rot90.default", _rotated, None, "dims whole", facts=NOTHING),
     *rules("stack.default", _stack, None, "new dim whole", facts=EXACT),
     *rules("tensor_split.sections tensor_split.indices", _in_place(_dim), None, "dim whole", facts=NOTHING),
-    *rules("select.int", partial(_removed, whole=False), _local_select, "dim summed", facts=NOTHING),
+    *rules(
+        "select.int", partial(_removed, whole=False), along_cut("sharded_select", "index"), "dim summed", facts=NOTHING
+    ),
     *rules("unbind.int unbind_copy.int", partial(_removed, whole=True), None, "dim whole", facts=NOTHING),
     Rule(FAN_OUT, _in_place(lambda node, shape: ()), notation="... -> ..., ...", facts=EXACT),
     *rules("select_scatter.default", _select_scatter, None, "dim whole", facts=NOTHING),

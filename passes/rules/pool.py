@@ -13,7 +13,7 @@ from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Local, spell
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, SpaceOf, Types, indices, rules
 from autoshard.passes.rules.factors import Dims, Factors
-from autoshard.passes.rules.windows import Sliding, SlidingsOf, cropped, cut, haloed, halos
+from autoshard.passes.rules.windows import Sliding, SlidingsOf, cropped, cut, each, haloed, halos
 from autoshard.runtime.window import Window
 
 aten = torch.ops.aten
@@ -50,17 +50,6 @@ def _none(node: Node, graph: Graph) -> tuple[Sliding, ...]:
 # --- windows of one size ---
 
 
-def _each(node: Node, name: str, count: int) -> list[int]:
-    """An argument that is a length per position dim, or one for all of them; an absent stride is the kernel."""
-    if name not in [a.name for a in node.op._schema.arguments]:
-        return [1] * count
-    value = node.argument(name)
-    value = [value] if isinstance(value, int) else list(value)
-    if not value:
-        return _each(node, "kernel_size", count)
-    return value * (count // len(value))
-
-
 def _windows(node: Node, graph: Graph) -> tuple[Sliding, ...]:
     """The positions of max_pool and avg_pool. Indices into the plane know no shards."""
     shape, result = graph.shapes(node.inputs)[0], graph.shapes(node.outputs)[0]
@@ -68,14 +57,14 @@ def _windows(node: Node, graph: Graph) -> tuple[Sliding, ...]:
         return ()
     dims = _positions(node, len(shape))
     names = ("kernel_size", "stride", "padding", "dilation")
-    windows = zip(*(_each(node, name, len(dims)) for name in names), strict=True)
+    windows = zip(*(each(node, name, len(dims)) for name in names), strict=True)
     return tuple(Sliding(d, shape[d], result[d], Window(*w)) for d, w in zip(dims, windows, strict=True))
 
 
 def _unpadded(site: Site, along: Sequence[Sliding], x: Any) -> Call:
     """The pool of ``x``, which has its padding along these dims."""
     dims = _positions(site.node, len(site.in_type(0).shape))
-    padding = _each(site.node, "padding", len(dims))
+    padding = each(site.node, "padding", len(dims))
     apart = {s.dim for s in along}
     kept = [0 if d in apart else p for d, p in zip(dims, padding, strict=True)]
     return site.unchanged(self=x, padding=kept)

@@ -5,30 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from autoshard.passes.ir.program import Call, Internal, spell
-from autoshard.passes.rules.base import Facts, Rule, Site, SpaceOf, indices, rules
+from autoshard.passes.ir.program import Internal
+from autoshard.passes.rules.base import Facts, Rule, Site, SpaceOf, along_cut, indices, over_cut, rules
 from autoshard.passes.rules.factors import alike, wide_bytes
-
-
-def _local(function: str, positions: bool) -> Callable[[Site], Call]:
-    """The op itself where the scanned dim is whole. ``positions``: whether the function also gives indices."""
-
-    def local(site: Site) -> Call:
-        dim, axes = site.cut_dim
-        if not axes:
-            return site.unchanged()
-        x = site.node.argument("self")
-        if positions:
-            return Call(function, (x, dim, site.in_type(0).shape[dim], spell(axes)), {})
-        dtype = site.graph.types[site.node.outputs[0]].dtype
-        extra: dict[str, Any] = {} if dtype == site.in_type(0).dtype else {"dtype": dtype}
-        return Call(function, (x, dim, spell(axes)), extra)
-
-    return local
 
 
 def _collectives(positions: bool) -> Callable[[Site], tuple[Internal, ...]]:
@@ -49,7 +31,7 @@ def _rule(function: str, space: SpaceOf = alike, saves: str = "self result", pos
     return rules(
         f"{function}.default",
         space,
-        _local(function, positions),
+        (along_cut if positions else over_cut)(function),
         "... -> ...",
         _collectives(positions),
         sized=False,

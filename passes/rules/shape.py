@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.sizes import gcd
 from autoshard.passes.rules.base import NOTHING, Facts, LocalFormOf, Rule, Site, rules, stating
 from autoshard.passes.rules.factors import Factors, broadcast, dims_argument, numbered, positive, sizes_of
+from autoshard.passes.rules.factory import factory_strategies
 
 aten = torch.ops.aten
 
@@ -103,10 +105,7 @@ def _view_dtype(node: Node, graph: Graph) -> Factors:
 
 
 def _expand(node: Node, graph: Graph) -> Factors:
-    (result,) = graph.shapes(node.outputs)
-    dims = numbered(result)
-    inputs = tuple(broadcast(s, result, dims) for s in graph.shapes(node.inputs))
-    return Factors(inputs, (dims,), sizes_of(result), linear=((0,),))
+    return replace(factory_strategies(node, graph), linear=((0,),))
 
 
 def _repeat(node: Node, graph: Graph) -> Factors:

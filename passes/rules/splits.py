@@ -16,6 +16,7 @@ from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, rules
 from autoshard.passes.rules.factors import Factors, numbered, positive, sizes_of
+from autoshard.passes.rules.windows import both_ways
 from autoshard.runtime.window import Halo, Window, halo_of
 
 aten = torch.ops.aten
@@ -31,15 +32,11 @@ def exchanged(
     axes: tuple[str, ...], row: float, size: int, lengths: Sequence[int], ranks: tuple[int, ...], grad: bool
 ) -> tuple[Internal, ...]:
     """The collectives of a split; ``row``: bytes per position of the dim on a rank."""
-    found = []
-    for number, halo in enumerate(parts_of(size, lengths, ranks)):
-        if halo.forward:
-            found.append(Internal("permute", axes, row * halo.forward, "forward", f"halo of part {number}"))
-        if halo.forward and grad:
-            found.append(
-                Internal("permute", axes, row * halo.backward, "backward", f"gradient of the halo of part {number}")
-            )
-    return tuple(found)
+    parts = enumerate(parts_of(size, lengths, ranks))
+    found = (
+        both_ways(axes, row, halo, grad, f"halo of part {i}", f"gradient of the halo of part {i}") for i, halo in parts
+    )
+    return tuple(itertools.chain.from_iterable(found))
 
 
 def _split(node: Node, graph: Graph) -> Factors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,24 @@ def cropped(site: Site, y: Any, slidings: Sequence[Sliding]) -> Any:
     return y
 
 
+def each(node: Node, name: str, count: int) -> list[int]:
+    """An argument that is a length per position dim, or one for all of them; an absent stride is the kernel."""
+    if name not in [a.name for a in node.op._schema.arguments]:
+        return [1] * count
+    value = node.argument(name)
+    value = [value] if isinstance(value, int) else list(value)
+    return value * (count // len(value)) if value else each(node, "kernel_size", count)
+
+
 SlidingsOf = Callable[[Node, Graph], tuple[Sliding, ...]]
+
+
+def both_ways(axes: tuple[str, ...], row: float, halo: Halo, grad: bool, what: str, back: str) -> Iterator[Internal]:
+    """A halo of positions of ``row`` bytes, if it brings any, and its gradient."""
+    if halo.forward:
+        yield Internal("permute", axes, row * halo.forward, "forward", what)
+        if grad:
+            yield Internal("permute", axes, row * halo.backward, "backward", back)
 
 
 def halos(slidings: SlidingsOf) -> CollectivesOf:
@@ -95,10 +112,7 @@ def halos(slidings: SlidingsOf) -> CollectivesOf:
             shape[s.dim] = 1
             row = math.prod(shape) * type_.dtype.itemsize
             shape[s.dim] = halo.reads[0][1]
-            if halo.forward:
-                found.append(Internal("permute", s.axes(site), row * halo.forward, "forward", "halo"))
-            if halo.forward and type_.grad:
-                found.append(Internal("permute", s.axes(site), row * halo.backward, "backward", "gradient of the halo"))
+            found += both_ways(s.axes(site), row, halo, type_.grad, "halo", "gradient of the halo")
         return tuple(found)
 
     return collectives

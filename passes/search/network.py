@@ -97,6 +97,9 @@ class Solution:
     prove: Callable[[], float] | None = None
     """finds the bound, which takes a while, where ``lower_bound`` is none yet: see :meth:`proven`"""
 
+    search_on: Callable[[], Solution] | None = None
+    """finds what is as good or better, where the search was a rough one: see :attr:`Effort.rough`"""
+
     def proven(self) -> Solution:
         """With its bound."""
         if self.prove is None:
@@ -108,7 +111,7 @@ class Solution:
         size, gap = abs(self.cost), self.cost - bound
         below = gap >= -ROUNDING * size
         lower = min(bound, self.cost) if below else -math.inf
-        return replace(self, lower_bound=lower, exact=below and gap <= GAP * size, prove=None)
+        return replace(self, lower_bound=lower, exact=below and gap <= GAP * size, prove=None, search_on=None)
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,9 @@ class Effort:
     """of the work that proofs take"""
     branches: bool = True
     """whether a gap that prices leave is branched on"""
+
+    rough: bool = False
+    """whether equal layers choose alike even where that costs: then :attr:`Solution.search_on` finds the rest"""
 
     def of(self, count: float) -> int:
         """So many of ``count``, at least one."""

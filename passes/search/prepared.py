@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -86,7 +86,9 @@ class Prepared:
         if self._tied is not None:
             tied = replace(self._tied, problem=replace(self._tied.problem, limits=problem.limits))
             with contextlib.suppress(PlanError):  # then layers must differ, if there is a choice at all
-                return solve_alike(self._reduced_tied, problem, tied, relaxed, time_limit, effort, prices)
+                found = solve_alike(self._reduced_tied, problem, tied, relaxed, time_limit, effort, prices)
+                thorough = partial(self.solve, limits, replace(effort, rough=False), time_limit, prices)
+                return replace(found, search_on=thorough if effort.rough else None)
         if all(math.isinf(row.price) for row in self.rows):  # where there is room to spare nothing changes
             found = plainly(self.network, time.perf_counter() + time_limit, milp=False)
             if found.exact and (problem.used(found.choice) <= problem.limits).all():

@@ -149,9 +149,12 @@ def _search(run: _Run) -> bool:
     work = run.network
     if run.one_of_many and fits(work, LITTLE_JOIN):
         return _timed(run, "core", finish)
-    _timed(run, "reduce", quickly_reduce)
-    if not fits(work, EASY_JOIN):
+    if not run.one_of_many and not fits(work, EASY_JOIN):  # a few sweeps remove what would take many comparisons
         _timed(run, "bound", tighten)
+    if not _closed(run) and not _too_dear(run):
+        _timed(run, "reduce", quickly_reduce)
+        if not fits(work, EASY_JOIN):
+            _timed(run, "bound", tighten)
     if not _closed(run) and not _too_dear(run):
         _timed(run, "reduce", reduce)
     left = math.inf

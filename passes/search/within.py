@@ -69,10 +69,11 @@ def solve_alike(
     begun(search, effort)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
-    columns(search, effort)
+    if not effort.rough:
+        columns(search, effort)
     part, found = search.part, search.solution()
     found = replace(found, choice=tied.lifted(found.choice), exact=False)
-    for _ in range(TURNS):
+    for _ in range(0 if effort.rough else TURNS):
         seen = np.array(list(search.seen))
         kept = {i: np.unique(seen[:, k]) for i, k in enumerate(tied.of)}
         left = max(search.deadline - time.perf_counter(), 1.0)

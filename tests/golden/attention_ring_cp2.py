@@ -43,7 +43,6 @@ class RankModule(runtime.RankModule):
         out = F.linear(attended, out_weight)  # [2, 4/8, 8] S(1)@cp  golden_models.py:34
         square = torch.square(out)  # [2, 4/8, 8] S(1)@cp  golden_models.py:34
         mean = square.sum([0, 1, 2], False) / 128  # [] P@cp  golden_models.py:34
-        del square
         mean = runtime.all_reduce(mean, "cp", to="I")  # P@cp → I@cp
         return (mean,)
 

@@ -49,10 +49,8 @@ class RankModule(runtime.RankModule):
             [0, 2],
         )
         smooth = images + second  # [2, 3, 4/8, 6] S(2)@sp  golden_models.py:19
-        del second
         square = torch.square(smooth)  # [2, 3, 4/8, 6] S(2)@sp  golden_models.py:20
         mean = square.sum([0, 1, 2, 3], False) / 288  # [] P@sp  golden_models.py:20
-        del square
         mean = runtime.all_reduce(mean, "sp", to="I")  # P@sp → I@sp
         return (mean,)
 

@@ -79,9 +79,7 @@ class Block(runtime.Block):
             out = F.linear(y, out_weight, out_bias)  # [2, 16, 32/64] S(2)@tp  gpt.py:63
             # [2, 16, 32/64] S(2)@tp  gpt.py:77
             dropout = runtime.dropout(out, 0.1, (2, 16, 64), {2: "tp"})
-            del out
             x = x + dropout  # [2, 16, 32/64] S(2)@tp  gpt.py:77
-            del dropout
             # [2, 16, 32/64] S(2)@tp  gpt.py:78
             norm_2 = runtime.layer_norm(
                 x, [64], norm_2_weight, norm_2_bias, 1e-05, "tp"
@@ -147,10 +145,8 @@ class RankModule(runtime.RankModule):
         # [8/16, 64] S(0)@tp  gpt.py:109
         position_embedding = F.embedding(positions, position_embedding_weight)
         add = token_embedding + position_embedding  # [2, 8/16, 64] S(1)@tp  gpt.py:109
-        del token_embedding
         # [2, 8/16, 64] S(1)@tp  gpt.py:109
         x = runtime.dropout(add, 0.1, (2, 16, 64), {1: "tp"})
-        del add
         # S(1)@tp → S(2)@tp    backward: all-to-all
         x = runtime.all_to_all(x, 1, 2, "tp")
         for block in self.blocks:

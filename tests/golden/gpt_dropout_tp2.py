@@ -62,9 +62,7 @@ class Block(runtime.Block):
         out = F.linear(y, self.attention.out.weight, self.attention.out.bias)
         # [2, 16, 32/64] S(2)@tp  gpt.py:77
         dropout = runtime.dropout(out, 0.1, (2, 16, 64), {2: "tp"})
-        del out
         x = x + dropout  # [2, 16, 32/64] S(2)@tp  gpt.py:77
-        del dropout
         # [2, 16, 32/64] S(2)@tp  gpt.py:78
         norm_2 = runtime.layer_norm(
             x, [64], self.norm_2.weight, self.norm_2.bias, 1e-05, "tp"
@@ -81,7 +79,6 @@ class Block(runtime.Block):
         down = runtime.reduce_scatter(down, 2, "tp")
         # [2, 16, 32/64] S(2)@tp  gpt.py:78
         dropout = runtime.dropout(down, 0.1, (2, 16, 64), {2: "tp"})
-        del down
         add = x + dropout  # [2, 16, 32/64] S(2)@tp  gpt.py:78
         return add
 
@@ -113,10 +110,8 @@ class RankModule(runtime.RankModule):
         # [8/16, 64] S(0)@tp  gpt.py:109
         position_embedding = F.embedding(positions, position_embedding_weight)
         add = token_embedding + position_embedding  # [2, 8/16, 64] S(1)@tp  gpt.py:109
-        del token_embedding
         # [2, 8/16, 64] S(1)@tp  gpt.py:109
         x = runtime.dropout(add, 0.1, (2, 16, 64), {1: "tp"})
-        del add
         # S(1)@tp → S(2)@tp    backward: all-to-all
         x = runtime.all_to_all(x, 1, 2, "tp")
         for block in self.blocks:

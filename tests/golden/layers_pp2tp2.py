@@ -74,7 +74,6 @@ class Stage0(runtime.RankModule):
     def forward(self, x):
         x_shard = runtime.slice(x, 1, "tp", of="R")  # R@tp → S(1)@tp
         x = self.layers[0](x, x_shard)
-        del x_shard
         # S(1)@tp → R@tp    backward: reduce-scatter
         x_whole = runtime.all_gather(x, 1, "tp", to="R")
         x = self.layers[1](x_whole, x)

@@ -30,7 +30,6 @@ class Block(runtime.Block):
     def forward(self, x, cos, sin):
         power = x**2  # [1/2, 16, 64] S(0)@tp  llama.py:59
         mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@tp  llama.py:59
-        del power
         add = mean + 1e-05  # [1/2, 16, 1] S(0)@tp  llama.py:59
         rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@tp  llama.py:59
         mul = x * rsqrt  # [1/2, 16, 64] S(0)@tp  llama.py:59
@@ -48,11 +47,8 @@ class Block(runtime.Block):
         mul = q * cos  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
         neg = -part_1  # [2, 4, 8/16, 8] S(2)@tp  llama.py:82
         cat = torch.cat([neg, part], dim=-1)  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
-        del q, part, part_1, neg
         mul_1 = cat * sin  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
-        del cat
         q = mul + mul_1  # [2, 4, 8/16, 16] S(2)@tp  llama.py:82
-        del mul, mul_1
         # [2, 16, 32] P@tp  llama.py:83
         k = F.linear(attention_norm, self.attention.k.weight)
         k = runtime.reduce_scatter(k, 1, "tp")  # P@tp → S(1)@tp    backward: all-gather
@@ -63,11 +59,8 @@ class Block(runtime.Block):
         mul = k * cos  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
         neg = -part_1  # [2, 2, 8/16, 8] S(2)@tp  llama.py:83
         cat = torch.cat([neg, part], dim=-1)  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
-        del k, part, part_1, neg
         mul_1 = cat * sin  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
-        del cat
         k = mul + mul_1  # [2, 2, 8/16, 16] S(2)@tp  llama.py:83
-        del mul, mul_1
         # [2, 16, 32] P@tp  llama.py:84
         v = F.linear(attention_norm, self.attention.v.weight)
         v = runtime.reduce_scatter(v, 2, "tp")  # P@tp → S(2)@tp    backward: all-gather
@@ -83,10 +76,8 @@ class Block(runtime.Block):
         # P@tp → S(0)@tp    backward: all-gather
         out = runtime.reduce_scatter(out, 0, "tp")
         x = x + out  # [1/2, 16, 64] S(0)@tp  llama.py:111
-        del out
         power = x**2  # [1/2, 16, 64] S(0)@tp  llama.py:59
         mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@tp  llama.py:59
-        del power
         add = mean + 1e-05  # [1/2, 16, 1] S(0)@tp  llama.py:59
         rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@tp  llama.py:59
         mul = x * rsqrt  # [1/2, 16, 64] S(0)@tp  llama.py:59
@@ -141,7 +132,6 @@ class RankModule(runtime.RankModule):
             x = block(x, cos, sin)
         power = x**2  # [1/2, 16, 64] S(0)@tp  llama.py:59
         mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@tp  llama.py:59
-        del power
         add = mean + 1e-05  # [1/2, 16, 1] S(0)@tp  llama.py:59
         rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@tp  llama.py:59
         mul = x * rsqrt  # [1/2, 16, 64] S(0)@tp  llama.py:59

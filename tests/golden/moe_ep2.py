@@ -257,7 +257,6 @@ class RankModule(runtime.RankModule):
         x = self.blocks[1](x, cos, sin)
         power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:59
         mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        del power
         add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:59
         rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:59
         mul = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:59

@@ -10,19 +10,22 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch._dynamo import external_utils
+from torch.autograd import forward_ad
 
-from autoshard.frames import is_ours, is_torchs, is_users
+from autoshard.frames import is_ours, is_torchs, users_modules
 from autoshard.passes.capture.observer import Observer, Patch
 
 inference: ContextVar[bool] = ContextVar("inference", default=False)
 """whether the code that is traced runs in inference mode; no trace does"""
 without_grad: ContextVar[bool] = ContextVar("without_grad", default=False)
 """whether gradients are off where the forward begins, though those that it turns on itself are wanted"""
+
+_autograd: ContextVar[tuple[bool, bool] | None] = ContextVar("autograd", default=None)
+"""what :func:`autograd_modes` were where the code that is traced is called"""
 
 _TRACED = (
     *((torch.compiler, name) for name in ("is_compiling", "is_exporting", "is_dynamo_compiling")),
@@ -37,16 +40,32 @@ _MODES = (
 """what an export turns off: the module with the attribute ``enabled`` that says so too, and the question"""
 
 
+_AUTOGRAD = (
+    ("_is_fwd_grad_enabled", ((torch._C, "_is_fwd_grad_enabled"), (forward_ad, "_is_fwd_grad_enabled"))),
+    (
+        "_is_multithreading_enabled",
+        ((torch._C, "_is_multithreading_enabled"), (torch.autograd, "is_multithreading_enabled")),
+    ),
+)
+"""questions of torch._C about autograd's modes, and where they are asked"""
+
+
+def autograd_modes() -> tuple[bool, bool]:
+    """Whether forward-mode derivatives, and several threads in a backward, are on."""
+    return torch._C._is_fwd_grad_enabled(), torch._C._is_multithreading_enabled()
+
+
 @contextlib.contextmanager
 def as_called(grad: bool, in_inference: bool) -> Iterator[None]:
     """Inside, nothing made is an inference tensor; traced forwards begin with gradients and hear of modes as said."""
-    tokens = without_grad.set(not grad), inference.set(in_inference)
+    tokens = without_grad.set(not grad), inference.set(in_inference), _autograd.set(autograd_modes())
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(grad):
             yield
     finally:
         without_grad.reset(tokens[0])
         inference.reset(tokens[1])
+        _autograd.reset(tokens[2])
 
 
 class AsInEager(Observer):
@@ -64,6 +83,10 @@ class AsInEager(Observer):
             original = owner.is_inference_mode_enabled
             replaced[original] = _answering(original, inference.get)
             yield owner, "is_inference_mode_enabled", replaced[original]
+        for now, (name, places) in zip(_autograd.get() or autograd_modes(), _AUTOGRAD, strict=True):
+            original = getattr(torch._C, name)
+            replaced[original] = _answering(original, partial(bool, now))
+            yield from ((owner, alias, replaced[original]) for owner, alias in places)
         for module, owner, name in _MODES:
             original, now = getattr(owner, name), getattr(owner, name)()
             replaced[original] = _answering(original, partial(bool, now))
@@ -103,10 +126,7 @@ class _Flag:
 def _imported(replaced: dict[Any, Any]) -> Iterator[Patch]:
     """The same for names that the user's modules have imported."""
     by_id = {id(original): new for original, new in replaced.items()}
-    for called, module in list(sys.modules.items()):
-        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # not asked of lazy modules
-        if called != "__main__" and not (isinstance(file, str) and is_users(file)):
-            continue
+    for module in users_modules():
         for name, value in list(vars(module).items()):
             if id(value) in by_id:
                 yield module, name, by_id[id(value)]

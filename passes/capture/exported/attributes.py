@@ -5,7 +5,10 @@ Those are caches and states. A trace would lose what happens to them, so it is m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +18,9 @@ from autoshard.errors import CaptureError
 
 Held = dict[str, tuple[torch.Tensor, int]]
 """name → a tensor in a plain attribute, and its version"""
+
+LEFT = "left_behind_by_a_trace"
+"""attribute of a tensor that stands for one that an earlier trace left"""
 
 
 class WrittenError(CaptureError):
@@ -32,7 +38,7 @@ def held(model: nn.Module) -> Held:
     return {
         f"{path}.{name}" if path else name: (value, value._version)
         for path, name, value in named
-        if isinstance(value, torch.Tensor) and value.is_leaf
+        if isinstance(value, torch.Tensor) and value.is_leaf and not hasattr(value, LEFT)
     }
 
 
@@ -75,3 +81,38 @@ def apart(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_leaf and not value.requires_grad:
                 vars(module)[name] = aliases.setdefault(id(value), value.detach())
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Put the attributes of every module back, and the contents of its dicts, lists and sets."""
+    before = [(module, dict(vars(module)), _contents(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, content in contents.items():
+                holder = attributes[name]
+                holder.clear()
+                holder.extend(content) if isinstance(holder, list) else holder.update(content)
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    return {k: copy.copy(v) for k, v in vars(module).items() if type(v) in (dict, OrderedDict, list, set)}
+
+
+def write_back(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
+    """Have buffers that the forward set anew written in place: export sees only those of the root, and drops the others."""
+    for name, old in before.items():
+        new = module._buffers.get(name)
+        if new is old:
+            continue
+        if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise CaptureError(
+                f"buffer {name!r} of {type(module).__name__} is set to another shape or dtype, or to None, in the forward. "
+                "Write to it in place, with copy_(), or, where the first call alone fills it, call the model once before."
+            )
+        module._buffers[name] = old
+        old.copy_(new.detach())

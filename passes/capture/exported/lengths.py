@@ -41,20 +41,8 @@ class Open:
     """dim → (multiple, name); the name is "" where the user gave none"""
 
 
-def check_dynamic(dynamic: Dynamic) -> None:
-    """Raise :class:`HintError` unless ``dynamic`` is what :data:`Dynamic` says."""
-    if isinstance(dynamic, bool):
-        return
-    inner = dynamic.values() if isinstance(dynamic, Mapping) else (None,)
-    if not all(isinstance(d, Mapping) and all(isinstance(n, str) for n in d.values()) for d in inner):
-        raise HintError(
-            f'dynamic is True, False or {{input: {{dim: name}}}}, as {{"x": {{0: "batch"}}}}, got {dynamic!r}'
-        )
-
-
 def fixed_if_refused(dynamic: Dynamic, do: Callable[[Dynamic], T]) -> T:
     """``do(dynamic)``; what is refused with open lengths is done for those of the example alone, with a warning."""
-    check_dynamic(dynamic)
     if dynamic:
         try:
             return do(dynamic)
@@ -72,8 +60,10 @@ def opened(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> dict[str, O
     for path, dims in dynamic.items():
         if path not in tensors:
             raise HintError(f"dynamic: there is no tensor argument {path!r}; there are {', '.join(tensors)}")
-        if wrong := [d for d in dims if not 0 <= d < tensors[path].ndim]:
-            raise HintError(f"dynamic: {path!r} has {tensors[path].ndim} dims, no dim {wrong[0]}")
+        if not isinstance(dims, Mapping):
+            raise HintError(f"dynamic: {path!r} is {dims!r}: give {{dim: name}}, such as {{0: 'batch'}}")
+        if wrong := [d for d in dims if not isinstance(d, int) or not 0 <= d < tensors[path].ndim]:
+            raise HintError(f"dynamic: {path!r} has {tensors[path].ndim} dims, no dim {wrong[0]!r}")
     return {
         path: Open(path, x, {d: _declared(path, d, text) for d, text in dynamic.get(path, {}).items()})
         for path, x in tensors.items()
@@ -81,7 +71,7 @@ def opened(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> dict[str, O
 
 
 def _declared(path: str, dim: int, text: str) -> tuple[int, str]:
-    found = _DECLARED.fullmatch(text)
+    found = _DECLARED.fullmatch(str(text))
     if found is None or keyword.iskeyword(found[2]) or found[2] in _TAKEN or found[1] == "0":
         raise HintError(f"dynamic: {path!r}, dim {dim}: {text!r} is neither a name nor a multiple such as '4*batch'")
     return int(found[1] or 1), found[2]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 import random
 import sys
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import CaptureError
-from autoshard.frames import is_users
+from autoshard.frames import is_ours, is_pythons, is_users, stack
 from autoshard.passes.capture.observer import Observer, Patch, Refusals, replacing
 
 UNIFORM = (
@@ -27,6 +28,9 @@ UNIFORM = (
     (np.random, "random", "numpy's"), (np.random, "rand", "numpy's"), (np.random, "uniform", "numpy's"),
 )  # fmt: skip
 """functions that draw a number from 0 to 1 when they are called without arguments, or with these bounds"""
+
+ENTROPY = ((os, "urandom"), (random, "_urandom"))
+"""what ``uuid``, ``secrets`` and ``random.SystemRandom`` read"""
 
 
 class Draws(Observer):
@@ -40,6 +44,8 @@ class Draws(Observer):
             yield module, name, _drawing(getattr(module, name), generator, self.refuse)
         yield replacing(np.random, "default_rng", lambda make: _seeded(make, 0, "a numpy", self.refuse))
         yield replacing(random.Random, "__init__", lambda init: _seeded(init, 1, "a Python", self.refuse))
+        for module, name in ENTROPY:
+            yield replacing(module, name, lambda read: _of_the_system(read, self.refuse))
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -150,6 +156,18 @@ def _seeded(make: Callable[..., Any], seed: int, generator: str, refuse: Refusal
         return make(*args, **kwargs)
 
     return made
+
+
+def _of_the_system(read: Callable[[int], bytes], refuse: Refusals) -> Callable[[int], bytes]:
+    """``read``, refused where the forward's own code asks for it, through Python's libraries or not."""
+
+    def reading(count: int) -> bytes:
+        files = (f.f_code.co_filename for f in stack())
+        if is_users(next((file for file in files if not (is_pythons(file) or is_ours(file))), "")):
+            raise refuse(_message("the system's"))
+        return read(count)
+
+    return reading
 
 
 def _states() -> tuple[Any, Any, Any]:

@@ -131,7 +131,7 @@ def live_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 def remove_dead(graph: Graph) -> Graph:
     """Without nodes that nothing needs. Random ops stay: each advances the generator, used or not; checks as well."""
-    needed = {o.name for o in graph.outputs if isinstance(o, Ref)} | set(graph.mutations.values())
+    needed = set(graph.returned)
     kept: list[Node] = []
     for node in reversed(graph.nodes):
         if needed.intersection(node.outputs) or has_effect(node):

@@ -1,4 +1,4 @@
-"""Fused projections whose result is split into equal parts: types say so, that every part may be cut and not the whole."""
+"""Fused projections whose result is split into parts: types say so, that every part may be cut and not the whole."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.graph import Graph, Node, Parts
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.factors import positive
-from autoshard.passes.rules.parts import SPLITS, equal_parts, viewed_parts
+from autoshard.passes.rules.parts import SPLITS, parts_of_split, viewed_parts
 from autoshard.runtime.experts import experts_op
 
 aten = torch.ops.aten
 
 EXPERTS = experts_op._opoverload
-
-Parts = tuple[int, int]
-"""a dim, and into how many equal parts it is split"""
 
 
 def fused(graph: Graph) -> Graph:
@@ -38,18 +35,18 @@ def fused(graph: Graph) -> Graph:
 
 
 def _split(node: Node, graph: Graph) -> Iterator[tuple[str, Parts]]:
-    """What ``node`` splits into equal parts."""
-    parts = equal_parts(node, graph) if node.op in SPLITS else viewed_parts(node, graph)
+    """What ``node`` splits into parts."""
+    parts = parts_of_split(node, graph) if node.op in SPLITS else viewed_parts(node, graph)
     if parts is not None:
         yield node.inputs[0], parts
     elif node.op is EXPERTS and node.argument("gated") and not node.argument("interleaved"):
-        yield node.inputs[3], (2 if node.argument("transposed") else 1, 2)
+        yield node.inputs[3], (2 if node.argument("transposed") else 1, (1, 1))
 
 
 def _behind(value: str, parts: Parts, graph: Graph) -> Iterator[tuple[str, Parts]]:
     """``value`` and what it is made of, as far as that has the same parts, down to parameters."""
     yield value, parts
-    node, (dim, count) = graph.producers.get(value), parts
+    node, (dim, ratio) = graph.producers.get(value), parts
     if node is None or isinstance(graph.shape(value)[dim], Size):
         return
     shapes = graph.shapes(node.inputs)
@@ -58,13 +55,13 @@ def _behind(value: str, parts: Parts, graph: Graph) -> Iterator[tuple[str, Parts
         turned = node.op is aten.linear.default
         weight, bias = (1, 2) if turned else (len(node.inputs) - 1, 0 if node.op is aten.addmm.default else None)
         if len(shapes[weight]) == 2:
-            yield from _behind(node.inputs[weight], (0 if turned else 1, count), graph)
+            yield from _behind(node.inputs[weight], (0 if turned else 1, ratio), graph)
         if bias is not None and bias < len(shapes) and len(shapes[bias]) == 1:
-            yield from _behind(node.inputs[bias], (0, count), graph)
+            yield from _behind(node.inputs[bias], (0, ratio), graph)
     elif node.op is aten.t.default and len(shapes[0]) == 2:
-        yield from _behind(node.inputs[0], (1 - dim, count), graph)
+        yield from _behind(node.inputs[0], (1 - dim, ratio), graph)
     elif node.op is aten.transpose.int:
         swapped = [positive(node.argument(name), last + 1) for name in ("dim0", "dim1")]
-        yield from _behind(node.inputs[0], (swapped[1 - swapped.index(dim)] if dim in swapped else dim, count), graph)
+        yield from _behind(node.inputs[0], (swapped[1 - swapped.index(dim)] if dim in swapped else dim, ratio), graph)
     elif node.op is aten._to_copy.default:
         yield from _behind(node.inputs[0], parts, graph)

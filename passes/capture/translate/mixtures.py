@@ -55,10 +55,11 @@ def _of_owners(graph: Graph) -> Graph:
     """``graph`` whose types say of which experts the matrices may lie whole on one rank: of parameters that nothing else
     reads."""
     types = dict(graph.types)
-    given = {out.name for out in graph.outputs if isinstance(out, Ref)} | set(graph.mutations.values())
     for node in graph.nodes:
         apart = node.op is STACKED and len({*node.inputs}) == len(node.inputs)
-        if apart and all(n in graph.parameters and len(graph.uses[n]) == 1 and n not in given for n in node.inputs):
+        if apart and all(
+            n in graph.parameters and len(graph.uses[n]) == 1 and n not in graph.returned for n in node.inputs
+        ):
             count = len(node.inputs) // node.argument("parts")
             types |= {n: replace(types[n], tables=count) for n in node.inputs}
     return replace(graph, types=types)

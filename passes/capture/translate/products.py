@@ -54,12 +54,11 @@ def _whole(node: Node, graph: Graph) -> tuple[Node, Node, tuple[int, ...]] | Non
     before, (rows, features) = graph.shape(operand), graph.shape(flat)
     shape = (*before[:-1], graph.shape(out)[-1])
     uses = graph.uses[out]
-    ends = out in graph.mutations.values() or any(isinstance(o, Ref) and o.name == out for o in graph.outputs)
     if (
         before[-1] != features
         or len(before) < 3
         or rows != TensorType(before[:-1], torch.int8).numel
-        or ends
+        or out in graph.returned
         or not uses
     ):
         return None

@@ -80,9 +80,8 @@ def scores_of(value: Ref, graph: Graph, positions: Positions) -> Scores | None:
 
 def is_read_once(name: str, graph: Graph) -> bool:
     """Whether one operand of one operation is all that reads a value."""
-    given = {out.name for out in graph.outputs if isinstance(out, Ref)} | set(graph.mutations.values())
     uses = graph.uses[name]
-    return len(uses) == 1 and uses[0].inputs.count(name) == 1 and name not in given
+    return len(uses) == 1 and uses[0].inputs.count(name) == 1 and name not in graph.returned
 
 
 def keeps_matrix(node: Node, graph: Graph) -> bool:

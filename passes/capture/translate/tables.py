@@ -64,13 +64,12 @@ def _from_inputs(graph: Graph) -> frozenset[str]:
 
 def _pooled(graph: Graph, tables: Sequence[str]) -> Graph:
     """``graph`` with ``embedding(…).sum(-2)`` of these tables as one operation."""
-    read = {out.name for out in graph.outputs if isinstance(out, Ref)} | set(graph.mutations.values())
     gone: set[str] = set()
     merged: dict[str, Node] = {}
     for table in tables:
         for node in graph.uses[table]:
             users = graph.uses[node.outputs[0]]
-            if node.op is not aten.embedding.default or len(users) != 1 or node.outputs[0] in read:
+            if node.op is not aten.embedding.default or len(users) != 1 or node.outputs[0] in graph.returned:
                 continue
             if (mode := _pool(users[0], len(graph.types[node.outputs[0]].shape))) and not node.argument(
                 "scale_grad_by_freq"

@@ -102,7 +102,7 @@ def style_of(pattern: str, given: Any) -> Style:
         raise PlanError(f"like: {pattern!r} is {given!r}, which parallelises over experts: that is not there yet")
     if not isinstance(given, str) or given not in STYLES:
         near = difflib.get_close_matches(str(given), STYLES, n=1)
-        meant = f"; do you mean {near[0]!r}?" if near else ""
+        meant = f"; do you mean {near[0]!r}?" if near else "."
         raise PlanError(f"like: {pattern!r} is {given!r}, which is no style{meant} There are {', '.join(STYLES)}")
     return STYLES[given]
 

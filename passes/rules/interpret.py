@@ -13,7 +13,12 @@ from autoshard.passes.rules.facts import makes_tensor
 Observer = Callable[[Node, tuple[torch.Tensor, ...]], None]
 
 
-def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor], observe: Observer | None = None) -> dict[str, Any]:
+def interpret(
+    graph: Graph,
+    inputs: Mapping[str, torch.Tensor],
+    observe: Observer | None = None,
+    device: torch.device | None = None,
+) -> dict[str, Any]:
     """All values of ``graph`` by name, computed with the real ops and recorded by autograd.
 
     ``inputs``: a tensor for each of ``graph.inputs`` (constants may be left out), parameters with
@@ -22,7 +27,8 @@ def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor], observe: Observe
     """
     values: dict[str, Any] = dict(graph.constants)
     values.update({i.name: inputs[i.name] for i in graph.inputs if i.kind != "constant" or i.name in inputs})
-    device = next((values[i.name].device for i in graph.inputs if i.kind != "constant"), torch.device("cpu"))
+    if device is None:
+        device = next((values[i.name].device for i in graph.inputs if i.kind != "constant"), torch.device("cpu"))
     values.update({name: t.to(device) for name, t in graph.constants.items() if name not in inputs})
     for node in graph.nodes:
         args = map_refs(node.args, lambda ref: values[ref.name])

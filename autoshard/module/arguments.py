@@ -1,0 +1,46 @@
+"""What is given to ``compile`` and ``plan``, checked before anything is done with it: a value of another kind would be read
+as something, such as a word as True."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import AutoshardError, CaptureError, HintError, PlanError
+from autoshard.plans.plan import Plan
+
+_HINTS = "{pattern: Shard(d) | 'colwise' | 'rowwise' | 'replicate' | {axis: placement}}"
+_KINDS: dict[str, tuple[tuple[type, ...], str, type[AutoshardError]]] = {
+    "hints": ((Mapping, type(None)), _HINTS, HintError),
+    "plan": ((Plan, type(None)), "a Plan, from autoshard.plan or Plan.from_json", PlanError),
+    "training": ((bool, type(None)), "True, False or None", PlanError),
+    "gather_outputs": ((bool, type(None)), "True, False or None", PlanError),
+    "strict": ((bool,), "True or False", PlanError),
+    "dynamic": ((bool, Mapping), "True, False or {input: {dim: name}}, such as {'input_ids': {0: 'batch'}}", HintError),
+}
+"""argument → the kinds of values that it takes, in words, and the error for another"""
+
+
+def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
+    """Raise a subclass of :class:`autoshard.AutoshardError` for what is of no kind that the argument takes.
+
+    ``args``, ``kwargs``: the example's; ``given``: arguments of :func:`autoshard.compile` by name, all in the table above.
+    """
+    if not isinstance(model, nn.Module):
+        what = (
+            f"the class {model.__name__}: make one, {model.__name__}(…)"
+            if isinstance(model, type)
+            else f"{model!r:.60}"
+        )
+        raise CaptureError(f"the model is an nn.Module, got {what}")
+    if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
+        raise CaptureError(f"example_args is a tuple of the arguments, got one {type(args).__name__}: write (x,)")
+    if not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise CaptureError(f"example_kwargs is a dict of the arguments by name, got {type(kwargs).__name__}")
+    for name, value in given.items():
+        kinds, meant, error = _KINDS[name]
+        if not isinstance(value, kinds):
+            raise error(f"{name}={value!r:.60}: give {meant}")

@@ -1,0 +1,33 @@
+"""Ops on whole tensors whose backward runs their forward again: what differentiates by itself needs no second form."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def differentiate(op: Any, forward: Callable[..., torch.Tensor], most: int | None = None) -> None:
+    """Register the backward of a custom op that computes what ``forward`` does, of the same arguments.
+
+    ``most``: how many of the first arguments get gradients; None: all tensors.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.form = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs))
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        again = torch.is_grad_enabled()  # the gradients are to be differentiated
+        wanting = [n and (most is None or i < most) for i, n in enumerate(ctx.needs_input_grad)]
+        saved = zip(ctx.saved_tensors, itertools.chain(wanting, itertools.repeat(False)), strict=False)
+        given = [t if t is None or (again and n) else t.detach().requires_grad_(n) for t, n in saved]
+        with torch.enable_grad():
+            out = forward(*(x if t is None else t for t, x in zip(given, ctx.form, strict=True)))
+        wanted = [t for t, n in zip(given, wanting, strict=False) if n]
+        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=again))
+        return tuple(next(found) if n else None for n in wanting)
+
+    op.register_autograd(backward, setup_context=save)
