@@ -193,7 +193,7 @@ def test_gates_meet_what_they_gate_as_rows_or_as_weights(rows: int, sent: int) -
         (None, set()),
     ):  # half of 6 features, float64
         found = collectives(Loss(4), {"tp": 2}, hints, (batch(*ids),), like="megatron")
-        halos = {size for (kind, _, phase, size) in found if kind in ("halo", "permute") and phase == "forward"}
+        halos = {size for (kind, _, phase, size) in found if kind == "permute" and phase == "forward"}
         assert halos == expected
 
 
