@@ -73,7 +73,7 @@ def chain(names: tuple[str, ...], per_module: int = 1, rule: bool = True) -> Pla
     compute, sent = sum(c.seconds for c in choices.values()), sum(c.seconds for c in collectives)
     flops = sum(c.flops for c in choices.values())
     return Plan(
-        mesh, layouts, tuple(collectives), Cost(compute, sent, compute + sent, 1e6, flops, flops), 0.0, choices,
+        mesh, layouts, tuple(collectives), Cost(compute, sent, compute + sent, 1e6, flops, flops), choices,
         outputs=(whole,), shapes=shapes, kinds=kinds, title=names[0], modules=dict.fromkeys(names, "Linear"),
         dtypes=dict.fromkeys(shapes, "float32"), differentiable=tuple(shapes),
     )  # fmt: skip

@@ -223,6 +223,7 @@ def test_a_plan_given_back_keeps_objective_and_bound() -> None:
         plan = compiled(graph, mesh, hints).plan
         again = compiled(graph, mesh, plan=Plan.from_json(plan.to_json())).plan
         assert (again.cost, again.lower_bound, again.given) == (plan.cost, plan.lower_bound, plan.given)
+        assert plan.cost.lower_bound == plan.lower_bound > 0
         assert str(again) == str(plan)
 
 

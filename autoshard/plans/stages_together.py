@@ -44,7 +44,6 @@ def together(stages: Stages, plans: Sequence[Plan], mesh: Mesh, staged: Staged) 
             *(c for p in backwards for c in p.collectives if c.phase == "backward"),
         ),
         cost=pipeline_cost(staged, mesh),
-        lower_bound=0.0,
         choices={n: _labelled(c, mesh, staged.axis) for p in backwards for n, c in p.choices.items()},
         shared=_on(mesh, _joined(p.shared for p in backwards)),
         outputs=tuple(None if x is None else _whole(mesh, x) for x in outputs),

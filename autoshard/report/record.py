@@ -89,6 +89,8 @@ class Cost:
     """the communication that compute does not hide; where nothing is said, all of it"""
     bubble_s: float = 0.0
     """waiting for other stages"""
+    lower_bound: float = field(default=0.0, compare=False)
+    """seconds: no plan with the layouts in :attr:`Record.given` has a smaller ``total_s``; 0 where no bound is known"""
     optimizer_s: float = 0.0
     """the part of ``compute_s`` that updates the parameters"""
     schedule_s: float = 0.0
@@ -176,8 +178,6 @@ class Record:
     layouts: Mapping[str, Layout]
     collectives: tuple[Collective, ...]
     cost: Cost
-    lower_bound: float
-    """seconds: no plan with the layouts in ``given`` has a smaller ``cost.total_s``; 0 where no bound is known"""
     choices: Mapping[str, Choice] = field(default_factory=dict)
     shared: Mapping[str, Layout] = field(default_factory=dict)
     outputs: tuple[Layout | None, ...] = ()
@@ -223,6 +223,11 @@ class Record:
     serving: Serving | None = None
     """where prompts and tokens are served by one layout of the weights: what each takes; the plan is that of a token"""
 
+    @property
+    def lower_bound(self) -> float:
+        """:attr:`Cost.lower_bound`"""
+        return self.cost.lower_bound
+
     def to_json(self, alternatives: bool = True) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back.
 
@@ -265,7 +270,8 @@ def _encoded(part: Any) -> Any:
         return dict(part) if isinstance(part, Mapping) else list(part)
     data = {f.name: getattr(part, f.name) for f in fields(part)}
     if isinstance(part, Record):
-        data = {"format": 1, "hardware": part.mesh.hardware, **{k: v for k, v in data.items() if v is not None}}
+        more = {"format": 1, "hardware": part.mesh.hardware, "lower_bound": part.lower_bound}
+        data = {**more, **{k: v for k, v in data.items() if v is not None}}
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in data.items()}
 
 
@@ -279,7 +285,7 @@ def _decoded(cls: type[Kind], data: Mapping[str, Any]) -> Kind:
     known |= {
         "mesh": mesh,
         "collectives": tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
-        "cost": Cost(**data["cost"]),
+        "cost": Cost(**{"lower_bound": data["lower_bound"], **data["cost"]}),
         "choices": {n: _choice_from(c) for n, c in data["choices"].items()},
         "outputs": tuple(None if x is None else _layout_from(mesh, x) for x in data["outputs"]),
         "given": tuple(data.get("given", data.get("pinned", ()))),

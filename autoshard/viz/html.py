@@ -56,7 +56,7 @@ class _Payload:
             "hardware": plan.mesh.hardware.name,
             "capacity": plan.mesh.hardware.memory_bytes,
             "training": plan.training,
-            "cost": {**asdict(plan.cost), "lower_bound": plan.lower_bound, "mfu": mfu, "hfu": hfu},
+            "cost": {**asdict(plan.cost), "mfu": mfu, "hfu": hfu},
             "notes": list(plan.notes),
             "tree": tree,
             "edges": [[a, b] for a, b, _ in drawn.edges],

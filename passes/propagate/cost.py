@@ -79,7 +79,7 @@ def _multiplied(node: Node, graph: Graph) -> list[int]:
 def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:
     """(ring bytes per rank, seconds) of a collective inside an op's local form."""
     ranks, link = mesh.size_of(collective.axes), mesh.link(collective.axes)
-    if collective.kind in ("halo", "permute"):  # every rank sends one message
+    if collective.kind == "permute":  # every rank sends one message
         return collective.bytes, link.seconds(collective.bytes, "permute")
     passes = 2 if collective.kind == "all_reduce" else 1
     moved = passes * (ranks - 1) / ranks * collective.bytes

@@ -32,8 +32,8 @@ class _Edge:
     """
 
     def __init__(self, tables: Tables, table: int) -> None:
-        whole = tables.arrays[table]
-        if whole.size < SMALL:  # looking for equal slices takes longer than they do
+        if tables.matrix(table).size < SMALL:  # looking for equal slices takes longer than they do
+            whole = tables.arrays[table]
             self.sides = [_Side(np.ascontiguousarray(x), np.arange(len(x))) for x in (whole, whole.T)]
         else:
             self.sides = [_Side(tables.compact(table, axis), tables.classes(table, axis)) for axis in (0, 1)]

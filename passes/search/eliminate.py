@@ -227,9 +227,9 @@ class Eliminator:
 
     def cost(self, choice: dict[int, int]) -> float:
         """The cost of a choice for all nodes that are left."""
-        arrays = self.tables.arrays
         return self.constant + sum(
-            float(arrays[table][tuple(choice[node] for node in scope)]) for scope, table in sorted(self.factors.items())
+            float(self.tables.matrix(table)[tuple(choice[node] for node in scope)])
+            for scope, table in sorted(self.factors.items())
         )
 
     def core(self) -> Iterable[tuple[Scope, Array]]:

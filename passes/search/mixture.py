@@ -11,6 +11,7 @@ import itertools
 import numpy as np
 
 from autoshard.passes.search.eliminate import by_join
+from autoshard.passes.search.flips import flipped
 from autoshard.passes.search.network import Array
 from autoshard.passes.search.prices import Part, Search
 from autoshard.passes.search.relaxation import Elimination
@@ -53,7 +54,9 @@ class _Borders:
             choice, _ = elimination.solve(part.prices)
             self.search.solved += 1
             self.search.work += elimination.work
-            cost, over = self.search.offer(part.original(choice))
+            whole = self.part.renumbered(part.original(choice))
+            filled = flipped(self.part.problem, self.search.slack, whole)
+            cost, over = self.search.offer(self.part.original(filled))
             self.tried[borders] = cost + float(np.maximum(over, 0.0) @ self.charge)
         return self.tried[borders]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, whole
+from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, stored
 from autoshard.passes.search.network import Array
 
 # A join is computed in blocks of about this many entries, so that its temporaries stay in cache.
@@ -17,15 +17,28 @@ Span = tuple[int, tuple[int, ...]]
 """a table and the axes of a join that it spans, ascending"""
 
 
+class Unfolded(list[Array]):
+    """Arrays by number; one that is ``folded`` is written out when it is first asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folded: dict[int, Folded] = {}
+
+    def __getitem__(self, number: int) -> Array:  # type: ignore[override]
+        array: Array = super().__getitem__(number)
+        if number in self.folded and not array.size:
+            array = self[number] = self.folded[number].whole()
+        return array
+
+
 class Tables:
     """Float64 tables of any rank, numbered in order of first appearance, with memoised operations on the numbers."""
 
     def __init__(self) -> None:
-        self.arrays: list[Array] = []
+        self.arrays: list[Array] = Unfolded()
         self._by_id: dict[int, tuple[Matrix, int]] = {}  # keeps the array alive, so that its id stays its own
         self._by_content: dict[bytes, int] = {}
         self._memo: dict[tuple[object, ...], int] = {}
-        self._folded: dict[int, Folded] = {}
         self._classes: dict[tuple[int, int], Classes] = {}
         self._compact: dict[tuple[int, int], Array] = {}
 
@@ -34,15 +47,23 @@ class Tables:
         known = self._by_id.get(id(array))
         if known is not None:
             return known[1]
-        array_c = np.asarray(whole(array), dtype=np.float64, order="C")
-        digest = hashlib.blake2b(array_c.data, digest_size=16, key=repr(array_c.shape).encode()).digest()
-        number = self._by_content.setdefault(digest, len(self.arrays))
-        if number == len(self.arrays):
+        array_c = np.asarray(stored(array), dtype=np.float64, order="C")
+        digest = hashlib.blake2b(array_c.data, digest_size=16, key=repr(array.shape).encode())
+        if isinstance(array, Folded):
+            digest.update(array.rows.tobytes() + array.columns.tobytes())
+        number = self._by_content.setdefault(digest.digest(), len(self.arrays))
+        if number == len(self.arrays) and isinstance(self.arrays, Unfolded) and isinstance(array, Folded):
+            self.arrays.folded[number] = array
+            self.arrays.append(np.empty((0, 0)))
+        elif number == len(self.arrays):
             self.arrays.append(array_c)
-            if isinstance(array, Folded):
-                self._folded[number] = array
         self._by_id[id(array)] = (array, number)
         return number
+
+    def matrix(self, a: int) -> Matrix:
+        """A table as it came, without writing it out."""
+        folded = self.arrays.folded.get(a) if isinstance(self.arrays, Unfolded) else None
+        return self.arrays[a] if folded is None else folded
 
     def at(self, a: int, index: tuple[int | None, ...]) -> Array:
         """The entries along the only axis whose index is None."""
@@ -72,7 +93,10 @@ class Tables:
         key = ("take", a, *(None if k is None else k.tobytes() for k in kept))
 
         def compute() -> Array:
-            array = self.arrays[a]
+            array = self.matrix(a)
+            if isinstance(array, Folded):
+                sides = zip((array.rows, array.columns), kept, strict=True)
+                return array.values[np.ix_(*(side if k is None else side[k] for side, k in sides))]
             for axis, k in enumerate(kept):
                 array = array if k is None else array.take(k, axis)
             return array
@@ -89,11 +113,12 @@ class Tables:
         """For every index along ``axis`` the number of its class of equal slices, classes in order of appearance."""
         known = self._classes.get((a, axis))
         if known is None:
-            fold = self._folded.get(a)
-            rows = np.ascontiguousarray(np.moveaxis(fold.values if fold else self.arrays[a], axis, 0))
+            matrix = self.matrix(a)
+            rows = np.ascontiguousarray(np.moveaxis(stored(matrix), axis, 0))
             seen: dict[bytes, int] = {}
             known = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], dtype=np.intp)
-            known = in_order(known[(fold.rows, fold.columns)[axis]])[1] if fold else known
+            if isinstance(matrix, Folded):
+                known = in_order(known[(matrix.rows, matrix.columns)[axis]])[1]
             self._classes[a, axis] = known
         return known
 
@@ -101,7 +126,7 @@ class Tables:
         """The matrix with one of every class of equal slices, its rows along ``axis``."""
         if (a, axis) not in self._compact:
             first = [np.unique(self.classes(a, k), return_index=True)[1] for k in (0, 1)]
-            matrix = self.arrays[a][np.ix_(*first)]
+            matrix: Array = self.matrix(a)[np.ix_(*first)]
             self._compact[a, axis] = np.ascontiguousarray(matrix if axis == 0 else matrix.T)
         return self._compact[a, axis]
 

@@ -31,7 +31,7 @@ ENOUGH = 2e-3
 TURNS = 5
 COLUMNS = 60
 # Mixtures tried.
-MIXTURES = 16
+MIXTURES = 8
 # Sweeps of message passing.
 SWEEPS = 8
 # A problem of up to so many entries goes to the MILP as it is, and up to so many when what is too dear is gone.
