@@ -80,9 +80,7 @@ class Block(runtime.Block):
         out = runtime.reduce_scatter(out, 0, "dp")
         # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:77
         dropout = runtime.dropout(out, 0.1, (batch, seq, 64), {0: "dp", 2: "tp"})
-        del out
         x = x + dropout  # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:77
-        del dropout
         # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:78
         norm_2 = runtime.layer_norm(x, [64], norm_2_weight, norm_2_bias, 1e-05, "tp")
         # S(0)@dp → R@dp    backward: reduce-scatter
@@ -111,7 +109,6 @@ class Block(runtime.Block):
         down = runtime.reduce_scatter(down, 0, "dp")
         # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:78
         dropout = runtime.dropout(down, 0.1, (batch, seq, 64), {0: "dp", 2: "tp"})
-        del down
         add = x + dropout  # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:78
         return add
 
@@ -147,14 +144,12 @@ class RankModule(runtime.RankModule):
         position_embedding = F.embedding(positions, position_embedding_weight)
         # [batch, seq/4, 64] S(1)@dp S(1)@tp  gpt.py:109
         add = token_embedding + position_embedding
-        del token_embedding
         # S(1)@tp → S(2)@tp    backward: all-to-all
         add = runtime.all_to_all(add, 1, 2, "tp", size=runtime.size(seq, "dp"))
         # S(1)@dp → S(0)@dp    backward: all-to-all
         add = runtime.all_to_all(add, 1, 0, "dp", size=seq)
         # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:109
         x = runtime.dropout(add, 0.1, (batch, seq, 64), {0: "dp", 2: "tp"})
-        del add
         for block in self.blocks:
             x = block(x, batch, seq)
         # I@dp → R@dp    backward: all-reduce
@@ -184,7 +179,6 @@ class RankModule(runtime.RankModule):
         loss = runtime.cross_entropy(
             head_moved, labels, classes=128, batch_axes=("dp", "tp")
         )
-        del head_moved
         loss = runtime.all_reduce(loss, ("dp", "tp"), to="I")  # P@dp P@tp → I@dp I@tp
         return (head, loss)
 
