@@ -58,9 +58,9 @@ def row(name: str) -> tuple[str, ...]:
     batch = {"input_ids": tokens, "labels": tokens}
     step = autoshard.plan(model.train(), MESH, (), batch, like="megatron", training=True)
     token = autoshard.plan(model.eval(), MESH, (), {"input_ids": tokens[:1, :1]}, like="megatron", training=False)
-    parts = sum(c.bytes for c in step.collectives if c.kind == "halo")
-    others = sum(c.bytes for c in step.collectives if c.kind != "halo")
-    messages = sum(c.kind == "halo" for c in token.collectives)
+    parts = sum(c.bytes for c in step.collectives if c.kind == "permute")
+    others = sum(c.bytes for c in step.collectives if c.kind != "permute")
+    messages = sum(c.kind == "permute" for c in token.collectives)
     return (
         name, f"{parts / 1e6:.1f} MB", f"{others / 1e6:.1f} MB", f"{step.cost.total_s * 1e3:.2f} ms", str(messages),
         f"{token.cost.total_s * 1e6:.0f} µs",

@@ -17,7 +17,8 @@ IN_ONE_PROCESS = """
     parameters_of_others_are_trained questions_about_torch_and_tensors questions_that_are_refused
     inference_mode_that_a_forward_asks_for gradients_that_a_forward_turns_on_itself inputs_of_another_dtype_or_device
     inputs_that_are_not_dense outputs_require_what_eagers_do the_default_dtype training_false_records_nothing
-    transforms_are_refused two_threads_at_once
+    gradients_turned_on_in_an_inference_mode_of_its_own
+    transforms_are_refused two_threads_at_once what_a_call_leaves_for_the_next classes_of_tensors_and_numbers
 """.split()
 """states that the fast run tries in one process: what torch and the model do, which is looked at before ranks matter"""
 

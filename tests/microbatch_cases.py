@@ -49,6 +49,21 @@ class Weighted(nn.Module):
         return F.cross_entropy(self.head(x), labels, self.weight, ignore_index=3)
 
 
+class Flow(nn.Module):
+    """A likelihood with the determinant of the map, and a penalty on weights: terms of the loss that no sample decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.scale = nn.Linear(8, 8), nn.Parameter(torch.linspace(0.5, 2, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.lin(x * self.scale).tanh() + x * self.scale
+        likelihood = (
+            z.square().sum(1).mean() / 2 - torch.linalg.slogdet(self.lin.weight)[1] - self.scale.abs().log().sum()
+        )
+        return likelihood + 1e-2 * sum(p.square().sum() for p in self.parameters())
+
+
 def tokens(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """[8, 16] token ids and labels, ignored unevenly: all of one row, most of another."""
     random = torch.Generator().manual_seed(seed)
@@ -64,6 +79,8 @@ def made(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         return Regression().double(), (torch.randn(8, 12).double(), torch.randn(8, 6).double())
     if name == "weighted":
         return Weighted().double(), (torch.randn(8, 10).double(), torch.tensor([0, 3, 3, 3, 1, 6, 2, 5]))
+    if name == "flow":
+        return Flow().double(), (torch.randn(8, 8).double(),)
     kinds = {
         "gpt": lambda: Gpt(GptConfig.tiny()),
         "llama": lambda: Llama(LlamaConfig.tiny()),
@@ -242,7 +259,7 @@ def chosen(mesh: autoshard.Mesh) -> None:
 
 CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     **{f"{name}_in_{n}": trains(name, n) for name in ("gpt", "llama") for n in (2, 4)},
-    **{f"{name}_in_4": trains(name, 4) for name in ("moe", "regression", "weighted")},
+    **{f"{name}_in_4": trains(name, 4) for name in ("moe", "regression", "weighted", "flow")},
     "other_outputs": other_outputs,
     "draws_go_on": draws_go_on,
     "draws_of_samples": draws_of_samples,

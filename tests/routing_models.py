@@ -109,6 +109,44 @@ def mask_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: to
     return out
 
 
+def hit_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As transformers: of the experts that have rows."""
+    return _of_hit(model, x, weights, F.one_hot(ids, COUNT), 0)
+
+
+def dropping_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As Switch: each row has one expert, and later rows than its third, in their order, none."""
+    hot = F.one_hot(ids[:, 0], COUNT)
+    kept = hot * (hot.cumsum(0) <= 3)
+    return _of_hit(model, x, weights[:, :1], kept.view(-1, 1, COUNT), 0)
+
+
+def crowded_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Experts with one row alone are left out: none of the forms."""
+    return _of_hit(model, x, weights, F.one_hot(ids, COUNT), 1)
+
+
+def _of_hit(model: Modules, x: torch.Tensor, weights: torch.Tensor, hot: torch.Tensor, more: int) -> torch.Tensor:
+    out, chosen = torch.zeros_like(x), hot.permute(2, 1, 0)
+    for hit in torch.greater(chosen.sum(dim=(-1, -2)), more).nonzero():
+        slots, rows = torch.where(chosen[hit].squeeze(0))
+        y = model.experts[int(hit[0])](x[None, rows].reshape(-1, WIDTH)) * weights[rows, slots, None]
+        out.index_add_(0, rows, y.to(x.dtype))
+    return out
+
+
+def half_turned(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As DBRX: the matrices are views of parameters, and those of the second products lie otherwise than the first."""
+    out, chosen = torch.zeros_like(x), F.one_hot(ids, COUNT + 1).permute(2, 1, 0)
+    for hit in torch.greater(chosen.sum(dim=(-1, -2)), 0).nonzero():
+        slots, rows = torch.where(chosen[hit[0]])
+        first = model.first.view(COUNT, 2 * HIDDEN, WIDTH)[hit[0]]
+        second = model.second.view(-1, HIDDEN, WIDTH)[hit[0]]
+        y = model.activated(x[rows].matmul(first.T)).matmul(second)
+        out.index_add_(0, rows, y.view(-1, WIDTH) * weights[rows, slots, None])
+    return out
+
+
 def weighed_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Every expert gets every row, sample by sample."""
     x, weights, ids = (t.unflatten(0, (2, -1)) for t in (x, weights, ids))
@@ -176,6 +214,10 @@ FORMS: dict[str, Form] = {
         with_a_rest,
         modules,
         mask_modules,
+        hit_modules,
+        dropping_modules,
+        crowded_modules,
+        half_turned,
         weighed_modules,
         uneven_modules,
         twice_weighed_modules,

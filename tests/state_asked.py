@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from state_harness import Of, case, close, full, pair, refused, rows, same_gradients
+from state_harness import Of, case, close, full, once, pair, refused, rows, same_gradients
 from torch import is_inference_mode_enabled, nn
 from torch.compiler import is_compiling
 
@@ -222,3 +222,21 @@ def gradients_that_a_forward_turns_on_itself(mesh: autoshard.Mesh) -> None:
         if given[1][0].requires_grad:
             same_gradients(sharded, model)
     assert len(sharded.programs) == 4
+
+
+@case
+def gradients_turned_on_in_an_inference_mode_of_its_own(mesh: autoshard.Mesh) -> None:
+    """Nothing is recorded there, in eager: neither answers nor gradients say otherwise."""
+
+    def frozen(lin: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            with torch.enable_grad():
+                scale = lin(x).sin()
+            asked = 2 if scale.requires_grad else 3
+            with torch.inference_mode(False):
+                trained = lin(x).cos()
+        return (lin(x) + trained + scale.clone()) * asked
+
+    model, sharded = pair(mesh, lambda: Of(frozen), rows())
+    for seed in (1, 2):
+        once(model, sharded, rows(seed=seed))

@@ -247,3 +247,27 @@ def a_value_that_is_overwritten(mesh: autoshard.Mesh) -> None:
     for f in (function, copied, lambda lin, x: (x * lin.weight[0]).clone().zero_(), lambda lin, x: lin(x).copy_(x)):
         model, sharded = pair(mesh, lambda f=f: Of(f), rows())
         once(model, sharded, rows())
+
+
+@case
+def functional_calls(mesh: autoshard.Mesh) -> None:
+    """``torch.func.functional_call`` with other parameters: scaled ones, and those after an inner step (MAML)."""
+    call = torch.func.functional_call
+
+    def scaled(module: Any) -> Any:
+        return full(call(module, {name: 2 * p for name, p in module.named_parameters()}, (rows(),)))
+
+    def after_a_step(module: Any) -> list[Any]:
+        own = dict(module.named_parameters())
+        first = torch.autograd.grad(
+            full(call(module, own, (rows(),))).square().sum(), [*own.values()], create_graph=True
+        )
+        stepped = {name: p - 0.1 * g for (name, p), g in zip(own.items(), first, strict=True)}
+        second = full(call(module, stepped, (rows(seed=2),))).square().sum()
+        return [full(g) for g in torch.autograd.grad(second, [*own.values()])]
+
+    model, sharded = pair(mesh, lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), rows())
+    close(scaled(sharded), scaled(model))
+    for mine, expected in zip(after_a_step(sharded), after_a_step(model), strict=True):
+        close(mine, expected)
+    once(model, sharded, rows())

@@ -179,3 +179,12 @@ def test_a_counter_in_the_forward() -> None:
     quiet.count = {"calls": 0}  # type: ignore[assignment]
     capture(quiet, (X,))
     assert model.count == quiet.count == {"calls": 0}
+
+
+def test_control_flow_as_an_operation() -> None:
+    def forward(self: Model, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.w
+        return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,))  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match=r"control flow as an operation.*`return torch.cond.*Use torch.where"):
+        capture(Model(forward), (X,))

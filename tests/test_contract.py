@@ -114,3 +114,17 @@ def test_what_is_no_argument_says_so(what: str) -> None:
     ask, text = NOT_TAKEN[what]
     with pytest.raises(autoshard.AutoshardError, match=text):
         ask()
+
+
+KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"}
+
+
+def test_collectives_have_the_kinds_that_are_promised() -> None:
+    """Neighbours that send each other a halo permute, in the plan as in the log of what ran."""
+    plan = autoshard.plan(
+        nn.Conv2d(3, 3, 3, padding=1).double(),
+        Mesh({"sp": 2}, hardware="ideal_network"),
+        (torch.ones(1, 3, 8, 8, dtype=torch.float64),),
+        hints={"input": Shard(2), "weight": "replicate"},
+    )
+    assert "permute" in {c.kind for c in plan.collectives} <= KINDS

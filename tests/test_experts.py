@@ -51,6 +51,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_dense_layers": 1,
          "layer_types": ["full_attention", "conv"]},
     ),
+    "dbrx": (
+        "DbrxForCausalLM",
+        {"vocab_size": 32, "d_model": 16, "n_heads": 2, "max_seq_len": 32, "use_cache": False, "tie_word_embeddings": False,
+         "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 1e4},
+         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 16}},
+    ),
+    "switch": (
+        "SwitchTransformersForConditionalGeneration",
+        {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_decoder_layers": 2, "use_cache": False,
+         "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4, "expert_capacity": 2,
+         "dropout_rate": 0.0, "router_jitter_noise": 0.0, "decoder_start_token_id": 0},
+    ),
+    "longcat": (
+        "LongcatFlashForCausalLM",
+        {**COMMON, "num_layers": 1, "ffn_hidden_size": 24, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+         "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 8, "moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2,
+         "expert_ffn_hidden_size": 12, "max_position_embeddings": 32},
+    ),
+    "jetmoe": (
+        "JetMoeForCausalLM",
+        {**COMMON, "num_key_value_heads": 2, "kv_channels": 4, "intermediate_size": 24, "num_local_experts": 4,
+         "num_experts_per_tok": 2, "max_position_embeddings": 32},
+    ),
 }  # fmt: skip
 
 
@@ -79,6 +102,9 @@ EQUAL = [
     ("qwen3", {"dp": 2, "ep": 2}, False), ("qwen3", {"ep": 2}, False), ("olmoe", {"ep": 2}, False),
     ("olmoe", {"dp": 2, "ep": 2}, False), ("deepseek-v3", {"ep": 2, "tp": 2}, False),
     ("gpt-oss", {"ep": 2, "tp": 2}, False), ("gpt-oss", {"dp": 2, "ep": 2}, False), ("lfm2", {"ep": 2}, False),
+    ("dbrx", {"ep": 2}, False), ("dbrx", {"ep": 2, "tp": 2}, False), ("switch", {"ep": 2}, False),
+    ("switch", {"ep": 2, "tp": 2}, False), ("longcat", {"ep": 2}, False), ("longcat", {"ep": 2, "tp": 2}, False),
+    ("jetmoe", {"ep": 2}, False), ("jetmoe", {"ep": 2, "tp": 2}, False),
 ]  # fmt: skip
 
 
@@ -94,7 +120,9 @@ EQUAL = [
 def test_rows_travel_and_all_is_equal(name: str, axes: dict[str, int]) -> None:
     """Outputs, gradients and weights after 3 steps; no weight of an expert moves."""
     like = {a: "expert" if a == "ep" else None for a in axes}
-    report = assert_equal_training(model_of(name), axes, (), text(), steps=3, like=like, share=1.5)
+    steps = 1 if name in ("switch", "longcat") else 3  # routers and norms in float32 enlarge the last bit of a weight
+    share = 1.75 if name == "jetmoe" else 1.5  # its attention's products of experts are not divided by both axes
+    report = assert_equal_training(model_of(name), axes, (), text(), steps=steps, like=like, share=share)
     assert exchanging(report.plan)
 
 
@@ -165,7 +193,7 @@ def test_gates_meet_what_they_gate_as_rows_or_as_weights(rows: int, sent: int) -
         (None, set()),
     ):  # half of 6 features, float64
         found = collectives(Loss(4), {"tp": 2}, hints, (batch(*ids),), like="megatron")
-        halos = {size for (kind, _, phase, size) in found if kind in ("halo", "permute") and phase == "forward"}
+        halos = {size for (kind, _, phase, size) in found if kind == "permute" and phase == "forward"}
         assert halos == expected
 
 
@@ -239,7 +267,9 @@ def routed(form: str) -> nn.Module:
     [
         "dense",
         "modules",
+        "half_turned",
         *(pytest.param(x, marks=pytest.mark.slow) for x in ("loop", "mask_loop", "mask_modules", "weighed_modules")),
+        pytest.param("hit_modules", marks=pytest.mark.slow),
     ],
 )
 def test_routing_as_users_write_it(form: str) -> None:
@@ -251,6 +281,16 @@ def test_routing_as_users_write_it(form: str) -> None:
     there = 12 * routing_models.TOP / 2 * routing_models.WIDTH * 8 / 2  # half of a rank's chosen rows, float64
     assert sent["all_to_all"] == 2 * there + 8.0 * 2 * 2 / 2  # and the numbers of rows
     assert sent["all_gather"] < routing_models.COUNT * routing_models.WIDTH * routing_models.HIDDEN * 8
+
+
+def test_rows_beyond_a_capacity_are_dropped() -> None:
+    """They go to no expert, without a group of rows that each rank has for itself."""
+    x = torch.randn(2, 6, routing_models.WIDTH)
+    model = routing_models.Modules("dropping_modules", False)
+    everything = routing_models.Modules("hit_modules", False)
+    everything.load_state_dict(model.state_dict())
+    assert not torch.equal(model(x), everything(x))
+    assert exchanging(assert_equal_training(model, {"ep": 2}, (x,), like="expert", steps=1).plan)
 
 
 @pytest.mark.slow
@@ -334,7 +374,7 @@ def test_routing_by_sorted_rows() -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        *("twice_weighed_modules", "more_weights_modules", "fewer_ids_modules", "wider_modules"),
+        *("twice_weighed_modules", "more_weights_modules", "fewer_ids_modules", "wider_modules", "crowded_modules"),
         *(pytest.param(x, marks=pytest.mark.slow) for x in ("with_a_rest", "uneven_modules")),
     ],
 )

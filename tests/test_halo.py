@@ -75,14 +75,14 @@ def height(axes: dict[str, int]) -> dict[str, Any]:
 def test_a_net_cut_along_the_height(axes: dict[str, int]) -> None:
     found = collectives(Image(), axes, height(axes), (image(),))
     if len(axes) > 1:
-        assert any(c[:3] == ("halo", ("a", "b"), "backward") for c in found)
+        assert any(c[:3] == ("permute", ("a", "b"), "backward") for c in found)
         return
     head = 5 * 8  # its few features may be cut
-    assert {kind for kind, _, _, size in found if size > head} == {"halo", "all_reduce"}
+    assert {kind for kind, _, _, size in found if size > head} == {"permute", "all_reduce"}
     # Six windows; the first one's operand, the image, needs no gradient.
-    assert {k: n for k, n in _count(found).items() if k[0] == "halo"} == {
-        ("halo", "forward"): 6,
-        ("halo", "backward"): 5,
+    assert {k: n for k, n in _count(found).items() if k[0] == "permute"} == {
+        ("permute", "forward"): 6,
+        ("permute", "backward"): 5,
     }
 
 
@@ -99,7 +99,7 @@ def test_height_and_width_on_two_axes() -> None:
     hints = {"x": cut, "body.?": cut, "body.*.weight": "replicate", "body.*.bias": "replicate"}
     x = torch.randn(1, 5, 18, 14, generator=torch.Generator().manual_seed(0))
     found = collectives(Image(), {"a": 2, "b": 2}, hints, (x,))
-    assert {axes for kind, axes, *_ in found if kind == "halo"} >= {("a",), ("b",)}
+    assert {axes for kind, axes, *_ in found if kind == "permute"} >= {("a",), ("b",)}
 
 
 @pytest.mark.parametrize("axes", [{"sp": 2}, {"sp": 3}], ids=str)
@@ -110,7 +110,7 @@ def test_a_long_sequence(axes: dict[str, int]) -> None:
         x = torch.randn(1, 1, length, generator=torch.Generator().manual_seed(0))
         hints = {"x": Shard(2), "*weight": "replicate", "*bias": "replicate"}
         found = collectives(Wave(), axes, hints, (x,))
-        assert {kind for kind, *_ in found} == {"halo", "all_reduce"}
+        assert {kind for kind, *_ in found} == {"permute", "all_reduce"}
         sent.append(sum(size * n for (_, _, _, size), n in found.items()))
     assert sent[1] < 1.3 * sent[0]
 
@@ -148,7 +148,7 @@ def test_an_image_alone_is_cut_along_its_height_or_width() -> None:
     """No samples and no channels to cut: the work is divided all the same, without a hint."""
     model = nn.Sequential(nn.Conv2d(1, 1, 5, padding=2), nn.ReLU(), nn.Conv2d(1, 1, 5, padding=2))
     report = assert_equal_training(model, {"tp": 3}, (torch.randn(1, 1, 30, 31),), share=1.01)
-    assert any(c.kind == "halo" for c in report.plan.collectives)
+    assert any(c.kind == "permute" for c in report.plan.collectives)
 
 
 @pytest.mark.parametrize(("batch", "cut"), [(1, 2), (4, 0)])
@@ -161,7 +161,7 @@ def test_large_images_on_real_hardware(batch: int, cut: int) -> None:
     assert plan.outputs[0] is not None
     assert plan.outputs[0]["tp"] == Shard(cut)
     assert plan.cost.flops_per_rank == plan.cost.flops / 4
-    halos = [c.bytes for c in plan.collectives if c.kind == "halo"]
+    halos = [c.bytes for c in plan.collectives if c.kind == "permute"]
     assert bool(halos) == (cut == 2)
     row = 32 * 1024 * 2
     assert sum(halos) <= 3 * 3 * 2048 * 2 * 2 + 4 * row
@@ -173,7 +173,7 @@ def test_samples_are_cut_where_they_can_be(batch: int) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
     mesh = Mesh({"dp": 4}, hardware="ideal_network")
     plan = autoshard.plan(model, mesh, (torch.randn(batch, 3, 16, 16),))
-    assert not any(c.kind == "halo" for c in plan.collectives)
+    assert not any(c.kind == "permute" for c in plan.collectives)
     assert plan.cost.flops_per_rank * 4 == plan.cost.flops
 
 

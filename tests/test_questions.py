@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from unittest.mock import Mock
 
@@ -12,6 +13,7 @@ from harness import MESHES, assert_equal_training
 from torch import Tensor, nn
 
 import autoshard
+from autoshard.module.executable import Executable
 from autoshard.passes.capture.export import capture
 from autoshard.passes.capture.translate import decompose
 
@@ -138,3 +140,31 @@ square = aten.square.default(linear)
 mean = aten.mean.default(square)
 return mean"""
     )
+
+
+class DrawsAndAsks(nn.Module):
+    """Draws before it asks for an integer of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        x = torch.dropout(self.linear(x), 0.5, True)
+        return (x * (2 if ids.max() > 1 else 3)).sum()
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_program_that_stops_has_drawn_nothing(remembers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that takes its place draws what eager draws; not where the generators are left as they are (control)."""
+    if not remembers:
+        monkeypatch.setattr(Executable, "_stops", False)
+    model, x, (low, high) = DrawsAndAsks().double(), torch.randn(4, 6).double(), torch.tensor([[0, 1], [1, 2]])
+    sharded = autoshard.compile(copy.deepcopy(model), autoshard.Mesh({"dp": 2}), (x, low))
+    found = []
+    for m in (sharded, model):
+        torch.manual_seed(1)
+        found.append((float(m(x, high).detach()), torch.get_rng_state()))
+    (ours, state), (wanted, after) = found
+    assert len(sharded.programs) == 2
+    assert (abs(ours - wanted) <= 1e-12 * abs(wanted) and torch.equal(state, after)) == remembers

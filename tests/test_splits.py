@@ -57,7 +57,7 @@ def test_a_fused_layer_is_cut_as_a_pair_of_columns_and_rows() -> None:
 def test_what_a_shard_of_the_whole_lacks_is_sent() -> None:
     """Where a hint asks for it: all 16 queries lie on the first rank, all 8 keys and 8 values on the second."""
     found = collectives(Fused(), {"tp": 2}, AS_A_WHOLE, (given(),), like="megatron")
-    parts = sorted(size for kind, _, phase, size in found.elements() if kind == "halo" and phase == "forward")
+    parts = sorted(size for kind, _, phase, size in found.elements() if kind == "permute" and phase == "forward")
     assert parts == sorted(3 * 6 * 8 * n for n in (8, 4, 4)), found
 
 
@@ -88,7 +88,7 @@ class Viewed(torch.nn.Module):
 def test_parts_seen_as_a_dim_are_cut_each() -> None:
     """With shards of the weight beside it, too: nothing but weights and row-parallel results is sent."""
     found = collectives(Viewed(), {"dp": 2, "tp": 2}, None, (given()[:2],), like={"dp": "fsdp", "tp": "megatron"})
-    assert not {(kind, axes) for kind, axes, _, _ in found} & {("halo", ("tp",)), ("all_gather", ("tp",))}, found
+    assert not {(kind, axes) for kind, axes, _, _ in found} & {("permute", ("tp",)), ("all_gather", ("tp",))}, found
 
 
 class Gated(torch.nn.Module):
@@ -106,7 +106,7 @@ def test_parts_that_do_not_divide_are_sent(width: int, axes: list[int], sent: bo
     """Of 6 features in each part four ranks cannot hold as many each."""
     mesh = {f"tp{i}": n for i, n in enumerate(axes)}
     found = collectives(Gated(width), mesh, None, (given(),), like="megatron")
-    assert any(kind == "halo" for kind, _, _, _ in found) == sent, found
+    assert any(kind == "permute" for kind, _, _, _ in found) == sent, found
 
 
 def test_two_axes_cut_every_part() -> None:

@@ -190,11 +190,14 @@ def test_equal_stages_are_searched_once(graph: Graph, plans: dict[str, Plan], mo
         return search(planner)
 
     monkeypatch.setattr(Planner, "cheapest", counted)
-    build(graph, Mesh({"pp": LAYERS, "tp": 2}), Wishes(stages="pp", micro_batches=BATCHES))
+    nodes = micro_batched(graph, BATCHES)[0].nodes
+    ends = tuple(next(i for i, n in enumerate(nodes) if n.fqn.startswith(f"blocks.{k}.")) for k in range(1, LAYERS))
+    wishes = Wishes(stages="pp", micro_batches=BATCHES, boundaries=ends)
+    build(graph, Mesh({"pp": LAYERS, "tp": 2}), wishes)
     assert len(searched) < LAYERS
     searched.clear()
     monkeypatch.setattr(stages, "renaming", lambda a, b: None)
-    build(graph, Mesh({"pp": LAYERS, "tp": 2}), Wishes(stages="pp", micro_batches=BATCHES))
+    build(graph, Mesh({"pp": LAYERS, "tp": 2}), wishes)
     assert len(searched) == LAYERS
 
 

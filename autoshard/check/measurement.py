@@ -35,7 +35,8 @@ class Measured:
     predicted_peak_bytes: float
     ranks: int
     simulated: bool
-    """whether all ranks ran in this process: then seconds are of all of them, and bytes of rank 0"""
+    """whether all ranks ran in this process: then seconds are of all of them, ``kept_bytes`` of rank 0, and the peak has
+    copies of weights and the backward of the others"""
 
     def __str__(self) -> str:
         rows = (
@@ -49,7 +50,7 @@ class Measured:
             lines.append(f"{what:24}{shown(got):>12}{shown(expected):>12}{ratio:>8}")
         if self.simulated:
             lines.append(
-                f"all {self.ranks} ranks ran in this process: its time is no rank's; bytes are those of rank 0"
+                f"all {self.ranks} ranks ran in this process: its time and peak are no rank's; kept bytes are those of rank 0"
             )
         return "\n".join(lines)
 

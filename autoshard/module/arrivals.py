@@ -26,11 +26,35 @@ from autoshard.module.of_stage import OfStage
 def dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
     """This rank's part of a tensor of global ``shape`` as a DTensor; differentiable."""
     spec = _spec(mesh, tuple(layout.to_torch()), torch.Size(shape), local.dtype)
+    found: DTensor
     if not local.requires_grad:  # there is nothing for autograd to record
-        found: DTensor = new_dtensor(DTensor, local.view_as(local), spec, requires_grad=False)
+        found = new_dtensor(DTensor, local.view_as(local), spec, requires_grad=False)
+    elif not (torch.is_grad_enabled() and all(p.is_shard() or p.is_replicate() for p in spec.placements)):
+        _, stride, _ = spec.tensor_meta  # type: ignore[misc]
+        found = DTensor.from_local(local, mesh, spec.placements, run_check=False, shape=spec.shape, stride=stride)
+    else:
+        found = _Whole.apply(local, spec)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Whole(torch.autograd.Function):
+    """``DTensor.from_local`` of a part whose whole is known, without what it finds out and checks in every call."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        found: DTensor = new_dtensor(DTensor, local.view_as(local), spec, requires_grad=True)
         return found
-    _, stride, _ = spec.tensor_meta  # type: ignore[misc]
-    return DTensor.from_local(local, mesh, spec.placements, run_check=False, shape=spec.shape, stride=stride)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> Any:
+        if gradient is None:
+            return None, None
+        spec = ctx.spec
+        if gradient.placements != spec.placements:
+            gradient = gradient.redistribute(spec.mesh, spec.placements)
+        return (gradient.to_local() if torch.is_grad_enabled() else gradient._local_tensor), None
 
 
 new_dtensor: Any = inspect.unwrap(DTensor.__new__)

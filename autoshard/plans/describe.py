@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.memory import Memory, Recomputed
 from autoshard.passes.ir.program import Program, Statement, Step
@@ -40,32 +41,10 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
     ``memory``: what the step holds with this ``optimizer``, where it is known already.
     """
     graph, mesh, assignment = program.graph, program.mesh, program.assignment
-    others, searched = alternatives(assignment), objective(assignment, optimizer)
+    searched = objective(assignment, optimizer)
     found = tuple(_collectives(program, searched))
     public = {i.name: i.fqn for i in graph.inputs}
-    choices = {}
-    flops = share = 0.0
-    for node in graph.nodes:
-        choice = assignment.choices[node.name]
-        work = graph.passes * costs.node_flops(node, graph, rule_for(node.op))
-        forward = work / (1.0 + costs.backward_factor(node, graph)) if assignment.again.get(node.name) == 2 else 0.0
-        flops, share = flops + work, share + (work + forward) * costs.divided(choice, mesh)
-        labels = tuple(s.label for s in choice)
-        choices[node.name] = Choice(
-            op=str(node.op),
-            fqn=node.fqn,
-            source=node.source,
-            labels=labels,
-            flops=work,
-            seconds=graph.passes * searched.operations[node.name].compute.step,
-            backward_s=graph.passes * searched.operations[node.name].compute.backward,
-            has_rule=has_rule(node, graph),
-            inputs=tuple(public.get(n, n) for n in node.inputs),
-            outputs=node.outputs,
-            uses=tuple(str(Layout(mesh, assignment.use(node, i))) for i in range(len(node.inputs))),
-            alternatives=others.get(node.name, ()),
-            again=assignment.again.get(node.name, 0),
-        )
+    choices = _choices(program, searched)
     kinds, gathered = {i.fqn: i.kind for i in graph.inputs}, _gathered(program)
     layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
     ties = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
@@ -80,8 +59,8 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
             comm_s=searched.comm_s,
             total_s=searched.total_s,
             memory_bytes=memory.peak,
-            flops=flops,
-            flops_per_rank=share,
+            flops=sum(c.flops for c in choices.values()),
+            flops_per_rank=sum(_on_busiest(node, choices[node.name].flops, assignment) for node in graph.nodes),
             local_s=local,
             merged_s=searched.comm_s - sum(c.seconds for c in found) - local,
             exposed_s=searched.exposed_s,
@@ -111,6 +90,38 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
     )
     mfu, hfu = utilisation(plan)
     return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu, schedule_s=step_end(plan)))
+
+
+def _choices(program: Program, searched: Objective) -> dict[str, Choice]:
+    """What was chosen, by operation."""
+    graph, assignment = program.graph, program.assignment
+    public, others = {i.name: i.fqn for i in graph.inputs}, alternatives(assignment)
+    found = {}
+    for node in graph.nodes:
+        compute = searched.operations[node.name].compute
+        found[node.name] = Choice(
+            op=str(node.op),
+            fqn=node.fqn,
+            source=node.source,
+            labels=tuple(s.label for s in assignment.choices[node.name]),
+            flops=graph.passes * costs.node_flops(node, graph, rule_for(node.op)),
+            seconds=graph.passes * compute.step,
+            backward_s=graph.passes * compute.backward,
+            has_rule=has_rule(node, graph),
+            inputs=tuple(public.get(n, n) for n in node.inputs),
+            outputs=node.outputs,
+            uses=tuple(str(Layout(program.mesh, assignment.use(node, i))) for i in range(len(node.inputs))),
+            alternatives=others.get(node.name, ()),
+            again=assignment.again.get(node.name, 0),
+        )
+    return found
+
+
+def _on_busiest(node: Node, flops: float, assignment: Assignment) -> float:
+    """What the busiest rank computes of an operation's FLOPs, and of its forward again."""
+    again = assignment.again.get(node.name) == 2
+    forward = flops / (1.0 + costs.backward_factor(node, assignment.graph)) if again else 0.0
+    return (flops + forward) * costs.divided(assignment.choices[node.name], assignment.mesh)
 
 
 def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterator[Recomputed]:

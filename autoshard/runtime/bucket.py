@@ -97,7 +97,7 @@ def record(
     size = comm.size_of(axes)
     each = ((m.ring_bytes(x, size), x.dtype.itemsize) for m, x in zip(moves, xs, strict=True))
     ring = sum(n if dtype is None else n / itemsize * dtype.itemsize for n, itemsize in each)
-    comm.record(moves[0].verb, axes, phase, ring)
+    comm.record(moves[0].kind, axes, phase, ring)
 
 
 def by_dtype(xs: Sequence[torch.Tensor | None]) -> list[list[int]]:

@@ -97,7 +97,7 @@ class World:
         verb, axes = moves[0].verb, moves[0].axes
         if self.log is not None and verb not in LOCAL:
             ring = moves[0].ring_bytes(xs[0], self.ranks[0].size_of(axes))
-            self.ranks[0].record("all_gather" if xs[0].is_sparse else verb, axes, phase, ring)
+            self.ranks[0].record("all_gather" if xs[0].is_sparse else moves[0].kind, axes, phase, ring)
         return self.carry_out(moves, xs)
 
     def carry_out(self, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

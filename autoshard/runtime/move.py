@@ -101,6 +101,11 @@ class Move(NamedTuple):
         return "permute" if self.order else CONVERSIONS[self.source, self.target]
 
     @property
+    def kind(self) -> str:
+        """What logs, profiles and plans call it: neighbours that send each other a halo permute."""
+        return "permute" if self.exchange is not None else self.verb
+
+    @property
     def key(self) -> Move:
         """What every rank must agree on. Lengths may differ between groups, where other axes cut unevenly."""
         between = None if self.exchange is None else Exchange((), ())

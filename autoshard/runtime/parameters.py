@@ -119,12 +119,17 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Any, bucket: Bucket, zero: int, *xs: torch.Tensor) -> Tensors:
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
-        ctx.owners = [(getattr(x.grad_fn, "pending", None), x.output_nr) for x in xs if x.requires_grad]
+        trained = ctx.needs_input_grad[2:]
+        nodes = [x.grad_fn for x, wanted in zip(xs, trained, strict=True) if wanted]
+        alone = all(node is nodes[0] for node in nodes)
+        ctx.pending = getattr(nodes[0], "pending", None) if alone else None
+        ctx.numbers = [x.output_nr if wanted else -1 for x, wanted in zip(xs, trained, strict=True)]
         out, shared = _moved(bucket, xs, zero)
         ctx.sums = shared if zero == 1 else None
         ctx.waits = bucket.home.deferred  # now: in a pipeline other micro-batches begin before this one's backward
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in out]
-        ctx.mark_non_differentiable(*(y for x, y in zip(xs, out, strict=True) if not x.requires_grad))
+        if not all(trained):
+            ctx.mark_non_differentiable(*(y for y, wanted in zip(out, trained, strict=True) if not wanted))
         return out
 
     @staticmethod
@@ -137,20 +142,18 @@ class _Move(torch.autograd.Function):
             gradients = tuple(ctx.sums.take())
         if torch.is_grad_enabled():  # create_graph: as nodes that have a derivative, nothing left under way
             return None, None, *moved_back(ctx.bucket, gradients, wanted, ctx.shapes)
-        pending = ctx.owners[0][0]
-        overlap = pending is not None and all(owner is pending for owner, _ in ctx.owners)
-        if overlap:
+        pending = ctx.pending
+        if pending is not None:
             pending.begin_later()
         gradients = tuple(g if w else None for g, w in zip(gradients, wanted, strict=True))
-        if not overlap:
+        if pending is None:
             out, works, later = ctx.bucket.backward(gradients)
             for work in works:
                 work.wait()
             for begin in later:
                 begin().wait()
             return None, None, *out
-        numbers = iter(number for _, number in ctx.owners)
-        pending.move(ctx.bucket, [next(numbers) if w else -1 for w in wanted], gradients)
+        pending.move(ctx.bucket, ctx.numbers, gradients)
         return None, None, *(None for _ in gradients)
 
 

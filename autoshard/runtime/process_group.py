@@ -191,7 +191,7 @@ class TorchCommunicator(Communicator):
         """A collective as an error names it."""
         if move is not None:
             move = move if move.module != UNNAMED else named(move, always=True)  # it is waited for where it began
-            phase = collective_name(move.verb, self.named(move.verb, move.axes), move.module, phase)
+            phase = collective_name(move.kind, self.named(move.kind, move.axes), move.module, phase)
         return f"{phase} among ranks {', '.join(map(str, group.members))}"
 
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
@@ -208,7 +208,7 @@ class TorchCommunicator(Communicator):
             return in_order_of(x, self.local(move, x))
         group = self.process_group(move.axes)
         if self.log is not None:
-            self.record("all_gather" if x.is_sparse else verb, move.axes, phase, move.ring_bytes(x, group.size))
+            self.record("all_gather" if x.is_sparse else move.kind, move.axes, phase, move.ring_bytes(x, group.size))
         self.during(move, phase)
         with recorded(self, move, phase):
             if x.is_sparse:

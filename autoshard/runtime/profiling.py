@@ -52,7 +52,7 @@ def recorded(comm: Communicator, move: Move, phase: str, members: int = 1) -> co
     """
     if not profiler._is_profiler_enabled or move.verb in LOCAL:
         return _NOTHING
-    name = collective_name(move.verb, comm.named(move.verb, move.axes), move.module, phase)
+    name = collective_name(move.kind, comm.named(move.kind, move.axes), move.module, phase)
     return profiler.record_function(f"{name} (+{members - 1})" if members > 1 else name)
 
 

@@ -296,6 +296,16 @@ class Graph:
         }
         return {fqn: old for fqn, old in names.items() if fqn in alike}
 
+    def renamed(self, names: Mapping[str, str]) -> Graph:
+        """The graph in which some values are read, and given back, under other names; what defines them stays."""
+
+        def new(ref: Ref) -> Ref:
+            return Ref(names.get(ref.name, ref.name))
+
+        mutations = {fqn: names.get(name, name) for fqn, name in self.mutations.items()}
+        nodes, outputs = map_refs((self.nodes, self.outputs), new)
+        return replace(self, nodes=nodes, outputs=outputs, mutations=mutations)
+
     @cached_property
     def returned(self) -> frozenset[str]:
         """Names of the values that it gives back, or writes into buffers and inputs."""

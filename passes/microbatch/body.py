@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from autoshard.errors import PlanError
-from autoshard.layout import Placement, Shard
+from autoshard.layout import P, Placement, R, Shard
 from autoshard.passes.ir.assignment import canonical
 from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
 from autoshard.passes.ir.program import Call, Local
@@ -21,6 +21,8 @@ from autoshard.passes.propagate.cost import node_flops
 from autoshard.passes.propagate.floating import floating
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_random
+
+aten = torch.ops.aten
 
 SHARE = 0.1
 """of the work, without a backward: what every micro-batch may do of the whole batch"""
@@ -151,6 +153,8 @@ class _Body:
         self.read: dict[tuple[str, int | None], str] = {}
         """(input, its dim that is cut) → its name"""
         self.kinds = {i.name: i for i in graph.inputs}
+        self.shares: dict[str, str] = {}
+        """a value that no input decides → a micro-batch's share of it"""
 
     def run(self) -> Graph:
         graph = self.graph
@@ -159,6 +163,10 @@ class _Body:
             Ref(self._input(o.name, None)) if isinstance(o, Ref) and self._is_input(o.name) else o
             for o in graph.outputs
         )
+        for o, placement in zip(graph.outputs, self.found.outputs, strict=True):
+            if isinstance(o, Ref) and o.name in graph.producers and placement is not None:
+                nodes += self._share(o.name, placement, graph.producers[o.name])
+        outputs = tuple(Ref(self.shares.get(o.name, o.name)) if isinstance(o, Ref) else o for o in outputs)
         given = [self._as_input(name, source) for name, (source, _) in self.inputs.items()]
         inputs, count = (*self.held, *given), self.found.count
         return replace(graph, inputs=inputs, nodes=tuple(nodes), types=self.types, outputs=outputs, passes=count)
@@ -191,8 +199,14 @@ class _Body:
         """The operations that ``node`` is in one micro-batch."""
         graph, strategy = self.graph, self.found.choices[node.name]
         uses = [canonical(p, graph.types[n].grad) for n, p in zip(node.inputs, strategy.inputs, strict=True)]
+        for name, use in zip(node.inputs, uses, strict=True):
+            yield from self._share(name, use, node)
         names = [
-            self._input(n, p.dim if isinstance(p, Shard) else None) if self._is_input(n) else n
+            self._input(n, p.dim if isinstance(p, Shard) else None)
+            if self._is_input(n)
+            else self.shares[n]
+            if self._is_shared(n, p)
+            else n
             for n, p in zip(node.inputs, uses, strict=True)
         ]
         for name in node.outputs:
@@ -207,6 +221,20 @@ class _Body:
         else:
             call = local_call(node, graph, self.found.mesh, strategy)
             yield from self._flat(replace(node, args=(), kwargs={}), _with_names(call, node, names))
+
+    def _is_shared(self, name: str, use: Placement) -> bool:
+        """Whether what is whole is read as a summand."""
+        return use == P and not self._is_input(name) and self.found.placed.get(name, R) == R
+
+    def _share(self, name: str, use: Placement, reader: Node) -> Iterator[Node]:
+        """What makes a micro-batch's share of a value that no input decides: they add up to it."""
+        if not self._is_shared(name, use) or name in self.shares:
+            return
+        self.shares[name] = f"{name}_share"
+        self.types[self.shares[name]] = self.graph.types[name]
+        label, args = f"{reader.name}_{name}_share", (Ref(name), self.found.count)
+        made = replace(reader, name=label, op=aten.div.Scalar, args=args, kwargs={})
+        yield replace(made, outputs=(self.shares[name],), output_slots=(0,))
 
     def _flat(self, node: Node, call: Call) -> Iterator[Node]:
         """A call with calls among its arguments as nodes, the innermost first; the last one defines what ``node`` does."""

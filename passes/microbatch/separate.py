@@ -61,9 +61,12 @@ class _Separating:
     index: dict[str, int] = field(default_factory=dict)
     edges: list[tuple[str, str, np.ndarray, str]] = field(default_factory=list)
     """(definition, reader, 1 where it is impossible, the value)"""
+    own: frozenset[str] = frozenset()
+    """values of no input: every micro-batch may add its share of one to what is summed"""
 
     def build(self) -> None:
         graph = self.graph
+        self.own = _of_no_input(graph)
         free = {i.name for i in graph.inputs if i.kind == "input" and not graph.types[i.name].unknown}
         made: dict[str, tuple[str, list[Placement]]] = {
             i.name: (f"input:{i.name}", [R]) for i in graph.inputs if i.name not in free
@@ -100,7 +103,10 @@ class _Separating:
         self.costs.append(np.array(costs))
 
     def _connect(self, value: str, made: tuple[str, list[Placement]], reader: str, uses: Sequence[Placement]) -> None:
-        wrong = np.array([[float(a != b) for b in uses] for a in made[1]]).reshape(len(made[1]), len(uses))
+        shares = value in self.own
+        wrong = np.array(
+            [[float(a != b and not (shares and (a, b) == (R, P))) for b in uses] for a in made[1]]
+        ).reshape(len(made[1]), len(uses))
         self.edges.append((made[0], reader, wrong, value))
 
     def _exits(self, name: str) -> list[Placement]:
@@ -196,6 +202,8 @@ class _Separating:
         for i in graph.inputs:
             if i.kind == "input":
                 reached[i.name].update(Shard(d) for d in range(len(graph.types[i.name].shape)))
+        for name in self.own:
+            reached[name] = {R, P}
         for node in graph.nodes:
             possible = [
                 [canonical(p, graph.types[n].grad) for n, p in zip(node.outputs, s.outputs, strict=True)]
@@ -205,11 +213,20 @@ class _Separating:
                 )
             ]
             for slot, name in enumerate(node.outputs):
-                reached[name] = {made[slot] for made in possible}
-            cut = any(reached[n] - {R} for n in node.inputs)
+                reached[name] = {made[slot] for made in possible} | ({R, P} if name in self.own else set())
+            cut = any(reached[n] - {R} for n in node.inputs if n not in self.own)
             if cut and any(reached[n] <= {R} and graph.types[n].grad for n in node.outputs):
                 return node
         return None
+
+
+def _of_no_input(graph: Graph) -> frozenset[str]:
+    """Floating values that parameters and buffers alone decide, such as a penalty on weights, and these themselves."""
+    found = {i.name for i in graph.inputs if i.kind != "input"}
+    for node in graph.nodes:
+        if node.inputs and found.issuperset(node.inputs) and not is_random(node):
+            found.update(node.outputs)
+    return frozenset(name for name in found if graph.types[name].dtype.is_floating_point)
 
 
 def _where(node: Node | None) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
+from autoshard.passes.ir.graph import Graph, Node, map_refs
 from autoshard.passes.ir.paths import block_path
 
 KEPT = 2
@@ -94,28 +94,18 @@ def _form(graph: Graph, nodes: Sequence[Node]) -> tuple[Any, tuple[str, ...]]:
 
 def _without(graph: Graph, dropped: set[str], renamed: Mapping[str, str]) -> Graph:
     """``graph`` without some operations; values of theirs are read under another name."""
-
-    def rename(ref: Ref) -> Ref:
-        return Ref(renamed.get(ref.name, ref.name))
-
-    nodes = []
-    for node in graph.nodes:
-        if node.name not in dropped:
-            args, kwargs = map_refs((node.args, dict(node.kwargs)), rename)
-            nodes.append(replace(node, args=args, kwargs=kwargs))
-    read = {name for node in nodes for name in node.inputs}
+    graph = replace(graph, nodes=tuple(n for n in graph.nodes if n.name not in dropped)).renamed(renamed)
+    read = {name for node in graph.nodes for name in node.inputs}
     inputs = tuple(i for i in graph.inputs if i.kind == "input" or i.name in read)
-    names = [*(i.name for i in inputs), *(o for n in nodes for o in n.outputs)]
+    names = [*(i.name for i in inputs), *(o for n in graph.nodes for o in n.outputs)]
     return replace(
         graph,
         inputs=inputs,
-        nodes=tuple(nodes),
         types={name: graph.types[name] for name in names},
-        outputs=tuple(rename(o) if isinstance(o, Ref) else o for o in graph.outputs),
         mutations={
-            fqn: renamed.get(name, name)
+            fqn: name
             for fqn, name in graph.mutations.items()
-            if any(i.fqn == fqn for i in inputs) and renamed.get(name, name) in set(names)
+            if any(i.fqn == fqn for i in inputs) and name in set(names)
         },
         constants={name: x for name, x in graph.constants.items() if name in read},
     )

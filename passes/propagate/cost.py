@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.layout import Owned, Placement, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.fusion import Traffic
@@ -64,15 +64,22 @@ def backward_factor(node: Node, graph: Graph) -> float:
     """Backward FLOPs per forward FLOP of a matmul-like op: one more product per operand that wants a gradient."""
     if not any(graph.types[o].grad for o in node.outputs):
         return 0.0
-    wanting = sum(graph.types[name].grad for name in node.inputs)
     stated = facts_of(node.op).backward
-    return float(min(wanting, 2)) if stated is None else stated
+    return float(len(_multiplied(node, graph))) if stated is None else stated
+
+
+def _multiplied(node: Node, graph: Graph) -> list[int]:
+    """The operands, by position, that want a gradient, each by a product in the backward: two at most, and not what is
+    added to the product."""
+    added = node.argument(name) if (name := facts_of(node.op).addend) else None
+    wanting = (i for i, n in enumerate(node.inputs) if graph.types[n].grad and Ref(n) != added)
+    return [*itertools.islice(wanting, 2)]
 
 
 def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:
     """(ring bytes per rank, seconds) of a collective inside an op's local form."""
     ranks, link = mesh.size_of(collective.axes), mesh.link(collective.axes)
-    if collective.kind in ("halo", "permute"):  # every rank sends one message
+    if collective.kind == "permute":  # every rank sends one message
         return collective.bytes, link.seconds(collective.bytes, "permute")
     passes = 2 if collective.kind == "all_reduce" else 1
     moved = passes * (ranks - 1) / ranks * collective.bytes
@@ -128,7 +135,7 @@ def node_seconds(
     if facts_of(node.op).looks_up:
         moved -= max(0, sizes[0] - sizes[len(node.inputs)])
     launch = device.kernel_latency * (traffic is None or traffic.launches)
-    wanting = [x for n, x in zip(node.inputs, shapes, strict=False) if graph.types[n].grad][:2]
+    wanting = [shapes[i] for i in _multiplied(node, graph)]
     trained = any(graph.types[o].grad for o in node.outputs)
     moved += _written_beside(node, graph, shapes) if trained else 0.0
     work = flops * divided(choice, mesh)

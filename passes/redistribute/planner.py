@@ -17,7 +17,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Step
 from autoshard.passes.redistribute.pricing import FORBIDDEN, Moves, Prices, price, width
 from autoshard.passes.redistribute.space import FREE, MOST_AXES, Floats, Ints, frame, halfway, layout_of, state_of
-from autoshard.passes.redistribute.steps import Redistribution
+from autoshard.passes.redistribute.steps import Redistribution, after_each_other
 
 LayoutLike = Layout | Mapping[str, Placement] | Sequence[Placement]
 
@@ -41,13 +41,13 @@ def plan(
     if common.kinds.count(FREE) > MOST_AXES:
         middle = layout_of(halfway(ends[0], ends[1], common), mesh)
         rest = (shape, mesh, dtype, grad, peak_limit, minimize, closed)
-        return _joined(plan(src, middle, *rest), plan(middle, dst, *rest))
+        legs = plan(src, middle, *rest), plan(middle, dst, *rest)
+        return replace(after_each_other(legs, legs[0].steps + legs[1].steps), minimal=False)
     prices = price(mesh, shape, dtype.itemsize, kinds, width(dtype, grad), common, closed)
     start, goal = (prices.space.index[x] for x in ends)
     path = _path(prices, start, goal, peak_limit, minimize)
     if path is None:
-        limit = f" with local tensors of at most {peak_limit} elements" if peak_limit is not None else ""
-        raise LayoutError(f"no sequence of steps leads from {src} to {dst}, shape {list(shape)}{limit}")
+        raise no_way(f"{src} to {dst}, shape {list(shape)}", peak_limit)
     steps = tuple(_step(prices, move, mesh, shape, dtype, grad) for move in path)
     visited = [start, *(int(prices.space.dst[m]) for m in path)]
     forward, backward = (sum(_scaled_bytes(prices, m, dtype, grad)[i] for m in path) for i in (0, 1))
@@ -66,18 +66,10 @@ def plan(
     )
 
 
-def _joined(first: Redistribution, second: Redistribution) -> Redistribution:
-    """One after the other."""
-    return replace(
-        first,
-        dst=second.dst,
-        steps=first.steps + second.steps,
-        forward_bytes=first.forward_bytes + second.forward_bytes,
-        backward_bytes=first.backward_bytes + second.backward_bytes,
-        seconds=first.seconds + second.seconds,
-        peak_numel=max(first.peak_numel, second.peak_numel),
-        minimal=False,
-    )
+def no_way(ends: str, peak_limit: int | None) -> LayoutError:
+    """The error of a search that found nothing; ``ends``: from where, to where."""
+    limit = f" with local tensors of at most {peak_limit} elements" if peak_limit is not None else ""
+    return LayoutError(f"no sequence of steps leads from {ends}{limit}")
 
 
 def check(src: tuple[Layout, tuple[int, ...]], dst: tuple[Layout, tuple[int, ...]], mesh: Mesh, minimize: str) -> None:

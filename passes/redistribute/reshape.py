@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,10 +21,10 @@ from autoshard.errors import LayoutError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Step
-from autoshard.passes.redistribute.planner import check, costs, distances, kinds_of, plan, relaxed
+from autoshard.passes.redistribute.planner import check, costs, distances, kinds_of, no_way, plan, relaxed
 from autoshard.passes.redistribute.pricing import FORBIDDEN, Moves, Prices, price, width
 from autoshard.passes.redistribute.space import EXACT_AXES, Ints, State, everything, layout_of, state_of
-from autoshard.passes.redistribute.steps import Redistribution
+from autoshard.passes.redistribute.steps import Redistribution, after_each_other
 
 Shape = tuple[int, ...]
 Parts = tuple[tuple[int, ...], ...]
@@ -106,10 +106,7 @@ def plan_reshaped(
     goal = layers[2].space.index[state_of(dst, len(dst_shape), grad=bool(grad))]
     way = _cheapest(layers, joins, start, goal, peak_limit, minimize)
     if way is None:
-        limit = f" with local tensors of at most {peak_limit} elements" if peak_limit is not None else ""
-        raise LayoutError(
-            f"no sequence of steps leads from {src}, shape {list(shape)}, to {dst}, {list(dst_shape)}{limit}"
-        )
+        raise no_way(f"{src}, shape {list(shape)}, to {dst}, {list(dst_shape)}", peak_limit)
     before, after = way
     inner = [layout_of(layers[1].space.states[j[s]], mesh) for j, s in zip(joins, (before, after), strict=True)]
     outer = [layout_of(layers[i].space.states[s], mesh) for i, s in ((0, before), (2, after))]
@@ -126,19 +123,8 @@ def plan_reshaped(
         )
     else:
         middle = _reshape(outer[0], outer[1], shape, dst_shape)
-    return Redistribution(
-        src,
-        dst,
-        shape,
-        dtype,
-        bool(grad),
-        (*legs[0].steps, *middle, *legs[2].steps),
-        sum(leg.forward_bytes for leg in legs),
-        sum(leg.backward_bytes for leg in legs),
-        sum(leg.seconds for leg in legs),
-        max(leg.peak_numel for leg in legs),
-        dst_shape,
-    )
+    steps = (*legs[0].steps, *middle, *legs[2].steps)
+    return replace(after_each_other(legs, steps), dst_shape=dst_shape)
 
 
 def _reshape(src: Layout, dst: Layout, shape: Shape, to_shape: Shape) -> tuple[Step, ...]:

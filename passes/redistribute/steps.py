@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,19 @@ class Redistribution:
                 f"  gathered for the reshape, whose shapes have no factor to cut in common: {', '.join(self.gathered)}"
             )
         return "\n".join(lines)
+
+
+def after_each_other(legs: Sequence[Redistribution], steps: tuple[Step, ...]) -> Redistribution:
+    """What these do together, by these steps."""
+    return replace(
+        legs[0],
+        dst=legs[-1].dst,
+        steps=steps,
+        forward_bytes=sum(leg.forward_bytes for leg in legs),
+        backward_bytes=sum(leg.backward_bytes for leg in legs),
+        seconds=sum(leg.seconds for leg in legs),
+        peak_numel=max(leg.peak_numel for leg in legs),
+    )
 
 
 def emit(step: Step) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:

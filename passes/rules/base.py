@@ -138,6 +138,8 @@ class Facts:
     """whether its operands together are what it gives, also where a rank owns some of them and has no rows of the others"""
     backward: float | None = None
     """backward FLOPs per forward FLOP; None: one more product per operand that wants a gradient, two at most"""
+    addend: str = ""
+    """of a product, the argument that is added to it, as a bias: its gradient takes no product"""
 
 
 UNKNOWN, NOTHING = Facts(), Facts(saves="")

@@ -147,7 +147,7 @@ CONVOLUTIONS = (
     "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
 )
 
-FACTS = Facts(saves=_saves, intermediates=_intermediates)
+FACTS = Facts(saves=_saves, intermediates=_intermediates, addend="bias")
 
 RULES: tuple[Rule, ...] = tuple(
     replace(rule, flops=_convolution_flops)

@@ -31,7 +31,9 @@ def _contraction(op: torch._ops.OpOverload, notation: str, addend: int | None = 
     linear = tuple((i,) if addend is None else tuple(sorted((i, addend))) for i in factors)
     flops = _flops(lambda node, graph: bind(parsed, node, graph))
     found = rule(op, notation, linear=linear, addends=() if addend is None else (addend,), flops=flops)
-    return replace(found, facts=Facts(each_other(*(tensor_arguments(op)[i] for i in factors))))
+    names = tensor_arguments(op)
+    added = "" if addend is None else names[addend]
+    return replace(found, facts=Facts(each_other(*(names[i] for i in factors)), addend=added))
 
 
 def _by_rank(node: Node, graph: Graph) -> str:
@@ -56,7 +58,8 @@ def _with_addend(op: torch._ops.OpOverload, product: str, result: str) -> Rule:
         text = f"{addend}, {product} -> {result}"
         return bind(parse(text), node, graph, ((0, 1), (0, 2)), frozenset({0}))
 
-    facts = Facts(each_other(*tensor_arguments(op)[1:]))
+    addend, *operands = tensor_arguments(op)
+    facts = Facts(each_other(*operands), addend=addend)
     return Rule(op, factors, None, _flops(factors), f"(broadcast) {result}, {product} -> {result}", facts=facts)
 
 

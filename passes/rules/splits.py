@@ -33,7 +33,9 @@ def exchanged(
 ) -> tuple[Internal, ...]:
     """The collectives of a split; ``row``: bytes per position of the dim on a rank."""
     parts = enumerate(parts_of(size, lengths, ranks))
-    found = (both_ways(axes, row, halo, grad, f"part {i}", f"gradient of part {i}") for i, halo in parts)
+    found = (
+        both_ways(axes, row, halo, grad, f"halo of part {i}", f"gradient of the halo of part {i}") for i, halo in parts
+    )
     return tuple(itertools.chain.from_iterable(found))
 
 

@@ -93,9 +93,9 @@ SlidingsOf = Callable[[Node, Graph], tuple[Sliding, ...]]
 def both_ways(axes: tuple[str, ...], row: float, halo: Halo, grad: bool, what: str, back: str) -> Iterator[Internal]:
     """A halo of positions of ``row`` bytes, if it brings any, and its gradient."""
     if halo.forward:
-        yield Internal("halo", axes, row * halo.forward, "forward", what)
+        yield Internal("permute", axes, row * halo.forward, "forward", what)
         if grad:
-            yield Internal("halo", axes, row * halo.backward, "backward", back)
+            yield Internal("permute", axes, row * halo.backward, "backward", back)
 
 
 def halos(slidings: SlidingsOf) -> CollectivesOf:

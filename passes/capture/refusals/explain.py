@@ -33,6 +33,12 @@ def explain(model: nn.Module, error: BaseException) -> CaptureError:
         text = str(error)
     elif is_data_dependent(error):
         text = DATA_DEPENDENT.format(what=f"`{code}`" if code else type(error).__name__)
+    elif "HigherOrder" in type(error).__name__:
+        text = (
+            f"control flow as an operation, such as torch.cond, while_loop, scan and map, is not supported (`{code}`; "
+            f"{type(error).__name__}). Use torch.where for a choice by values, and Python's own `if` and loops for what "
+            "shapes say and over what is of known length."
+        )
     else:
         first = str(error).strip().split("\n\n")[0]
         text = f"the model could not be traced. {type(error).__name__}: {first}"

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.observer import Observer, Patch
-from autoshard.passes.ir.graph import Graph, Ref, map_refs
+from autoshard.passes.ir.graph import Graph
 from autoshard.runtime.autocast import autocast_state
 
 aten = torch.ops.aten
@@ -70,19 +70,13 @@ def with_kept_casts(graph: Graph) -> Graph:
     parameters = {i.name for i in graph.inputs if i.kind == "parameter" and graph.types[i.name].dtype == torch.float}
     first: dict[tuple[str, str], str] = {}
     instead: dict[str, str] = {}
-    nodes = []
     for node in graph.nodes:
         if node.op == aten._to_copy.default and node.inputs[0] in parameters and node.kwargs.keys() == {"dtype"}:
             (name,) = node.outputs
             instead[name] = first.setdefault((node.inputs[0], str(node.kwargs["dtype"])), name)
-            if instead[name] != name:
-                continue
-        args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda r: Ref(instead.get(r.name, r.name)))
-        nodes.append(replace(node, args=args, kwargs=kwargs))
-    outputs = map_refs(graph.outputs, lambda r: Ref(instead.get(r.name, r.name)))
-    mutations = {fqn: instead.get(name, name) for fqn, name in graph.mutations.items()}
     types = {name: t for name, t in graph.types.items() if instead.get(name, name) == name}
-    return replace(graph, nodes=tuple(nodes), types=types, outputs=outputs, mutations=mutations)
+    nodes = tuple(n for n in graph.nodes if all(o in types for o in n.outputs))
+    return replace(graph, nodes=nodes, types=types).renamed(instead)
 
 
 class Autocast(Observer):

@@ -14,8 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.passes.capture.observer import Observer, Patch, replacing
 from autoshard.runtime.experts import activation_of, experts_op, gated_by
+from autoshard.runtime.grouped import grouped_mm
 
 _MODULE, _LLAMA4 = "transformers.integrations.moe", "transformers.models.llama4.modeling_llama4"
+_LONGCAT = "transformers.models.longcat_flash.modeling_longcat_flash"
+_JETMOE = "transformers.models.jetmoe.modeling_jetmoe"
 _ACTIVATIONS = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
@@ -39,6 +42,11 @@ class Experts(Observer):
         if (module := sys.modules.get(_LLAMA4)) is not None:
             yield replacing(module.Llama4TextMoe, "forward", _routed)
             yield replacing(module.Llama4TextExperts, "forward", _chosen)
+        if (module := sys.modules.get(_LONGCAT)) is not None:
+            yield replacing(module.LongcatFlashExperts, "forward", _beside_identities)
+        if (module := sys.modules.get(_JETMOE)) is not None:
+            yield replacing(module.JetMoeTopKGating, "forward", _counting)
+            yield replacing(module.JetMoeParallelExperts, "forward", _in_groups)
 
 
 def _answering(get: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,3 +157,49 @@ def _chosen(forward: Callable[..., Any]) -> Callable[..., Any]:
         return y
 
     return chosen
+
+
+def _beside_identities(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """LongCat has experts without weights after the others: they give back their rows."""
+
+    def routed(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        activation, count = _activation(self.act_fn), self.num_routed_experts
+        if activation is None or not count or torch.is_autocast_enabled(x.device.type):
+            found: torch.Tensor = forward(self, x, ids, weights)
+            return found
+        first = self.gate_up_proj[:count] if self.zero_expert_num else self.gate_up_proj
+        form = activation, True, False
+        weights = weights.to(torch.promote_types(weights.dtype, x.dtype))
+        y: torch.Tensor = experts_op(x, ids, weights, first, self.down_proj, *form)
+        if not self.zero_expert_num:
+            return y
+        return y + (x * weights.where(ids >= count, 0).sum(-1, keepdim=True)).to(x.dtype)
+
+    return routed
+
+
+def _counting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """JetMoE's routing, with numbers of rows as a tensor: in its own they are numbers of Python."""
+
+    def counted(self: Any, x: torch.Tensor) -> Any:
+        if torch.is_autocast_enabled(x.device.type):
+            return forward(self, x)
+        logits = self.layer(x).float()
+        chosen, ids = logits.topk(self.top_k, dim=1)
+        weights, flat = torch.softmax(chosen, dim=1).type_as(x), ids.flatten()
+        order = flat.sort(0).indices
+        sizes = torch.bincount(flat, minlength=self.num_experts)
+        return order, order.div(self.top_k, rounding_mode="trunc"), weights.flatten()[order], sizes, logits
+
+    return counted
+
+
+def _in_groups(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """JetMoE's products of rows in the order of their experts."""
+
+    def multiplied(self: Any, rows: torch.Tensor, sizes: Any) -> Any:
+        if not isinstance(sizes, torch.Tensor):
+            return forward(self, rows, sizes)
+        return grouped_mm(rows, self.weight.mT, sizes.cumsum(0).to(torch.int32), True)
+
+    return multiplied

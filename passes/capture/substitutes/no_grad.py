@@ -34,6 +34,8 @@ class NoGrad(Observer):
         self.in_inference = inference.get()
 
     def before(self, call: Call) -> Answer | None:
+        if call.func is torch._C._set_grad_enabled and inference.get() and not self.in_inference:
+            return Answer(None, "nothing is recorded in inference mode, whether gradients are on or not")
         if not self.in_inference or call.func not in _MADE or not inference.get() or call.frame is None:
             return None
         own = is_torchs(call.frame) or is_ours(call.frame.f_code.co_filename)
@@ -41,11 +43,14 @@ class NoGrad(Observer):
 
 
 def _enter(self: Any) -> None:
-    self._traced_as = torch.set_grad_enabled(not self.mode), inference.set(self.mode)
+    token = inference.set(False)
+    self._traced_as = torch.set_grad_enabled(not self.mode), token
     self._traced_as[0].__enter__()
+    inference.set(self.mode)
 
 
 def _exit(self: Any, *error: Any) -> None:
     grad, token = self._traced_as
+    inference.set(False)
     grad.__exit__(*error)
     inference.reset(token)

@@ -27,8 +27,7 @@ def fan_out(graph: Graph) -> Graph:
         def use(ref: Ref, differentiable: bool = differentiable) -> Ref:
             return Ref(copies[ref.name].pop(0)) if differentiable and ref.name in copies else ref
 
-        node = replace(node, args=map_refs(node.args, use), kwargs=map_refs(dict(node.kwargs), use))
-        nodes.append(node)
+        nodes.append(map_refs(node, use))
         for name in node.outputs:
             _spread_to(copies, name, node, nodes, types)
     outputs = tuple(Ref(copies[o.name].pop(0)) if isinstance(o, Ref) and o.name in copies else o for o in graph.outputs)

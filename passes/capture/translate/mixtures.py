@@ -15,7 +15,7 @@ from typing import Any, Union
 import torch
 
 from autoshard.passes.capture.translate.canonical import remove_dead
-from autoshard.passes.capture.translate.patterns import Patterns, ProductOf, letters
+from autoshard.passes.capture.translate.patterns import Hot, Ids, Patterns, ProductOf, letters
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.stacked import STACKED
 from autoshard.runtime.experts import experts_op
@@ -44,10 +44,9 @@ def as_mixtures(graph: Graph) -> Graph:
 
 def _fits(mixture: Mixture, node: Node, graph: Graph) -> bool:
     """Whether every row has its own ids and weights, and its own result, of the same dtype."""
-    x, ids, weights, result = (
-        graph.types[n] for n in (mixture.x.name, mixture.ids.name, mixture.weights.name, *node.outputs)
-    )
-    alike = x.shape[:-1] == ids.shape[:-1] == result.shape[:-1] and ids.shape == weights.shape
+    x, weights, result = (graph.types[n] for n in (mixture.x.name, mixture.weights.name, *node.outputs))
+    ids = graph.shape(mixture.ids.mask)[:-1] if isinstance(mixture.ids, Hot) else graph.shape(mixture.ids)
+    alike = x.shape[:-1] == ids[:-1] == result.shape[:-1] and ids == weights.shape
     return alike and x.dtype == result.dtype
 
 
@@ -68,7 +67,7 @@ def _of_owners(graph: Graph) -> Graph:
 class Mixture:
     """The operands of one."""
 
-    def __init__(self, x: Ref, ids: Ref, weights: Ref, experts: Experts) -> None:
+    def __init__(self, x: Ref, ids: Ids, weights: Ref, experts: Experts) -> None:
         self.x, self.ids, self.weights, self.experts = x, ids, weights, experts
 
 
@@ -82,8 +81,11 @@ class Experts:
         second: Matrices,
         biases: tuple[tuple[Matrices, ...], tuple[Matrices, ...]],
         form: tuple[str, bool, bool],
+        turned: bool,
     ) -> None:
         self.x, self.second, self.biases, self.form = x, second, biases, form
+        self.turned = turned
+        """whether the last matrices are [out, in] where the first are [in, out], or the other way round"""
         self.first = first
         """one tensor, or that of gates and that of what they multiply"""
 
@@ -109,19 +111,45 @@ def _made(node: Node, mixture: Mixture, graph: Graph) -> Iterator[tuple[Node, tu
             yield made, shape
             found = [Ref(made.outputs[0])]
         joined += found or [m for m in several if isinstance(m, Ref)]
-    rows = [mixture.x, mixture.ids, mixture.weights]
+        if name == "second" and experts.turned:
+            shape = graph.shape(joined[1]) if not found else shape
+            yield (
+                _node(node, f"{node.name}_turned", aten.transpose.int, (joined[1], 1, 2)),
+                (shape[0], shape[2], shape[1]),
+            )
+            joined[1] = Ref(f"{node.name}_turned")
+    ids = mixture.ids
+    if isinstance(ids, Hot):
+        for made, shape in _dense_ids(node, ids.mask, graph):
+            yield made, shape
+            ids = Ref(made.outputs[0])
+    rows = [mixture.x, ids, mixture.weights]
     result, shape = f"{node.name}_rows", graph.shape(node.outputs[0])
+    widths = {0: graph.shape(mixture.x)[-1]}
     if plain := len(shape) == 2:
         result = node.outputs[0]
     for i, x in enumerate(rows):
         if not plain:
-            flat, name = (math.prod(shape[:-1]), graph.shape(x)[-1]), f"{node.name}_operand{i}"
+            flat, name = (
+                (math.prod(shape[:-1]), widths.get(i, graph.shape(mixture.weights)[-1])),
+                f"{node.name}_operand{i}",
+            )
             yield _node(node, name, aten.reshape.default, (x, list(flat))), flat
             rows[i] = Ref(name)
     args = (*rows, *joined[:2], *experts.form, *joined[2:])
     yield _node(node, result, experts_op._opoverload, args), (math.prod(shape[:-1]), shape[-1])
     if not plain:
         yield _node(node, node.outputs[0], aten.reshape.default, (Ref(result), list(shape))), shape
+
+
+def _dense_ids(node: Node, mask: Ref, graph: Graph) -> Iterator[tuple[Node, tuple[int, ...]]]:
+    """What makes the number of the expert out of a one-hot mask, and -1 where it has none."""
+    shape = graph.shape(mask)[:-1]
+    place, count, both = (f"{node.name}_ids{i}" for i in range(3))
+    yield _node(node, place, aten.argmax.default, (mask, -1)), shape
+    yield _node(node, count, aten.sum.dim_IntList, (mask, [-1])), shape
+    yield _node(node, both, aten.add.Tensor, (Ref(place), Ref(count))), shape
+    yield _node(node, f"{node.name}_ids", aten.sub.Tensor, (Ref(both), 1)), shape
 
 
 def _node(node: Node, name: str, op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Node:
@@ -163,10 +191,9 @@ def _experts(y: Ref, product: ProductOf, patterns: Patterns) -> Experts | None:
     for hidden, gate, activation in patterns.activated(second.rows):
         halves = (gate,) if hidden is None else patterns.halves(gate, hidden) or (gate, hidden)
         made = [m for half in halves if (m := product(half)) is not None]
-        if (
-            len(made) < len(halves)
-            or len({(m.rows, m.transposed, m.bias is None) for m in (*made, second._replace(rows=made[0].rows))}) > 1
-        ):
+        if len(made) < len(halves) or len({(m.rows, m.transposed, m.bias is None) for m in made}) > 1:
+            continue
+        if (made[0].bias is None) != (second.bias is None):
             continue
         first = tuple[Matrices, ...](m.matrices for m in made)
         biases = (
@@ -175,7 +202,12 @@ def _experts(y: Ref, product: ProductOf, patterns: Patterns) -> Experts | None:
         )
         if len({patterns.graph.shape(m.matrices) for m in made}) == 1:
             return Experts(
-                made[0].rows, first, second.matrices, biases, (activation, hidden is not None, second.transposed)
+                made[0].rows,
+                first,
+                second.matrices,
+                biases,
+                (activation, hidden is not None, made[0].transposed),
+                turned=second.transposed != made[0].transposed,
             )
     return None
 
@@ -205,7 +237,7 @@ def _sorted(node: Node, patterns: Patterns) -> Mixture | None:
         ends: list[str] = []
         experts = _experts(y, patterns.in_groups(ends), patterns)
         picked = patterns.made(experts.x, aten.index.Tensor, aten.index_select.default) if experts is not None else None
-        if experts is None or picked is None or len(set(ends)) != 1:
+        if experts is None or picked is None or not all(patterns.same(Ref(ends[0]), Ref(end)) for end in ends):
             continue
         order, top = patterns.divided(rows)
         ids = patterns.sorted_ids(order) if order is not None else None
@@ -221,13 +253,14 @@ def _sorted(node: Node, patterns: Patterns) -> Mixture | None:
 
 def _loop(node: Node, patterns: Patterns) -> Mixture | None:
     """Of the last expert, one after the other: out.index_add(0, rows, expert(x[rows]) * weights[rows, slots])."""
-    if (last := patterns.added(node)) is None or _goes_on(node, patterns):
+    if (last := patterns.added(patterns.kept(node) or node)) is None or _goes_on(node, patterns):
         return None
-    found: dict[int, tuple[Ref, Ref, Experts]] = {}
+    found: dict[int, tuple[Ids, Ref, Experts]] = {}
     here: Node | None = node
-    total = last[0]
-    while here is not None and (step := patterns.added(here)) is not None:
+    total, sums = last[0], True
+    while here is not None and (step := patterns.added(turn := patterns.kept(here) or here)) is not None:
         total, rows, value = step
+        sums &= turn.op is aten.index_add.default
         if (one := _of_one(rows, value, patterns)) is None or one[0] in found:
             return None
         number, *what = one
@@ -238,7 +271,8 @@ def _loop(node: Node, patterns: Patterns) -> Mixture | None:
     ids, weights, experts = found[0]
     alike = all((i, w) == (ids, weights) for i, w, _ in found.values())
     together = _together([found[e][2] for e in sorted(found)], patterns.graph) if alike else None
-    return Mixture(experts.x, ids, weights, together) if together is not None and patterns.is_distinct(ids) else None
+    apart = sums or (isinstance(ids, Ref) and patterns.is_distinct(ids))  # no row is written twice in one turn
+    return Mixture(experts.x, ids, weights, together) if together is not None and apart else None
 
 
 def _weighed_loop(node: Node, patterns: Patterns) -> Mixture | None:
@@ -282,6 +316,10 @@ def _goes_on(node: Node, patterns: Patterns) -> bool:
     steps = (patterns.added(user) for user in users)
     if any(step is not None and step[0].name == node.outputs[0] for step in steps):
         return True
+    if any(
+        user.op is aten.where.self and user.args[1] == Ref(node.outputs[0]) for user in users
+    ):  # kept by the turn's end
+        return True
     sides = (side for user in users if user.op is aten.add.Tensor for side in user.args if isinstance(side, Ref))
     return any(side.name != node.outputs[0] and _weighed(side, patterns) is not None for side in sides)
 
@@ -292,7 +330,8 @@ def _together(experts: Sequence[Experts], graph: Graph) -> Experts | None:
     if all(e == one for e in experts):
         return one if isinstance(one.second, Ref) and graph.shape(one.second)[0] == len(experts) else None
     if any(
-        (e.x, e.form, [len(w) for _, w in e.weights]) != (one.x, one.form, [len(w) for _, w in one.weights])
+        (e.x, e.form, e.turned, [len(w) for _, w in e.weights])
+        != (one.x, one.form, one.turned, [len(w) for _, w in one.weights])
         for e in experts
     ):
         return None
@@ -303,10 +342,10 @@ def _together(experts: Sequence[Experts], graph: Graph) -> Experts | None:
         if len(shapes) > 1 or any(len(s) > 2 for s in shapes):
             return None
         found.append(tuple(parts))
-    return Experts(one.x, found[0], found[1][0], (found[2], found[3]), one.form)
+    return Experts(one.x, found[0], found[1][0], (found[2], found[3]), one.form, one.turned)
 
 
-def _of_one(rows: Ref, value: Ref, patterns: Patterns) -> tuple[int, Ref, Ref, Experts] | None:
+def _of_one(rows: Ref, value: Ref, patterns: Patterns) -> tuple[int, Ids, Ref, Experts] | None:
     """(number, ids, weights, experts) of what one expert adds."""
     if (chosen := patterns.chosen(rows)) is None:
         return None

@@ -26,6 +26,13 @@ class Product(NamedTuple):
     bias: Ref | None = None
 
 
+class Hot(NamedTuple):
+    """Ids as one-hot, some of which were dropped."""
+
+    mask: Ref
+
+
+Ids = Ref | Hot
 ProductOf = Callable[[Ref], Product | None]
 """a value → the product that it is"""
 _GROUPED = {grouped_mm._opoverload, aten._grouped_mm.default}
@@ -48,6 +55,7 @@ class Patterns:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.positions = graph, Positions(graph)
+        self._alike: dict[Any, Ref] = {}
 
     def made(self, value: Any, *ops: Any) -> Node | None:
         """The node that makes ``value``, if it is of one of these."""
@@ -91,6 +99,13 @@ class Patterns:
                     node.args[0],
                     f"{name}_tanh" if name == "gelu" and node.argument("approximate") == "tanh" else name,
                 )
+
+    def first_alike(self, value: Ref) -> Ref:
+        """The first value of the graph that is computed as this one is."""
+        node = self.graph.producers.get(value.name)
+        if node is None or is_random(node) or len(node.outputs) > 1:
+            return value
+        return self._alike.setdefault((node.op, repr(node.args), repr(node.kwargs)), value)
 
     def halves(self, gate: Ref, up: Ref) -> tuple[Ref] | None:
         """What ``gate`` and ``up`` are the halves of, along the last dim."""
@@ -136,12 +151,12 @@ class Patterns:
         """Products with the matrix of one expert."""
 
         def product(value: Ref) -> Product | None:
-            node = self.made(value, aten.matmul.default, aten.mm.default, aten.linear.default)
+            node = self.made(self.unshaped(value), aten.matmul.default, aten.mm.default, aten.linear.default)
             if node is None:
                 return None
             rows, matrix, *bias = (node.args[i] for i in range(len(node.inputs)))
             transposed = node.op is not aten.linear.default
-            turned = self.made(matrix, aten.t.default, aten.transpose.int)
+            turned = self.made(matrix, aten.t.default, aten.transpose.int, aten.permute.default)
             if turned is not None:
                 matrix, transposed = turned.args[0], not transposed
             if len(self.graph.shape(matrix)) == 2 and matrix.name in self.graph.parameters:  # a module of its own
@@ -149,9 +164,16 @@ class Patterns:
             one = self.made(matrix, aten.select.int)
             if bias or one is None or one.args[1:] != (0, number) or len(self.graph.shape(one.args[0])) != 3:
                 return None
-            return Product(rows, one.args[0], transposed)
+            return Product(rows, self.first_alike(one.args[0]), transposed)
 
         return product
+
+    def unshaped(self, value: Ref) -> Ref:
+        """Without a reshape of rows to themselves."""
+        node = self.made(value, aten.reshape.default)
+        shapes = [] if node is None else [self.graph.shape(x) for x in (value, node.args[0])]
+        same = node is not None and [len(s) for s in shapes] == [2, 2] and shapes[0][1] == shapes[1][1]
+        return node.args[0] if node is not None and same else value
 
     # --- gates ---
 
@@ -285,7 +307,7 @@ class Patterns:
                 return (total, rows, new) if read.args[0] == total else None
         return None
 
-    def chosen(self, rows: Ref) -> tuple[Ref, int, Ref] | None:
+    def chosen(self, rows: Ref) -> tuple[Ids, int, Ref] | None:
         """(ids, expert, slots) where ``rows`` and ``slots`` are the places in which ids [t, k] name the expert."""
         node = self.made(rows, aten.where.default)
         if node is None or len(node.outputs) != 2:
@@ -293,12 +315,65 @@ class Patterns:
         first, second = node.outputs
         if (equal := self.made(node.args[0], aten.eq.Scalar)) is not None and rows.name == first:
             return equal.args[0], int(equal.args[1]), Ref(second)
-        one = self.made(self.bare(node.args[0]), aten.select.int)  # of one_hot(ids) turned to [experts, k, t]
-        turned = self.made(one.args[0], aten.permute.default) if one is not None else None
-        hot = self.made(turned.args[0], aten.one_hot.default) if turned is not None else None
-        if one is None or hot is None or turned is None or one.args[1] != 0 or rows.name != second:
+        one = self.of_expert(node.args[0])  # of one_hot(ids) turned to [experts, k, t]
+        turned = self.made(one[0], aten.permute.default) if one is not None else None
+        if one is None or turned is None or list(turned.args[1]) != [2, 1, 0] or rows.name != second:
             return None
-        return (hot.args[0], int(one.args[2]), Ref(first)) if list(turned.args[1]) == [2, 1, 0] else None
+        if (hot := self.made(turned.args[0], aten.one_hot.default)) is not None:
+            return hot.args[0], one[1], Ref(first)
+        return (Hot(turned.args[0]), one[1], Ref(first)) if self.is_hot(turned.args[0]) else None
+
+    def of_expert(self, value: Ref) -> tuple[Ref, int] | None:
+        """(masks, number) of the mask of one expert, along the first dim."""
+        value = self.bare(value)
+        while (node := self.made(value, aten.squeeze.dim)) is not None and node.args[1] == 0:
+            value = node.args[0]
+        if (node := self.made(value, aten.select.int)) is not None:
+            return (node.args[0], int(node.args[2])) if node.args[1] == 0 else None
+        node = self.made(value, aten.index.Tensor)
+        if node is None or len(node.args[1]) != 1 or not isinstance(node.args[1][0], Ref):
+            return None
+        number = self.graph.constants.get(node.args[1][0].name)
+        return (node.args[0], int(number)) if number is not None and number.numel() == 1 else None
+
+    def is_hot(self, value: Ref) -> bool:
+        """Whether it is 0 or 1, and along the last dim at most once 1: ids as one-hot, some of which were dropped."""
+        if (node := self.made(value, aten.reshape.default)) is not None:
+            return self.graph.shape(node.args[0])[-1] == self.graph.shape(value)[-1] and self.is_hot(node.args[0])
+        if self.made(value, aten.one_hot.default) is not None:
+            return True
+        kept = (self.graph.types[b.name].dtype == torch.bool and self.is_hot(a) for a, b in self.times(value))
+        return any(kept)
+
+    def kept(self, node: Node) -> Node | None:
+        """What adds to some rows, of which ``node`` keeps the result where there are such rows: a turn of a loop over experts.
+
+        zero(result) + where(there are rows, result, before), as capture writes such loops out.
+        """
+        zero, where = (self.made(x, aten.zero.default, aten.where.self) for x in (*node.args, None, None)[:2])
+        if node.op is not aten.add.Tensor or zero is None or where is None or len(where.inputs) < 3:
+            return None
+        condition, result, before = where.args
+        made = self.graph.producers.get(result.name)
+        step = None if made is None or zero.args[0] != result else self.added(made)
+        if step is None or step[0] != before or not self._says_rows(condition, step[1]):
+            return None
+        return made
+
+    def _says_rows(self, condition: Ref, rows: Ref) -> bool:
+        """Whether ``condition`` is true where any place of a mask, of which ``rows`` are the places, is."""
+        if (one := self.made(condition, aten.ne.Scalar)) is None or one.args[1] != 0:
+            return False
+        picked, places = self.of_expert(one.args[0]), self.made(rows, aten.where.default)
+        of_rows = self.of_expert(places.args[0]) if places is not None else None
+        if picked is None or of_rows is None or picked[1] != of_rows[1]:
+            return False
+        more = self.made(picked[0], aten.greater.Scalar, aten.gt.Scalar, aten.ne.Scalar)
+        total = self.made(more.args[0], aten.sum.dim_IntList) if more is not None and more.args[1] == 0 else None
+        whole = (
+            total is not None and {d % 3 for d in total.args[1]} == {1, 2} and len(self.graph.shape(total.args[0])) == 3
+        )
+        return total is not None and whole and total.args[0] == of_rows[0]
 
     def weights_at(self, factor: Ref, rows: Ref, slots: Ref) -> Ref | None:
         """The weights [t, k] of which ``factor`` [rows, 1] are those in some places."""

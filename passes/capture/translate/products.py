@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 
 aten = torch.ops.aten
 
@@ -30,16 +30,7 @@ def unflattened(graph: Graph) -> Graph:
             nodes += [weight, product]
             continue
         nodes.append(node)
-    if not renamed:
-        return graph
-
-    def new(ref: Ref) -> Ref:
-        return Ref(renamed.get(ref.name, ref.name))
-
-    changed = (replace(n, args=map_refs(n.args, new), kwargs=map_refs(n.kwargs, new)) for n in nodes)
-    mutations = {fqn: renamed.get(name, name) for fqn, name in graph.mutations.items()}
-    outputs = map_refs(graph.outputs, new)
-    return replace(graph, nodes=tuple(changed), types=types, outputs=outputs, mutations=mutations)
+    return replace(graph, nodes=tuple(nodes), types=types).renamed(renamed) if renamed else graph
 
 
 def _whole(node: Node, graph: Graph) -> tuple[Node, Node, tuple[int, ...]] | None:
