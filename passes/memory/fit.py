@@ -29,8 +29,6 @@ log = logging.getLogger("autoshard.plan")
 
 SHARE = 0.9
 """of the hardware's memory: the budget where none is given"""
-FAR = 1.25
-"""times the budget: what holds more than that does not fit if all its choices are the best, either"""
 SHARES = (0.0, 0.1, 1.0)
 """of what operations work on: counted with what is held least where no other plan fits"""
 ROUNDS = 4
@@ -51,12 +49,14 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
     cheapest = planner.cheapest(rough=True)
     program, memory = tried(cheapest, optimizer, flying)
-    if memory.peak <= FAR * budget and (found := planner.searched_on(cheapest)) is not cheapest:
+    best = (_bounded(program, 0.0), memory) if memory.peak <= budget else None
+    # what does not fit is searched for under a limit, among the same choices
+    if best is not None and (found := planner.searched_on(cheapest)) is not cheapest:
         program, memory = tried(found, optimizer, flying)
     if memory.peak <= budget:
         return replace(program, assignment=proven(program.assignment)), memory
-    del cheapest  # and what it was found in
-    closest, best = (_bounded(program, 0.0), memory), None
+    closest = _bounded(program, 0.0), memory
+    del cheapest, program  # and what it was found in
     for program, memory in _searched(planner, budget, *closest):
         closest = min(closest, (program, memory), key=lambda found: found[1].peak)
         if memory.peak <= budget and (best is None or _seconds(program) < _seconds(best[0])):
