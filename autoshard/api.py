@@ -19,12 +19,12 @@ from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.arguments import check_arguments
 from autoshard.module.base import ShardedModule
-from autoshard.module.compiling import Settings
-from autoshard.module.distributed import DistributedModule
 from autoshard.module.in_process import InProcessModule
 from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes, with_rows
-from autoshard.module.pipelined import PipelinedModule
-from autoshard.module.state import requires_grad
+from autoshard.module.model.state import requires_grad
+from autoshard.module.programs.compiling import Settings
+from autoshard.module.ranks.distributed import DistributedModule
+from autoshard.module.staged.pipelined import PipelinedModule
 from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.microbatch import count_of

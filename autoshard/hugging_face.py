@@ -16,7 +16,7 @@ from autoshard.module.checkpoints import (
     load_full_optimizer_state_dict,
     load_safetensors,
 )
-from autoshard.module.distributed import DistributedModule
+from autoshard.module.ranks.distributed import DistributedModule
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 """files of a checkpoint of transformers"""

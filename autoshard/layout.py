@@ -87,7 +87,7 @@ def _split_factor(parts: tuple[int, ...]) -> int:
     """A ratio as the split factor of a strided shard, which torch has for equal parts on one axis alone: below 0.
 
     Torch carries it unread through its operations, and refuses to cut or gather by it, until a sharded module is made:
-    :mod:`autoshard.module.dtensor_strided` has torch cut by :func:`parts_of`.
+    :mod:`autoshard.module.dtensors.strided` has torch cut by :func:`parts_of`.
     """
     bits = _BITS // len(parts)
     return -(sum(n << bits * i for i, n in enumerate(parts)) * 2 * _BITS + len(parts))

@@ -34,7 +34,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import autoshard
-from autoshard.runtime.communicator import Executed
+from autoshard.runtime.transport.communicator import Executed
 
 RANKS, WARM_UP = 2, 10
 Step = Callable[[torch.Tensor], torch.Tensor]

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
 
 import autoshard
-from autoshard.runtime.experts import experts_op
+from autoshard.runtime.operations.experts import experts_op
 
 TOP, WARM = 2, 10
 """experts of a row; steps that do not count: in its first calls a module compares the ranks' inputs"""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.check.clock import Clock, agreed
 from autoshard.check.travel import move_of
-from autoshard.runtime.process_group import TorchCommunicator
+from autoshard.runtime.transport.process_group import TorchCommunicator
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

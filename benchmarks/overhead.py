@@ -26,7 +26,7 @@ from torch import nn
 
 import autoshard
 from autoshard.models import Llama, LlamaConfig
-from autoshard.runtime.communicator import Executed
+from autoshard.runtime.transport.communicator import Executed
 
 RANKS = 2
 WARM_UP = 3

@@ -44,7 +44,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
-from autoshard.runtime import gradients
+from autoshard.runtime.parameters import gradients
 
 WARM_UP = 9
 """more calls than are compared with their inputs by default"""

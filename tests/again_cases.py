@@ -22,7 +22,7 @@ import autoshard
 from autoshard.errors import RuntimeMismatchError
 from autoshard.models import Gpt, GptConfig, Llama, LlamaConfig, Mlp, MlpConfig, Moe, MoeConfig, Vit, VitConfig
 
-again: Any = importlib.import_module("autoshard.runtime.again")  # the package has a function of this name
+again: Any = importlib.import_module("autoshard.runtime.parameters.again")  # the package has a function of this name
 TOLERANCE = 1e-9
 Case = tuple[nn.Module, tuple[torch.Tensor, ...]]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sample_makers import Sample, b, call, f, i, unit, z
 
-from autoshard.passes.rules import pointwise
+from autoshard.passes.rules.families import pointwise
 
 aten = torch.ops.aten
 

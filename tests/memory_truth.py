@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.compiler import Compiled
-from autoshard.module.executable import load_source
-from autoshard.runtime.in_process import World
+from autoshard.module.programs.executable import load_source
+from autoshard.runtime.transport.in_process import World
 
 
 def storage(x: torch.Tensor) -> int:

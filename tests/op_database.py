@@ -31,14 +31,14 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from autoshard import AutoshardError, Mesh, Shard
 from autoshard.compiler import Compiled, build
-from autoshard.module.compiling import Settings
-from autoshard.module.executable import Call, Executable, load_source
 from autoshard.module.in_process import InProcessModule
+from autoshard.module.programs.compiling import Settings
+from autoshard.module.programs.executable import Call, Executable, load_source
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.rules.facts import is_view
 from autoshard.plans.wishes import Wishes
-from autoshard.runtime.in_process import World
+from autoshard.runtime.transport.in_process import World
 
 STATUSES = ("wrong", "crash", "sharded", "decomposed", "replicated", "refused", "not run")
 """of an op: the first of these that any of its cases has"""

@@ -11,8 +11,8 @@ from reduction_samples import RANK, REDUCE, SCAN
 from sample_makers import Sample, b, call, f, i, unit, z
 
 __all__ = ["NO_DERIVATIVE", "SAMPLES", "SHAPES_ONLY", "call", "f"]
-from autoshard.runtime.experts import experts_op
-from autoshard.runtime.grouped import grouped_mm
+from autoshard.runtime.operations.experts import experts_op
+from autoshard.runtime.operations.grouped import grouped_mm
 
 aten = torch.ops.aten
 

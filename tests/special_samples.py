@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.banded import banded_op
-from autoshard.runtime.ctc import ctc_loss
-from autoshard.runtime.embedding import pooled_op
-from autoshard.runtime.exactly import exactly
-from autoshard.runtime.functions import function
-from autoshard.runtime.stacked import stacked_op
+from autoshard.runtime.attention.banded import banded_op
+from autoshard.runtime.operations.ctc import ctc_loss
+from autoshard.runtime.operations.embedding import pooled_op
+from autoshard.runtime.operations.exactly import exactly
+from autoshard.runtime.operations.functions import function
+from autoshard.runtime.operations.stacked import stacked_op
 
 aten = torch.ops.aten
 Sample = tuple[tuple[Any, ...], dict[str, Any]]

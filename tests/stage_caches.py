@@ -13,9 +13,9 @@ from state_harness import close
 from torch import nn
 
 import autoshard
-from autoshard.module.carried import Carried
-from autoshard.module.of_stage import OfStage
-from autoshard.runtime.along import Along
+from autoshard.module.dtensors.of_stage import OfStage
+from autoshard.module.programs.carried import Carried
+from autoshard.runtime.programs.along import Along
 
 TOKENS = torch.arange(6).view(2, 3)
 

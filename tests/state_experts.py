@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import autoshard
 from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
-from autoshard.runtime.experts import experts_op
+from autoshard.runtime.operations.experts import experts_op
 
 
 class Routed(nn.Module):

@@ -20,7 +20,7 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.lower.parts import parted
 from autoshard.plans.wishes import Wishes
-from autoshard.runtime.in_process import World
+from autoshard.runtime.transport.in_process import World
 
 MESHES = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "fsdp3": {"fsdp": 3}}
 

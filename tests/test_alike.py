@@ -10,8 +10,8 @@ import pytest
 
 from autoshard.errors import PlanError
 from autoshard.passes.search import CostNetwork, Prepared, Row, prepared, solve
-from autoshard.passes.search.alike import bound
 from autoshard.passes.search.network import Effort
+from autoshard.passes.search.rows.alike import bound
 
 
 @pytest.fixture(autouse=True)

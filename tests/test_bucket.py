@@ -22,7 +22,7 @@ from autoshard.passes.ir.verify import check_program
 from autoshard.passes.lower import bucket as module
 from autoshard.passes.lower.blocks import hoisted
 from autoshard.passes.lower.bucket import bucket, regathered
-from autoshard.passes.propagate import bucketed
+from autoshard.passes.propagate.prices import bucketed
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.module.checksum import checksum
+from autoshard.module.ranks.checksum import checksum
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),

@@ -18,7 +18,7 @@ import autoshard
 from autoshard.check.divergence import first_divergence
 from autoshard.errors import RuleError
 from autoshard.layout import Shard
-from autoshard.module.executable import load_source
+from autoshard.module.programs.executable import load_source
 from autoshard.passes.capture.export import capture
 from autoshard.plans.plan import Plan
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard import HintError, Shard, models
-from autoshard.module.executable import load_source
+from autoshard.module.programs.executable import load_source
 
 MESHES: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "tp3": {"tp": 3}}
 EXAMPLE = (4, 16)

@@ -19,10 +19,10 @@ from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.rules import all_rules, register, rule_for
 from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.factors import Factors, numbered, sizes_of
-from autoshard.passes.rules.grouped import grouped_rule
+from autoshard.passes.rules.families.grouped import grouped_rule
+from autoshard.passes.rules.families.shape import view_groups
 from autoshard.passes.rules.notation import rule
-from autoshard.passes.rules.shape import view_groups
-from autoshard.runtime.experts import experts_op
+from autoshard.runtime.operations.experts import experts_op
 from autoshard.testing import register_rule
 
 aten = torch.ops.aten

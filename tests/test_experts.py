@@ -16,8 +16,8 @@ from torch import nn
 import autoshard
 import autoshard.models
 from autoshard.compiler import captured
-from autoshard.runtime import in_process
-from autoshard.runtime.experts import experts_op
+from autoshard.runtime.operations.experts import experts_op
+from autoshard.runtime.transport import in_process
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 

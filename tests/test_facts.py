@@ -22,8 +22,8 @@ from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Node, Ref, TensorType
 from autoshard.passes.rules import all_rules
 from autoshard.passes.rules.facts import Saved, facts_of, is_random, is_view, is_view_named, saved
-from autoshard.runtime.banded import banded_op
-from autoshard.runtime.experts import experts_op
+from autoshard.runtime.attention.banded import banded_op
+from autoshard.runtime.operations.experts import experts_op
 
 SAMPLES = {**GENERAL, **special_samples.SAMPLES, **linalg_samples.SAMPLES, **window_samples.SAMPLES}
 SAMPLES[aten.scaled_dot_product_attention.default] = [

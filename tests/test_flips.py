@@ -7,8 +7,9 @@ import math
 import numpy as np
 
 from autoshard.passes.search import CostNetwork, Row
-from autoshard.passes.search.flips import flipped
-from autoshard.passes.search.stacked import Choice, Stacked, stack_rows
+from autoshard.passes.search.network import Choice
+from autoshard.passes.search.rows.flips import flipped
+from autoshard.passes.search.rows.stacked import Stacked, stack_rows
 
 
 def total(problem: Stacked, choice: Choice) -> tuple[float, float]:

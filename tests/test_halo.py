@@ -19,7 +19,7 @@ from autoshard import Mesh, Shard, runtime
 from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuleError
 from autoshard.passes.rules import rule_for
-from autoshard.runtime.window import Exchange, Window, chunks, halo_of
+from autoshard.runtime.transport.window import Exchange, Window, chunks, halo_of
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,14 +39,24 @@ FLOORS = (
 )
 """from top to bottom: a room imports from its own floor and from those below"""
 
-WITHIN_CAPTURE = (
-    ("",),
-    ("translate", "answers", "substitutes", "repeats"),
-    ("refusals",),
-    ("exported",),
-    ("observer",),
-)
-"""the floors of passes.capture; "" are the files that lie directly in it"""
+WITHIN = {
+    "passes.capture": (
+        ("",),
+        ("translate", "answers", "substitutes", "repeats"),
+        ("refusals",),
+        ("exported",),
+        ("observer",),
+    ),
+    "passes.propagate": (("experts",), ("prices",)),
+    "passes.rules": (("families",), ("",)),
+    "passes.search": (("over_time",), ("rows",), ("exact",)),
+    "module": (("staged",), ("ranks",), ("programs",), ("model",), ("dtensors",)),
+    "runtime": (("programs",), ("parameters", "attention"), ("operations",), ("transport",)),
+}
+"""room → its floors; "" are the files that lie directly in it, which elsewhere may stand between its rooms"""
+
+MOST_FILES = 30
+"""in one folder"""
 
 MOST_LINES = 400
 
@@ -128,17 +138,24 @@ def test_rooms_of_one_floor_do_not_need_each_other(rooms: tuple[str, ...]) -> No
     assert {(a, b) for a, others in between.items() for b in others if {a, b} <= folders} == set()
 
 
-def test_arrows_within_capture_run_downwards() -> None:
-    floor = {room: number for number, rooms in enumerate(WITHIN_CAPTURE) for room in rooms}
+@pytest.mark.parametrize("room", WITHIN)
+def test_arrows_within_a_room_run_downwards(room: str) -> None:
+    floor = {inner: number for number, inners in enumerate(WITHIN[room]) for inner in inners}
 
     def inside(name: str) -> str | None:
-        if _room(name) != "passes.capture":
+        if _room(name) != room:
             return None
-        parts = name.split(".")[3:]
-        return parts[0] if parts and parts[0] in floor else ""
+        parts = name.removeprefix(f"autoshard.{room}").split(".")[1:]
+        found = parts[0] if parts and parts[0] in floor else ""
+        return found if found in floor else None
 
     pairs = [(a, b, inside(a), inside(b)) for a, b in ARROWS.edges]
     assert [f"{a} → {b}" for a, b, x, y in pairs if x is not None and y is not None and floor[x] > floor[y]] == []
+
+
+def test_folders_are_not_flat() -> None:
+    files = Counter(path.parent for path in FILES.values())
+    assert {str(folder): number for folder, number in files.items() if number > MOST_FILES} == {}
 
 
 def test_no_import_is_hidden_in_a_function() -> None:

@@ -14,8 +14,8 @@ from state_cases_inputs import Tied, ids
 from state_harness import close, pair, same_gradients
 
 import autoshard
-from autoshard.module.executable import load_source
-from autoshard.runtime import launch
+from autoshard.module.programs.executable import load_source
+from autoshard.runtime.programs import launch
 
 AXES = {"dp": 2, "tp": 2}
 

@@ -19,8 +19,8 @@ from autoshard.passes.capture.substitutes import custom_functions
 from autoshard.passes.capture.translate import nodes as translate
 from autoshard.passes.propagate import op_space
 from autoshard.passes.rules import exact
-from autoshard.runtime import in_process
-from autoshard.runtime.fan_out import FAN_OUT, fan_out
+from autoshard.runtime.operations.fan_out import FAN_OUT, fan_out
+from autoshard.runtime.transport import in_process
 
 
 class Island(nn.Module):

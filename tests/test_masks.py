@@ -18,10 +18,11 @@ import autoshard
 from autoshard.passes.capture.export import capture
 from autoshard.passes.capture.translate.positions import Linear, Positions
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.rules.ring import ATTENTION, band_of
-from autoshard.runtime import ring_order, tile
-from autoshard.runtime.banded import banded_op
-from autoshard.runtime.ring_order import ALL, CAUSAL, Band
+from autoshard.passes.rules.families.ring import ATTENTION, band_of
+from autoshard.runtime.attention import order as ring_order
+from autoshard.runtime.attention import tile
+from autoshard.runtime.attention.banded import banded_op
+from autoshard.runtime.attention.order import ALL, CAUSAL, Band
 
 S = 12
 Mask = Callable[[torch.Tensor], torch.Tensor]

@@ -9,7 +9,7 @@ from precision_cases import CASES, SLOW, WIDE, compare, net
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
-from autoshard.runtime import buckets
+from autoshard.runtime.parameters import buckets
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])

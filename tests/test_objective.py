@@ -24,21 +24,21 @@ from autoshard.layout import I, P, Placement, R
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.assignment import Assignment, canonical
 from autoshard.passes.ir.graph import Graph, Node, Ref
-from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alternatives import alternatives
-from autoshard.passes.propagate.bucketed import latency_shares
-from autoshard.passes.propagate.cost import local_numel
 from autoshard.passes.propagate.edges import EdgeTables, Link, conversion_parts, readings
-from autoshard.passes.propagate.fusion import traffic
 from autoshard.passes.propagate.keep import Side
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.op_space import axis_strategies, op_space
-from autoshard.passes.propagate.step_time import movable_values
+from autoshard.passes.propagate.prices import cost as costs
+from autoshard.passes.propagate.prices.bucketed import latency_shares
+from autoshard.passes.propagate.prices.cost import local_numel
+from autoshard.passes.propagate.prices.fusion import traffic
+from autoshard.passes.propagate.prices.step_time import movable_values
 from autoshard.passes.redistribute import redistribution
 from autoshard.passes.redistribute.pricing import ALONE
 from autoshard.passes.rules import rule_for
 from autoshard.passes.search import Solution
-from autoshard.passes.search.within import ENOUGH
+from autoshard.passes.search.rows.within import ENOUGH
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 

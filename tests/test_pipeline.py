@@ -22,7 +22,7 @@ import autoshard
 from autoshard import runtime
 from autoshard.compiler import captured
 from autoshard.errors import PlanError
-from autoshard.module import stages
+from autoshard.module.staged import stages
 from autoshard.passes.ir.verify import check_graph
 from autoshard.passes.pipeline import cut
 from autoshard.plans.plan import Plan

@@ -16,8 +16,8 @@ from torch import nn
 
 import autoshard
 from autoshard import Invariant, Mesh, Shard, models, runtime
-from autoshard.module.executable import load_source
-from autoshard.runtime import profiling
+from autoshard.module.programs.executable import load_source
+from autoshard.runtime.transport import profiling
 
 X = torch.randn(4096, 16, generator=torch.Generator().manual_seed(0))
 BOTH = {"dp": Shard(0), "fsdp": Shard(0)}

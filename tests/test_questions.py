@@ -13,7 +13,7 @@ from harness import MESHES, assert_equal_training
 from torch import Tensor, nn
 
 import autoshard
-from autoshard.module.executable import Executable
+from autoshard.module.programs.executable import Executable
 from autoshard.passes.capture.export import capture
 from autoshard.passes.capture.translate import decompose
 

@@ -15,7 +15,7 @@ from torch import nn
 from autoshard import runtime
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.rules import attention, random
+from autoshard.passes.rules.families import attention, random
 from autoshard.runtime import World
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import cost_matrix, emit, redistribution
 from autoshard.passes.redistribute.space import UNSHARDED
-from autoshard.runtime.move import DUAL
+from autoshard.runtime.transport.move import DUAL
 
 S0, S1 = Shard(0), Shard(1)
 

@@ -22,8 +22,8 @@ from autoshard.errors import RuleError
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
-from autoshard.passes.rules import ranking, reduce, scan
 from autoshard.passes.rules.base import Rule
+from autoshard.passes.rules.families import ranking, reduce, scan
 
 aten = torch.ops.aten
 RULES = {rule.op: rule for module in (ranking, reduce, scan) for rule in module.RULES}
@@ -352,7 +352,7 @@ def test_what_needs_the_number_of_rows_runs_on_whole_tensors(op: Any) -> None:
 
 
 def test_indices_without_an_offset_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("autoshard.runtime.ranking"), "offset", lambda n, axes: 0)
+    monkeypatch.setattr(importlib.import_module("autoshard.runtime.operations.ranking"), "offset", lambda n, axes: 0)
     for op in (aten.topk.default, aten.max.dim, aten.argmax.default):
         with pytest.raises(RuleError, match="elements differ"):
             check_rule(RULES[op], SAMPLES[str(op)])
@@ -362,7 +362,7 @@ def test_indices_without_an_offset_are_caught(monkeypatch: pytest.MonkeyPatch) -
 def test_a_lost_gradient_of_the_totals_is_caught(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every later rank uses a total: gathered as Invariant, its gradient would stay on the rank."""
     original = runtime.all_gather
-    module = importlib.import_module("autoshard.runtime.scan")
+    module = importlib.import_module("autoshard.runtime.operations.scan")
     monkeypatch.setattr(module, "all_gather", lambda x, dim, axes, to: original(x, dim, axes, to="I"))
     with pytest.raises(RuleError, match="gradient of operand 0"):
         check_rule(RULES[op], SAMPLES[str(op)])
@@ -370,6 +370,6 @@ def test_a_lost_gradient_of_the_totals_is_caught(op: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("op", [aten.amax.default, aten.std.correction, aten.logsumexp.default], ids=str)
 def test_statistics_of_one_rank_are_caught(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("autoshard.runtime.reduce"), "all_reduce", lambda x, axes: x)
+    monkeypatch.setattr(importlib.import_module("autoshard.runtime.operations.reduce"), "all_reduce", lambda x, axes: x)
     with pytest.raises(RuleError, match="is wrong in"):
         check_rule(RULES[op], SAMPLES[str(op)])

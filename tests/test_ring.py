@@ -20,9 +20,11 @@ from autoshard import runtime
 from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuntimeMismatchError
 from autoshard.hardware import PRESETS
-from autoshard.runtime import ring_journey, ring_order, tile
-from autoshard.runtime.ring_order import CAUSAL, spans, tiles, work
-from autoshard.runtime.window import chunks
+from autoshard.runtime.attention import journey as ring_journey
+from autoshard.runtime.attention import order as ring_order
+from autoshard.runtime.attention import tile
+from autoshard.runtime.attention.order import CAUSAL, spans, tiles, work
+from autoshard.runtime.transport.window import chunks
 
 B, HEADS, WIDTH = 2, 4, 8
 

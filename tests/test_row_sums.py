@@ -15,11 +15,12 @@ import autoshard
 import autoshard.models
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call
-from autoshard.passes.rules import loss as rules
+from autoshard.passes.rules.families import loss as rules
 from autoshard.passes.rules.rehearsal import Form, rehearsal_on
-from autoshard.runtime import cross_entropy, row_sums
-from autoshard.runtime.communicator import bind
-from autoshard.runtime.in_process import World
+from autoshard.runtime import cross_entropy
+from autoshard.runtime.operations import row_sums
+from autoshard.runtime.transport.communicator import bind
+from autoshard.runtime.transport.in_process import World
 
 CASES: dict[str, dict[str, Any]] = {
     "mean": {},

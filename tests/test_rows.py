@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, Row, branch, dominance, solve, within
+from autoshard.passes.search import CostNetwork, Row, solve
 from autoshard.passes.search.folded import Folded, Matrix, stored, whole
+from autoshard.passes.search.rows import branch, dominance, within
 
 Generator = np.random.Generator
 

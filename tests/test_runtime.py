@@ -14,7 +14,7 @@ import torch
 
 from autoshard import runtime
 from autoshard.errors import LayoutError, MeshError, RuntimeMismatchError
-from autoshard.runtime.move import Move
+from autoshard.runtime.transport.move import Move
 
 
 def run_case(world: runtime.World, case: rc.Case, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.runtime.gradients import Gradients
-from autoshard.runtime.in_process import World
-from autoshard.runtime.spare import CALLS, LEAST, Spare
+from autoshard.runtime.parameters.gradients import Gradients
+from autoshard.runtime.transport.in_process import World
+from autoshard.runtime.transport.spare import CALLS, LEAST, Spare
 
 MESH = {"dp": 2, "tp": 2}
 

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, Memory, eliminate, solve, solver, tables
-from autoshard.passes.search.bound import Dual
-from autoshard.passes.search.eliminate import ORDERS, Eliminator, Order, by_join, by_result
-from autoshard.passes.search.milp import solve_core
-from autoshard.passes.search.solver import finish
-from autoshard.passes.search.tables import Tables
+from autoshard.passes.search import CostNetwork, Memory, solve
+from autoshard.passes.search.exact import eliminate, solver, tables
+from autoshard.passes.search.exact.bound import Dual
+from autoshard.passes.search.exact.eliminate import ORDERS, Eliminator, Order, by_join, by_result
+from autoshard.passes.search.exact.milp import solve_core
+from autoshard.passes.search.exact.solver import finish
+from autoshard.passes.search.exact.tables import Tables
 
 
 def costs(draw: st.DrawFn, *shape: int, forbidden: float = 0.15) -> np.ndarray:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, Memory, solve, solver
-from autoshard.passes.search.descent import Best
-from autoshard.passes.search.domains import Domains, least_between
-from autoshard.passes.search.lives import Lives
-from autoshard.passes.search.milp import CoreSolution
-from autoshard.passes.search.neighbourhood import Neighbourhoods
-from autoshard.passes.search.solver import cheaper
+from autoshard.passes.search import CostNetwork, Memory, solve
+from autoshard.passes.search.exact import solver
+from autoshard.passes.search.exact.milp import CoreSolution
+from autoshard.passes.search.exact.solver import cheaper
+from autoshard.passes.search.over_time.descent import Best
+from autoshard.passes.search.over_time.domains import Domains, least_between
+from autoshard.passes.search.over_time.lives import Lives
+from autoshard.passes.search.over_time.neighbourhood import Neighbourhoods
 
 
 def problem(seed: int, nodes: int, limit: float, alive: int = 3, never: float = 0.15) -> tuple[CostNetwork, Memory]:

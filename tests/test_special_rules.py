@@ -19,8 +19,8 @@ from autoshard.layout import Layout, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
-from autoshard.passes.rules import attention, embedding, loss, norm, random
 from autoshard.passes.rules.base import Rule, Site
+from autoshard.passes.rules.families import attention, embedding, loss, norm, random
 
 aten = torch.ops.aten
 RULES = {rule.op: rule for m in (attention, embedding, loss, norm, random) for rule in m.RULES}
@@ -210,7 +210,7 @@ def test_a_local_count_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dividing by this rank's own count, as a plain F.cross_entropy on shards would."""
     rule, sample = RULES[aten.cross_entropy_loss.default], [call(f(5, 7), TARGET)]
     check_rule(rule, sample)
-    loss = importlib.import_module("autoshard.runtime.loss")
+    loss = importlib.import_module("autoshard.runtime.operations.loss")
     monkeypatch.setattr(loss, "begin_sum", lambda x, axes: lambda: x)
     with pytest.raises(RuleError, match="is wrong in"):
         check_rule(rule, sample)

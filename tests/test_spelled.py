@@ -16,9 +16,9 @@ import autoshard
 from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.rules import ring
-from autoshard.runtime.banded import banded_op
-from autoshard.runtime.ring_order import ALL, CAUSAL, Band
+from autoshard.passes.rules.families import ring
+from autoshard.runtime.attention.banded import banded_op
+from autoshard.runtime.attention.order import ALL, CAUSAL, Band
 
 aten = torch.ops.aten
 ATTENTION = {aten.scaled_dot_product_attention.default, banded_op._opoverload}

@@ -21,12 +21,13 @@ from autoshard import Hardware, Mesh, Shard
 from autoshard.hardware import PRESETS
 from autoshard.passes.capture import capture
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.fusion import traffic
-from autoshard.passes.propagate.hiding import stepped, stepping
 from autoshard.passes.propagate.op_space import op_space
-from autoshard.passes.propagate.step_time import Parts, movable_values, summed
-from autoshard.passes.rules import ring, rule_for
+from autoshard.passes.propagate.prices import cost as costs
+from autoshard.passes.propagate.prices.fusion import traffic
+from autoshard.passes.propagate.prices.hiding import stepped, stepping
+from autoshard.passes.propagate.prices.step_time import Parts, movable_values, summed
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.families import ring
 from autoshard.passes.search import solve
 from autoshard.plans.plan import Plan
 from autoshard.report.schedule import BESIDE, COMPUTE, step_end, timeline

@@ -155,7 +155,7 @@ def test_sparse_gradients_stay_sparse_in_every_layout(name: str) -> None:
 
 def test_a_wrong_owner_is_seen() -> None:
     """Negative control: results of one table in the place of another's."""
-    from autoshard.runtime import tables
+    from autoshard.runtime.operations import tables
 
     right = tables._placed
     tables._placed = lambda *args: right(*args)[::-1]

@@ -28,7 +28,7 @@ from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.planner import Planner
 from autoshard.plans.wishes import Wishes
-from autoshard.runtime.step import Step
+from autoshard.runtime.transport.step import Step
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -39,7 +39,9 @@ def test_bytes_and_numbers(like: str, count: int) -> None:
 
 def test_a_gradient_that_is_left_behind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the sums of all micro-batches but the last are lost."""
-    monkeypatch.setattr("autoshard.runtime.step.Gathered.add", lambda self, new: setattr(self, "gradients", list(new)))
+    monkeypatch.setattr(
+        "autoshard.runtime.transport.step.Gathered.add", lambda self, new: setattr(self, "gradients", list(new))
+    )
     with pytest.raises(AssertionError):
         trains("zero1", 4, 4, steps=1)
 
@@ -54,7 +56,7 @@ def test_parameters_of_the_step_before_are_not_used(monkeypatch: pytest.MonkeyPa
         self.step = kept[0] if count > 1 else None
         kept[0].enter(index)
 
-    monkeypatch.setattr("autoshard.runtime.communicator.Communicator.enter", enter)
+    monkeypatch.setattr("autoshard.runtime.transport.communicator.Communicator.enter", enter)
     with pytest.raises(AssertionError):
         trains("zero2", 4, 4)
 

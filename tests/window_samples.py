@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sample_makers import Sample, call, distinct, f
 
-from autoshard.passes.rules import pool
+from autoshard.passes.rules.families import pool
 
 aten = torch.ops.aten
 

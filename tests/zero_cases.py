@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard import Link
 from autoshard.hardware import PRESETS
-from autoshard.runtime import flat_bucket
-from autoshard.runtime.process_group import TorchCommunicator
+from autoshard.runtime.parameters import flat_bucket
+from autoshard.runtime.transport.process_group import TorchCommunicator
 
 WIDTH, LAYERS, BATCH = 16, 2, 32
 WIRE = replace(PRESETS["h100"], node=Link(0.0, 1e9))

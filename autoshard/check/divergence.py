@@ -14,7 +14,7 @@ from autoshard.check.closeness import difference, scale
 from autoshard.check.local_forms import evaluate, flat
 from autoshard.module.base import ShardedModule
 from autoshard.module.microbatches import beforehand, part_of
-from autoshard.module.simulate import join, shard_of
+from autoshard.module.programs.simulate import join, shard_of
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
 from autoshard.passes.microbatch import MicroBatches

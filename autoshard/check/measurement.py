@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoshard.errors import AutoshardError
 from autoshard.module.base import ShardedModule
 from autoshard.report.units import show_bytes, show_seconds
-from autoshard.runtime.module import RankModule
+from autoshard.runtime.programs.module import RankModule
 
 
 @dataclass(frozen=True)

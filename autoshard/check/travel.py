@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from autoshard.check.clock import USED, Clock, agreed
 from autoshard.hardware import Rate
-from autoshard.runtime.move import Move
-from autoshard.runtime.process_group import TorchCommunicator, all_gather_single
+from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.process_group import TorchCommunicator, all_gather_single
 
 
 def move_of(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from autoshard.errors import AutoshardError, RuntimeMismatchError
 from autoshard.mesh import MeshLike
 from autoshard.module.arguments import check_arguments
 from autoshard.module.base import ShardedModule
-from autoshard.module.original import computed
+from autoshard.module.model.original import computed
 from autoshard.plans.plan import Plan
 
 SPARSE = " (sparse)"

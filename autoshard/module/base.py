@@ -16,19 +16,19 @@ from torch import nn
 
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
-from autoshard.module.compiling import Compiling, Settings
-from autoshard.module.entrance import check_leaves, check_trained
-from autoshard.module.executable import Executable, first_that_serves
 from autoshard.module.inner import compiled_for_generation, inner
 from autoshard.module.meetings import collective
 from autoshard.module.microbatches import MicroBatchRun
+from autoshard.module.programs.compiling import Compiling, Settings
+from autoshard.module.programs.entrance import check_leaves, check_trained
+from autoshard.module.programs.executable import Executable, first_that_serves
 from autoshard.module.saving import save
-from autoshard.module.stages import one_after_another
+from autoshard.module.staged.stages import one_after_another
 from autoshard.passes.capture.exported.trees import flattened
 from autoshard.plans.plan import Plan
 from autoshard.report.record import Collective
 from autoshard.runtime.autocast import without_autocast
-from autoshard.runtime.module import RankModule
+from autoshard.runtime.programs.module import RankModule
 
 
 class ShardedModule(Compiling):

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.module.base import ShardedModule
-from autoshard.module.dtensor_views import alongside
+from autoshard.module.dtensors.owned import is_owned, local_of, part_of_owned
+from autoshard.module.dtensors.views import alongside
 from autoshard.module.meetings import collective
-from autoshard.module.owned import is_owned, local_of, part_of_owned
-from autoshard.module.pipelined import PipelinedModule
-from autoshard.module.pipelined_state import own_state, whole_state
-from autoshard.module.simulate import shard_of
+from autoshard.module.programs.simulate import shard_of
+from autoshard.module.staged.pipelined import PipelinedModule
+from autoshard.module.staged.state import own_state, whole_state
 
 INDEX = "model.safetensors.index.json"
 """what save_pretrained writes beside several files: ``{"weight_map": {name: file}}``"""

@@ -12,14 +12,14 @@ from torch import nn
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.base import ShardedModule
-from autoshard.module.carried import Carried
-from autoshard.module.compiling import Settings
-from autoshard.module.executable import Executable
-from autoshard.module.simulate import cut, join, joined, shard_of, views
+from autoshard.module.programs.carried import Carried
+from autoshard.module.programs.compiling import Settings
+from autoshard.module.programs.executable import Executable
+from autoshard.module.programs.simulate import cut, join, joined, shard_of, views
 from autoshard.passes.ir.graph import Ref
-from autoshard.runtime.communicator import Executed
-from autoshard.runtime.in_process import World
-from autoshard.runtime.module import RankModule
+from autoshard.runtime.programs.module import RankModule
+from autoshard.runtime.transport.communicator import Executed
+from autoshard.runtime.transport.in_process import World
 
 
 class InProcessModule(ShardedModule):

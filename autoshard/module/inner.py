@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from autoshard.layout import Layout
-from autoshard.module.compiling import Compiling
-from autoshard.module.original import Original
-from autoshard.module.surface import class_of
+from autoshard.module.model.original import Original
+from autoshard.module.model.surface import class_of
+from autoshard.module.programs.compiling import Compiling
 
 
 def inner(sharded: Compiling, part: nn.Module, base: type[Compiling]) -> Any:

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 
 from autoshard import runtime
 from autoshard.layout import Layout, Replicate, Shard
-from autoshard.module.outputs import ABOUT
+from autoshard.module.dtensors.outputs import ABOUT
 
 Gather = Callable[[torch.Tensor, Layout, Sequence[int]], torch.Tensor]
 """(this rank's part, its layout, the global shape) → the whole"""

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.errors import RuntimeMismatchError
-from autoshard.module.dtensor_views import alongside
-from autoshard.module.outputs import Output
-from autoshard.module.sparse_gradients import SparseGradient, accumulate
+from autoshard.module.dtensors.outputs import Output
+from autoshard.module.dtensors.sparse_gradients import SparseGradient, accumulate
+from autoshard.module.dtensors.views import alongside
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.rules.interpret import interpret
-from autoshard.runtime import generators
+from autoshard.runtime.transport import generators
 
 Leaves = list[Any]
 Run = Callable[[list[torch.Tensor]], tuple[Leaves, dict[str, torch.Tensor]]]

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
-from autoshard.module.executable import Executable
-from autoshard.module.pipeline import form_of, places
+from autoshard.module.programs.executable import Executable
+from autoshard.module.staged.pipeline import form_of, places
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.microbatch import MicroBatches
 
@@ -91,7 +91,7 @@ def _cut(layout: Layout, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step(executable: Executable) -> dict[str, Any]:
-    """How micro-batches and stages make a step, see :class:`~autoshard.runtime.saved.SavedStep`."""
+    """How micro-batches and stages make a step, see :class:`~autoshard.runtime.programs.saved.SavedStep`."""
     compiled, stages = executable.compiled, places(executable)
     pipeline, micro = compiled.pipeline, compiled.micro_batches
     received = [()] if pipeline is None else [stage.received for stage in pipeline.each]

@@ -15,13 +15,13 @@ from autoshard.passes.ir.sizes import Size, free_symbols
 from autoshard.passes.lower.blocks import module_of
 from autoshard.passes.lower.bucket import prefetched, regathered
 from autoshard.passes.memory import simulate
-from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alternatives import alternatives, cheapest_use
-from autoshard.passes.propagate.bucketed import latency_shares
 from autoshard.passes.propagate.edges import forward_seconds
 from autoshard.passes.propagate.objective import Objective, objective
 from autoshard.passes.propagate.op_space import axis_strategies
-from autoshard.passes.propagate.step_time import movable_values
+from autoshard.passes.propagate.prices import cost as costs
+from autoshard.passes.propagate.prices.bucketed import latency_shares
+from autoshard.passes.propagate.prices.step_time import movable_values
 from autoshard.passes.redistribute.pricing import Shares
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.checks import has_rule

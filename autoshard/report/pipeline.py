@@ -79,7 +79,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _shown(moves: Sequence[Collective], mesh: Mesh, speed: float, compute: float) -> float:
-    """Seconds of movable communication that so much compute does not hide (:mod:`autoshard.passes.propagate.step_time`)."""
+    """Seconds of movable communication that so much compute does not hide (``passes.propagate.prices.step_time``)."""
     near = _seconds(c for c in moves if not mesh.crosses(c.axes))
     far = _seconds(c for c in moves if mesh.crosses(c.axes))
     excess = sum(max(0.0, speed * x - compute) for x in (near, far))

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.report.record import Choice, Collective, Record
 from autoshard.report.text import short_op
-from autoshard.runtime import profiling
-from autoshard.runtime.gradients import UNDER_WAY
+from autoshard.runtime.parameters.gradients import UNDER_WAY
+from autoshard.runtime.transport import profiling
 
 COMPUTE, LINKS = "compute", ("communication inside nodes", "communication between nodes")
 BESIDE = {link: link.replace("communication", "parameters") for link in LINKS}

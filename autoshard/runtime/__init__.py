@@ -5,9 +5,8 @@ Imports torch and nothing of the compiler.
 
 from torch import reshape
 
-from autoshard.runtime import ctc, exactly, functions, grouped  # noqa: F401  their ops
-from autoshard.runtime.again import again
-from autoshard.runtime.collectives import (
+from autoshard.runtime.operations import ctc, exactly, functions, grouped  # noqa: F401  their ops
+from autoshard.runtime.operations.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -21,23 +20,24 @@ from autoshard.runtime.collectives import (
     size,
     slice,  # noqa: A004
 )
-from autoshard.runtime.communicator import Communicator, Executed, bind, current
-from autoshard.runtime.fan_out import fan_out
-from autoshard.runtime.gradients import Gradients
-from autoshard.runtime.in_place import write_select, write_slice
-from autoshard.runtime.in_process import InProcessCommunicator, World
-from autoshard.runtime.launch import main
-from autoshard.runtime.module import Block, RankModule, device, require
-from autoshard.runtime.parameters import enter_parameters, gather_parameters, regather, wait_gradients
-from autoshard.runtime.process_group import TorchCommunicator
-from autoshard.runtime.random import dropout, shared, synchronised_rng
-from autoshard.runtime.together import (
+from autoshard.runtime.operations.fan_out import fan_out
+from autoshard.runtime.operations.in_place import write_select, write_slice
+from autoshard.runtime.operations.random import dropout, shared, synchronised_rng
+from autoshard.runtime.parameters.again import again
+from autoshard.runtime.parameters.block import enter_parameters, gather_parameters, regather, wait_gradients
+from autoshard.runtime.parameters.gradients import Gradients
+from autoshard.runtime.parameters.together import (
     all_gather_together,
     all_reduce_together,
     all_to_all_together,
     enter_together,
     reduce_scatter_together,
 )
+from autoshard.runtime.programs.launch import main
+from autoshard.runtime.programs.module import Block, RankModule, require
+from autoshard.runtime.transport.communicator import Communicator, Executed, bind, current, device
+from autoshard.runtime.transport.in_process import InProcessCommunicator, World
+from autoshard.runtime.transport.process_group import TorchCommunicator
 
 __all__ = [
     "Block",
@@ -84,12 +84,13 @@ __all__ = [
     "wait_gradients",
 ]
 
-from autoshard.runtime.attention import attention, causal_mask, kv_heads
-from autoshard.runtime.draw import draw, draw_like, native_dropout, rrelu
-from autoshard.runtime.embedding import pooled, vocab_embedding, vocab_embedding_bag
-from autoshard.runtime.experts import experts
-from autoshard.runtime.halo import average, crop, halo, split
-from autoshard.runtime.indexing import (
+from autoshard.runtime.attention.heads import attention, causal_mask, kv_heads
+from autoshard.runtime.attention.ring import banded_rows, ring_attention
+from autoshard.runtime.operations.draw import draw, draw_like, native_dropout, rrelu
+from autoshard.runtime.operations.embedding import pooled, vocab_embedding, vocab_embedding_bag
+from autoshard.runtime.operations.experts import experts
+from autoshard.runtime.operations.halo import average, crop, halo, split
+from autoshard.runtime.operations.indexing import (
     sharded_gather,
     sharded_grouped_mm,
     sharded_index,
@@ -102,10 +103,19 @@ from autoshard.runtime.indexing import (
     sharded_scatter_add,
     sharded_select,
 )
-from autoshard.runtime.loss import cross_entropy, nll_loss
-from autoshard.runtime.norm import batch_norm, batch_norm_no_stats, group_norm, layer_norm, rms_norm
-from autoshard.runtime.ranking import argmax, argmin, flat_argmax, flat_argmin, max_dim, min_dim, multinomial, topk
-from autoshard.runtime.reduce import (
+from autoshard.runtime.operations.loss import cross_entropy, nll_loss
+from autoshard.runtime.operations.norm import batch_norm, batch_norm_no_stats, group_norm, layer_norm, rms_norm
+from autoshard.runtime.operations.ranking import (
+    argmax,
+    argmin,
+    flat_argmax,
+    flat_argmin,
+    max_dim,
+    min_dim,
+    multinomial,
+    topk,
+)
+from autoshard.runtime.operations.reduce import (
     all,  # noqa: A004
     amax,
     amin,
@@ -120,12 +130,11 @@ from autoshard.runtime.reduce import (
     var_mean,
     vector_norm,
 )
-from autoshard.runtime.ring import banded_rows, ring_attention
-from autoshard.runtime.scan import cummax, cummin, cumprod, cumsum, logcumsumexp
-from autoshard.runtime.softmax import log_softmax, safe_softmax, softmax
-from autoshard.runtime.sparse import cast_table
-from autoshard.runtime.stacked import stacked
-from autoshard.runtime.tables import table_wise
+from autoshard.runtime.operations.scan import cummax, cummin, cumprod, cumsum, logcumsumexp
+from autoshard.runtime.operations.softmax import log_softmax, safe_softmax, softmax
+from autoshard.runtime.operations.stacked import stacked
+from autoshard.runtime.operations.tables import table_wise
+from autoshard.runtime.transport.sparse import cast_table
 
 __all__ += [
     "all",

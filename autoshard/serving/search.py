@@ -24,7 +24,7 @@ from autoshard.passes.propagate.experts import asked_by, like_of
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.propagate.together import Place, Together
 from autoshard.passes.rules.checks import check_random, check_rules
-from autoshard.passes.rules.embedding import LOOK_UPS
+from autoshard.passes.rules.families.embedding import LOOK_UPS
 from autoshard.plans.describe import describe
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes

@@ -16,7 +16,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Node, TensorType, refs, show, show_call
 from autoshard.passes.ir.walk import Applied
-from autoshard.runtime.move import COLLECTIVES
+from autoshard.runtime.transport.move import COLLECTIVES
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from autoshard.passes.ir.graph import refs
 from autoshard.passes.ir.merge import fused, merged
 from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.blocks import runs
-from autoshard.passes.propagate.bucketed import BUCKET_BYTES, bucket_bytes, goes_in_buckets
+from autoshard.passes.propagate.prices.bucketed import BUCKET_BYTES, bucket_bytes, goes_in_buckets
 from autoshard.passes.rules.facts import is_view, saves_operand
 
 _KINDS = {"enter": "enter_parameters", "all_gather": "gather_parameters"}

@@ -9,7 +9,7 @@ import torch
 
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Program, Statement, reads
-from autoshard.runtime.exactly import EXACTLY
+from autoshard.runtime.operations.exactly import EXACTLY
 
 aten = torch.ops.aten
 

@@ -24,7 +24,7 @@ from autoshard.passes.memory.moments import moment, name_of
 from autoshard.passes.memory.outcomes import form_bytes, guessed, of_bucket
 from autoshard.passes.memory.parts import Part, Replayed
 from autoshard.passes.memory.under_way import kept_gathered, under_way
-from autoshard.passes.propagate.cost import row_bytes
+from autoshard.passes.propagate.prices.cost import row_bytes
 from autoshard.passes.rules.rehearsal import Form, Outcome, rehearsal_on
 
 NOTHING = Outcome((), ())

@@ -17,8 +17,8 @@ from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.walk import map_tree, walk
 from autoshard.passes.microbatch.losses import separable_means
 from autoshard.passes.microbatch.separate import Separation, local_call, separation
-from autoshard.passes.propagate.cost import node_flops
 from autoshard.passes.propagate.floating import floating
+from autoshard.passes.propagate.prices.cost import node_flops
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_random
 

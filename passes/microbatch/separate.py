@@ -19,8 +19,8 @@ from autoshard.passes.ir.assignment import Strategy, canonical
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.program import Call, Offset
 from autoshard.passes.ir.walk import walk
-from autoshard.passes.propagate.cost import node_flops
 from autoshard.passes.propagate.op_space import axis_strategies, internal_collectives, site_of
+from autoshard.passes.propagate.prices.cost import node_flops
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_random
 from autoshard.passes.search import CostNetwork, solve

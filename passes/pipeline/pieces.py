@@ -19,10 +19,10 @@ from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.pipeline.choose import Piece
-from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.floating import floating
 from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.op_space import OpSpaces
+from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view
 

@@ -11,12 +11,12 @@ import numpy as np
 
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import Node
-from autoshard.passes.propagate.bucketed import latency_shares, share_of
 from autoshard.passes.propagate.edges import conversion_parts, paid, readings
 from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
-from autoshard.passes.propagate.step_time import Parts, movable_values
-from autoshard.passes.propagate.zero import stages_of
+from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
+from autoshard.passes.propagate.prices.step_time import Parts, movable_values
+from autoshard.passes.propagate.prices.zero import stages_of
 from autoshard.passes.redistribute.pricing import Shares
 
 Alternative = tuple[tuple[str, ...], float]

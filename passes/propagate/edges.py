@@ -12,11 +12,11 @@ from autoshard.layout import Invariant, Layout, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.bucketed import latency_shares, share_of
 from autoshard.passes.propagate.keep import Copies, Side, kept, stages
 from autoshard.passes.propagate.op_space import OpSpace
-from autoshard.passes.propagate.step_time import Parts, movable_values
+from autoshard.passes.propagate.prices import cost as costs
+from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
+from autoshard.passes.propagate.prices.step_time import Parts, movable_values
 from autoshard.passes.redistribute import link_matrices
 from autoshard.passes.redistribute.pricing import ALONE, Shares
 from autoshard.passes.search.folded import Folded, joint
@@ -37,8 +37,8 @@ def conversion_parts(
     ``stage``: None of what is no parameter. What is gathered of a parameter is gathered once more in the backward (0,
     FSDP), or once a step and kept: gradients are reduced once (1, ZeRO-1), or scattered in each of the step's ``passes`` (2).
     Sums over replicas are taken once in any case. ``movable``: see
-    :func:`~autoshard.passes.propagate.step_time.movable_values`; ``share``: of the latency of messages that it shares with
-    others (:func:`~autoshard.passes.propagate.bucketed.latency_shares`).
+    :func:`~autoshard.passes.propagate.prices.step_time.movable_values`; ``share``: of the latency of messages that it shares
+    with others (:func:`~autoshard.passes.propagate.prices.bucketed.latency_shares`).
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
     found: Sequence[np.ndarray] = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown, share)

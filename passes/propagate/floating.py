@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.propagate.cost import node_flops
+from autoshard.passes.propagate.prices.cost import node_flops
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import has_effect
 

@@ -26,8 +26,8 @@ from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.ir.program import Call
-from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.op_space import OpSpace, site_of
+from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view, saved
 from autoshard.passes.rules.rehearsal import Form, rehearsal_on

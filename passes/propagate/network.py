@@ -4,7 +4,7 @@ Variables: an op's strategy (one per mesh axis, combined), an input's layout, an
 *shared* layout, which all readers convert from. So one redistribution serves all readers that want the same layout, and
 the network stays pairwise. Costs are seconds: compute of an op on its local shapes, forward and backward, and the
 redistribution between the layouts at the two ends of an edge; conversions of parameters hide behind compute
-(:mod:`~autoshard.passes.propagate.step_time`). Where memory counts every variable has tags beside its
+(:mod:`~autoshard.passes.propagate.prices.step_time`). Where memory counts every variable has tags beside its
 layouts (:mod:`~autoshard.passes.propagate.keep`), and every table of seconds one of bytes.
 """
 
@@ -22,15 +22,15 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements, stated
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.memory import optimizer_bytes
-from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.alike import alike
 from autoshard.passes.propagate.edges import EdgeTables, Link, readings
-from autoshard.passes.propagate.hiding import Stepped, stepped, stepping
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import AGAIN, KeepTables, Side, is_passive, passive_tags, tail_of
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
+from autoshard.passes.propagate.prices import cost as costs
+from autoshard.passes.propagate.prices.hiding import Stepped, stepped, stepping
+from autoshard.passes.propagate.prices.step_time import Parts
 from autoshard.passes.propagate.states import fixed_states, free_states, placeable
-from autoshard.passes.propagate.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row
 from autoshard.passes.search.folded import Folded
 

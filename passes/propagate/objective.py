@@ -11,13 +11,13 @@ import numpy as np
 
 from autoshard.layout import Layout
 from autoshard.passes.ir.assignment import Assignment, Placements
-from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.bucketed import latency_shares, share_of
 from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices
 from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.op_space import internal_collectives, signature, traffic_on
-from autoshard.passes.propagate.step_time import Parts, movable_values, summed
-from autoshard.passes.propagate.zero import stages_of
+from autoshard.passes.propagate.prices import cost as costs
+from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
+from autoshard.passes.propagate.prices.step_time import Parts, movable_values, summed
+from autoshard.passes.propagate.prices.zero import stages_of
 from autoshard.passes.rules import rule_for
 
 

@@ -16,14 +16,14 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements, Strategy, made, together, used
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
 from autoshard.passes.ir.program import Internal
-from autoshard.passes.propagate import cost as costs
-from autoshard.passes.propagate.fusion import Traffic, traffic
-from autoshard.passes.propagate.step_time import Parts
+from autoshard.passes.propagate.prices import cost as costs
+from autoshard.passes.propagate.prices.fusion import Traffic, traffic
+from autoshard.passes.propagate.prices.step_time import Parts
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site
 from autoshard.passes.rules.exact import exact, is_single_in_double
 from autoshard.passes.rules.factors import whole
-from autoshard.passes.rules.parts import in_parts
+from autoshard.passes.rules.families.parts import in_parts
 from autoshard.passes.rules.rigid import is_rigid, leaves_whole
 
 

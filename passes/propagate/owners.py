@@ -11,7 +11,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import TensorType
 from autoshard.passes.propagate.hints import Constraint, Limit
-from autoshard.passes.rules.stacked import OWNERS
+from autoshard.passes.rules.families.stacked import OWNERS
 
 Axes = tuple[str, ...]
 

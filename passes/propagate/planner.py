@@ -19,8 +19,8 @@ from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.network import Built, Network
 from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
+from autoshard.passes.propagate.prices.zero import offered
 from autoshard.passes.propagate.recompute import Recompute, hinted, offer
-from autoshard.passes.propagate.zero import offered
 from autoshard.passes.search import CostNetwork, Prepared, Row, Solution, solve
 from autoshard.passes.search.folded import Matrix, mapped
 from autoshard.passes.search.network import FULL, Effort

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from autoshard.errors import HintError, PlanError
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.paths import block_path
-from autoshard.passes.propagate.fusion import is_chained
+from autoshard.passes.propagate.prices.fusion import is_chained
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view, saved
 

@@ -15,7 +15,7 @@ from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.redistribute.space import Floats, Ints, Space, State, space
-from autoshard.runtime.move import COLLECTIVES
+from autoshard.runtime.transport.move import COLLECTIVES
 
 Moves = bool | torch.dtype
 """whether the gradient is moved back; a dtype: its own, where that is another than the value's"""

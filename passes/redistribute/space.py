@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from autoshard.layout import I, Layout, P, Partial, Placement, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.runtime.move import COLLECTIVES, CONVERSIONS, dual, ring_volume
+from autoshard.runtime.transport.move import COLLECTIVES, CONVERSIONS, dual, ring_volume
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

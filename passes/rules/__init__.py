@@ -1,4 +1,4 @@
-"""The rule registry. Every module here that defines ``RULES: tuple[Rule, ...]`` takes part.
+"""The rule registry. Every module of :mod:`.families` that defines ``RULES: tuple[Rule, ...]`` takes part.
 
 ``BY_NAME`` of a module holds rules of ops that exist only once another library is imported: ``{str(op): op → Rule}``.
 """
@@ -46,4 +46,5 @@ def _by_name() -> dict[str, Callable[[torch._ops.OpOverload], Rule]]:
 
 
 def _modules() -> list[ModuleType]:
-    return [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+    families = importlib.import_module(f"{__name__}.families")  # they import the notation, which imports this package
+    return [importlib.import_module(f"{families.__name__}.{m.name}") for m in pkgutil.iter_modules(families.__path__)]

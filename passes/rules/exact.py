@@ -4,7 +4,7 @@ Whoever trains in float64 compares digits, and float32 values that are rounded o
 the eighth. So an island is cut only where the result is the same to the last bit, and runs on full tensors elsewhere:
 there each op sees what it sees on one device. What counts beside the values is the order of dims in memory, which
 sums and complex products follow, and the order in which gradients are added. Redistributions keep the former
-(:func:`autoshard.runtime.communicator.in_order_of`) where chunks show it, :func:`fan_out` fixes the latter.
+(:func:`autoshard.runtime.transport.communicator.in_order_of`) where chunks show it, :func:`fan_out` fixes the latter.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Local, Offset
 from autoshard.passes.ir.walk import map_tree
-from autoshard.runtime.communicator import Communicator, bind, in_order_of
-from autoshard.runtime.move import LOCAL, Move
-from autoshard.runtime.relay import Arrival, Hop
+from autoshard.runtime.transport.communicator import Communicator, bind, in_order_of
+from autoshard.runtime.transport.move import LOCAL, Move
+from autoshard.runtime.transport.relay import Arrival, Hop
 
 aten = torch.ops.aten
 

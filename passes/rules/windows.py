@@ -11,7 +11,7 @@ from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.base import CollectivesOf, Site
-from autoshard.runtime.window import Halo, Window, halo_of
+from autoshard.runtime.transport.window import Halo, Window, halo_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from autoshard.errors import PlanError
 from autoshard.passes.search.folded import Matrix, whole
 
+Choice = tuple[int, ...]
+"""a strategy of every node"""
+
 Array = NDArray[np.float64]
 
 GAP = 1e-9

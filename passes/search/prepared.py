@@ -12,14 +12,14 @@ from functools import cached_property, partial
 import numpy as np
 
 from autoshard.errors import PlanError
-from autoshard.passes.search.alike import Tied, tie
-from autoshard.passes.search.lives import Lives
+from autoshard.passes.search.exact.solver import cheaper, plainly, relaxed
 from autoshard.passes.search.network import FULL, Array, CostNetwork, Effort, Memory, Row, Solution
-from autoshard.passes.search.over_time import Better, quietly, solve_over_time
-from autoshard.passes.search.prices import Reduced
-from autoshard.passes.search.solver import cheaper, plainly, relaxed
-from autoshard.passes.search.stacked import Stacked, Stacks, stack_rows
-from autoshard.passes.search.within import solve_alike, solve_within
+from autoshard.passes.search.over_time.lives import Lives
+from autoshard.passes.search.over_time.search import Better, quietly, solve_over_time
+from autoshard.passes.search.rows.alike import Tied, tie
+from autoshard.passes.search.rows.prices import Reduced
+from autoshard.passes.search.rows.stacked import Stacked, Stacks, stack_rows
+from autoshard.passes.search.rows.within import solve_alike, solve_within
 
 # Entries of all tables from which on equal layers are searched as one.
 LARGE = 5_000_000

@@ -17,8 +17,8 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import CaptureError, PlanError, RuntimeMismatchError
-from autoshard.module import distributed
-from autoshard.module.agreement import Agreement
+from autoshard.module.ranks import distributed
+from autoshard.module.ranks.agreement import Agreement
 
 RANK = 0
 """this process's, set by :func:`here`"""

@@ -23,8 +23,8 @@ from torch import nn
 
 import autoshard
 from autoshard import models
-from autoshard.module import distributed
-from autoshard.runtime import process_group
+from autoshard.module.ranks import distributed
+from autoshard.runtime.transport import process_group
 
 
 class Net(nn.Module):

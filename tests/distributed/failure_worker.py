@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autoshard
-from autoshard.runtime import process_group
+from autoshard.runtime.transport import process_group
 
 STEPS = 12
 """calls; after the first 8, those that repeat the one before are not compared"""

@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autoshard
-from autoshard.runtime import gradients, process_group
-from autoshard.runtime.flat_bucket import FlatBucket
+from autoshard.runtime.parameters import gradients
+from autoshard.runtime.parameters.flat_bucket import FlatBucket
+from autoshard.runtime.transport import process_group
 
 FOLDER = Path(sys.argv[2]).parent
 BEFORE, AFTER = 2, 2

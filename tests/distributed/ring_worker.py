@@ -11,8 +11,8 @@ from checks import assert_trains_alike, case, loss_of, main
 
 import autoshard
 from autoshard import runtime
-from autoshard.runtime.move import Move
-from autoshard.runtime.relay import Hop
+from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.relay import Hop
 
 
 def trains(name: str) -> None:

@@ -19,8 +19,9 @@ from parameter_blocks import batch, blocks, compare, forward, train
 from torch.nn import functional as F
 
 from autoshard import runtime
-from autoshard.runtime import gradients, process_group
-from autoshard.runtime.move import Move
+from autoshard.runtime.parameters import gradients
+from autoshard.runtime.transport import process_group
+from autoshard.runtime.transport.move import Move
 
 
 def meshes() -> list[dict[str, int]]:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
 from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
-from autoshard.runtime.stacked import are_neighbours
+from autoshard.runtime.operations.stacked import are_neighbours
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # else the reference's Adagrad warns that nobody has said so
 

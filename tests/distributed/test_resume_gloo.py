@@ -9,7 +9,7 @@ from pathlib import Path
 
 import world
 
-from autoshard.runtime.gradients import UNDER_WAY
+from autoshard.runtime.parameters.gradients import UNDER_WAY
 
 
 def test_resume_after_a_kill(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 import autoshard
 from autoshard import compiler
 from autoshard.errors import MeshError, RuntimeMismatchError
-from autoshard.runtime import process_group
+from autoshard.runtime.transport import process_group
 
 FOLDER = Path(sys.argv[2]).parent
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.frames import place_of, users_frame
-from autoshard.runtime.exactly import OTHER_VALUES, exactly
+from autoshard.runtime.operations.exactly import OTHER_VALUES, exactly
 
 FAILS = "the model's check of its values fails"
 FINITE = "a number is infinite or NaN; the compiled program is for finite numbers"

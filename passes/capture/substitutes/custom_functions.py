@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import frames
 from autoshard.passes.capture.observer import Observer, Patch, Refusals, patched
-from autoshard.runtime import functions
-from autoshard.runtime.functions import Context
+from autoshard.runtime.operations import functions
+from autoshard.runtime.operations.functions import Context
 
 LARGEST = 1 << 22
 """elements of an operand up to which a function is tried out on operands as large; else on smaller ones"""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autoshard.runtime.ctc import ctc_loss
-from autoshard.runtime.grouped import grouped_mm
+from autoshard.runtime.operations.ctc import ctc_loss
+from autoshard.runtime.operations.grouped import grouped_mm
 
 
 def _gaussian_nll_loss(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.rules.exact import SINGLE
-from autoshard.runtime.fan_out import FAN_OUT
+from autoshard.runtime.operations.fan_out import FAN_OUT
 
 
 def fan_out(graph: Graph) -> Graph:

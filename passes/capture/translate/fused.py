@@ -10,8 +10,8 @@ import torch
 from autoshard.passes.ir.graph import Graph, Node, Parts
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.factors import positive
-from autoshard.passes.rules.parts import SPLITS, parts_of_split, viewed_parts
-from autoshard.runtime.experts import experts_op
+from autoshard.passes.rules.families.parts import SPLITS, parts_of_split, viewed_parts
+from autoshard.runtime.operations.experts import experts_op
 
 aten = torch.ops.aten
 

@@ -19,8 +19,8 @@ from autoshard.passes.capture.translate.positions import Known, Linear, Position
 from autoshard.passes.capture.translate.slopes import Hidden, Sloped, added, sloped
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.sizes import Size
-from autoshard.runtime.banded import banded_op
-from autoshard.runtime.ring_order import ALL, CAUSAL, Band
+from autoshard.runtime.attention.banded import banded_op
+from autoshard.runtime.attention.order import ALL, CAUSAL, Band
 
 aten = torch.ops.aten
 

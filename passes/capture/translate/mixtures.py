@@ -17,8 +17,8 @@ import torch
 from autoshard.passes.capture.translate.canonical import remove_dead
 from autoshard.passes.capture.translate.patterns import Hot, Ids, Patterns, ProductOf, letters
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
-from autoshard.passes.rules.stacked import STACKED
-from autoshard.runtime.experts import experts_op
+from autoshard.passes.rules.families.stacked import STACKED
+from autoshard.runtime.operations.experts import experts_op
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ Matrices = Union[Ref, tuple[Ref, ...]]
 
 
 def as_mixtures(graph: Graph) -> Graph:
-    """``graph`` in which the routings that are known are :func:`~autoshard.runtime.experts.experts_op`."""
+    """``graph`` in which the routings that are known are :func:`~autoshard.runtime.operations.experts.experts_op`."""
     patterns, nodes, types = Patterns(graph), list[Node](), dict(graph.types)
     found = False
     for node in graph.nodes:

@@ -11,7 +11,7 @@ import torch
 from autoshard.passes.capture.translate.positions import Linear, Positions
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.rules.facts import is_random
-from autoshard.runtime.grouped import grouped_mm
+from autoshard.runtime.operations.grouped import grouped_mm
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from autoshard.passes.capture.translate.positions import Linear, Positions
 from autoshard.passes.capture.translate.slopes import Hidden, added, filled, sloped
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.sizes import Size
-from autoshard.runtime.ring_order import Band
+from autoshard.runtime.attention.order import Band
 
 aten = torch.ops.aten
 

@@ -30,7 +30,7 @@ from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.exact import SINGLE
 from autoshard.passes.rules.factors import broadcast_shape
 from autoshard.passes.rules.facts import is_random
-from autoshard.runtime.banded import banded_op
+from autoshard.runtime.attention.banded import banded_op
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from autoshard.passes.ir.graph import Graph, Node, Ref
-from autoshard.passes.rules.embedding import LOOK_UPS
-from autoshard.runtime.embedding import pooled_op
+from autoshard.passes.rules.families.embedding import LOOK_UPS
+from autoshard.runtime.operations.embedding import pooled_op
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from autoshard.passes.propagate.experts.sequence import along_sequence, rings_of
 from autoshard.passes.propagate.experts.tensor import paired, with_sequence
 from autoshard.passes.propagate.hints import OWNER, Constraint, Limit
 from autoshard.passes.propagate.op_space import Asked, AskedOf, axis_strategies
-from autoshard.passes.rules.embedding import TABLE
+from autoshard.passes.rules.families.embedding import TABLE
 
 WHOLE: frozenset[int] = frozenset()
 

@@ -16,10 +16,11 @@ from networkx.utils import UnionFind
 from autoshard.layout import Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.propagate import cost as costs
 from autoshard.passes.propagate.op_space import Asked, axis_strategies, signature
-from autoshard.passes.rules import ring, rule_for
+from autoshard.passes.propagate.prices import cost as costs
+from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view
+from autoshard.passes.rules.families import ring
 
 Family = tuple[str, int]
 """a representative (value, dim) of dims that are cut together"""

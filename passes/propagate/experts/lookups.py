@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.op_space import Asked, axis_strategies
-from autoshard.passes.rules.embedding import LOOK_UPS, TABLE, TABLE_SUMS
+from autoshard.passes.rules.families.embedding import LOOK_UPS, TABLE, TABLE_SUMS
 
 
 def by_table(graph: Graph, label: str, dims: frozenset[int]) -> tuple[dict[str, Asked], dict[str, frozenset[int]]]:

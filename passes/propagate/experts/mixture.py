@@ -6,8 +6,8 @@ from autoshard.passes.ir.graph import Node
 from autoshard.passes.propagate.experts.families import Families, Family
 from autoshard.passes.propagate.hints import OWNER
 from autoshard.passes.propagate.op_space import Asked
-from autoshard.passes.rules.experts import EXCHANGE
-from autoshard.runtime.experts import experts_op
+from autoshard.passes.rules.families.experts import EXCHANGE
+from autoshard.runtime.operations.experts import experts_op
 
 
 def mixtures(families: Families) -> tuple[Node, ...]:

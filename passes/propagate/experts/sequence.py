@@ -8,7 +8,7 @@ from autoshard.passes.ir.graph import Node
 from autoshard.passes.propagate.experts.families import Families, Family, Product, cut_dims
 from autoshard.passes.propagate.experts.tensor import tokens
 from autoshard.passes.propagate.op_space import Asked
-from autoshard.passes.rules import ring
+from autoshard.passes.rules.families import ring
 
 
 def along_sequence(

@@ -1,0 +1,261 @@
+"""What torch's DTensor computes wrongly, refuses or is slow at, and scripts and optimizers ask of parameters and outputs.
+
+DTensors on meshes that no sharded module runs on are left as they are. Those of others on an equal mesh cannot be told from
+ours, as DTensor gives results of one the mesh of the other: what is mended is what torch refuses, or computes of a part alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.optim import _muon
+
+from autoshard.errors import LayoutError
+from autoshard.module.dtensors.chunks import mend_checkpoints
+from autoshard.module.dtensors.draws import DRAWS, drawn
+from autoshard.module.dtensors.files import mend_files
+from autoshard.module.dtensors.made import new_dtensor
+from autoshard.module.dtensors.owned import is_owned
+from autoshard.module.dtensors.strided import mend_strided
+from autoshard.module.dtensors.views import VIEWS, indexed, set_through, set_whole
+
+aten = torch.ops.aten
+
+_FUSED = (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
+
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_MESHES: set[DeviceMesh] = set()
+"""those that sharded modules run on: DTensors on others are left to torch"""
+
+
+def mend(mesh: DeviceMesh) -> None:
+    """Mend them for DTensors on ``mesh``."""
+    _MESHES.add(mesh)
+    _mend()
+
+
+def is_ours(x: object) -> TypeGuard[DTensor]:
+    """Whether ``x`` is a DTensor on the mesh of a sharded module."""
+    return isinstance(x, DTensor) and (x._spec.mesh in _MESHES or is_owned(x))
+
+
+@functools.cache
+def _mend() -> None:
+    for op in (aten._local_scalar_dense.default, aten._is_any_true.default):  # the latter: of anomaly mode
+        _handle(op, _number)
+    _handle(aten.detach.default, _detach)
+    for op in (aten.pow_.Scalar, aten._foreach_mul_.List):  # Adafactor
+        _handle(op, _on_whole)
+    for packet in _FUSED:
+        for name in packet.overloads():
+            _handle(getattr(packet, name), _step_on_parts)
+    for op in (aten.index_put_.default, aten._foreach_copy_.default):
+        _handle(op, _on_parts)
+    for op in VIEWS:
+        _handle(op, _view)
+    for op in DRAWS:
+        _handle(op, _draw)
+    for op in (aten.copy_.default, aten.fill_.Tensor):
+        _handle(op, _set)
+    for op in (aten.set_.source_Tensor, aten.set_.default):
+        _handle(op, _set_storage)
+    _handle(aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
+    mend_checkpoints()
+    mend_strided()
+    mend_files(is_ours)
+    DTensor.__format__ = _format  # type: ignore[assignment, method-assign]
+    DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
+    _muon._zeropower_via_newtonschulz = _whole_matrix(_muon._zeropower_via_newtonschulz)
+
+
+_BEFORE: dict[Any, Handler | None] = {}
+"""torch's own handlers of ops"""
+
+
+def _handle(op: Any, handler: Handler) -> None:
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    _BEFORE[op] = handlers.get(op)
+
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ours = is_ours(args[0]) or any(
+            any(map(is_ours, x)) if isinstance(x, list | tuple) else is_ours(x) for x in args
+        )
+        return (handler if ours else _as_it_was)(op, args, kwargs)
+
+    handlers[op] = handle
+
+
+def _as_it_was(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As DTensor has it without our handler."""
+    before, handlers = _BEFORE[op], DTensor._op_dispatcher._custom_op_handlers
+    if before is not None:
+        return before(op, args, kwargs)
+    ours = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = ours
+
+
+def _format(x: DTensor, spec: str) -> str:
+    """``f"{loss:.3f}"`` of one number: Tensor's own takes a plain one alone. One rank may do so: nothing is sent."""
+    if not spec or x.ndim or not is_ours(x):
+        return object.__format__(x, spec)
+    if any(p.is_partial() for p in x.placements):
+        raise LayoutError(
+            f"a number whose summands lie on the ranks ({x.placements}) is formatted: take its .item() on every rank before"
+        )
+    return format(x.detach().item(), spec)
+
+
+def _set_data(x: DTensor, new: torch.Tensor) -> None:
+    """``x.data = new``: DTensor's own is lost, since it sets the data of the outer tensor alone."""
+    if not is_ours(x):
+        torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+        return
+    if not isinstance(new, DTensor):
+        new = distribute_tensor(new.detach(), x.device_mesh, x.placements, src_data_rank=None)
+    torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+    x._local_tensor, x._spec = new._local_tensor.detach(), new._spec
+
+
+def _set_storage(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.set_(y)`` is ``x.data = y``."""
+    if len(args) < 2:
+        raise LayoutError("set_() without a tensor would leave a parameter of a sharded module without data")
+    _set_data(args[0], args[1])
+    return args[0]
+
+
+def _whole_matrix(orthogonal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Muon's iteration on whole matrices. On parts it would round in bfloat16 in another order, and more than once."""
+
+    def wrapped(gradient: torch.Tensor, *args: Any) -> torch.Tensor:
+        if not is_ours(gradient):
+            return orthogonal(gradient, *args)
+        made = orthogonal(gradient.full_tensor(), *args)
+        return distribute_tensor(made, gradient.device_mesh, gradient.placements, src_data_rank=None)
+
+    return wrapped
+
+
+def _on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op that writes element by element, on this rank's parts where those that go together come in one layout."""
+    first, *others = ([x] if isinstance(x, torch.Tensor) else x for x in args[:3] if not isinstance(x, bool))
+    layouts = [(x.placements, x.shape) if isinstance(x, DTensor) else None for x in first]
+    together = not any(p.is_partial() for x in layouts if x is not None for p in x[0])
+    for group in others:
+        for x, layout in zip(group, layouts, strict=False):
+            mask = op is not aten.index_put_.default or not x.ndim or x.dtype == torch.bool
+            given = (x.placements, x.shape) if isinstance(x, DTensor) else None
+            together &= mask and (given == layout or (given is None and not x.ndim))
+    if not together and op is aten.index_put_.default:
+        if not set_through(op, args, kwargs):
+            set_whole(op, args, kwargs, args[0])
+        return args[0]
+    if not together:
+        return _as_it_was(op, args, kwargs)
+    own, named = pytree.tree_map_only(DTensor, lambda x: x.to_local(), (args, kwargs))
+    op(*own, **named)
+    return args[0] if isinstance(args[0], torch.Tensor) else None
+
+
+def _view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return indexed(args[0], _as_it_was(op, args, kwargs), op, args[1:])
+
+
+def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (_as_it_was if is_owned(args[0]) else drawn)(op, args, kwargs)
+
+
+def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[…] = y``: after the view of ``x`` was taken."""
+    x = args[0]
+    if set_through(op, args, kwargs):
+        return x
+    if not isinstance(args[1], DTensor) and args[1].ndim:  # a plain tensor: the whole
+        set_whole(op, args, kwargs, x)
+        return x
+    if op is aten.fill_.Tensor and isinstance(x, DTensor) and not any(p.is_partial() for p in x.placements):
+        op(x.to_local(), *pytree.tree_map_only(DTensor, lambda y: y.full_tensor(), args[1:]))
+        return x
+    return _as_it_was(op, args, kwargs)
+
+
+def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.item()``: DTensor's own gives this rank's summand. Sums are taken at once, without a redistribution of it."""
+    x = args[0]
+    with torch.no_grad():
+        summed = [(i, p) for i, p in enumerate(x.placements) if p.is_partial()]
+        plain = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for _, p in summed)
+        if x.ndim or is_owned(x) or not plain or x.dtype not in (torch.float32, torch.float64):
+            return op(x.full_tensor())
+        total = x._local_tensor.clone() if summed else x._local_tensor
+        for i, p in summed:
+            dist.all_reduce(total, group=x.device_mesh.get_group(i))
+            if p.reduce_op == "avg":
+                total /= x.device_mesh.size(i)
+        return op(total)
+
+
+def _detach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of every gradient, as autograd takes it: its own way has nothing to find out."""
+    x = args[0]
+    return new_dtensor(DTensor, x._local_tensor.detach(), x._spec, requires_grad=False)
+
+
+def _on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op in place, after what it writes to was summed in place. DTensor refuses it on summands (norms of parts)."""
+    for x in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
+        if any(p.is_partial() for p in x.placements):
+            whole = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+            x._local_tensor, x._spec = whole._local_tensor, whole._spec
+    return _as_it_was(op, args, kwargs)
+
+
+def _step_on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The step of a fused optimizer, element by element: where a parameter, its gradient and its states have one layout every
+    rank steps on its parts. DTensor would make, and compare, a layout of each of them in each step.
+    """
+    first, *others = [x for x in args if isinstance(x, list | tuple) and x]
+    specs = [x._spec if isinstance(x, DTensor) else None for x in first]
+    summands = any(spec is None or any(p.is_partial() for p in spec.placements) for spec in specs)
+    if summands or not all(_alike(xs, specs) for xs in others):
+        return _as_it_was(op, args, kwargs)
+    parts = (
+        [x._local_tensor if isinstance(x, DTensor) else x for x in a] if isinstance(a, list | tuple) else a
+        for a in args
+    )
+    with torch.no_grad():
+        return op(*parts, **kwargs)
+
+
+def _alike(tensors: Iterable[Any], specs: Iterable[Any]) -> bool:
+    """Whether what belongs to parameters of these specs is cut as they are; numbers, such as the count of steps, are whole."""
+    for x, spec in zip(tensors, specs, strict=False):
+        if not isinstance(x, DTensor):
+            if x.ndim:
+                return False
+            continue
+        own = x._spec
+        if own is not spec and (
+            own.ndim != spec.ndim or own.placements != spec.placements or own.mesh is not spec.mesh
+        ):
+            return False
+    return True
+
+
+def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """On this rank's parts; what all ranks found is put together by :func:`~autoshard.module.gradients.one_verdict`."""
+    given, found, inverse = args
+    parts = [g.to_local() if isinstance(g, DTensor) else g for g in given]  # of sparse ones the scaler gives the values
+    op([x._values() if x.is_sparse else x for x in parts], found, inverse, **kwargs)

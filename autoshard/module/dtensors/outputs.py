@@ -1,0 +1,171 @@
+"""Outputs that stay in their layout: DTensors that also work with plain tensors, as labels are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from autoshard.module.dtensors.views import in_order, is_view, seen_from, set_through, writes
+
+log = logging.getLogger("autoshard")
+
+ABOUT = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "is_meta",
+        "requires_grad",
+        "grad_fn",
+        "is_leaf",
+        "is_cuda",
+    )
+) | {
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.is_floating_point),
+    *(torch.Tensor.is_complex, torch.Tensor.element_size, torch.Tensor.__len__, torch.Tensor.is_inference),
+    *(torch.Tensor.stride, torch.Tensor.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel),
+}
+"""what is known without the data"""
+
+
+def form_of(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """The global shape and the dtype of a tensor; of ours without the way through ``__torch_function__``."""
+    if isinstance(x, DTensor):
+        return x._spec.tensor_meta[:3:2]  # type: ignore[index]
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.shape, x.dtype
+
+
+_ON_WHOLE = (
+    *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__iter__),  # what leaves torch
+    torch.Tensor.__setitem__,  # DTensor's own writes into a copy where the dim is cut
+)
+
+
+class Output(DTensor):
+    """A DTensor that becomes whole where it meets a plain tensor.
+
+    Ops on it alone are DTensor's, where that has one. Others, and those that also take a plain tensor (labels, a mask,
+    another model's logits), run on the whole values, which are gathered for them, and give plain tensors: the same on
+    every rank, as with an unsharded model. In the backward every rank takes its part of that gradient: nothing is
+    summed twice.
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(x: DTensor) -> DTensor:
+        """The same DTensor, of this class; other subclasses, such as parameters, stay what they are."""
+        if type(x) is DTensor:
+            x.__class__ = Output
+        return x
+
+    @staticmethod
+    def state(x: DTensor) -> DTensor:
+        """The same as a buffer or cache: what is written into a view of it reaches it, also where that is a copy here."""
+        x.__dict__["_state"] = True
+        return Output.of(x)
+
+    def like(self, made: DTensor) -> DTensor:
+        """``made`` of this one's parts, as an output that lies on the same ranks."""
+        return Output.of(made)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in ABOUT or (func is torch.Tensor.backward and len(args) == 1):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = in_order(args, kwargs or {})
+        given = tuple(args), dict(kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if writes(func) and set_through(func, *given):
+                return args[0]
+            dim = chosen_dim(func, *given)
+            if dim is not None and not any(p.is_partial() or p.is_shard(dim) for p in args[0].placements):
+                return _of_part(func, dim, *given)
+            if func not in _ON_WHOLE and not any(_is_plain(x) for x in pytree.tree_leaves(given)):
+                try:
+                    made = func(*given[0], **given[1])
+                    if isinstance(made, torch.Size):
+                        return made
+                    made = (
+                        Output.of(made) if isinstance(made, DTensor) else pytree.tree_map_only(DTensor, Output.of, made)
+                    )
+                    _follow(func, given[0], made)
+                    return made
+                except torch.OutOfMemoryError:
+                    raise
+                except (RuntimeError, NotImplementedError) as error:
+                    log.info("%s of an output in its layout: %s. It is gathered", func, error)
+            own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
+            result = func(*own, **named)
+            if writes(func) and isinstance(x := given[0][0], DTensor):
+                _take(x, own[0])
+                return x if result is own[0] else result
+            return result
+
+
+def chosen_dim(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """The dim along which ``func`` chooses slices of a tensor that is not plain (beams, requests of a cache), if it does.
+
+    Where that dim is whole the same is done with every part.
+    """
+    place = _CHOOSES.get(func)
+    if place is None or not args or sum(isinstance(x, torch.Tensor) and type(x) is not torch.Tensor for x in args) != 1:
+        return None
+    dim = args[place] if place < len(args) else kwargs.get("dim")
+    return dim % args[0].ndim if isinstance(dim, int) and type(args[0]) is not torch.Tensor else None
+
+
+_CHOOSES = {
+    **dict.fromkeys((torch.Tensor.index_select, torch.index_select), 1),
+    **dict.fromkeys((torch.Tensor.repeat_interleave, torch.repeat_interleave), 2),
+}
+"""where their argument ``dim`` stands"""
+
+
+def _of_part(func: Any, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
+    x = args[0]
+    part = func(x.to_local(), *args[1:], **kwargs)
+    shape = torch.Size([*x.shape[:dim], part.shape[dim], *x.shape[dim + 1 :]])
+    stride = torch.empty(shape, device="meta").stride()
+    made = DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
+    return Output.of(made)
+
+
+def _is_plain(x: Any) -> bool:
+    """Numbers go with DTensors, but for those that want a gradient: it would be a DTensor."""
+    return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and (x.ndim > 0 or x.requires_grad)
+
+
+def _follow(func: Any, args: Sequence[Any], made: Any) -> None:
+    """Note of views of a state whether they are copies, because a dim that is cut was indexed: see :func:`seen_from`."""
+    source = args[0] if args else None
+    if not isinstance(source, DTensor) or not is_view(func) or made is source:
+        return
+    if "_of" not in source.__dict__ and not source.__dict__.get("_state"):
+        return
+    if any(isinstance(i, list) for i in pytree.tree_leaves(args[1:])):
+        return
+    parts = [x.to_local().untyped_storage()._cdata for x in pytree.tree_leaves(made) if isinstance(x, DTensor)]
+    if "_of" in source.__dict__ or any(x != source.to_local().untyped_storage()._cdata for x in parts):
+        seen_from(source, made, func, args[1:])
+    else:
+        for x in pytree.tree_leaves(made):
+            x.__dict__["_state"] = True
+
+
+def _take(x: DTensor, full: torch.Tensor) -> None:
+    """Take this rank's part of what was written into a copy of the whole."""
+    part = distribute_tensor(full.detach(), x.device_mesh, x.placements, src_data_rank=None)
+    x._local_tensor.copy_(part.to_local())

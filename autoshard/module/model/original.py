@@ -1,0 +1,288 @@
+"""The model that a sharded module stands for: the user's own until it is adopted, then a skeleton on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import operator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import CaptureError
+from autoshard.initialise.deferred import recording_of
+from autoshard.module.model.closures import rebind
+from autoshard.module.model.parts import Part, parts_of
+from autoshard.module.model.state import State, defaults
+from autoshard.passes.capture.exported.attributes import as_buffers, attribute
+from autoshard.passes.capture.observer import patched
+from autoshard.runtime.autocast import autocast_state
+
+
+class Original:
+    """``model``, and what stands for its modules and tensors in the sharded module.
+
+    Programs are captured from ``model`` with the modes of ``parts`` and, once it is a skeleton, with the types and
+    requires_grad flags of the tensors in ``slots``, so that both may change between calls.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.adopted = False
+        self.parts = parts_of(model)
+        self.slots: dict[str, tuple[dict[str, Any], str]] = {}
+        """original name → the dict and the key under which the parts hold the tensor"""
+        self.parameters: list[str] = []
+        self.absent: dict[str, tuple[torch.Tensor, int]] = {}
+        """buffers without values, that no checkpoint will bring: name → what is held for it, and its version"""
+        self.elsewhere: dict[str, torch.Tensor] = {}
+        """what other processes hold, without data: original name → shape, dtype and requires_grad"""
+        self.ties: dict[str, str] = {}
+        """further names of a tensor → its first"""
+        self._seen: tuple[list[torch.Tensor], list[Any], tuple[tuple[bool, ...], tuple[Any, ...]]] | None = None
+        """the tensors of the last call, how they looked, and what that makes of :class:`State`"""
+        self._states: deque[State] = deque(maxlen=4)
+
+    def renewed(self) -> bool:
+        """Take in modules that the user gave his model before it was adopted; whether there are any."""
+        if self.adopted:
+            return False
+        now = {path: type(m) for path, m in self.model.named_modules(remove_duplicate=False)}
+        if now == {path: part._original for path, part in self.parts.items()}:
+            return False
+        before, self.parts = self.parts, parts_of(self.model)
+        for path in self.parts.keys() & before.keys():
+            self.parts[path].training = before[path].training
+        return True
+
+    @property
+    def root(self) -> Part:
+        """What stands for the model itself."""
+        return self.parts[""]
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """train or eval, of every module."""
+        return tuple(part.training for part in self.parts.values())
+
+    # --- tensors ---
+
+    def put(self, name: str, tensor: torch.Tensor, parameter: bool, persistent: bool = True) -> None:
+        """Hold ``tensor`` under its original name from now on."""
+        path, _, leaf = name.rpartition(".")
+        part = self.parts[path]
+        holder: dict[str, Any] = part._parameters if parameter else part._buffers
+        holder[leaf] = tensor
+        self.slots[name] = holder, leaf
+        if parameter:
+            self.parameters.append(name)
+        elif not persistent:
+            part._non_persistent_buffers_set.add(leaf)
+
+    def put_elsewhere(self, name: str, tensor: torch.Tensor, parameter: bool) -> None:
+        """Know that another process holds the tensor of this name; here its module has none."""
+        path, _, leaf = name.rpartition(".")
+        part = self.parts[path]
+        (part._parameters if parameter else part._buffers)[leaf] = None
+        self.elsewhere[name] = tensor
+        if parameter:
+            self.parameters.append(name)
+
+    def tensor(self, name: str) -> Any:
+        """The parameter or buffer of this original name, whatever the user has put there."""
+        if name in self.elsewhere:
+            return self.elsewhere[name]
+        holder, leaf = self.slots[name]
+        found = holder.get(leaf)
+        if found is None:
+            raise CaptureError(
+                f"{name!r} is no longer among the sharded module's tensors: it was removed, or renamed by a parametrization, "
+                "after it was compiled. Change the model, and compile it again."
+            )
+        return found
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Inside, leaves with the same data stand in for parameters that are trained: pairs of these, each once."""
+        before = {name: self.tensor(name) for name in self.parameters if name in self.slots}
+        leaves = {id(p): (p, p.detach().requires_grad_()) for p in before.values() if p.requires_grad}
+        try:
+            for name, p in before.items():
+                holder, leaf = self.slots[name]
+                holder[leaf] = leaves[id(p)][1] if id(p) in leaves else p
+            yield list(leaves.values())
+        finally:
+            for name, p in before.items():
+                holder, leaf = self.slots[name]
+                holder[leaf] = p
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer under each of its names: those in the parts, or the user's own before adoption."""
+        if self.adopted:
+            others = sorted({*self.slots, *self.elsewhere} - {*self.parameters})  # the same order in every process
+            found = {name: self.tensor(name) for name in (*self.parameters, *others)}
+            for name, tied in self.ties.items():
+                if found[name] is not found[tied]:
+                    raise CaptureError(
+                        f"{tied!r} and {name!r} were one tensor when the module was compiled, and are no longer. "
+                        "Untie them in the model, and compile it again."
+                    )
+            return found
+        model = self.model
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every parameter and buffer, without a look at what they were when the module was compiled."""
+        if self.adopted:
+            own = [t for holder, leaf in self.slots.values() if (t := holder.get(leaf)) is not None]
+            return [*own, *self.elsewhere.values()]
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def state(self, recorded: bool, grad: bool, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> State:
+        """The state of a call. ``form``: what programs depend on of a tensor.
+
+        Most calls find the tensors as the one before did; then theirs are not asked for anew. Raises
+        :class:`CaptureError` where tensors were taken away or untied.
+        """
+        inference = torch.is_inference_mode_enabled()
+        if not self.adopted:  # its weights may be elsewhere, or nowhere
+            return State(recorded, grad, inference, self.modes, (), (), autocast_state(), defaults())
+        tensors = self.tensors()
+        looks = [(t.requires_grad, t.dtype, t.shape, t.device, getattr(t, "_spec", None)) for t in tensors]
+        if self._seen is None or looks != self._seen[1] or not _are(tensors, self._seen[0]):
+            held = self.held()
+            trained = tuple(held[name].requires_grad for name in self.parameters)
+            self._seen = tensors, looks, (trained, tuple(map(form, held.values())))
+        trained, forms = self._seen[2]
+        found = State(recorded, grad, inference, self.modes, trained, forms, autocast_state(), defaults())
+        known = next((state for state in self._states if state == found), None)
+        if known is None:
+            self._states.appendleft(found)
+        return known or found  # the same object as before: its number is known
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Original:
+        self.check_present(())
+        self._seen = None
+        made = memo[id(self)] = object.__new__(Original)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        rebind(made.model, memo)
+        made._without_values(self.absent)  # versions count from another number
+        return made
+
+    def adopt(self, absent: Iterable[str] = ()) -> None:
+        """Keep only a skeleton of the model for later captures; the parts hold its tensors, ``absent`` without values."""
+        self._without_values(absent)
+        first: dict[int, str] = {}
+        for name in self.slots:
+            tied = first.setdefault(id(self.tensor(name)), name)
+            if tied != name:
+                self.ties[name] = tied
+        self.model, self.adopted = skeleton(self.model), True
+
+    def _without_values(self, absent: Iterable[str]) -> None:
+        self.absent = {name: (tensor := self.tensor(name), tensor._version) for name in absent}
+
+    def check_present(self, names: Iterable[str]) -> None:
+        """Raise :class:`CaptureError` for buffers among ``names`` that came without values and were given none since."""
+        for name, (empty, version) in list(self.absent.items()):
+            now = self.tensor(name)
+            if now is not empty or now._version != version:
+                del self.absent[name]
+        if missing := [name for name in names if name in self.absent]:
+            raise CaptureError(
+                f"buffers {', '.join(map(repr, missing))} are computed where the model is made, and no checkpoint holds them "
+                "(persistent=False). The model was made on the meta device, so they have no values. Make it with "
+                "autoshard.deferred_init, give their module a method reset_buffers() that computes them, or assign them."
+            )
+
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Put another tensor in the place of a buffer, as a forward does that sets it anew."""
+        holder, leaf = self.slots[name]
+        holder[leaf] = tensor
+
+    def released(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The tensors in these plain attributes of the skeleton, in which they are buffers from now on."""
+        found = {name: attribute(self.model, name) for name in names}
+        as_buffers(self.model, found)
+        for name, tensor in found.items():
+            path, _, leaf = name.rpartition(".")
+            self.model.get_submodule(path)._buffers[leaf] = tensor.detach().to("meta")
+        return found
+
+    # --- captures ---
+
+    @contextlib.contextmanager
+    def as_it_is(self, check: Callable[[str, torch.Tensor], None]) -> Iterator[nn.Module]:
+        """The model in the modes and, once adopted, with the types and flags that the module has now.
+
+        ``check``: raises for a parameter or buffer, by name, that programs cannot take.
+        """
+        if self.adopted:
+            self._follow(check)
+        modules = dict(self.model.named_modules())
+        before = {path: module.training for path, module in modules.items()}
+        try:
+            for path, module in modules.items():
+                module.training = self.parts[path].training
+            yield self.model
+        finally:
+            for path, training in before.items():
+                modules[path].training = training
+
+    def _follow(self, check: Callable[[str, torch.Tensor], None]) -> None:
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        named = {**parameters, **dict(self.model.named_buffers(remove_duplicate=False))}
+        for name, own in named.items():
+            now = self.tensor(name)
+            if name in parameters and now.shape != own.shape:
+                raise CaptureError(
+                    f"parameter {name!r} has shape {list(now.shape)}; the module was compiled with {list(own.shape)}. "
+                    "Change the model, and compile it again."
+                )
+            check(name, now)
+        for name, own in named.items():
+            now = self.tensor(name)
+            if own.shape != now.shape:
+                own.data = torch.empty(now.shape, dtype=now.dtype, device="meta")
+            elif own.dtype != now.dtype:
+                own.data = own.data.to(now.dtype)
+            own.requires_grad_(now.requires_grad)
+
+
+def absent_buffers(model: nn.Module, names: Collection[str]) -> list[str]:
+    """Those among ``names`` of buffers that are on the meta device."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return [name for name in buffers if name in names and buffers[name].is_meta]
+
+
+def _are(found: Sequence[object], known: Sequence[object]) -> bool:
+    """Whether they are the same objects."""
+    return len(found) == len(known) and all(map(operator.is_, found, known))
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` with its parameters and buffers on the meta device; ties are kept, no memory is taken.
+
+    Other tensors that it holds are the same: what is written there is seen in later captures.
+    """
+    memo: dict[int, Any] = {id(recording_of(model)): None}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = b.detach().to("meta")
+    for t in computed(model):
+        memo[id(t)] = t.detach().to("meta")
+    with patched((kind, "__deepcopy__", lambda x, memo: x) for kind in (torch.Tensor, nn.Parameter)):
+        made = copy.deepcopy(model, memo)
+    rebind(made, memo)
+    return made
+
+
+def computed(model: nn.Module) -> list[torch.Tensor]:
+    """Attributes computed from parameters, such as the weights of old weight norms: ``copy.deepcopy`` refuses them."""
+    attributes = [x for module in model.modules() for x in vars(module).values()]
+    return [x for x in attributes if isinstance(x, torch.Tensor) and not x.is_leaf]

@@ -1,0 +1,244 @@
+"""The modules of the original model as users see them on a sharded one: their classes, modes, parameters and buffers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from types import new_class
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from autoshard.errors import AutoshardError, CaptureError
+from autoshard.module.dtensors.outputs import Output
+from autoshard.module.dtensors.owned import is_owned, part_of_owned
+from autoshard.module.dtensors.views import alongside
+
+Made = TypeVar("Made")
+_INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_HOLDERS = (torch.Tensor, nn.Module, tuple, list, dict, set)
+
+
+class Children(dict[str, "nn.Module | None"]):
+    """The modules inside a module, fixed: compiled programs run the ones that were there. ``new``: others may be added."""
+
+    def __init__(self, entries: Iterable[tuple[str, nn.Module | None]] = (), new: bool = False) -> None:
+        super().__init__(entries)
+        self.new = new
+
+    def __setitem__(self, name: str, module: nn.Module | None) -> None:
+        if name in self or not self.new:
+            _refuse(f"module {name!r} is put into the sharded module")
+        super().__setitem__(name, module)
+
+    def __delitem__(self, name: str) -> None:
+        _refuse(f"module {name!r} is taken out of the sharded module")
+
+    def _change(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("modules are put into or taken out of the sharded module")
+
+    pop = popitem = clear = update = setdefault = _change
+
+    def __reduce__(self) -> Any:
+        return type(self), (list(self.items()), self.new)
+
+
+class Fixed(nn.Module):
+    """A module whose plain attributes are constants of compiled programs; parameters, buffers and modes may change."""
+
+    _original: type[nn.Module]
+    _known: frozenset[str]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if name in _INTERNAL or "_known" not in own:
+            super().__setattr__(name, value)
+            return
+        tensors = next((d for d in (own["_parameters"], own["_buffers"]) if name in d), None)
+        if tensors is not None:
+            if (tensors[name] is None) != (value is None):
+                _refuse(f"{name!r} of a {self._original.__name__} is {'removed' if value is None else 'added'}")
+            if tensors is own["_buffers"] and isinstance(tensors[name], DTensor):
+                value = part_of(value, tensors[name])
+        elif not isinstance(value, nn.Module) and (name in self._known or hasattr(self._original, name)):
+            if same(getattr(self, name, ...), value):
+                return
+            _refuse(f"attribute {name!r} of a {self._original.__name__} is set")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """As the model's own; of what is not kept it says why."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name not in self.__dict__.get("_known", ()):
+                raise
+            raise AttributeError(
+                f"attribute {name!r} of a {self._original.__name__} is not kept in a sharded module: it holds modules, "
+                "tensors or functions, or what a forward puts there. Do what needs it with the model, and compile it again."
+            ) from error
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """As torch's; where a parameter or buffer is a DTensor, every rank takes its part of a full tensor."""
+        own: dict[str, Any] = {prefix + name: p for name, p in (*self._parameters.items(), *self._buffers.items())}
+        parts = {n: part_of(state_dict[n], p) for n, p in own.items() if isinstance(p, DTensor) and n in state_dict}
+        nn.Module._load_from_state_dict(self, {**state_dict, **parts}, prefix, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise AutoshardError(
+            "a sharded module cannot be pickled: its programs belong to the mesh of this process. Save its weights "
+            "(full_state_dict(), or state_dict() with torch.distributed.checkpoint), or its program: save(directory)."
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """DistributedDataParallel asks for it before anything else."""
+        raise AutoshardError(
+            "a sharded module must not be wrapped in DistributedDataParallel: it sums gradients over its mesh itself. "
+            "Use it as it is; with accelerate, prepare the optimizer alone."
+        )
+
+    # What classes of their own do about tensors is for modules that run.
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """As torch's, which loses the hooks of DTensors: another tensor is swapped into these."""
+        made = nn.Module._apply(self, fn, recurse)
+        held: list[Any] = list(self._parameters.values())
+        for p in held:
+            if isinstance(p, DTensor):
+                for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                    setattr(p, hooks, getattr(p, hooks))
+        return made
+
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._known or name in self._parameters or name in self._buffers or hasattr(self._original, name):
+            _refuse(f"{name!r} of a {self._original.__name__} is deleted")
+        super().__delattr__(name)
+
+
+def _uncalled(register: Callable[..., Any]) -> Any:
+    """Register the hook, and warn that nothing calls it; Python shows a warning once for each place it comes from."""
+
+    @functools.wraps(register)
+    def registered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        warnings.warn(
+            "a hook on a module inside a sharded module is not called: programs are of the whole model, and its values "
+            "lie in parts. Put it on the sharded module itself, on a parameter, or into the model before it is compiled.",
+            stacklevel=2,
+        )
+        return register(self, *args, **kwargs)
+
+    return registered
+
+
+class Part(Fixed):
+    """A module of the original model, of its class: it has a mode and holds tensors; only the whole runs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: programs are of the whole model."""
+        raise CaptureError(
+            f"a {self._original.__name__} inside a sharded module cannot be called alone: programs are of the whole model. "
+            "Call the sharded module, or compile this module by itself."
+        )
+
+    register_forward_pre_hook = _uncalled(nn.Module.register_forward_pre_hook)
+    register_forward_hook = _uncalled(nn.Module.register_forward_hook)
+    register_backward_hook = _uncalled(nn.Module.register_backward_hook)
+    register_full_backward_pre_hook = _uncalled(nn.Module.register_full_backward_pre_hook)
+    register_full_backward_hook = _uncalled(nn.Module.register_full_backward_hook)
+
+
+def part_of(full: Any, like: DTensor) -> Any:
+    """A full tensor in the layout of ``like``; anything else, or of another shape, as it is."""
+    if not isinstance(full, torch.Tensor) or isinstance(full, DTensor) or full.shape != like.shape:
+        return full
+    if is_owned(like):
+        return part_of_owned(full, like)
+    cut = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
+    made = alongside(cut.to_local().clone(), cut)
+    return Output.state(made) if type(like) is Output else made
+
+
+def same(old: Any, new: Any) -> bool:
+    """Whether setting ``new`` in place of ``old`` changes nothing."""
+    return old is new or (type(old) is type(new) and isinstance(new, _PLAIN) and old == new)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CaptureError(
+        f"{what}, after it was compiled: its programs compute what the model did then. Change the model, and compile it again."
+    )
+
+
+def parts_of(model: nn.Module) -> dict[str, Part]:
+    """Module path → a part for every module of ``model``, put together as they are; a module of two paths is one part.
+
+    Parts have the modes and attributes of the originals, and no tensors yet.
+    """
+    classes: dict[type, type[Part]] = {}
+    made: dict[int, Part] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for module in modules.values():
+        if id(module) not in made:
+            made[id(module)] = _part(module, classes)
+    for module in modules.values():
+        part = made[id(module)]
+        children = [(n, None if m is None else made[id(m)]) for n, m in module._modules.items()]
+        part.__dict__["_modules"] = Children(children, new=module is model)
+    return {path: made[id(module)] for path, module in modules.items()}
+
+
+def _part(module: nn.Module, classes: dict[type, type[Part]]) -> Part:
+    kind = type(module)
+    if kind not in classes:
+        classes[kind] = derived(Part, kind)
+    part = object.__new__(classes[kind])
+    empty = nn.Module()
+    empty.training = module.training
+    part.__dict__.update(
+        {**attributes(module), **vars(empty), "_original": kind, "_known": frozenset(vars(module)) - _INTERNAL}
+    )
+    part.__dict__["_parameters"].update({n: None for n, p in module._parameters.items() if p is None})
+    part.__dict__["_buffers"].update({n: None for n, b in module._buffers.items() if b is None})
+    return part
+
+
+def derived(base: type[Made], kind: type[nn.Module], names: Mapping[str, Any] | None = None) -> type[Made]:
+    """A class that is a ``base`` and a ``kind``, with the name of the latter; ``base`` where ``kind`` does not allow it."""
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **(names or {})}
+    try:
+        return new_class(kind.__name__, (base, kind), {}, lambda space: space.update(own))
+    except Exception:  # a class that is not to be derived from
+        return base
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module's own methods find on it beside modules and tensors: plain attributes, configurations.
+
+    Nothing that may hold the model's weights: they would stay where they were.
+    """
+    return {n: x for n, x in vars(module).items() if n not in _INTERNAL and _is_shown(x)}
+
+
+def _is_shown(value: Any) -> bool:
+    """Of containers those with plain values and configurations; an empty one is for what a forward will put there."""
+    if isinstance(value, dict | list | tuple) and value and not _is_plain(value):
+        return all(map(_is_shown, value.values() if isinstance(value, dict) else value))
+    return _is_plain(value) or not (isinstance(value, _HOLDERS) or callable(value))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))

@@ -1,0 +1,1 @@
+"""The programs of a module: compiled when a call needs them, and kept."""

@@ -1,0 +1,369 @@
+"""What compiles a model's programs and keeps them, with the tensors that they share."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.compiler import compiled
+from autoshard.errors import CaptureError, PlanError
+from autoshard.initialise.computed import recomputed
+from autoshard.initialise.deferred import materialise, recording_of
+from autoshard.layout import Layout, Shard
+from autoshard.mesh import Mesh
+from autoshard.module.inputs import Inputs, local_layouts
+from autoshard.module.model.left import leave
+from autoshard.module.model.original import Original, absent_buffers
+from autoshard.module.model.parts import Fixed, attributes
+from autoshard.module.model.state import State, check_call, requires_grad
+from autoshard.module.model.surface import class_of, leave_to_torch_compile
+from autoshard.module.programs.carried import carried
+from autoshard.module.programs.entrance import beside
+from autoshard.module.programs.executable import Call, Executable, described
+from autoshard.module.programs.turns import Turns
+from autoshard.passes.capture.answers.eager import as_called
+from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
+from autoshard.passes.capture.exported.trees import flattened
+from autoshard.passes.capture.refusals.checks import check_example
+from autoshard.passes.ir.graph import Graph
+from autoshard.plans.compiled import Compiled
+from autoshard.plans.stages_together import rest
+from autoshard.plans.wishes import Wishes
+from autoshard.runtime.autocast import without_autocast
+from autoshard.serving import laid_out
+
+log = logging.getLogger("autoshard")
+log_of_programs = logging.getLogger("autoshard.plans.compiled")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked of :func:`autoshard.compile`."""
+
+    wishes: Wishes = field(default_factory=Wishes)
+    training: bool | None = None
+    gather_outputs: bool | None = None
+    dynamic: Dynamic = False
+    inputs: Inputs = "global"
+
+
+class Compiling(Fixed):
+    """A module with programs: for each kind of call it is compiled once, and adopts the model's tensors the first time."""
+
+    mesh: Mesh
+    _settings: Settings
+    _of: Original
+    _title: str
+    _turns: Turns
+    _executables: dict[Any, Executable]
+    _latest: Executable | None
+    _running: Mesh
+    """what programs run on: ``mesh``, or without the axis of stages what is left of it"""
+    _parameter_layouts: dict[str, Layout] | None
+    _state_layouts: Mapping[str, Layout] | None
+    """of caches that one search for prompts and tokens laid out"""
+    _homes: Mapping[str, tuple[int, ...]] | None
+    """the stages that hold each parameter and buffer"""
+    _inner: dict[str, Any]
+    """modules inside that were called alone, by path"""
+    _layout_of: dict[str, Layout]
+    """by each name of a parameter, and of a buffer that is kept in parts"""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
+        super().__init__()
+        leave_to_torch_compile()
+        self.__dict__.update(attributes(model))
+        set_ = object.__setattr__
+        set_(self, "mesh", mesh)
+        set_(self, "_running", mesh if settings.wishes.stages is None else rest(mesh, settings.wishes.stages))
+        set_(self, "_settings", settings)
+        set_(self, "_of", Original(model))
+        set_(self, "_title", type(model).__name__)
+        set_(self, "_turns", Turns())
+        set_(self, "_executables", {})
+        set_(self, "_latest", None)
+        set_(self, "_parameter_layouts", None)
+        set_(self, "_inner", {})
+        set_(self, "_homes", None)
+        set_(self, "_state_layouts", None)
+        set_(self, "__class__", class_of(type(self), type(model), Compiling))
+        self._show()
+
+    def _show(self) -> None:
+        """Have the modules and tensors of the root part, and its mode."""
+        for name in (
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_non_persistent_buffers_set",
+            "_original",
+            "_known",
+            "training",
+        ):
+            self.__dict__[name] = self._of.root.__dict__[name]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with tensors of its own; programs are shared."""
+        memo |= {id(x): x for x in self._shared()}
+        memo[id(self._executables)] = dict(self._executables)
+        memo[id(self._inner)] = {}
+        return super().__deepcopy__(memo)
+
+    def _alone(self) -> None:
+        """Forget what was loaded of programs: it becomes a module inside another."""
+
+    def _shared(self) -> list[Any]:
+        """What a copy has in common with this module."""
+        return [self.mesh, self._running, self._settings, self._latest, self._layout_of if self._of.adopted else None]
+
+    # --- calls and their programs ---
+
+    def specialise(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
+    ) -> Executable:
+        """Compile for these arguments and the present :class:`State`, unless a program serves them.
+
+        ``number``: of the programs for these that were tried and are for other integers in tensors. ``recorded``:
+        whether gradients are recorded (default: as the ``training`` of :func:`autoshard.compile` says).
+        """
+        with self._turns:
+            leaves, spec = flattened((tuple(args), dict(kwargs)))
+            check_example(self._of.model, (tuple(args), dict(kwargs)))
+            training = self.training if self._settings.training is None else self._settings.training
+            wanted = training if recorded is None else recorded
+            recorded = wanted and requires_grad(leaves, self._of.tensors()) if recorded is None else recorded
+            return self._serving(self._call(leaves, spec, recorded, wanted), number)
+
+    def _call(self, leaves: Sequence[Any], spec: Any, recorded: bool, grad: bool) -> Call:
+        """A call with arguments of these leaves in the present state, but for grad mode. See :class:`State`."""
+        leaves = self._arrived(leaves, spec)
+        if self._of.renewed():
+            self._show()
+        return Call(leaves, spec, self._state(leaves, recorded, grad))
+
+    def _recorded(self, leaves: Sequence[Any]) -> bool:
+        """Whether a call with these arguments records gradients; only then its program has a backward."""
+        return self._wanted and requires_grad(leaves, self._of.tensors())
+
+    @property
+    def _wanted(self) -> bool:
+        return torch.is_grad_enabled() and self._settings.training is not False
+
+    def _state(self, leaves: Sequence[Any], recorded: bool, grad: bool) -> State:
+        original = self._of
+        if original.root.training != self.training:
+            original.root.training = self.training
+        check_call(leaves, original.tensors)
+        return original.state(recorded, grad, self._form)
+
+    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """What programs depend on of a parameter or buffer."""
+        return tuple(tensor.shape), tensor.dtype, tensor.device.type
+
+    def _serving(self, call: Call, number: int) -> Executable:
+        """The program for this call, compiled if there is none."""
+        found = self._program_for(call, number)
+        if found is None:
+            try:
+                # What is made here outlives the call.
+                with as_called(call.state.grad, call.state.inference):
+                    found = self._build(call, call.key(exactly=False))
+            except CaptureError as error:
+                raise beside(error, self.programs, call.leaves) from error
+            adopted = replace(call, state=self._state(call.leaves, call.state.recorded, call.state.grad))
+            if found.structure is not None:
+                found.structure = adopted.key(exactly=False)
+            key = adopted.key(number)
+            if key in self._executables:  # it is outdated; what was loaded of it is known by its identity
+                self._executables[key, len(self._executables)] = self._executables.pop(key)
+            self._executables[key] = found
+        object.__setattr__(self, "_latest", found)
+        return found
+
+    def _enables(self, call: Call, executable: Executable) -> bool:
+        """Whether gradients are recorded though the call has them off: its forward turns them on itself, as in eager."""
+        off = call.state.recorded or call.state.inference or self._settings.training is False
+        return executable.graph.enables and not off and requires_grad(call.leaves, self._of.tensors())
+
+    def _program_for(self, call: Call, number: int) -> Executable | None:
+        """The program for this call, if there is one: first of those with symbolic lengths, which serve most calls.
+
+        One that read tensors outside of the model that were written since serves no call more.
+        """
+        current = {key: found for key, found in self._executables.items() if not found.graph.is_outdated}
+        open_ = [found for found in current.values() if found.structure is not None] if not number else ()
+        for found in open_:
+            why = found.refuses(call.key(exactly=False), call.leaves)
+            if not why:
+                return found
+            log_of_programs.info("a program does not serve this call: %s", why)
+        return current.get(call.key(number))
+
+    @property
+    def programs(self) -> list[Executable]:
+        """Every program compiled so far, in order."""
+        return list({id(x): x for x in self._executables.values()}.values())
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is ours to trace the model
+    def _build(self, call: Call, structure: Any) -> Executable:
+        """Compile with symbolic lengths where asked to; if that is refused, for the shapes of these arguments."""
+        return fixed_if_refused(
+            self._settings.dynamic, lambda lengths: self._built(call, structure if lengths else None)
+        )
+
+    def _built(self, call: Call, structure: Any) -> Executable:
+        settings, first = self._settings, self._parameter_layouts is None
+        dynamic = settings.dynamic if structure is not None else False
+        # Micro-batches are rows of the whole; so are inputs of stages in training.
+        stages, parts = settings.wishes.stages is not None, settings.wishes.micro_batches != 1
+        of_whole = (parts and stages) or (call.state.recorded and (parts or stages))
+        args, kwargs = call.arguments
+        inputs = self._input_layouts(args, kwargs)
+        wishes = replace(settings.wishes, inputs=() if of_whole else inputs)
+        if not first:
+            parameters, states, homes = self._parameter_layouts, self._state_layouts, self._homes
+            wishes = replace(wishes, plan=None, parameters=parameters, states=states, homes=homes)
+        args, kwargs = self._whole(args, kwargs)
+        with self._of.as_it_is(self._check) as model:
+            wishes = laid_out(model, self._running, args, kwargs, wishes, self._title) if first else wishes
+            found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
+        kept = dict(self._parameter_layouts or found.parameter_layouts)
+        if first:
+            object.__setattr__(self, "_state_layouts", wishes.states)
+            object.__setattr__(self, "_homes", None if found.pipeline is None else found.pipeline.homes)
+            with without_autocast():
+                self._adopt(self._of.model, found.graph, kept)
+        self._adopt_attributes(found.graph, found.parameter_layouts)
+        others = {name: self._layout_of.get(name, Layout(self._running)) for name in self._of.slots}
+        object.__setattr__(self, "_parameter_layouts", {**others, **kept})
+        outputs = carried(found.graph.out_spec, inspect.signature(self._of.model.forward).parameters)
+        executable = Executable.of(found, described(found.graph, args, kwargs), outputs, structure)
+        if structure is not None and (why := executable.refuses(structure, call.leaves)):
+            raise PlanError(f"the program does not serve the call it was made for: {why}")
+        return executable
+
+    def _keeps(self, executable: Executable, number: int) -> bool:
+        """Whether an output stays in its layout: unless the user says otherwise, in inference a state for the next call."""
+        asked, training = self._settings.gather_outputs, executable.graph.training
+        if asked is not None or training:
+            return not asked
+        return bool(executable.carried) and executable.carried[number]
+
+    def _compiled(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
+    ) -> Compiled:
+        """All stages for these arguments. ``options``: see :func:`capture`."""
+        return compiled(model, self.mesh, args, kwargs, wishes, title=self._title, **options)
+
+    # --- inputs ---
+
+    def _arrived(self, leaves: Sequence[Any], spec: Any) -> Sequence[Any]:
+        """The leaves of the arguments as programs know them: tensors of global shape, those in parts as DTensors."""
+        return leaves
+
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
+        """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""
+        s = self._settings
+        return local_layouts(self._of.model, self._running, args, kwargs, s.inputs, s.wishes.hints)
+
+    def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as plain tensors, for captures."""
+        return tuple(args), dict(kwargs)
+
+    # --- tensors ---
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
+
+    def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
+        """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
+        taken: dict[int, torch.Tensor] = {}
+        buffers = {i.fqn for i in graph.inputs if i.kind == "buffer"}
+        layouts = {n: x for n, x in layouts.items() if n not in buffers or x.axes_with(Shard)}
+        names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
+        layouts |= {alias: layouts[name] for alias, name in names.items() if name in layouts}
+        object.__setattr__(self, "_layout_of", layouts)
+        initial = self._initial(model, layouts)
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if not self._holds(names.get(name, name)):
+                if id(p) not in taken:
+                    taken[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+                self._of.put_elsewhere(name, taken[id(p)], parameter=True)
+                continue
+            if id(p) not in taken:
+                taken[id(p)] = self._parameter(p, layouts[name], initial.get(name))
+            self._of.put(name, taken[id(p)], parameter=True)
+        transient = {
+            f"{prefix}.{n}" if prefix else n
+            for prefix, module in model.named_modules()
+            for n in module._non_persistent_buffers_set
+        }
+        found = recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
+        initial |= {n: self._kept(full, layouts.get(n)) for n, full in found.items()}
+        for name, b in model.named_buffers(remove_duplicate=False):
+            if not self._holds(names.get(name, name)):
+                self._of.put_elsewhere(name, b.detach().to("meta"), parameter=False)
+                continue
+            if id(b) not in taken:
+                taken[id(b)] = self._buffer(b, layouts.get(name), initial.get(name))
+            self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
+        leave(model.parameters())
+        self._of.adopt([name for name in absent if name not in initial and self._holds(names.get(name, name))])
+
+    def _adopt_attributes(self, graph: Graph, layouts: Mapping[str, Layout]) -> None:
+        """Take over what the forward writes of plain attributes; programs that knew them as constants serve no call more."""
+        buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
+        found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots and fqn not in self._of.elsewhere)
+        for name, tensor in self._agreed(found).items():
+            if not self._holds(name):
+                self._of.put_elsewhere(name, tensor.detach().to("meta"), parameter=False)
+                continue
+            layout = layouts.get(name)
+            if layout is not None and layout.axes_with(Shard):
+                self._layout_of[name] = layout
+            self._of.put(name, self._buffer(tensor, self._layout_of.get(name), None), parameter=False, persistent=False)
+
+    def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same on every rank."""
+        return tensors
+
+    def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+        """Initial values (this rank's shards of parameters) of a model from ``deferred_init``; else nothing."""
+        if recording_of(model) is None:
+            if any(p.is_meta for p in model.parameters()):
+                log.warning("%s is on the meta device: its weights are zeros until they are loaded", self._title)
+            return {}
+
+        def kept(name: str, full: torch.Tensor) -> torch.Tensor:
+            return self._kept(full, layouts.get(name)) if self._holds(name) else full.new_empty(0)
+
+        return materialise(model, self._seed(), kept)
+
+    def _holds(self, name: str) -> bool:
+        """Whether this process has the parameter or buffer of this original name: not those of other stages."""
+        return True
+
+    def _seed(self) -> int:
+        """The seed of the default generator, the same on every rank."""
+        return torch.initial_seed()
+
+    def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+        """What this process keeps of a full initial value; ``layout`` is None for buffers that are whole."""
+        return full
+
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+        raise NotImplementedError
+
+    def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
+        """``layout``: of one that is kept in parts."""
+        raise NotImplementedError
+
+    def tensor(self, fqn: str) -> Any:
+        """The parameter or buffer of this original name, also where an attribute of this class has that name."""
+        return self._of.tensor(fqn)

@@ -1,0 +1,163 @@
+"""Full tensors ↔ the shards of all simulated ranks, differentiably, with a check that replicas agree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.errors import RuntimeMismatchError
+from autoshard.layout import Layout, Partial, Shard
+from autoshard.runtime.transport import sparse
+
+
+def shard_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """The rank's part of ``full``. Of a Partial value the first rank along the axis holds all, the others zeros."""
+    local = full
+    for dim, size in enumerate(full.shape):
+        (start, length), *others = layout.chunks_of(dim, size, rank)
+        if others:
+            local = torch.cat([local.narrow(dim, at, n) for at, n in ((start, length), *others)], dim)
+        elif length != size:
+            local = local.narrow(dim, start, length)
+    coordinates = layout.mesh.coordinates(rank)
+    partial = (i for i, p in enumerate(layout.placements) if isinstance(p, Partial))
+    return torch.zeros_like(local) if any(coordinates[i] for i in partial) else local
+
+
+def views(full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+    """``full``'s part on every rank, to be written in place: views of it, and copies for ranks that hold what another does."""
+    whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard)]
+    found = []
+    for rank in range(layout.mesh.size):
+        part = shard_of(full, layout, rank)
+        found.append(part if _first(layout, rank, whole) == rank else part.clone())
+    return tuple(found)
+
+
+def _first(layout: Layout, rank: int, whole: Collection[int]) -> int:
+    """The first rank with the coordinates of ``rank`` along all axes but these."""
+    coordinates = enumerate(layout.mesh.coordinates(rank))
+    return layout.mesh.rank([0 if i in whole else n for i, n in coordinates])
+
+
+def join(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int] | None, what: str) -> torch.Tensor:
+    """The full tensor of which ``shards`` (by rank) are the parts. ``what`` names it in an error.
+
+    ``shape``: the global shape; None where it depends on the data, and every rank has all of it.
+    Raises :class:`RuntimeMismatchError` where ranks that should hold the same data do not.
+    """
+    shape = shards[0].shape if shape is None else shape
+    full = shards[0].new_zeros(tuple(shape))
+    whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Partial | Shard)]
+    summed = layout.axes_with(Partial)
+    for rank, shard in enumerate(shards):
+        if (first := _first(layout, rank, whole)) != rank:
+            _check_equal(shard, shards[first], what, rank, layout)
+            continue
+        for block, part in _blocks(full, shard, layout, rank):
+            if summed and not full.dtype.is_floating_point and full.dtype == torch.bool:
+                block.logical_or_(part)
+            elif summed:
+                block.add_(part)
+            else:
+                block.copy_(part)
+    return full
+
+
+def _blocks(
+    full: torch.Tensor, shard: torch.Tensor, layout: Layout, rank: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The chunks of ``full`` that the rank holds, each with what it is in ``shard``."""
+    blocks = [(full, shard)]
+    for dim, size in enumerate(full.shape):
+        chunks = layout.chunks_of(dim, size, rank)
+        lengths = [n for _, n in chunks]
+        blocks = [
+            (block.narrow(dim, start, n), part)
+            for block, held in blocks
+            for (start, n), part in zip(chunks, held.split(lengths, dim) if len(chunks) > 1 else (held,), strict=True)
+        ]
+    return blocks
+
+
+def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout: Layout) -> None:
+    if a.shape != b.shape:
+        same = False
+    elif a.dtype.is_floating_point or a.dtype.is_complex:
+        tolerance, finite = torch.finfo(a.dtype).eps ** 0.5, b.abs()[b.isfinite()]
+        scale = float(finite.max()) if finite.numel() else 0.0
+        same = torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    else:
+        same = torch.equal(a, b)
+    if not same:
+        raise RuntimeMismatchError(f"{what}: rank {rank} disagrees with the ranks that hold the same data ({layout})")
+
+
+def cut(full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
+    """``full``'s part on every rank; the backward puts the ranks' gradients together."""
+    parts: tuple[torch.Tensor, ...] = _Cut.apply(full, layout, name)  # type: ignore[no-untyped-call]
+    return parts
+
+
+def joined(shards: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...] | None, name: str) -> torch.Tensor:
+    """:func:`join`, differentiable: the backward cuts the gradient."""
+    full: torch.Tensor = _Join.apply(layout, shape, name, *shards)  # type: ignore[no-untyped-call]
+    return full
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
+        ctx.layout, ctx.shape, ctx.name = layout, full.shape, name
+        ctx.set_materialize_grads(False)
+        return tuple(shard_of(full, layout, rank).clone() for rank in range(layout.mesh.size))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        given = [g for g in gradients if g is not None]
+        if not given:
+            return None, None, None
+        if any(g.is_sparse for g in given):
+            return _joined_sparse(gradients, ctx.layout, ctx.shape, ctx.name), None, None
+        if len(given) < len(gradients):  # a rank whose part is empty may be left out of the graph
+            shapes = [ctx.layout.local_shape(ctx.shape, r) for r in range(len(gradients))]
+            given = [given[0].new_zeros(s) if g is None else g for g, s in zip(gradients, shapes, strict=True)]
+        # As a node of the graph again: it has the derivative of its own that a gradient penalty asks for.
+        joined = _Join.apply(ctx.layout.gradient(), ctx.shape, f"the gradient of {ctx.name}", *given)  # type: ignore[no-untyped-call]
+        return joined, None, None
+
+
+def _joined_sparse(
+    parts: Sequence[torch.Tensor | None], layout: Layout, shape: Sequence[int], name: str
+) -> torch.Tensor:
+    """:func:`join` of sparse gradients. A rank that holds no rows has none."""
+    whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard)]
+    found = []
+    for rank, part in enumerate(parts):
+        if part is None or not part.is_sparse:
+            continue
+        if (first := _first(layout, rank, whole)) != rank:
+            other = parts[first]
+            for mine, theirs in zip(sparse.rows_of(part), sparse.rows_of(other), strict=True):  # type: ignore[arg-type]
+                _check_equal(mine, theirs, f"the gradient of {name}", rank, layout)
+            continue
+        for dim, size in enumerate(shape):
+            if part.shape[dim] != size:
+                part = sparse.padded(part, dim, layout.chunk_of(dim, size, rank)[0], size)
+        found.append(part)
+    return sparse.summed(found)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layout: Layout, shape: tuple[int, ...] | None, name: str, *shards: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layout, ctx.name = layout, name
+        return join(shards, layout, shape, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, None, None, *_Cut.apply(gradient, ctx.layout.gradient(), ctx.name)  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""A module under torch.distributed: what ranks agree on, hold, and take in."""

@@ -1,0 +1,111 @@
+"""Inputs under torch.distributed: local ones become DTensors, which know their whole; programs get this rank's part."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autoshard.errors import CaptureError, LayoutError
+from autoshard.layout import Layout
+from autoshard.layout import Shard as Cut
+from autoshard.mesh import Mesh
+from autoshard.module.dtensors.made import dtensor
+from autoshard.module.dtensors.of_stage import OfStage
+from autoshard.module.inputs import whole_shape
+from autoshard.module.ranks.checksum import checksum
+
+
+def from_part(part: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+    """A local input: this rank's part of one whose parts are all of one size."""
+    return dtensor(part, mesh, layout, whole_shape(part.shape, layout))
+
+
+def stating(x: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+    """An input as a DTensor whose placements are chunks or whole: what else there is, is made whole. Plain if all is.
+
+    Raises :class:`CaptureError` for one that lies on another mesh.
+    """
+    if x.device_mesh is not mesh and x.device_mesh.mesh.tolist() != mesh.mesh.tolist():
+        raise CaptureError(
+            f"an input of shape {list(x.shape)} is a DTensor on another mesh ({x.device_mesh}) than the module's "
+            f"({mesh}). Give one on sharded.device_mesh, or its full_tensor()."
+        )
+    own = isinstance(x, OfStage)  # no rank can have the whole of it
+    if (own or any(type(p) is Shard for p in x.placements)) and all(
+        type(p) in (Shard, Replicate) for p in x.placements
+    ):
+        return x
+    plain = [p if type(p) is Shard else Replicate() for p in x.placements]
+    if isinstance(x, OfStage):
+        return x.like(x.redistribute(mesh, plain))
+    x = x if list(x.placements) == plain else x.redistribute(mesh, plain)
+    return x if any(p.is_shard() for p in plain) else x.to_local(grad_placements=plain)
+
+
+def arrived(
+    leaves: Sequence[Any], layouts: Sequence[Layout | None], mesh: DeviceMesh, device: torch.device
+) -> list[Any]:
+    """The leaves of a call as programs know them. ``layouts``: of those that are local, by leaf; or nothing."""
+    found = list(leaves)
+    for i, x in enumerate(leaves):
+        if isinstance(x, DTensor):
+            found[i] = stating(x, mesh)
+        elif layouts and (layout := layouts[i]) is not None:
+            found[i] = from_part(x.to(device), mesh, layout)
+    return found
+
+
+def layout_of(x: Any, mesh: Mesh) -> Layout | None:
+    """The layout that an input states; None: it is whole."""
+    return Layout.from_torch(mesh, x.placements) if isinstance(x, DTensor) else None
+
+
+def part_for(x: torch.Tensor, layout: Layout, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
+    """This rank's part of an input on ``device``, in the ``layout`` that a program takes it in."""
+    if not isinstance(x, DTensor):
+        return x.to(device)
+    try:
+        placements = layout.to_torch()
+    except LayoutError:
+        raise AssertionError(f"inputs come in mesh order, not in {layout}") from None
+    if list(x.placements) != placements:
+        x = x.redistribute(mesh, placements)
+    if not (x._local_tensor.requires_grad or torch.is_grad_enabled()):
+        return x._local_tensor
+    return x.to_local(grad_placements=placements)  # whole gradients on whole axes
+
+
+def joined(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those in parts made whole; each rank's gradient is, and goes back to the parts. What a stage keeps stays. Collective."""
+    found = dict(inputs)
+    for name, x in inputs.items():
+        if isinstance(x, DTensor) and not isinstance(x, OfStage):
+            whole = [Replicate()] * x.device_mesh.ndim
+            found[name] = x.redistribute(x.device_mesh, whole).to_local(grad_placements=whole)
+    return found
+
+
+def checksums(leaves: Sequence[Any]) -> tuple[int, int]:
+    """Numbers that differ where the data do: of the whole inputs, and of this rank's parts of those that are cut.
+
+    What one stage keeps is not among them: other stages have nothing to compare it with.
+    """
+    numbers = [0, 0]
+    for x in leaves:
+        if isinstance(x, torch.Tensor) and not isinstance(x, OfStage):
+            parts, local = isinstance(x, DTensor), x.to_local() if isinstance(x, DTensor) else x
+            numbers[parts] = zlib.crc32(int(checksum(local)).to_bytes(8, "little", signed=True), numbers[parts])
+    return numbers[0], numbers[1]
+
+
+def peers(leaves: Sequence[Any], mesh: Mesh) -> tuple[int, ...]:
+    """For every rank the first that brings the same parts: it differs only along axes that cut none of the inputs."""
+    layouts = [x for x in (layout_of(leaf, mesh) for leaf in leaves) if x is not None]
+    cut = {mesh.index(a) for layout in layouts for a in layout.axes_with(Cut)}
+    rows = (mesh.coordinates(rank) for rank in range(mesh.size))
+    return tuple(mesh.rank([n if i in cut else 0 for i, n in enumerate(row)]) for row in rows)

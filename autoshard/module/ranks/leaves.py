@@ -1,0 +1,195 @@
+"""Parameters under torch.distributed on their way into a forward, and what their ``.grad`` is after the backward.
+
+Inside ``no_sync()`` a gradient is left as a summand: a DTensor that is Partial over the axes of its last sum. The next
+backward outside takes it along, so that several of them cost one sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoshard import runtime
+from autoshard.errors import RuntimeMismatchError
+from autoshard.module.dtensors.made import new_dtensor
+from autoshard.module.dtensors.owned import local_of
+from autoshard.module.dtensors.sparse_gradients import accumulate
+from autoshard.runtime.parameters.again import CHANGED
+from autoshard.runtime.transport.communicator import Communicator
+from autoshard.runtime.transport.move import Move
+
+Axes = tuple[str, ...]
+
+
+def locals_of(comm: Communicator, parameters: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """The local tensors of DTensor parameters, for one forward."""
+    gradients = runtime.Gradients(comm, lambda number, axes: _taken(comm, parameters[number], axes))
+    found: tuple[torch.Tensor, ...] = _Locals.apply(gradients, *parameters)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Locals(torch.autograd.Function):
+    """DTensor parameters → their local tensors; the backward makes DTensor gradients of the same placements.
+
+    It also does what :func:`runtime.wait_gradients` does, in one node: the gradients under way are ``pending``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, pending: runtime.Gradients, *parameters: Any) -> tuple[torch.Tensor, ...]:
+        ctx.pending, ctx.parameters = pending, parameters
+        ctx.specs = [p._spec for p in parameters]
+        ctx.versions = [p._version for p in parameters]
+        ctx.set_materialize_grads(False)
+        return tuple(local.view_as(local) for local in map(local_of, parameters))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        # DTensor's operations change its local tensor where autograd does not see it.
+        if any(p._version != version for p, version in zip(ctx.parameters, ctx.versions, strict=True)):
+            raise RuntimeMismatchError(CHANGED.format("a parameter"))
+        pending, specs = ctx.pending, ctx.specs
+        found = [
+            _in_rows(p, g, spec) for p, g, spec in zip(ctx.parameters, pending.finish(gradients), specs, strict=True)
+        ]
+        if pending.summands or _deferred:
+            found, specs = _met(pending, ctx.parameters, found, specs)
+        if torch.is_grad_enabled():
+            there = [i for i, g in enumerate(found) if g is not None]
+            made = iter(_Globals.apply([specs[i] for i in there], *(found[i] for i in there)))  # type: ignore[no-untyped-call]
+            return None, *(None if g is None else next(made) for g in found)
+        return None, *(None if g is None else _global(g, spec) for g, spec in zip(found, specs, strict=True))
+
+
+def _in_rows(p: Any, gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
+    """A gradient that is no list of rows, or None: such a list becomes ``p.grad``, or goes on whole where none is kept.
+
+    It lies in memory as the parameter does, as autograd has it of plain ones: fused optimizers go through both side by side.
+    """
+    if gradient is None:
+        return None
+    if not gradient.is_sparse:
+        local = p._local_tensor
+        if (gradient.is_contiguous() and local.is_contiguous()) or gradient.stride() == local.stride():
+            return gradient
+        return gradient.new_empty_strided(gradient.shape, local.stride()).copy_(gradient)
+    if not _accumulates(p):
+        return gradient.to_dense()
+    accumulate(p, gradient, spec)
+    return None
+
+
+def _global(gradient: torch.Tensor, spec: Any) -> DTensor:
+    found: DTensor = new_dtensor(DTensor, gradient.detach(), spec, requires_grad=False)
+    return found
+
+
+def _met(
+    pending: runtime.Gradients, parameters: Sequence[Any], gradients: Sequence[Any], specs: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The gradients as summands over what they and ``.grad`` are to be summed over, and their specs."""
+    comm, given, over = pending.comm, list(gradients), list(specs)
+    for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
+        if g is not None:
+            own = pending.summands.get(i, ())
+            axes = _meet(comm, p, own)
+            given[i], over[i] = pending.summand(g, own, axes), _over(comm, specs[i], axes)
+    return given, over
+
+
+class _Globals(torch.autograd.Function):
+    """Local gradients → DTensors, as a node of the graph: where it is recorded (create_graph), it has a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, specs: list[Any], *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.specs = specs
+        ctx.set_materialize_grads(False)
+        return tuple(map(_global, gradients, specs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *(
+            None if g is None else g.redistribute(spec.mesh, spec.placements).to_local()
+            for g, spec in zip(gradients, ctx.specs, strict=True)
+        )
+
+
+def _waiting(comm: Communicator, gradient: Any) -> Axes:
+    """The axes over which a gradient is a summand."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    return tuple(a for a, p in zip(comm.mesh, gradient.placements, strict=True) if p.is_partial())
+
+
+def _over(comm: Communicator, spec: Any, axes: Axes) -> Any:
+    """``spec`` with summands over ``axes``, and over no others."""
+    if not axes and not any(p.is_partial() for p in spec.placements):
+        return spec
+    whole = [Replicate() if p.is_partial() else p for p in spec.placements]
+    placements = [Partial() if a in axes else p for a, p in zip(comm.mesh, whole, strict=True)]
+    return type(spec)(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def _taken(comm: Communicator, p: Any, axes: Axes) -> torch.Tensor | None:
+    """The summand that ``p.grad`` is over these axes, to become a part of what this backward leaves there instead."""
+    if p.grad is None or _waiting(comm, p.grad) != axes or not _accumulates(p):
+        return None
+    kept: torch.Tensor = p.grad.to_local()
+    p.grad = None
+    return kept
+
+
+def _meet(comm: Communicator, p: Any, axes: Axes) -> Axes:
+    """Bring ``p.grad`` and a new gradient that is a summand over ``axes`` together: the axes both are to be over."""
+    held = None if p.grad is None else _waiting(comm, p.grad)
+    if held is not None and held != axes and not _accumulates(p):
+        held = None
+    if axes:
+        _deferred[p] = None
+    if held is None or held == axes:
+        return axes
+    local, spec = p.grad.to_local(), p.grad._spec
+    if not axes:  # no bucket took it along
+        with torch.no_grad():
+            total = comm.apply(Move("P", "I", held), local)
+        p.grad = DTensor(total, _over(comm, spec, ()), requires_grad=False)
+        return axes
+    gradients = runtime.Gradients(comm)
+    both = gradients.together(held, axes)
+    p.grad = DTensor(gradients.summand(local, held, both), _over(comm, spec, both), requires_grad=False)
+    return both
+
+
+def _accumulates(p: torch.Tensor) -> bool:
+    """Whether the running backward adds to ``p.grad``: not where torch.autograd.grad asks for something."""
+    if not p.is_leaf:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node))
+    except RuntimeError:  # autograd.grad, of this parameter
+        return False
+
+
+_deferred = WeakIdKeyDictionary()
+"""parameters that had gradients left as summands"""
+
+
+def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if not _deferred:
+        return
+    waiting = 0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            waiting += p in _deferred and isinstance(p.grad, DTensor) and any(x.is_partial() for x in p.grad.placements)
+    if waiting:
+        raise RuntimeMismatchError(
+            f"{waiting} gradients are not summed over the ranks yet: the last backward pass was inside no_sync(). Run "
+            "the last forward and backward before a step outside of it."
+        )
+
+
+register_optimizer_step_pre_hook(_check_step)

@@ -1,0 +1,74 @@
+"""A program on a rank of torch.distributed, and what it reads there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autoshard.layout import Layout, Shard
+from autoshard.module.dtensors.owned import local_of
+from autoshard.module.programs.executable import Executable
+from autoshard.module.programs.simulate import shard_of
+from autoshard.module.ranks.leaves import locals_of
+from autoshard.runtime.transport.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """``module``: an instance of the rank module; what it reads is found once, by original name."""
+
+    module: Any
+    comm: Communicator
+    parameters: Sequence[str]
+    buffers: Sequence[tuple[str, bool]]
+    """and whether the forward writes it, in a program with a backward"""
+    constants: Mapping[str, torch.Tensor]
+    """this rank's parts"""
+    layouts: Mapping[str, Layout]
+    """of buffers"""
+    recorded: bool
+    """whether the program has a backward"""
+
+    @staticmethod
+    def of(executable: Executable, comm: Communicator, device: torch.device) -> Loaded:
+        """``executable`` on the rank of ``comm``, its constants on ``device``."""
+        graph, layouts = executable.graph, executable.compiled.plan.layouts
+        of = {kind: [i for i in graph.inputs if i.kind == kind] for kind in ("parameter", "buffer", "constant")}
+        constants = {i.fqn: graph.constants[i.name].to(device) for i in of["constant"]}
+        return Loaded(
+            executable.rank_module(),
+            comm,
+            [i.fqn for i in of["parameter"]],
+            [(i.fqn, graph.training and i.fqn in graph.mutations) for i in of["buffer"]],
+            {fqn: _part(x, layouts[fqn], comm.rank) for fqn, x in constants.items()},
+            {i.fqn: layouts[i.fqn] for i in of["buffer"]},
+            graph.training,
+        )
+
+    def tensors(self, held: Callable[[str], Any]) -> dict[str, torch.Tensor]:
+        """This rank's part of everything, for one forward. ``held``: gives the parameter or buffer of a name."""
+        found = dict(self.constants)
+        trained = {}
+        for name in self.parameters:
+            parameter = held(name)
+            if self.recorded and parameter.requires_grad:
+                trained[name] = parameter
+            else:
+                found[name] = local_of(parameter)
+        if trained:
+            found.update(zip(trained, locals_of(self.comm, list(trained.values())), strict=True))
+        for name, written in self.buffers:
+            buffer = held(name)
+            part = _part(buffer, self.layouts[name], self.comm.rank)
+            found[name] = part.clone() if written else part  # it is written after the forward: the backward has a copy
+        return found
+
+
+def _part(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    if isinstance(full, DTensor):
+        return full._local_tensor
+    return shard_of(full, layout, rank) if layout.axes_with(Shard) else full

@@ -1,0 +1,1 @@
+"""A module in pipeline stages, in one process and under torch.distributed."""

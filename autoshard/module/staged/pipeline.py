@@ -1,0 +1,75 @@
+"""The stages of one program on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+
+from autoshard.module.programs.executable import Executable
+from autoshard.passes.rules.facts import is_random
+from autoshard.runtime.programs.along import Along
+from autoshard.runtime.programs.pipeline import Form, Message, Pipeline, Run
+
+Lengths = Callable[[Sequence[int]], tuple[int, ...]]
+"""what turns shapes of a program's values into those of a call, see :meth:`Executable.lengths`"""
+
+
+class ProgramPipeline(Pipeline):
+    """The stages of ``executable`` that this rank runs."""
+
+    def __init__(self, executable: Executable, form: Form, along: Along, device: torch.device, run: Run) -> None:
+        pipeline = executable.compiled.pipeline
+        assert pipeline is not None
+        self.executable, self.stages = executable, pipeline
+        self.lengths: Lengths = tuple
+        """of the present call"""
+        self.summed: dict[str, bool] = {}
+        """parameter of several stages → whether any of them has a gradient of it"""
+        super().__init__(form, along, device, run)
+
+    def readers(self, name: str) -> tuple[int, ...]:
+        """The stages that read an input; others may be given it for its shape."""
+        return self._readers[name]
+
+    @cached_property
+    def _readers(self) -> dict[str, tuple[int, ...]]:
+        graph, each = self.stages.whole, self.stages.each
+        names = [i.name for i in graph.inputs if i.kind == "input"]
+        return {n: tuple(s.number for s in each if n in s.given and s.reads(n)) for n in names}
+
+    def shapes(self, part: Executable) -> list[tuple[int, ...] | None]:
+        """The global shapes of what a stage gives in the present call, see :meth:`Executable.shapes`."""
+        return [None if shape is None else self.lengths(shape) for shape in part.global_shapes]
+
+
+def places(executable: Executable) -> list[list[int]]:
+    """Per rank along the axis of stages the ranks of the whole mesh that run its stages, in the order of their own mesh."""
+    plan = executable.compiled.plan
+    ranks = torch.arange(plan.mesh.size).view(plan.mesh.shape)
+    at = [] if plan.staged is None else [plan.mesh.index(plan.staged.axis)]
+    found: list[list[int]] = ranks.movedim(at, [0] * len(at)).reshape(ranks.shape[at[0]] if at else 1, -1).tolist()
+    return found
+
+
+def form_of(executable: Executable, rank: int, lengths: Lengths = tuple) -> Form:
+    """What the ranks along the axis of stages know of each other; ``rank``: this one's on the mesh that programs run on."""
+    pipeline, staged = executable.compiled.pipeline, executable.compiled.plan.staged
+    assert pipeline is not None
+    assert staged is not None
+    micro, last = executable.compiled.micro_batches, len(pipeline) - 1
+    loss = None if micro is None or micro.loss is None else pipeline.each[-1].results.index(micro.loss)
+
+    def message(part: Executable, name: str) -> Message:
+        program = part.compiled.program
+        type_ = program.types[name]
+        return Message(program.layouts[name].local_shape(lengths(type_.shape), rank), type_.dtype, type_.grad)
+
+    sent = [
+        tuple(message(executable.parts[stage.number + 1], name) for name in stage.sent) for stage in pipeline.each[:-1]
+    ]
+    made = executable.parts[last].compiled.program.outputs
+    sent.append(() if loss is None else (message(executable.parts[last], made[loss].name),))
+    draws = any(is_random(node) for node in pipeline.whole.nodes)
+    return Form(staged.schedule, 1 if micro is None else micro.count, tuple(sent), loss, draws)

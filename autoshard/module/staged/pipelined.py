@@ -1,0 +1,335 @@
+"""This rank's module where the model is in stages: it holds the parameters of its stages, and runs them on a schedule."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard import runtime
+from autoshard.mesh import Mesh
+from autoshard.module.dtensors.of_stage import OfStage
+from autoshard.module.meetings import collective
+from autoshard.module.microbatches import beforehand, delivered, part_of, unseen
+from autoshard.module.programs.compiling import Settings
+from autoshard.module.programs.executable import Executable
+from autoshard.module.ranks.distributed import default_device_type
+from autoshard.module.staged.gradients import mark
+from autoshard.module.staged.outputs import StageOutputs
+from autoshard.module.staged.pipeline import Lengths, ProgramPipeline, form_of
+from autoshard.plans.stages_together import rest
+from autoshard.runtime.programs.along import Along
+from autoshard.runtime.programs.pipeline import packed, unpacked
+from autoshard.runtime.transport import generators, sparse
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+_DTYPES = [None, *sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)]
+"""all there are, in one order on every rank"""
+
+
+class PipelinedModule(StageOutputs):
+    """A sharded module in stages; ``named_parameters()`` are those of this rank's stages."""
+
+    _pipelines: dict[int, ProgramPipeline]
+    _by_stage: list[list[int]]
+
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
+        axis = settings.wishes.stages
+        assert axis is not None
+        kind = device_mesh.device_type if device_mesh is not None else default_device_type()
+        ranks = device_mesh.mesh if device_mesh is not None else torch.arange(mesh.size, device="cpu").view(mesh.shape)
+        own = rest(mesh, axis)
+        ranks = ranks.movedim(mesh.index(axis), 0).reshape(-1, *own.shape)
+        axes = f"{axis}_stages", *own.axes
+        whole = DeviceMesh(kind, ranks, mesh_dim_names=axes)
+        super().__init__(model, mesh, settings, whole[own.axes if len(own.axes) > 1 else own.axes[0]])
+        object.__setattr__(self, "_along", Along(whole.get_group(axes[0]), self._comm.notes))
+        object.__setattr__(self, "_pipelines", {})
+        object.__setattr__(self, "_by_stage", ranks.flatten(1).tolist())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """See :meth:`ShardedModule.__deepcopy__`. What runs the rank modules is its own."""
+        memo[id(self._pipelines)] = {}
+        return super().__deepcopy__(memo)
+
+    def _shared(self) -> list[Any]:
+        """See :meth:`Compiling._shared`."""
+        return [*super()._shared(), self._along, self._homes]
+
+    # --- tensors ---
+
+    def _mark(self) -> None:
+        """Let gradients be known as those of a stage, where there are others."""
+        for p in self.parameters() if self._along.ranks > 1 else ():
+            if p.requires_grad and mark not in (p._post_accumulate_grad_hooks or {}).values():
+                p.register_post_accumulate_grad_hook(mark)
+
+    def _holds(self, name: str) -> bool:
+        return self._homes is None or any(map(self._along.is_mine, self._homes.get(name, (0,))))
+
+    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(tensor.shape), tensor.dtype  # ranks hold others
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self._of.elsewhere:
+            super()._check(name, tensor)
+
+    def _repeats(self, executable: Executable) -> bool:
+        return False  # stages have collectives of their own: none has one that all ranks come to
+
+    def _stage_of(self, name: str) -> int:
+        """The first stage that holds a parameter or buffer."""
+        assert self._homes is not None
+        tied = {alias: i.fqn for i in self._decided().graph.inputs for alias in i.aliases}
+        return self._homes.get(tied.get(name, name), (0,))[0]
+
+    @property
+    def is_staged(self) -> bool:
+        """See :attr:`ShardedModule.is_staged`."""
+        return True
+
+    def gradients_once(self) -> list[Any]:
+        """See :meth:`ShardedModule.gradients_once`."""
+        named = ((n, p.grad) for n, p in self.named_parameters() if p.grad is not None)
+        return [g for n, g in named if self._along.is_mine(self._stage_of(n))]
+
+    @collective
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Original name → full tensor (a copy), for every entry of the original state dict, on every rank. Collective."""
+        own = self.state_dict(keep_vars=True)
+        return {
+            n: self.everywhere(n, x, own[n].detach() if n in own else None) for n, x in self.whole_state_dict().items()
+        }
+
+    def whole_state_dict(self) -> dict[str, torch.Tensor]:
+        """See :meth:`ShardedModule.whole_state_dict`."""
+        own = self.state_dict(keep_vars=True)
+        return {n: own.get(n, x) for n, x in self._of.model.state_dict(keep_vars=True).items()}
+
+    def whole_names(self) -> list[str]:
+        """Original names of all parameters of the model, each tensor once."""
+        return [n for n, _ in self._of.model.named_parameters()]
+
+    def gathered(self, mine: Any) -> list[Any]:
+        """``mine`` of every rank along the axis of stages. Collective."""
+        return self._along.gathered(mine)
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See :meth:`ShardedModule.load_full_state_dict`; a rank takes what its stages hold."""
+        self._check_state(self.whole_state_dict(), state)
+        with torch.no_grad():
+            for name, tensor in self.state_dict(keep_vars=True).items():
+                self._load(tensor, state[name])
+
+    @collective
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Original parameter name → full gradient (parameters without one are left out), on every rank. Collective."""
+        own = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+        names = dict(self._of.model.named_parameters())
+        kinds = [(n in own, n in own and own[n].is_sparse) for n in names]
+        there = torch.tensor(kinds, dtype=torch.int32, device=self._device)
+        self._along.add_up(there, range(self._along.ranks), "which gradients there are")
+        found = {}
+        for (n, x), (known, rows) in zip(names.items(), there.tolist(), strict=True):
+            if known:
+                found[n] = self._rows_everywhere(n, x, own.get(n)) if rows else self.everywhere(n, x, own.get(n))
+        return found
+
+    def everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+        """The full tensor of a name on every rank; ``own``: this rank's, if it holds it. Collective."""
+        full = None if own is None else self._full(own).to(self._device).contiguous()
+        if full is None:
+            full = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        self._along.tell(self._stage_of(name), full, name)
+        return full
+
+    def _rows_everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+        """As :meth:`everywhere`, of a sparse gradient: its rows and their numbers. Collective."""
+        numbers, rows = sparse.rows_of(self._full(own).to(self._device)) if own is not None else (None, None)
+        count = torch.tensor(0 if numbers is None else len(numbers), device=self._device)
+        self._along.tell(self._stage_of(name), count, name)
+        if numbers is None or rows is None:
+            numbers = torch.empty(int(count), dtype=torch.int64, device=self._device)
+            rows = torch.empty(int(count), *like.shape[1:], dtype=like.dtype, device=self._device)
+        for part in (numbers, rows):
+            self._along.tell(self._stage_of(name), part, name)
+        return sparse.from_rows(numbers, rows, like.shape[0]).coalesce()
+
+    # --- running ---
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._follow_others()
+        return super()._called(args, kwargs)
+
+    def specialise(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
+    ) -> Executable:
+        """See :meth:`Compiling.specialise`."""
+        with self._comm.notes.told():
+            self._follow_others()
+        return super().specialise(args, kwargs, number, recorded)
+
+    def _follow_others(self) -> None:
+        """Know what tensors of other stages are now: their dtypes, and whether they are trained. Collective."""
+        if not self._of.adopted:
+            return
+        held = self._of.held()
+        own = [0 if n in self._of.elsewhere else 2 * _DTYPES.index(x.dtype) + x.requires_grad for n, x in held.items()]
+        for (name, x), told in zip(held.items(), self._agreement.known(own), strict=True):
+            if name in self._of.elsewhere and told and (x.dtype, x.requires_grad) != (_DTYPES[told // 2], told % 2):
+                x.data = x.data.to(_DTYPES[told // 2])
+                x.requires_grad_(bool(told % 2))
+
+    @property
+    def _places(self) -> Sequence[Sequence[int]]:
+        return self._by_stage
+
+    def _step(
+        self, executable: Executable, inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """See :meth:`ShardedModule._step`. Forward, and in training backward, of all micro-batches, on this rank's stages."""
+        pipeline, micro = self._pipeline(executable, inputs), executable.compiled.micro_batches
+        training = pipeline.training
+        if training or pipeline.count > 1:
+            inputs = self._put_together(inputs)
+        given = {
+            n: x.detach().requires_grad_() if x.requires_grad else x for n, x in self._where_read(pipeline, inputs)
+        }
+        if training:
+            self._mark()
+        if micro is not None:
+            given |= beforehand(micro, given, self.tensor)
+        pipeline.run = partial(self._run_stage, pipeline, given)
+        self._agreement.finish()
+        own = generators.states(cuda=self._device.type == "cuda")
+        before = self._defer(True)
+        try:
+            with contextlib.ExitStack() as inside, unseen():
+                pairs: Pairs = inside.enter_context(self._of.standing_in()) if training else []
+                begin = self._beginning(pipeline)
+                with runtime.bind(self._comm):
+                    pipeline.step(self._comm.notes, [leaf for _, leaf in pairs], begin)
+        finally:
+            self._enter(0, 1)
+            self._defer(before)
+            generators.set_states(own)
+        self._agreement.everywhere(partial(_raise, pipeline.failed))
+        self._end(pipeline)
+        written = {fqn: x for number in pipeline.mine for fqn, x in self._written(pipeline, number).items()}
+        with runtime.bind(self._comm):
+            made = self._made_everywhere(pipeline, given)
+            written |= self._inputs_written(pipeline, given)
+        pipeline.made = {}
+        if micro is None or not training:
+            return (made[0] if micro is None else delivered(micro, made, ())), written
+        self._sum_tied(pipeline, pairs)
+        wanted = [*pairs, *self._of_inputs(inputs, given)]
+        if not wanted:  # nothing is trained here; the user's backward is called on every rank
+            wanted = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
+        return delivered(micro, made, wanted), written
+
+    def _pipeline(self, executable: Executable, inputs: Mapping[str, torch.Tensor]) -> ProgramPipeline:
+        """That of the present lengths, where some are open: messages have shapes."""
+        found = self._pipelines.get(id(executable))
+        lengths: Lengths = tuple
+        if found is None or executable.compiled.symbols.read:
+            if executable.compiled.symbols.read:
+                lengths = executable.lengths([inputs[name] for name in executable.compiled.source.inputs])
+            form, none = form_of(executable, self._comm.rank, lengths), lambda *_: ()
+            if found is None or found.form != form:
+                found = ProgramPipeline(executable, form, self._along, self._device, none)
+                self._pipelines[id(executable)] = found
+            found.lengths = lengths
+        return found
+
+    def _where_read(
+        self, pipeline: ProgramPipeline, inputs: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The inputs; what one stage keeps, and another reads, with data on all ranks. Collective where there is any."""
+        for name, x in inputs.items():
+            elsewhere = isinstance(x, OfStage) and any(x.home != self._home_of(n) for n in pipeline.readers(name))
+            yield name, x.everywhere() if elsewhere else x  # type: ignore[attr-defined]
+
+    def _run_stage(
+        self,
+        pipeline: ProgramPipeline,
+        given: Mapping[str, torch.Tensor],
+        number: int,
+        index: int,
+        received: list[torch.Tensor],
+    ) -> Sequence[torch.Tensor]:
+        """What the rank module of a stage gives for a micro-batch, local."""
+        part, stage = pipeline.executable.parts[number], pipeline.stages.each[number]
+        micro = pipeline.executable.compiled.micro_batches
+        values = dict(zip(stage.received, received, strict=True))
+        for name in stage.given:
+            source, dim = (name, None) if micro is None else micro.inputs[name]
+            values[name] = part_of(given[source], dim, index, pipeline.count)
+        self._comm.enter(index, pipeline.count, number)
+        # Of a backward in two parts the second adds to what the first left: each has to be whole.
+        self._defer(index < pipeline.count - 1 and self._settings.wishes.schedule != "zero_bubble")
+        return self._results(part, [values[name] for name in part.compiled.source.inputs])
+
+    # --- between stages ---
+
+    def _beginning(self, pipeline: ProgramPipeline) -> torch.Tensor | None:
+        """The state of rank 0's generators, on the ranks of the first stage."""
+        if not pipeline.draws or 0 not in pipeline.mine:
+            return None
+        state = packed(self._device)
+        if self._comm.world_size > 1:
+            group = self._comm.process_group(self._comm.active(tuple(self._comm.mesh)))
+            self._comm.during(None, "broadcast of the random state")
+            self._comm.run(group, dist.broadcast, state, self._comm.ranks[0])
+        return state
+
+    def _end(self, pipeline: ProgramPipeline) -> None:
+        """Rank 0's generators stand where the last stage left them."""
+        if not pipeline.draws:
+            return
+        state = pipeline.end if pipeline.last in pipeline.mine else None
+        state = packed(self._device) if state is None else state
+        self._along.tell(pipeline.last, state, "the random state")
+        if self._agreement.rank == 0:
+            generators.set_states(unpacked(state, self._device))
+
+    def _sum_tied(self, pipeline: ProgramPipeline, pairs: Pairs) -> None:
+        """Add up the gradients of parameters that several stages hold, over the ranks that run these."""
+        leaves = {id(p): leaf for p, leaf in pairs}
+        for fqn, homes in sorted(pipeline.stages.tied.items()):
+            leaf = leaves.get(id(self._of.tensor(fqn)))
+            if leaf is None:
+                continue
+            if fqn not in pipeline.summed:  # a stage may read it without a gradient; the graph says so, in every step
+                known = torch.tensor(leaf.grad is not None, dtype=torch.int32, device=self._device)
+                self._along.add_up(known, homes, f"whether {fqn} has a gradient")
+                pipeline.summed[fqn] = bool(known)
+            if pipeline.summed[fqn]:
+                grad: Any = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                leaf.grad = grad
+                local = grad.to_local() if isinstance(grad, DTensor) else grad
+                self._along.add_up(local, homes, f"the gradient of {fqn}")
+
+    def _of_inputs(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> Pairs:
+        """The inputs that want a gradient, and what has it: the sum of what the stages left."""
+        found = []
+        for name, x in inputs.items():
+            if x.requires_grad:
+                leaf = given[name]
+                leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                self._along.add_up(leaf.grad, range(self._along.ranks), f"the gradient of {name}")
+                found.append((x, leaf))
+        return found
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -1,0 +1,77 @@
+"""Optimizer states of a module in stages as those of the whole model: every rank has an optimizer of its own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autoshard.errors import PlanError
+from autoshard.module.staged.pipelined import PipelinedModule
+
+
+def whole_state(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the unsharded model's optimizer would give, with whole tensors on the CPU, on every rank. Collective."""
+    own, groups = optimizer.state_dict(), _groups(sharded, optimizer)
+    mine = {name: own["state"][n] for n, name in enumerate(_names(sharded, optimizer)) if n in own["state"]}
+    forms = sharded.gathered({name: {key: _form(x) for key, x in entry.items()} for name, entry in mine.items()})
+    known: dict[str, dict[str, Any]] = {name: form for rank in reversed(forms) for name, form in rank.items()}
+    state = {}
+    for number, name in enumerate(name for names in groups for name in names):
+        if name in known:
+            entry = mine.get(name, {})
+            state[number] = {
+                key: sharded.everywhere(name, form, entry.get(key)).cpu() if isinstance(form, torch.Tensor) else form
+                for key, form in known[name].items()
+            }
+    numbers = iter(range(sum(map(len, groups))))
+    options = [
+        {**group, "params": [next(numbers) for _ in names]}
+        for group, names in zip(own["param_groups"], groups, strict=True)
+    ]
+    return {**own, "state": state, "param_groups": options}
+
+
+def own_state(sharded: PipelinedModule, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of the whole model's optimizer state that belongs to this rank's optimizer; tensors stay whole. Collective.
+
+    Raises :class:`PlanError` where it is of another number of parameters.
+    """
+    groups = _groups(sharded, optimizer)
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    if sizes != [len(names) for names in groups]:
+        raise PlanError(
+            f"the optimizer state is of {sizes} parameters by group, the model's are {[len(g) for g in groups]}"
+        )
+    numbers = [n for group in state["param_groups"] for n in group["params"]]
+    number = dict(zip((name for names in groups for name in names), numbers, strict=True))
+    names, own = _names(sharded, optimizer), optimizer.state_dict()["param_groups"]
+    found = {i: state["state"][number[name]] for i, name in enumerate(names) if number[name] in state["state"]}
+    options = [{**group, "params": mine["params"]} for group, mine in zip(state["param_groups"], own, strict=True)]
+    return {**state, "state": found, "param_groups": options}
+
+
+def _form(x: Any) -> Any:
+    """A tensor without data; anything else as it is."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x
+
+
+def _names(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Original names of this rank's optimizer's parameters, in its order."""
+    return [name for names in _own_groups(sharded, optimizer) for name in names]
+
+
+def _own_groups(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    known = {id(p): name for name, p in sharded.named_parameters()}
+    return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _groups(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Per group of the optimizers the names of all ranks, in the order of the model. Collective."""
+    order = {name: n for n, name in enumerate(sharded.whole_names())}
+    every = sharded.gathered(_own_groups(sharded, optimizer))
+    return [
+        sorted({name for group in groups for name in group}, key=order.__getitem__)
+        for groups in zip(*every, strict=True)
+    ]

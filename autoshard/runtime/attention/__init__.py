@@ -1,0 +1,1 @@
+"""Attention on parts of heads and sequences, and the ring."""

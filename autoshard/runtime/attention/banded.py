@@ -1,0 +1,72 @@
+"""Attention in which positions say which keys a query sees: the op that models' masks become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autoshard.runtime.operations.softmax import wide
+from autoshard.runtime.operations.whole_op import differentiate
+
+
+def is_documents(mask: torch.Tensor) -> bool:
+    """Whether a mask says of which document every position is."""
+    return not mask.dtype.is_floating_point and mask.dtype != torch.bool
+
+
+@torch.library.custom_op("autoshard::banded_attention", mutates_args=())
+def banded_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    before: int | None = None,
+    after: int | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sloped: bool = False,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention`` in which a query sees the keys from ``before`` positions before it to ``after`` behind.
+
+    query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d]; None: all keys on that side. ``attn_mask`` [..., s, t]
+    hides more: bool, or added to the scores; it gets no gradient. Integers [..., 1, t], with s = t, are numbers of documents:
+    a query sees the keys of its own. ``sloped``: the mask [..., h, 1, 1] has slopes, and slope · (key's position - query's) is
+    added to the scores (ALiBi, Press et al. 2022).
+    """
+    return _attention(query, key, value, attn_mask, before, after, scale, enable_gqa, sloped)
+
+
+def by_distance(slopes: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
+    """What slopes [..., h, 1, 1] add to the scores of some rows and columns, each (start, length): [..., h, s, t]."""
+    row, column = (torch.arange(a, a + n, device=slopes.device) for a, n in (rows, columns))
+    return wide(slopes) * (column - row.unsqueeze(-1))
+
+
+@banded_op.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *form: Any
+) -> torch.Tensor:
+    before, after, scale, grouped, sloped = form
+    row = torch.arange(query.shape[-2], device=query.device).unsqueeze(-1)
+    column = torch.arange(key.shape[-2], device=query.device)
+    shown = torch.ones_like(column - row, dtype=torch.bool)
+    if before is not None:
+        shown &= column >= row - before
+    if after is not None:
+        shown &= column <= row + after
+    if mask is not None and sloped:
+        mask = by_distance(mask, (0, query.shape[-2]), (0, key.shape[-2])).to(query.dtype)
+    if mask is not None:
+        if is_documents(mask):
+            mask = mask.mT == mask
+        shown = shown & mask if mask.dtype == torch.bool else mask.masked_fill(~shown, -torch.inf)
+    return F.scaled_dot_product_attention(query, key, value, shown, scale=scale, enable_gqa=grouped)
+
+
+differentiate(banded_op, _attention, most=3)

@@ -1,0 +1,272 @@
+"""What one rank of a ring does, as a journey: its tiles, and what it sends between them, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.attention import tile
+from autoshard.runtime.attention.banded import by_distance, is_documents
+from autoshard.runtime.attention.order import Band, Stop, Tile, blocks, carried, length_of, longest, stops, tiles
+from autoshard.runtime.attention.tile import Masking
+from autoshard.runtime.operations.random import scaled
+from autoshard.runtime.operations.softmax import wide
+from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.relay import Arrival, Hop, Journey, Tensors
+from autoshard.runtime.transport.window import Chunks, Interval
+
+
+class Job(NamedTuple):
+    """What one rank of a ring does."""
+
+    move: Move
+    me: int
+    """its number"""
+    rows: tuple[Chunks, ...]
+    """the queries of every rank"""
+    columns: tuple[Chunks, ...]
+    """the keys of every rank, or those that all have"""
+    band: Band
+    scale: float
+    folded: bool = False
+    dropout_p: float = 0.0
+    sloped: bool = False
+    """whether the mask has slopes by the distance"""
+
+    @property
+    def some(self) -> bool:
+        """Whether it takes a block of rows at a time."""
+        return self.sloped or self.band.before is not None
+
+    @property
+    def stops(self) -> tuple[Stop, ...]:
+        """The parts of the keys that come by."""
+        return stops(self.rows, self.columns, self.band)
+
+    def level(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """:func:`~autoshard.runtime.attention.tile.level_of` what is added to scores."""
+        return None if self.sloped else tile.level_of(mask)
+
+    def holder(self, stop: Stop) -> int:
+        """Whose keys are here at ``stop``."""
+        return stop.holder(self.me, len(self.columns))
+
+    def columns_at(self, stop: Stop, holder: int | None = None) -> Chunks:
+        """The keys of a rank that come to ``stop``; of that whose keys are here then, if none is given."""
+        return carried(self.rows, self.columns, self.band, stop, self.holder(stop) if holder is None else holder)
+
+    @property
+    def swapped(self) -> list[tuple[Chunks, ...]]:
+        """What the folded order swaps of queries, keys and values: of what is cut, whose intervals."""
+        return [self.rows, *([self.columns] * 2 if len(self.columns) > 1 else [])]
+
+    def hop(self, xs: Tensors, to: int, source: int, lengths: Sequence[int], longest: Sequence[int]) -> Hop:
+        """``xs`` to a rank; ``lengths``: of the sequences that come; ``longest``: of those that any rank sends."""
+        shapes = tuple((*x.shape[:-2], n, x.shape[-1]) for x, n in zip(xs, lengths, strict=True))
+        sent = [(*x.shape[:-2], n, x.shape[-1]) for x, n in zip(xs, longest, strict=True)]
+        size = sum(math.prod(s) for s in sent) * xs[0].element_size()
+        return Hop(self.move, to, source, xs, shapes, size)
+
+    def longest(self, stop: Stop) -> int:
+        """Of the keys of all ranks."""
+        return longest(self.rows, self.columns, self.band, stop)
+
+    def onward(self, xs: Tensors, of: Stop, to: Stop) -> Hop:
+        """Something of the keys that are here at ``of`` to the rank where they stop next; the same comes."""
+        n, own = len(self.columns), self.me if to.fresh else self.holder(of)
+        here, there = self.columns_at(Stop() if to.fresh else of, own), self.columns_at(to, own)
+        sent = tuple(_narrowed(x, here, there) for x in xs)
+        coming = length_of(self.columns_at(to))
+        shift = (self.me + to.shift) % n, (self.me - to.shift) % n
+        return self.hop(sent, *shift, [coming] * len(xs), [self.longest(to)] * len(xs))
+
+    def home(self, xs: Tensors, of: Stop) -> Hop:
+        """What belongs to the keys that are here to the rank that they are of; what belongs to its own comes."""
+        n = len(self.columns)
+        coming = length_of(self.columns_at(of, self.me))
+        shift = (self.me - of.offset) % n, (self.me + of.offset) % n
+        return self.hop(xs, *shift, [coming] * len(xs), [self.longest(of)] * len(xs))
+
+    def swap(self, xs: Tensors, of: Sequence[tuple[Chunks, ...]], back: bool) -> Generator[Hop, Arrival, Tensors]:
+        """Second halves with the mirrored rank; ``of``: per tensor whose intervals, those of rows or of columns.
+
+        ``back``: from what it holds folded to what it holds else.
+        """
+        mirror = len(self.rows) - 1 - self.me
+        halves = [(x[..., : c[self.me][0][1], :], x[..., c[self.me][0][1] :, :]) for x, c in zip(xs, of, strict=True)]
+        coming = [c[self.me if not back else mirror][1][1] for c in of]
+        longest = [max(n for _, (_, n) in c) for c in of]
+        arrival = yield self.hop(tuple(b for _, b in halves), mirror, mirror, coming, longest)
+        pairs = zip(halves, arrival(), strict=True)
+        return tuple(torch.cat([a, b], -2) for (a, _), b in pairs)
+
+
+def forward(job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, kept: Any) -> Journey:
+    """→ result, its log-sum-exp, and the queries, keys and values in the order of the ring."""
+    if job.folded:
+        query, key, value = yield from _swapped(job, (query, key, value), False)
+    result, own, level = _Result(job, query, value), (key, value), job.level(mask)
+    for stop, following in _paired(job.stops):
+        arrival = None
+        if following is not None:
+            arrival = yield job.onward(own if following.fresh else (key, value), stop, following)
+        for t, (q, k, v), masking in _tiles(job, stop, query, key, value, (mask, level), kept):
+            result.add(t.rows, *tile.forward(q, k, v, masking, job.scale))
+        if arrival is not None:
+            key, value = arrival()
+    out, sums = result.whole(query.dtype)
+    if job.folded:
+        (out,) = yield from job.swap((out,), (job.rows,), True)
+    return out, sums, query, *own
+
+
+def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
+    """→ gradients of queries, keys and values."""
+    query, key, value, mask, kept, out, sums = saved
+    if job.folded:
+        gradient, out = yield from job.swap((gradient, out), (job.rows, job.rows), False)
+    mine, own, level = torch.zeros_like(wide(query)), (key, value), job.level(mask)
+    owns: Tensors = ()
+    behind: Arrival | None = None
+    before = Stop()
+    for stop, following in _paired(job.stops):
+        arrival = None
+        if following is not None:
+            arrival = yield job.onward(own if following.fresh else (key, value), stop, following)
+        theirs: Tensors = (torch.zeros_like(wide(key)), torch.zeros_like(wide(value)))
+        for t, (q, k, v), masking in _tiles(job, stop, query, key, value, (mask, level), kept):
+            at = _spot(job.rows[job.me], t.rows)
+            g, o, s = gradient.narrow(-2, *at), out.narrow(-2, *at), sums.narrow(-1, *at)
+            dq, dk, dv = tile.backward(g, q, k, v, o, s, masking, job.scale)
+            mine.narrow(-2, *at).add_(dq)
+            for total, more in zip(theirs, (dk, dv), strict=True):
+                total.narrow(-2, *_spot(job.columns_at(stop), t.columns)).add_(more)
+        if not stop.offset:
+            owns = theirs
+        else:
+            if behind is not None and not stop.fresh:
+                theirs = _summed(theirs, behind())
+            elif behind is not None:
+                _come_home(job, owns, behind, before)
+            behind = yield job.home(theirs, stop) if stop.home or not following else job.onward(theirs, stop, following)
+            before = stop
+        if arrival is not None:
+            key, value = arrival()
+    if behind is not None:
+        _come_home(job, owns, behind, before)
+    mine, *own_ = (x.to(query.dtype) for x in (mine, *owns))
+    if job.folded:
+        return (yield from _swapped(job, (mine, *own_), True))
+    return mine, *own_
+
+
+def _summed(xs: Tensors, ys: Tensors) -> Tensors:
+    return tuple(x.add_(y) for x, y in zip(xs, ys, strict=True))
+
+
+def _come_home(job: Job, owns: Tensors, behind: Arrival, stop: Stop) -> None:
+    """Add the gradients of this rank's keys that come from ``stop``."""
+    for x, y in zip(owns, behind(), strict=True):
+        _narrowed(x, job.columns[job.me], job.columns_at(stop, job.me)).add_(y)
+
+
+def _paired(stops: Sequence[Stop]) -> Iterator[tuple[Stop, Stop | None]]:
+    """Every stop with the one after it."""
+    return zip(stops, (*stops[1:], None), strict=True)
+
+
+def _swapped(job: Job, xs: Tensors, back: bool) -> Generator[Hop, Arrival, Tensors]:
+    """Something of queries, keys and values in the folded order; what is not cut stays."""
+    cut = len(job.swapped)
+    moved = yield from job.swap(xs[:cut], job.swapped, back)
+    return *moved, *xs[cut:]
+
+
+def _spot(intervals: Chunks, interval: Interval) -> Interval:
+    """Where an interval of the sequence lies in a tensor that holds ``intervals``."""
+    before = 0
+    for start, length in intervals:
+        if start <= interval[0] and sum(interval) <= start + length:
+            return before + interval[0] - start, interval[1]
+        before += length
+    raise RuntimeMismatchError(f"positions {interval} are not among {intervals}")
+
+
+def _narrowed(x: torch.Tensor, here: Chunks, there: Chunks) -> torch.Tensor:
+    """The part ``there`` of a tensor that holds ``here``: all of it, or one interval."""
+    return x if here == there else x.narrow(-2, *_spot(here, there[0]))
+
+
+def _tiles(
+    job: Job,
+    stop: Stop,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: tuple[torch.Tensor | None, torch.Tensor | None],
+    kept: torch.Tensor | None,
+) -> Generator[tuple[Tile, Tensors, Masking]]:
+    """What this rank computes at ``stop``. ``masks``, a mask and its level, and ``kept``: of its rows and all columns."""
+    mask, level = masks
+    held = job.columns_at(stop)
+    for t in tiles(job.rows[job.me], held, job.band, job.some):
+        rows, columns = _spot(job.rows[job.me], t.rows), _spot(held, t.columns)
+        bias, noise, aligned = None, None, t.aligned and mask is None
+        if t.partial or aligned is not t.aligned:
+            bias = _shown(t, job.band, query.device)
+        if mask is not None and is_documents(mask):
+            own = mask.narrow(-1, *t.rows).mT == mask.narrow(-1, *t.columns)
+            bias = own if bias is None else bias & own
+        elif mask is not None:
+            if job.sloped:
+                more = by_distance(mask, t.rows, t.columns)
+            else:
+                more = mask if mask.shape[-1] == 1 else mask.narrow(-1, *t.columns)
+                more = tile.rows_of(more, *rows)
+            bias = (
+                more
+                if bias is None
+                else bias & more
+                if more.dtype == torch.bool
+                else more.masked_fill(~bias, -torch.inf)
+            )
+        if kept is not None:
+            noise = scaled(wide(kept.narrow(-2, *rows).narrow(-1, *t.columns).to(query.dtype)), job.dropout_p)
+        cut = query.narrow(-2, *rows), key.narrow(-2, *columns), value.narrow(-2, *columns)
+        yield t, cut, Masking(aligned, bias, noise, None if level is None else tile.rows_of(level, *rows))
+
+
+def _shown(t: Tile, band: Band, device: torch.device) -> torch.Tensor:
+    """Which pairs of a tile a band shows."""
+    row = torch.arange(t.rows[0], sum(t.rows), device=device).unsqueeze(-1)
+    column = torch.arange(t.columns[0], sum(t.columns), device=device)
+    shown = torch.ones_like(column, dtype=torch.bool) if band.after is None else column <= row + band.after
+    return shown if band.before is None else shown & (column >= row - band.before)
+
+
+class _Result:
+    """What a rank's rows have so far."""
+
+    def __init__(self, job: Job, query: torch.Tensor, value: torch.Tensor) -> None:
+        self.rows, self.like, self.width = job.rows[job.me], query, value.shape[-1]
+        self.parts: dict[Interval, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.blocks = [b for r in self.rows for b in (blocks(r) if job.some else [r])]
+
+    def add(self, rows: Interval, out: torch.Tensor, sums: torch.Tensor) -> None:
+        """Results over more keys."""
+        self.parts[rows] = tile.merge(*self.parts[rows], out, sums) if rows in self.parts else (out, sums)
+
+    def whole(self, dtype: torch.dtype) -> Tensors:
+        """All rows, with their log-sum-exps."""
+        found = [self.parts[r] if r in self.parts else self.none(r[1]) for r in self.blocks if r[1]] or [self.none(0)]
+        return torch.cat([out for out, _ in found], -2).to(dtype), torch.cat([sums for _, sums in found], -1)
+
+    def none(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of rows that see nothing."""
+        lead = self.like.shape[:-2]
+        like = wide(self.like)
+        return like.new_zeros((*lead, rows, self.width)), like.new_full((*lead, rows), -torch.inf)

@@ -1,0 +1,181 @@
+"""Which positions of a sequence each rank of a ring holds, and which of its tiles a mask shows. Numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from autoshard.runtime.transport.window import Chunks, Interval, chunks
+
+ROWS = 1024
+"""rows of a tile of a window: what of its columns some rows do not see is computed in vain"""
+
+
+class Band(NamedTuple):
+    """Which keys a query sees by its position: those from ``before`` positions before it to ``after`` behind it."""
+
+    before: int | None = None
+    """None: all of them"""
+    after: int | None = None
+
+    def pairs(self, queries: int, keys: int) -> float:
+        """Pairs of query and key that it shows."""
+        return self._up_to(queries, keys, self.after) - (
+            0.0 if self.before is None else self._up_to(queries, keys, -self.before - 1)
+        )
+
+    @staticmethod
+    def _up_to(queries: int, keys: int, after: int | None) -> float:
+        """Pairs where the key is at most ``after`` positions behind the query."""
+        if after is None:
+            return float(queries * keys)
+        first, full = max(0, -after), max(0, min(queries, keys - after - 1))  # rows that see some, and that see all
+        rising = max(0, min(full, queries) - first)
+        least = first + after + 1
+        return rising * (2 * least + rising - 1) / 2 + (queries - max(first, full)) * float(keys) * (first < queries)
+
+
+ALL, CAUSAL = Band(), Band(None, 0)
+
+
+@lru_cache(maxsize=1024)
+def spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks, ...]:
+    """By number in a ring of axes of so many ranks: the intervals of a sequence of ``size`` that it holds.
+
+    ``folded``: every chunk's second half has been swapped with that of the rank mirrored in the ring. In a causal
+    mask the work of a row grows with its position, so that an early and a late half make every rank's work the same.
+    """
+    cut = chunks(size, ranks)
+    if not folded:
+        return tuple((c,) for c in cut)
+    halves = [_halves(c) for c in cut]
+    return tuple((first, halves[-1 - i][1]) for i, (first, _) in enumerate(halves))
+
+
+def _halves(interval: Interval) -> tuple[Interval, Interval]:
+    start, length = interval
+    first = length - length // 2
+    return (start, first), (start + first, length // 2)
+
+
+def length_of(intervals: Chunks) -> int:
+    """Positions in all of them."""
+    return sum(length for _, length in intervals)
+
+
+class Tile(NamedTuple):
+    """One interval of the queries against one of the keys."""
+
+    rows: Interval
+    columns: Interval
+    aligned: bool = False
+    """whether row i sees the columns up to i, as numbered in the tile: what kernels call causal"""
+    partial: bool = False
+    """whether a mask hides some of it in another way"""
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of query and key that it computes; kernels skip most of what is behind the diagonal."""
+        band = CAUSAL if self.aligned else ALL
+        return band.pairs(self.rows[1], self.columns[1])
+
+
+def tiles(queries: Chunks, keys: Chunks, band: Band, some: bool = False) -> list[Tile]:
+    """The tiles of some rows and columns; what is hidden wholly is left out, as far as tiles can. ``some``: a block of rows
+    at a time."""
+    stretches = [b for rows in queries for b in (blocks(rows) if some and band.before is None else [rows])]
+    return [t for rows in stretches for columns in keys for t in _tiles(rows, columns, band)]
+
+
+def _tiles(rows: Interval, columns: Interval, band: Band) -> Iterator[Tile]:
+    (start, length), (first, count) = rows, columns
+    if not length or not count:
+        return
+    if band.before is not None:
+        for block in blocks(rows):
+            low, high = max(first, block[0] - band.before), first + count
+            high = high if band.after is None else min(high, sum(block) + band.after)
+            if low < high:
+                yield Tile(block, (low, high - low), partial=not _sees_all(block, (low, high - low), band))
+        return
+    if band.after is None:
+        yield Tile(rows, columns)
+        return
+    start += band.after  # the last key that the first row sees
+    if first >= start + length:
+        return
+    before = min(max(0, start - first), count)  # all rows see these
+    if before:
+        yield Tile(rows, (first, before))
+    if before < count:
+        yield Tile(rows, (first + before, count - before), first + before == start, first > start)
+
+
+def blocks(rows: Interval) -> list[Interval]:
+    """Rows that are computed at a time where a window ends on both sides."""
+    return [(i, min(ROWS, sum(rows) - i)) for i in range(rows[0], sum(rows), ROWS)]
+
+
+def _sees_all(rows: Interval, columns: Interval, band: Band) -> bool:
+    """Whether every row sees all of these columns."""
+    last_row, last_column = sum(rows) - 1, sum(columns) - 1
+    begins = band.before is None or columns[0] >= last_row - band.before
+    return begins and (band.after is None or last_column <= rows[0] + band.after)
+
+
+class Stop(NamedTuple):
+    """What a rank of a ring computes with at a time: the keys of the rank ``offset`` before it."""
+
+    offset: int = 0
+    shift: int = 0
+    """how far they have come since the stop before"""
+    fresh: bool = True
+    """whether from their own rank, not from that which had them before"""
+    home: bool = True
+    """whether their gradients go to their own rank from here, not to the next rank that has them"""
+
+    def holder(self, rank: int, ranks: int) -> int:
+        """Whose keys they are."""
+        return (rank - self.offset) % ranks
+
+
+@lru_cache(maxsize=1024)
+def stops(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band) -> tuple[Stop, ...]:
+    """Where the keys of every rank go. Of a window: to the ranks that see some; else round the ring."""
+    n = len(columns)
+    if band.before is None:
+        return (Stop(), *(Stop(i, 1, i == 1, i == n - 1) for i in range(1, n)))
+    seen = [i for i in range(1, n) if any(tiles(rows[r], columns[(r - i) % n], band) for r in range(n))]
+    return (Stop(), *(Stop(i, i) for i in seen))
+
+
+def carried(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band, stop: Stop, holder: int) -> Chunks:
+    """The keys of rank ``holder`` that come to ``stop``: of a window those that it shows there."""
+    whole = band.before is None or not stop.offset
+    return columns[holder] if whole else _shown(rows, columns, band, stop, holder)
+
+
+@lru_cache(maxsize=4096)
+def longest(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band, stop: Stop) -> int:
+    """The most keys that any rank sends to ``stop``."""
+    return max(length_of(carried(rows, columns, band, stop, r)) for r in range(len(columns)))
+
+
+@lru_cache(maxsize=4096)
+def _shown(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band, stop: Stop, holder: int) -> Chunks:
+    seen = [t.columns for t in tiles(rows[(holder + stop.offset) % len(rows)], columns[holder], band)]
+    if not seen:
+        return ((columns[holder][0][0], 0),)
+    first = min(start for start, _ in seen)
+    return ((first, max(map(sum, seen)) - first),)
+
+
+@lru_cache(maxsize=1024)
+def work(
+    queries: int, keys: int, ranks: tuple[int, ...], folded: bool, cut_keys: bool = True, band: Band = CAUSAL
+) -> tuple[float, ...]:
+    """Pairs of query and key that each rank computes under a mask. ``cut_keys``: whether keys are cut, too."""
+    rows = spans(queries, ranks, folded)
+    columns = spans(keys, ranks, folded) if cut_keys else (((0, keys),),)
+    return tuple(sum(t.pairs for c in columns for t in tiles(mine, c, band)) for mine in rows)

@@ -1,0 +1,251 @@
+"""Attention of some queries over some keys, and how the results over several stretches of keys become one.
+
+A tile gives the result and, per row, the logarithm of the sum of exponentials (log-sum-exp): with these, results over
+different keys merge, and with those of all keys the backward of one tile is the tile's part of the whole one (Dao 2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from autoshard.runtime.operations.softmax import wide
+
+aten = torch.ops.aten
+
+DEEP = 1000.0
+"""how far below zero what is added to all scores of a row may lie before their sums' logarithm loses digits"""
+ROWS = 1024
+"""rows of the attention matrix that are in memory at once where no fused kernel computes a tile"""
+
+
+class Masking(NamedTuple):
+    """What changes a tile's weights. Tensors broadcast to [..., s, t]."""
+
+    causal: bool = False
+    """row i sees columns 0…i"""
+    bias: torch.Tensor | None = None
+    """bool (False: hidden) or added to the scores; no gradient"""
+    kept: torch.Tensor | None = None
+    """what dropout multiplies the weights with"""
+    level: torch.Tensor | None = None
+    """what is taken off a row's scores [..., s, 1]: see :func:`level_of`"""
+
+
+def level_of(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """What is added to all scores of a row [..., s, 1] of a mask [..., s, t] at least, where that is very negative; else zeros.
+
+    Of a row that sees nothing, as padding's where masks have numbers, scores are all like -1e30: the logarithm of
+    their sum would not tell how many they are. None: there is no such row.
+    """
+    if mask is None or not mask.dtype.is_floating_point or mask.device.type == "meta":
+        return None
+    top = wide(mask).amax(-1, keepdim=True)
+    deep = (top < -DEEP) & (top > -torch.inf)
+    if mask.device.type == "cpu" and not bool(deep.any()):
+        return None
+    return top.masked_fill(~deep, 0.0)
+
+
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [..., s, e], key [..., t, e], value [..., t, d] → result [..., s, d], log-sum-exp [..., s] (-inf: sees none).
+
+    Both are in float32 at least. Key and value may have fewer heads: several query heads share one.
+    """
+    if _is_fused(query, key, value, masking):
+        bias = _added(masking.bias, query)
+        out, sums = _kernel(query, key, value, masking.causal, bias, scale)[:2]
+        return wide(out), sums if bias is None else sums.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
+    key, value = (_heads_of(query, x) for x in (key, value))
+    parts = [_forward_rows(query, key, value, masking, scale, *rows) for rows in _blocks(query)]
+    if query.device.type == "meta" and parts:  # what is not computed has its shape
+        (out, sums), rows = parts[0], query.shape[-2]
+        parts = [(out.new_empty((*out.shape[:-2], rows, out.shape[-1])), sums.new_empty((*sums.shape[:-1], rows)))]
+    return torch.cat([out for out, _ in parts], -2), torch.cat([sums for _, sums in parts], -1)
+
+
+def backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    masking: Masking,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tile's part of the gradients of query, key and value; ``out`` and ``sums``: those over all keys."""
+    sums = sums.masked_fill(sums == -torch.inf, 0.0)
+    if _is_fused(query, key, value, masking):
+        bias = _added(masking.bias, query)
+        return _kernel_backward(gradient, query, key, value, out, sums, masking.causal, bias, scale)
+    key, value, shapes = _heads_of(query, key), _heads_of(query, value), (key.shape, value.shape)
+    found = [torch.zeros_like(wide(x)) for x in (query, key, value)]
+    whole = query, key, value, out, gradient
+    for rows in _blocks(query):
+        for total, part in zip(found, _backward_rows(*whole, sums, masking, scale, *rows), strict=True):
+            at = total.narrow(-2, *rows) if total is found[0] else total
+            at.add_(part.sum_to_size(at.shape))
+    return found[0], _shared(found[1], shapes[0]), _shared(found[2], shapes[1])
+
+
+def merge(
+    out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results over some keys and over others, with their log-sum-exps, as those over all of them."""
+    total = torch.logaddexp(sums, more_sums)
+    safe = total.masked_fill(total == -torch.inf, 0.0)
+    first, second = ((s - safe).exp().unsqueeze(-1) for s in (sums, more_sums))
+    return out * first + more * second, total
+
+
+# --- kernels ---
+
+
+def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking) -> bool:
+    """Whether a kernel computes the tile without its matrix of weights."""
+    if (
+        masking.kept is not None
+        or masking.level is not None
+        or query.dim() != 4
+        or not query.shape[0] == key.shape[0] == value.shape[0]
+    ):
+        return False
+    if (
+        not key.shape[1]
+        or query.shape[1] % key.shape[1]
+        or (masking.bias is not None and masking.bias.dim() not in (2, 4))
+    ):
+        return False
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1] or key.shape[1] != value.shape[1]:
+        return False
+    if query.device.type == "cuda":
+        return masking.bias is None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    return query.device.type in ("cpu", "meta")
+
+
+def _kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, bias: torch.Tensor | None, scale: float
+) -> tuple[Any, ...]:
+    """The result, its log-sum-exp, and what else the kernel's backward wants."""
+    if query.device.type != "cuda":
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        found: tuple[Any, ...] = flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+        return found
+    key, value = (_heads_of(query, x) for x in (key, value))
+    on_device: tuple[Any, ...] = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    return on_device
+
+
+def _kernel_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    causal: bool,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if query.device.type != "cuda":
+        flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        a, b, c = flash(gradient, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scale)
+        return a, b, c
+    shapes = key.shape, value.shape
+    key, value = (_heads_of(query, x) for x in (key, value))
+    seed = torch.empty((), dtype=torch.int64, device=query.device)  # of a dropout that there is not
+    lengths = None, None, query.shape[-2], key.shape[-2]
+    given = (gradient, query, key, value, out, sums, *lengths, 0.0, causal, seed, seed)
+    a, b, c = aten._scaled_dot_product_flash_attention_backward(*given, scale=scale)
+    return a, _shared(b, shapes[0]), _shared(c, shapes[1])
+
+
+# --- spelled out, some rows at a time ---
+
+
+def _blocks(query: torch.Tensor) -> list[tuple[int, int]]:
+    """(start, length) of rows; on tensors without data, where one block shows what all need, the first."""
+    rows = query.shape[-2]
+    found = [(start, min(ROWS, rows - start)) for start in range(0, rows, ROWS)]
+    return found[:1] if query.device.type == "meta" else found
+
+
+def _weights(
+    query: torch.Tensor, key: torch.Tensor, masking: Masking, scale: float, start: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scores of some rows [..., length, t], and what dropout multiplies their weights with."""
+    scores = wide(query.narrow(-2, start, length) @ key.transpose(-2, -1)) * scale
+    if masking.causal:
+        rows = torch.arange(start, start + length, device=query.device).unsqueeze(-1)
+        scores = scores.masked_fill(torch.arange(key.shape[-2], device=query.device) > rows, -torch.inf)
+    if masking.bias is not None:
+        bias = _added(masking.bias, scores)
+        scores = scores + rows_of(bias, start, length)
+    if masking.level is not None:  # in this order: what was rounded away stays so
+        scores = scores - rows_of(masking.level.to(scores.dtype), start, length)
+    return scores, None if masking.kept is None else masking.kept.narrow(-2, start, length)
+
+
+def rows_of(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    """Some rows of what has some, or the same for all."""
+    return x if x.dim() < 2 or x.shape[-2] == 1 else x.narrow(-2, start, length)
+
+
+def _forward_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking, scale: float, start: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores, kept = _weights(query, key, masking, scale, start, length)
+    sums = scores.logsumexp(-1)
+    weights = (scores - sums.masked_fill(sums == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    weights = weights if kept is None else weights * kept
+    return wide(weights.to(value.dtype) @ value), sums
+
+
+def _backward_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    gradient: torch.Tensor,
+    sums: torch.Tensor,
+    masking: Masking,
+    scale: float,
+    start: int,
+    length: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scores, kept = _weights(query, key, masking, scale, start, length)
+    q, g, o = (wide(x.narrow(-2, start, length)) for x in (query, gradient, out))
+    weights = (scores - sums.narrow(-1, start, length).unsqueeze(-1)).exp()
+    inner = g @ wide(value).transpose(-2, -1)
+    dropped, inner = (weights, inner) if kept is None else (weights * kept, inner * kept)
+    moved = weights * (inner - (g * o).sum(-1, keepdim=True)) * scale
+    return moved @ wide(key), moved.transpose(-2, -1) @ q, dropped.transpose(-2, -1) @ g
+
+
+def _added(bias: torch.Tensor | None, like: torch.Tensor) -> Any:
+    """A mask as what is added to the scores, with as many dims as these."""
+    if bias is None:
+        return None
+    if bias.dtype == torch.bool:
+        return torch.zeros_like(bias, dtype=like.dtype).masked_fill_(~bias, -torch.inf)
+    narrow = like.dtype.itemsize < bias.dtype.itemsize == 4  # kernels for half precision add float32, too
+    return bias if narrow else bias.to(like.dtype)
+
+
+def _heads_of(query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Keys or values with a head for every query head."""
+    if query.dim() < 3 or x.dim() < 3 or x.shape[-3] in (1, query.shape[-3]):
+        return x
+    return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
+
+
+def _shared(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The gradient of :func:`_heads_of`."""
+    if gradient.shape == shape:
+        return gradient
+    summed: torch.Tensor = gradient.unflatten(-3, (shape[-3], -1)).sum(-3)
+    return summed

@@ -1,0 +1,1 @@
+"""Operations on local tensors whose ranks exchange something, and the collectives that generated code calls."""

@@ -1,0 +1,125 @@
+"""The differentiable collectives that generated code calls on plain local tensors.
+
+``axes`` is one mesh axis or a tuple of them (one flattened group, the first axis outermost). Chunks are as
+:func:`torch.chunk` cuts them, nested for several axes, so a rank may hold 0 rows. What each function does to the
+gradient follows from the placements it converts between (see :mod:`autoshard.runtime.transport.move`).
+Axes of size 1 cost nothing. Raises :class:`~autoshard.errors.MeshError` for an unknown axis.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from autoshard.errors import LayoutError
+from autoshard.runtime.transport.communicator import Axes, current
+from autoshard.runtime.transport.move import Move
+
+Whole = Literal["I", "R"]
+
+
+def enter(x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """I → R. Forward: nothing. Backward: all-reduce (Megatron's f)."""
+    return _move(x, "I", "R", axes)
+
+
+def leave(x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """R → I. Forward: nothing. Backward: the group's first rank keeps the gradient, the others get zeros."""
+    return _move(x, "R", "I", axes)
+
+
+def all_reduce(x: torch.Tensor, axes: Axes, to: Whole = "I", op: str = "sum") -> torch.Tensor:
+    """P → I (backward: nothing) or P → R (backward: all-reduce). ``op`` "max" and "min" have no gradient."""
+    if op != "sum":
+        x = x.detach()
+        if op not in ("max", "min"):
+            raise LayoutError(f"all_reduce op {op!r} is not one of 'sum', 'max', 'min'")
+    comm = current()
+    if not (names := comm.active(axes)):
+        return x
+    return comm.apply(Move("P", _whole(to), names, op=op), x)
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
+    """P → S(dim). Backward: all-gather."""
+    return _move(x, "P", "S", axes, dim, x.shape[dim])
+
+
+def all_gather(x: torch.Tensor, dim: int, axes: Axes, to: Whole = "I", size: int | None = None) -> torch.Tensor:
+    """S(dim) → I (backward: local slice) or R (backward: reduce-scatter).
+
+    ``size``: the length of ``dim`` after the gather; without it the cut is even.
+    """
+    return _move(x, "S", _whole(to), axes, dim, size)
+
+
+def slice(x: torch.Tensor, dim: int, axes: Axes, of: Whole = "I") -> torch.Tensor:  # noqa: A001
+    """I → S(dim) (backward: all-gather) or R → S(dim) (backward: zero-pad)."""
+    return _move(x, _whole(of), "S", axes, dim, x.shape[dim])
+
+
+def pad(x: torch.Tensor, dim: int, axes: Axes, size: int | None = None) -> torch.Tensor:
+    """S(dim) → P: this rank's chunk among zeros. Backward: local slice. ``size`` as in :func:`all_gather`."""
+    return _move(x, "S", "P", axes, dim, size)
+
+
+def partial(x: torch.Tensor, axes: Axes, of: Whole = "I") -> torch.Tensor:
+    """I → P or R → P: the group's first rank keeps the value, the others get zeros. Backward: nothing, or the same."""
+    return _move(x, _whole(of), "P", axes)
+
+
+def all_to_all(x: torch.Tensor, src: int, dst: int, axes: Axes, size: int | None = None) -> torch.Tensor:
+    """S(src) → S(dst). Backward: all-to-all. ``size``: the length of dim ``src`` once gathered; default even."""
+    comm = current()
+    if not (names := comm.active(axes)):
+        return x
+    size = x.shape[src] * comm.size_of(names) if size is None else size
+    return comm.apply(Move("S", "S", names, src, size, dst, x.shape[dst]), x)
+
+
+def permute(x: torch.Tensor, axes: Axes, order: Axes, dim: int | None = None, size: int | None = None) -> torch.Tensor:
+    """Renumber chunks: number k along ``axes`` goes to the rank that is number k along ``order``. Backward: inverse.
+
+    All chunks have one shape, unless ``dim`` and its length ``size`` before the cut are given.
+    """
+    comm = current()
+    names, target = comm.active(axes), comm.active(order)
+    if sorted(names) != sorted(target):
+        raise LayoutError(f"permute: order {target} must name the axes {names}, in another order")
+    if names == target:
+        return x
+    if dim is None or size is None:
+        return comm.apply(Move("S", "S", names, order=target), x)
+    return comm.apply(Move("S", "S", names, dim, size, order=target), x)
+
+
+def size(n: int, axes: Axes) -> int:
+    """This rank's length of a global length ``n`` cut by ``axes``, outer to inner."""
+    comm = current()
+    return comm.chunk(n, comm.active(axes))[1]
+
+
+def offset(n: int, axes: Axes) -> int:
+    """Where this rank's chunk of a global length ``n`` cut by ``axes`` starts."""
+    comm = current()
+    return comm.chunk(n, comm.active(axes))[0]
+
+
+def _move(
+    x: torch.Tensor, source: str, target: str, axes: Axes, dim: int = -1, size: int | None = None
+) -> torch.Tensor:
+    comm = current()
+    if not (names := comm.active(axes)):
+        return x
+    if dim < 0:
+        return comm.apply(Move(source, target, names), x)
+    if size is None:
+        size = x.shape[dim] * comm.size_of(names)
+    return comm.apply(Move(source, target, names, dim, size), x)
+
+
+def _whole(placement: str) -> str:
+    if placement not in ("I", "R"):
+        raise LayoutError(f'placement {placement!r} is not "I" (invariant) or "R" (replicate)')
+    return placement

@@ -1,0 +1,34 @@
+"""CTC loss as one op. ATen's reads the lengths while it runs, so that it cannot be traced without data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autoshard.runtime.operations.whole_op import differentiate
+
+
+@torch.library.custom_op("autoshard::ctc_loss", mutates_args=())
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """``F.ctc_loss`` of log-probabilities [t, n, c] or [t, c]; targets [n, s] or all after one another; whole tensors."""
+    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity).clone()
+
+
+@ctc_loss.register_fake
+def _(log_probs: torch.Tensor, *others: Any) -> torch.Tensor:
+    reduction = others[4] if len(others) > 4 else "mean"
+    return log_probs.new_empty(log_probs.shape[1:-1] if reduction == "none" else ())
+
+
+# ATen's backward needs a table that the op does not give out.
+differentiate(ctc_loss, F.ctc_loss, most=1)

@@ -1,0 +1,76 @@
+"""Random ops of the graph: drawn once at global shape, so that every layout sees the values of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from autoshard.runtime.operations.random import drawn, dropout, in_memory_order, part, shared
+from autoshard.runtime.transport.communicator import Axes, current, device
+
+
+def draw(
+    op: str, *args: Any, dims: Mapping[int, Axes] | None = None, batch: int | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """This rank's part of ``aten.op(*args)``, of global shape: ``draw("rand", [8, 4], dims={0: "dp"})``.
+
+    ``dims``: the axes that cut each sharded dim of the result; ``batch``: the dim that several micro-batches share, each of
+    which draws for the whole batch, of which sizes in ``args`` are, and takes its part. Tensor arguments are whole; no
+    gradient.
+    """
+    args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
+    if not any(isinstance(a, torch.Tensor) for a in args):
+        kwargs.setdefault("device", device())
+    found = shared(getattr(torch.ops.aten, op), *args, **kwargs)
+    if batch is not None:
+        index, count = current().micro_batch
+        length = found.shape[batch] // count
+        found = found.narrow(batch, index * length, length)
+    return part(found, dims or {})
+
+
+def draw_like(
+    op: str,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    dims: Mapping[int, Axes],
+    *args: Any,
+    order: Sequence[int] = (),
+    batch: int | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """This rank's part of ``aten.op(t, *args)`` for a ``t`` of global ``shape`` whose values do not matter.
+
+    ``x``: this rank's part of ``t``, for its dtype and device; ``dims``: the axes that cut each sharded dim;
+    ``order``: the dims of ``t`` as they lie in memory, if not as they are numbered: normal draws of a transposed tensor
+    are others. ``batch``: see :func:`~autoshard.runtime.dropout`.
+    """
+
+    def fill(shape: Sequence[int]) -> torch.Tensor:
+        empty = partial(torch.empty, dtype=x.dtype, device=x.device)
+        filled: torch.Tensor = getattr(torch.ops.aten, op)(in_memory_order(order, empty, shape), *args, **kwargs)
+        return filled
+
+    return part(drawn(lambda s: shared(fill, s), shape, (), batch), dims)
+
+
+def native_dropout(
+    x: torch.Tensor,
+    p: float,
+    shape: Sequence[int],
+    dims: Mapping[int, Axes],
+    order: Sequence[int] = (),
+    batch: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``aten.native_dropout`` in training: what ``runtime.dropout`` gives, and what was kept."""
+    kept = dropout(torch.ones_like(x), p, shape, dims, order, batch) != 0
+    return x * kept * (1 / (1 - p) if p < 1 else 0), kept
+
+
+def rrelu(x: torch.Tensor, lower: float, upper: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``F.rrelu`` in training of a whole ``x``, and the slopes, which are drawn for its negative elements."""
+    slopes = shared(torch.ops.aten.rrelu_with_noise_functional, x.detach(), torch.zeros_like(x), lower, upper, True)[1]
+    return x * slopes, slopes

@@ -1,0 +1,111 @@
+"""Look-ups, with sums over them, and in a table whose rows are cut: every rank looks up what it holds, and rows sum up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autoshard.runtime.operations.collectives import offset
+from autoshard.runtime.transport.communicator import Axes
+
+
+def vocab_embedding(
+    weight: torch.Tensor, indices: torch.Tensor, size: int, axes: Axes, padding_idx: int = -1, sparse: bool = False
+) -> torch.Tensor:
+    """Rows of a table of ``size`` rows cut by ``axes``: weight [size/n S, d], indices [...] → [..., d] P.
+
+    A rank gives zeros for the rows it does not hold. ``padding_idx``: a global row that gets no gradient;
+    negative for none. Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053). ``sparse``: the gradient has the rows that
+    were looked up here, and no others: an optimizer must not touch them.
+    """
+    rows = weight.shape[0]
+    if rows == 0:
+        return weight.new_zeros(*indices.shape, weight.shape[1]) + weight.sum(0)  # the sum keeps the gradient path
+    start = offset(size, axes)
+    mine = (indices >= start) & (indices < start + rows)
+    padding = padding_idx - start if start <= padding_idx < start + rows else None
+    if sparse:
+        own = F.embedding(indices[mine] - start, weight, padding, sparse=True)
+        return own.new_zeros(*indices.shape, own.shape[1]).index_put((mine,), own)
+    found = F.embedding(torch.where(mine, indices - start, 0), weight, padding)
+    return found.masked_fill(~mine.unsqueeze(-1), 0)
+
+
+def vocab_embedding_bag(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    size: int,
+    axes: Axes,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+    sparse: bool = False,
+) -> tuple[torch.Tensor, None, None, None]:
+    """Sums of the rows of each bag, of a table cut by ``axes``: weight [size/n S, d], indices [k] → [bags, d] P.
+
+    ``offsets``: where each bag starts in ``indices``. Rows of ``padding_idx`` (global; negative for none) do not count.
+    A tuple like that of ``aten.embedding_bag``, of whose results only the first is made.
+    """
+    rows = vocab_embedding(weight, indices, size, axes, padding_idx, sparse)
+    if padding_idx >= 0:
+        rows = rows.masked_fill((indices == padding_idx).unsqueeze(-1), 0)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    starts = offsets[:-1] if include_last_offset else offsets
+    bag = torch.searchsorted(starts, torch.arange(len(indices), device=indices.device), right=True) - 1
+    return rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows), None, None, None
+
+
+@torch.library.custom_op("autoshard::pooled", mutates_args=())
+def pooled_op(
+    weight: torch.Tensor, indices: torch.Tensor, mode: str, padding_idx: int = -1, sparse: bool = False
+) -> torch.Tensor:
+    """Rows of a table, summed ("sum") or averaged ("mean") over the last dim of the indices: [..., k] → [..., d].
+
+    ``padding_idx``: a row that gets no gradient; negative for none. ``sparse``: whether the table's gradient is.
+    """
+    return pooled(weight, indices, mode, padding_idx, sparse)
+
+
+@pooled_op.register_fake
+def _(
+    weight: torch.Tensor, indices: torch.Tensor, mode: str, padding_idx: int = -1, sparse: bool = False
+) -> torch.Tensor:
+    return weight.new_empty(*indices.shape[:-1], weight.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    weight, indices, *form = inputs
+    ctx.save_for_backward(indices)
+    ctx.rows, ctx.form = len(weight), form
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (indices,) = ctx.saved_tensors
+    weight = grad.new_empty(()).expand(ctx.rows, grad.shape[-1]).requires_grad_()  # its values do not matter
+    with torch.enable_grad():
+        out = pooled(weight, indices, *ctx.form)
+    return *torch.autograd.grad(out, weight, grad), None, None, None, None
+
+
+pooled_op.register_autograd(_backward, setup_context=_save)
+
+
+def pooled(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    mode: str,
+    padding_idx: int = -1,
+    sparse: bool = False,
+    size: int = 0,
+    axes: Axes = (),
+) -> torch.Tensor:
+    """As :func:`pooled_op`; with ``axes`` the weight is a part of ``size`` rows, and the results are summands (P)."""
+    if axes:
+        found = vocab_embedding(weight, indices, size, axes, padding_idx, sparse)
+    else:
+        found = F.embedding(indices, weight, padding_idx if padding_idx >= 0 else None, sparse=sparse)
+    return found.sum(-2) if mode == "sum" else found.mean(-2)

@@ -1,0 +1,175 @@
+"""Look-ups and writes along a cut dim: every rank serves what it holds, look-ups sum up over the ranks.
+
+``dim`` of the local ``x`` is cut by ``axes`` from a global length ``size``; indices are global and whole. The
+masked look-up of Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053), for any op that indexes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.runtime.operations.collectives import offset
+from autoshard.runtime.transport.communicator import Axes
+
+
+def sharded_select(x: torch.Tensor, dim: int, index: int, size: int, axes: Axes) -> torch.Tensor:
+    """``x.select(dim, index)`` → P: the rank that holds the slice keeps it, the others give zeros."""
+    place = (index + size if index < 0 else index) - offset(size, axes)
+    if 0 <= place < x.shape[dim]:
+        return x.select(dim, place)
+    return x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype)  # zeros on the gradient path
+
+
+def sharded_index_select(x: torch.Tensor, dim: int, index: torch.Tensor, size: int, axes: Axes) -> torch.Tensor:
+    """``x.index_select(dim, index)`` → P."""
+    place, mine = _held(index, x.shape[dim], size, axes)
+    if x.shape[dim] == 0:
+        return _zeros(x, [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]])
+    found = x.index_select(dim, place)
+    return found.masked_fill(~mine.view([-1] + [1] * (x.dim() - dim - 1)), 0)
+
+
+def sharded_gather(x: torch.Tensor, dim: int, index: torch.Tensor, size: int, axes: Axes) -> torch.Tensor:
+    """``x.gather(dim, index)`` → P."""
+    place, mine = _held(index, x.shape[dim], size, axes)
+    if x.shape[dim] == 0:
+        return _zeros(x, index.shape)
+    return x.gather(dim, place).masked_fill(~mine, 0)
+
+
+def sharded_index(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], cuts: Sequence[tuple[int, int, Axes]]
+) -> torch.Tensor:
+    """``x[indices]`` with integer indices → P. ``cuts``: ``(dim, size, axes)`` of every indexed dim that is cut."""
+    places = list(indices)
+    mine: torch.Tensor | None = None
+    for dim, size, axes in cuts:
+        asked = places[dim]
+        assert asked is not None  # a cut dim without an index is no business of ours
+        places[dim], held = _held(asked, x.shape[dim], size, axes)
+        mine = held if mine is None else mine & held
+    given = [i for i in places if i is not None]
+    looked_up = [d for d, i in enumerate(places) if i is not None]
+    common = torch.broadcast_shapes(*(i.shape for i in given))
+    kept = [n for d, n in enumerate(x.shape) if d not in looked_up]
+    at = looked_up[0] if looked_up[-1] - looked_up[0] + 1 == len(looked_up) else 0
+    if 0 in x.shape:
+        return _zeros(x, [*kept[:at], *common, *kept[at:]])
+    assert mine is not None
+    found: torch.Tensor = torch.ops.aten.index.Tensor(x, places)
+    return found.masked_fill(~mine.view([*mine.shape, *([1] * (len(kept) - at))]), 0)
+
+
+def sharded_scatter_add(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, size: int, axes: Axes
+) -> torch.Tensor:
+    """``x.scatter_add(dim, index, source)`` → S(dim): every rank adds what falls into its part."""
+    place, mine = _held(index, x.shape[dim], size, axes)
+    if x.shape[dim] == 0:
+        return x + source.narrow(dim, 0, 0).sum()
+    corner = source[tuple(map(slice, index.shape))]
+    return x.scatter_add(dim, place, corner.masked_fill(~mine, 0))
+
+
+def sharded_index_add(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, alpha: float, size: int, axes: Axes
+) -> torch.Tensor:
+    """``x.index_add(dim, index, source, alpha=alpha)`` → S(dim)."""
+    place, mine = _held(index, x.shape[dim], size, axes)
+    if x.shape[dim] == 0:
+        return x + source.narrow(dim, 0, 0).sum()
+    kept = source.masked_fill(~mine.view([-1] + [1] * (x.dim() - dim - 1)), 0)
+    return x.index_add(dim, place, kept, alpha=alpha)
+
+
+def sharded_scatter(
+    x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor | float, size: int, axes: Axes
+) -> torch.Tensor:
+    """``x.scatter(dim, index, value)`` → S(dim): every rank writes what falls into its part."""
+    return _write(torch.scatter, x, dim, index, value, size, axes)
+
+
+def sharded_index_copy(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, size: int, axes: Axes
+) -> torch.Tensor:
+    """``x.index_copy(dim, index, source)`` → S(dim)."""
+    return _write(torch.index_copy, x, dim, index, source, size, axes)
+
+
+def sharded_index_fill(
+    x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor | float, size: int, axes: Axes
+) -> torch.Tensor:
+    """``x.index_fill(dim, index, value)`` → S(dim)."""
+    return _write(torch.index_fill, x, dim, index, value, size, axes)
+
+
+def _write(
+    write: Callable[..., torch.Tensor], x: torch.Tensor, dim: int, index: torch.Tensor, what: Any, size: int, axes: Axes
+) -> torch.Tensor:
+    """``write(x, dim, index, what)`` → S(dim), of what falls into this rank's part."""
+    place = _held_or_spare(index, x.shape[dim], size, axes)
+    return write(_with_spare(x, dim), dim, place, what).narrow(dim, 0, x.shape[dim])
+
+
+def sharded_index_put(
+    x: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool,
+    cuts: Sequence[tuple[int, int, Axes]],
+) -> torch.Tensor:
+    """``x.index_put(indices, values, accumulate)``, cut as before. ``cuts`` as in :func:`sharded_index`."""
+    places, whole = list(indices), x
+    for dim, size, axes in cuts:
+        asked = places[dim]
+        assert asked is not None  # a cut dim without an index is no business of ours
+        places[dim] = _held_or_spare(asked, x.shape[dim], size, axes)
+        whole = _with_spare(whole, dim)
+    written: torch.Tensor = torch.ops.aten.index_put.default(whole, places, values, accumulate)
+    for dim, _, _ in cuts:
+        written = written.narrow(dim, 0, x.shape[dim])
+    return written
+
+
+def sharded_grouped_mm(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, groups: int, axes: Axes
+) -> torch.Tensor:
+    """Rows [s, k] in consecutive groups, each times its own matrix [k, n], the matrices cut by ``axes`` → [s, n] P.
+
+    ``ends``: where each of the ``groups`` groups ends; rows after the last are zero. Each rank multiplies the rows
+    of its groups only.
+    """
+    first = offset(groups, axes)
+    bounds = [0, *ends.tolist()][first : first + weight.shape[0] + 1] or [0]
+    parts = [x[a:b] @ w for a, b, w in zip(bounds, bounds[1:], weight, strict=False)]
+    before = x.new_zeros(bounds[0], weight.shape[2])
+    after = x.new_zeros(x.shape[0] - bounds[-1], weight.shape[2])
+    out = torch.cat([before, *parts, after])
+    return out if parts else out + x[:0].sum() + weight.sum()  # zeros on the gradient path
+
+
+def _held(index: torch.Tensor, rows: int, size: int, axes: Axes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where global indices lie in this rank's part (0 where they do not), and whether they do."""
+    start = offset(size, axes)
+    place = torch.where(index < 0, index + size, index) - start
+    mine = (place >= 0) & (place < rows)
+    return torch.where(mine, place, 0), mine
+
+
+def _held_or_spare(index: torch.Tensor, rows: int, size: int, axes: Axes) -> torch.Tensor:
+    """Where global indices lie in this rank's part; those of other ranks all in a spare row after the last."""
+    place, mine = _held(index, rows, size, axes)
+    return torch.where(mine, place, rows)
+
+
+def _with_spare(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """``x`` and a row for what is not its own; what is written there is dropped, and so is its gradient."""
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)
+
+
+def _zeros(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Zeros that an empty ``x`` stays on the gradient path of."""
+    return x.new_zeros(list(shape)) + x.sum(dtype=x.dtype)

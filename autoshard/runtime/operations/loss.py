@@ -1,0 +1,137 @@
+"""Classification losses with the samples, the classes, or both cut over ranks. Logits are never gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from autoshard.runtime.operations.collectives import all_reduce, offset
+from autoshard.runtime.operations.row_sums import along, in_pieces, row_sums
+from autoshard.runtime.operations.softmax import maximum, wide
+from autoshard.runtime.operations.summed import begin_sum
+from autoshard.runtime.transport.communicator import Axes
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    classes: int,
+    class_axes: Axes = (),
+    batch_axes: Axes = (),
+    samples: int = 0,
+    pieces: bool = False,
+) -> torch.Tensor:
+    """``F.cross_entropy`` of logits [n, c, ...] or [c]: classes cut by ``class_axes``, samples by ``batch_axes``.
+
+    ``target``: class indices [n, ...], or probabilities like ``logits``, cut alike. ``weight`` [classes] is whole.
+    The result is I along ``class_axes`` (backward: nothing on the wire) and along ``batch_axes`` S for
+    ``reduction="none"``, else P: with "mean" every rank divides by the count of all ranks, an all-reduce of one
+    number, or by ``samples`` for probabilities. Along ``class_axes`` the forward all-reduces the
+    maxima, then sum-exp and the target's logit packed (Megatron-LM). Of class indices ``pieces`` of the samples are
+    worked on one after another; over cut classes they are in any case.
+    """
+    mean = reduction == "mean"
+    known = not mean or target.is_floating_point()
+    count = None if known else _count(logits, target, weight, ignore_index, batch_axes)
+    if class_axes or pieces:
+        options = weight, ignore_index, label_smoothing
+        if class_axes:
+            loss = _over_classes(logits, target, *options, classes, class_axes)
+        else:
+            loss = in_pieces(logits, target, *options)
+        loss = loss if reduction == "none" else loss.sum()
+    else:
+        summed = "none" if reduction == "none" else "sum"
+        loss = F.cross_entropy(logits, target, weight, None, ignore_index, None, summed, label_smoothing)
+    return (loss / (samples if count is None else count()) if mean else loss).to(logits.dtype)
+
+
+def nll_loss(
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    *,
+    classes: int,
+    class_axes: Axes = (),
+    batch_axes: Axes = (),
+) -> torch.Tensor:
+    """``F.nll_loss`` of [n, c, ...] or [c] cut as in :func:`cross_entropy`; the result is P along ``class_axes``."""
+    mean = reduction == "mean"
+    count = _count(log_probabilities, target, weight, ignore_index, batch_axes) if mean else None
+    if class_axes:
+        dim = min(log_probabilities.dim() - 1, 1)
+        valid = target != ignore_index
+        picked = _pick(log_probabilities, dim, target - offset(classes, class_axes))
+        loss = -picked.masked_fill(~valid, 0)
+        if weight is not None:
+            loss = loss * weight[target.where(valid, 0)]
+        loss = loss if reduction == "none" else loss.sum()
+    else:
+        summed = "none" if reduction == "none" else "sum"
+        loss = F.nll_loss(log_probabilities, target, weight, None, ignore_index, None, summed)
+    return (loss if count is None else loss / count()).to(log_probabilities.dtype)
+
+
+def _over_classes(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    classes: int,
+    axes: Axes,
+) -> torch.Tensor:
+    """Cross entropy per sample. With x the shifted logits: loss = Σ_c p_c·w_c·(log Σ exp x - x_c)."""
+    dim = min(logits.dim() - 1, 1)
+    top = wide(maximum(logits, dim, axes))
+    start, length = offset(classes, axes), logits.shape[dim]
+    share = None if weight is None else weight[start : start + length]
+    if target.is_floating_point():
+        x = wide(logits) - top
+        p = target * (1 - smoothing) + smoothing / classes
+        p = p if share is None else p * along(share, dim, x.dim())
+        sums = torch.stack([x.exp().sum(dim), p.sum(dim), (p * x).sum(dim)])
+        exponentials, total, dot = all_reduce(sums, axes).unbind()
+        return exponentials.log() * total - dot
+    sums = row_sums(logits, top, target - start, share, bool(smoothing))
+    exponentials, picked, *rest = all_reduce(sums, axes).unbind()
+    log_sum = exponentials.log()
+    valid = target != ignore_index
+    loss = log_sum - picked
+    if weight is not None:
+        loss = loss * weight[target.where(valid, 0)]
+    if smoothing:
+        total_weight = classes if weight is None else weight.sum()
+        loss = (1 - smoothing) * loss + smoothing / classes * (log_sum * total_weight - rest[0])
+    return loss.masked_fill(~valid, 0)
+
+
+def _pick(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """``x`` at ``index`` along ``dim``; zero where another rank holds that index."""
+    if x.shape[dim] == 0:
+        return x.sum(dim)  # zeros that keep the gradient path
+    mine = (index >= 0) & (index < x.shape[dim])
+    return x.gather(dim, index.where(mine, 0).unsqueeze(dim)).squeeze(dim).masked_fill(~mine, 0)
+
+
+def _count(
+    values: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, axes: Axes
+) -> Callable[[], torch.Tensor]:
+    """What "mean" divides by: samples of all ranks that are not ignored, weighted by their class.
+
+    Its sum is under way while the loss is computed.
+    """
+    valid = target != ignore_index
+    counted = (
+        valid.to(wide(values.new_empty(0)).dtype) if weight is None else wide(weight)[target.where(valid, 0)] * valid
+    )
+    return begin_sum(counted.sum(), axes)

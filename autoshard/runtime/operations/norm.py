@@ -1,0 +1,112 @@
+"""Normalisation whose statistics run over a cut dim. Means first, then variances: two all-reduces, and two backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from autoshard.runtime.operations.collectives import all_reduce
+from autoshard.runtime.operations.softmax import wide
+from autoshard.runtime.transport.communicator import Axes
+
+
+def layer_norm(
+    x: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    axes: Axes,
+) -> torch.Tensor:
+    """``F.layer_norm`` over the last dims, of global ``shape``, some cut by ``axes``; weight and bias are cut alike."""
+    dims = tuple(range(x.dim() - len(shape), x.dim()))
+    normal, _, _ = _normalise(wide(x), dims, math.prod(shape), eps, axes)
+    return _affine(normal, weight, bias).to(x.dtype)
+
+
+def rms_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None, axes: Axes
+) -> torch.Tensor:
+    """``F.rms_norm`` over the last dims, of global ``shape``, some cut by ``axes``; weight is cut alike."""
+    values = wide(x)
+    dims = tuple(range(x.dim() - len(shape), x.dim()))
+    squares = all_reduce(values.square().sum(dims, keepdim=True), axes, to="R") / math.prod(shape)
+    eps = torch.finfo(values.dtype).eps if eps is None else eps
+    return _affine(values * (squares + eps).rsqrt(), weight, None).to(x.dtype)
+
+
+def group_norm(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    count: int,
+    axes: Axes,
+) -> torch.Tensor:
+    """``F.group_norm`` of x [n, c, ...] whose positions are cut by ``axes``; ``count``: elements of a group."""
+    grouped = wide(x).reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+    normal, _, _ = _normalise(grouped, tuple(range(2, grouped.dim())), count, eps, axes)
+    return _affine(normal.flatten(1, 2), _channels(weight, x), _channels(bias, x)).to(x.dtype)
+
+
+def batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    momentum: float,
+    eps: float,
+    count: int,
+    axes: Axes,
+) -> tuple[torch.Tensor, ...]:
+    """Training BatchNorm of x [n, c, ...], samples or positions cut by ``axes``, by *global* statistics.
+
+    ``count``: elements of a channel, globally. Returns (output, mean, rstd, new running mean, new running
+    variance) like ``aten._native_batch_norm_legit_functional``.
+    """
+    output, mean, rstd, var = _batch_norm(x, weight, bias, eps, count, axes)
+    unbiased = var * (count / max(count - 1, 1))
+    new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
+    new_var = torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
+    return output, mean, rstd, new_mean, new_var
+
+
+def batch_norm_no_stats(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, count: int, axes: Axes
+) -> tuple[torch.Tensor, ...]:
+    """:func:`batch_norm` without running statistics: (output, mean, rstd)."""
+    return _batch_norm(x, weight, bias, eps, count, axes)[:3]
+
+
+def _batch_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, count: int, axes: Axes
+) -> tuple[torch.Tensor, ...]:
+    dims = (0, *range(2, x.dim()))
+    normal, mean, var = _normalise(wide(x), dims, count, eps, axes)
+    output = _affine(normal, _channels(weight, x), _channels(bias, x)).to(x.dtype)
+    mean, var = mean.detach().flatten(), var.detach().flatten()
+    return output, mean, (var + eps).rsqrt(), var
+
+
+def _normalise(
+    x: torch.Tensor, dims: tuple[int, ...], count: int, eps: float, axes: Axes
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(x - mean) / std`` with mean and variance over ``dims`` of all ranks (R: every rank's values use them)."""
+    mean = all_reduce(x.sum(dims, keepdim=True), axes, to="R") / count
+    centred = x - mean
+    var = all_reduce(centred.square().sum(dims, keepdim=True), axes, to="R") / count
+    return centred * (var + eps).rsqrt(), mean, var
+
+
+def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _channels(vector: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """A value per channel, shaped to go with x [n, c, ...]."""
+    return None if vector is None else vector.view(-1, *(1,) * (x.dim() - 2))

@@ -1,0 +1,143 @@
+"""The largest or smallest elements along a cut dim: each rank's best are gathered, and chosen from again.
+
+What is gathered is ``k`` values and indices per rank and row, never the tensor. Results are whole (I) on every rank,
+so the backward communicates nothing: each rank has the gradient of its own winners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.runtime.operations.collectives import all_gather, offset
+from autoshard.runtime.operations.draw import draw_like
+from autoshard.runtime.transport.communicator import Axes, current
+
+
+def topk(
+    x: torch.Tensor, k: int, dim: int, size: int, axes: Axes, largest: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x.topk(k, dim, largest)``, sorted, with ``dim`` cut by ``axes`` from a length ``size``: S(dim) → I.
+
+    Of equal candidates the one with the lower index comes first; torch promises no order.
+    """
+    values, places = x.topk(min(k, x.shape[dim]), dim, largest)
+    places, order = places.sort(dim)
+    values, places = _candidates(values.gather(dim, order), places, k, dim, size, axes)
+    values, order = torch.sort(values, dim=dim, descending=largest, stable=True)
+    return values.narrow(dim, 0, k), places.gather(dim, order.narrow(dim, 0, k))
+
+
+def max_dim(
+    x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x.max(dim)``, values and first indices, with ``dim`` cut by ``axes`` from a length ``size``: S(dim) → I."""
+    return _extreme(torch.max, x, dim, size, axes, keepdim)
+
+
+def min_dim(
+    x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x.min(dim)`` as in :func:`max_dim`."""
+    return _extreme(torch.min, x, dim, size, axes, keepdim)
+
+
+def argmax(x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False) -> torch.Tensor:
+    """``x.argmax(dim)`` with ``dim`` cut by ``axes`` from a length ``size``: S(dim) → R."""
+    return max_dim(x.detach(), dim, size, axes, keepdim)[1]
+
+
+def argmin(x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False) -> torch.Tensor:
+    """``x.argmin(dim)`` as in :func:`argmax`."""
+    return min_dim(x.detach(), dim, size, axes, keepdim)[1]
+
+
+def multinomial(
+    x: torch.Tensor,
+    count: int,
+    shape: Sequence[int],
+    dims: Mapping[int, Axes],
+    order: Sequence[int] = (),
+    batch: int | None = None,
+) -> torch.Tensor:
+    """``torch.multinomial`` of ``count`` different elements of each row, from this rank's part ``x``.
+
+    ``shape``: the global shape; ``dims``: the axes that cut each sharded dim. As in eager an element wins by its weight
+    over an exponential draw of its own, so that candidates are all that is sent. Raises RuntimeError as eager does.
+    ``order``, ``batch``: see :func:`~autoshard.runtime.draw_like`.
+    """
+    if x.numel() and not bool((x.max() < math.inf) & (x.min() >= 0)):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    last = len(shape) - 1
+    scores = x / draw_like("exponential", x, shape, dims, order=order, batch=batch)
+    if last in dims:
+        scores, places = topk(scores, count, last, shape[last], dims[last])
+    else:
+        scores, places = scores.topk(count, last)
+    if scores.numel() and not bool((scores.select(last, 0) > 0).all()):
+        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
+    return places
+
+
+def flat_argmax(x: torch.Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes) -> torch.Tensor:
+    """``x.argmax()`` of a tensor of global ``shape``, ``cuts``: ``(dim, axes)`` of every cut dim, ``axes``: all of them.
+
+    No rank may be without elements.
+    """
+    return _flat(torch.max, x, shape, cuts, axes)
+
+
+def flat_argmin(x: torch.Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes) -> torch.Tensor:
+    """``x.argmin()`` as in :func:`flat_argmax`."""
+    return _flat(torch.min, x, shape, cuts, axes)
+
+
+def _extreme(
+    best: Any, x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.shape[dim]:
+        values, places = best(x, dim, keepdim=True)
+    else:
+        values, places = x, torch.zeros_like(x, dtype=torch.int64)
+    values, places = _candidates(values, places, 1, dim, size, axes)
+    values, first = best(values, dim, keepdim=True)
+    places = places.gather(dim, first)
+    return (values, places) if keepdim else (values.squeeze(dim), places.squeeze(dim))
+
+
+def _candidates(
+    values: torch.Tensor, places: torch.Tensor, most: int, dim: int, size: int, axes: Axes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every rank's candidates (``most``, or all it has) in the order of the ranks, with their global indices.
+
+    Ranks that have fewer send fillers, which are left out afterwards: no value could stand for "none".
+    """
+    comm = current()
+    lengths = [n for _, n in comm.chunks(size, comm.active(axes))]
+    count = min(most, max(lengths))
+    shape = list(values.shape)
+    shape[dim] = count - shape[dim]
+    values = torch.cat([values, values.new_zeros(shape)], dim)
+    places = torch.cat([places + offset(size, axes), places.new_zeros(shape)], dim)
+    real = [r * count + i for r, n in enumerate(lengths) for i in range(min(n, count))]
+    kept = torch.tensor(real, dtype=torch.int64, device=values.device)
+    every = (all_gather(t, dim, axes) for t in (values, places))
+    return tuple(t.index_select(dim, kept) for t in every)  # type: ignore[return-value]
+
+
+def _flat(
+    best: Any, x: torch.Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes
+) -> torch.Tensor:
+    """Equal values: the lowest index of all, since ranks do not stand in the order of flat indices."""
+    value, place = best(x.detach().flatten(), 0, keepdim=True)
+    start = dict.fromkeys(range(len(shape)), 0) | {d: offset(shape[d], a) for d, a in cuts}
+    at = zip(torch.unravel_index(place, x.shape), start.values(), strict=True)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    index = torch.stack([(i + s) * stride for (i, s), stride in zip(at, strides, strict=True)]).sum(0)
+    values, indices = all_gather(value, 0, axes), all_gather(index, 0, axes)
+    top = best(values, 0)[0]
+    wins = (values == top) | (values.isnan() & top.isnan())
+    return indices.masked_fill(~wins, math.prod(shape)).min()

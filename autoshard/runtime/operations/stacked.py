@@ -1,0 +1,80 @@
+"""Matrices that are parameters of their own, as one tensor: those of experts, each a module, one after another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoshard.runtime.transport import sparse as rows_only
+
+
+@torch.library.custom_op("autoshard::stacked", mutates_args=())
+def stacked_op(matrices: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
+    """Tensors [h, …] of e experts, ``parts`` of each one after another, as one: [e, parts · h, …]."""
+    return torch.stack(list(matrices)).view(-1, parts * matrices[0].shape[0], *matrices[0].shape[1:])
+
+
+@stacked_op.register_fake
+def _(matrices: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
+    first = matrices[0]
+    return first.new_empty(len(matrices) // parts, parts * first.shape[0], *first.shape[1:])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.shape = inputs[0][0].shape
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
+    return list(grad.reshape(-1, *ctx.shape).unbind()), None
+
+
+stacked_op.register_autograd(_backward, setup_context=_save)
+
+
+def stacked(matrices: Sequence[torch.Tensor], parts: int = 1, owned: int | None = None) -> torch.Tensor:
+    """As :func:`stacked_op`. ``owned``: h, where this rank has some experts whole and of the others no rows; the result is
+    of the former. Where they lie one after another in memory nothing is copied."""
+    length, many = owned, sum(m.shape[0] > 0 for m in matrices)
+    if length is None:
+        length, many = matrices[0].shape[0], len(matrices)
+    rows: torch.Tensor = OneAfterAnother.apply(False, *matrices)  # type: ignore[no-untyped-call]
+    return rows.reshape(many // parts, parts * length, *matrices[0].shape[1:])
+
+
+class OneAfterAnother(torch.autograd.Function):
+    """Tensors as one along dim 0: without a copy where they lie so in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, sparse: bool, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.sizes, ctx.sparse = [t.shape[0] for t in tensors], sparse
+        here = [t for t in tensors if t.shape[0]]
+        if not here:
+            return tensors[0].new_empty(0, *tensors[0].shape[1:])
+        if not are_neighbours(here):
+            return torch.cat(here)
+        size = (sum(t.shape[0] for t in here), *here[0].shape[1:])
+        return here[0].new_empty(0).set_(here[0].untyped_storage(), here[0].storage_offset(), size, here[0].stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        starts = itertools.accumulate(ctx.sizes, initial=0)
+        if ctx.sparse:
+            if not gradient.is_sparse:  # none of them is here
+                none = torch.zeros(0, dtype=torch.int64, device=gradient.device)
+                return None, *(rows_only.from_rows(none, gradient[:0], 0) for _ in ctx.sizes)
+            return None, *(rows_only.narrowed(gradient, 0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
+        return None, *(gradient.narrow(0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
+
+
+def are_neighbours(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether these lie one after another in one piece of memory."""
+    return all(
+        a.is_contiguous()
+        and b.is_contiguous()
+        and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and b.storage_offset() == a.storage_offset() + a.numel()
+        for a, b in itertools.pairwise(tensors)
+    )

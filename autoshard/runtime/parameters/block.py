@@ -1,0 +1,265 @@
+"""Parameters on their way into a block, and their gradients on the way back, overlapped with the computation.
+
+A block's parameters travel together (:mod:`autoshard.runtime.parameters.buckets`). In the backward their gradients are reduced
+by an asynchronous collective and reach the parameters through :func:`wait_gradients`: autograd itself never adds or
+reads a gradient that is still under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.errors import LayoutError, RuntimeMismatchError
+from autoshard.runtime.operations.collectives import Whole
+from autoshard.runtime.parameters.again import CHANGED, Source, can_be_made_again, forget_freed, forgetting
+from autoshard.runtime.parameters.ahead import gathered, there
+from autoshard.runtime.parameters.bucket import Bucket, Dtypes, Tensors
+from autoshard.runtime.parameters.buckets import carried
+from autoshard.runtime.parameters.flat_bucket import FlatBucket
+from autoshard.runtime.parameters.gradients import Gradients
+from autoshard.runtime.parameters.together import moved_back
+from autoshard.runtime.transport.communicator import Axes, current
+from autoshard.runtime.transport.in_process import InProcessCommunicator
+from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.step import Gathered
+
+Dtype = torch.dtype | None
+
+
+def enter_parameters(
+    tensors: Sequence[torch.Tensor], axes: Axes, *, dtype: Dtype = None, reduce_dtype: Dtype = None
+) -> Tensors:
+    """I → R for the parameters of a block, as in data parallelism. Forward: nothing.
+
+    Backward: the gradients are flattened into one buffer per dtype and all-reduced, asynchronously for parameters that
+    come from :func:`wait_gradients`. In mixed precision values come in ``dtype``, and gradients are summed in
+    ``reduce_dtype`` and arrive in the parameter's own.
+    """
+    comm = current()
+    names = comm.active(axes)
+    moving = [t for t in tensors if t.requires_grad]
+    if not names or not moving or not torch.is_grad_enabled():
+        return tuple(tensors) if dtype is None else tuple(t.to(dtype) for t in tensors)
+    moves, dtypes = [Move("I", "R", names)] * len(moving), Dtypes(dtype, reduce_dtype)
+    moved = iter(carried("enter_parameters", moves, moving, _through, listed=True, dtypes=dtypes))
+    return tuple(next(moved) if t.requires_grad else t if dtype is None else t.to(dtype) for t in tensors)
+
+
+def gather_parameters(
+    tensors: Sequence[torch.Tensor],
+    dims: Sequence[int],
+    axes: Axes,
+    to: Whole = "R",
+    sizes: Sequence[int] | None = None,
+    replicas: Axes = (),
+    *,
+    zero: int = 3,
+    dtype: Dtype = None,
+    reduce_dtype: Dtype = None,
+) -> Tensors:
+    """S → R (or I) for the parameters of a block, as in FSDP. Forward: one all-gather per dtype.
+
+    ``dims``: the cut dim of each tensor; ``sizes``: its length after the gather (default: the cut is even). Backward:
+    one reduce-scatter per dtype (``to="I"``: a local slice), asynchronous as in :func:`enter_parameters`.
+    ``replicas``: axes that hold equal shards (I → R there, as in HSDP); the reduced shards are all-reduced over them.
+    ``zero``: the stage of ZeRO (Rajbhandari et al., arXiv:1910.02054). At 3 the gathered tensors are not kept for the
+    backward inside :func:`regather`; below they are, and the micro-batches of a step share them. At 1 these also share
+    the reduction of their gradients, which the last one makes.
+    ``dtype``: what is gathered is cast to first; it and ``reduce_dtype`` as in :func:`enter_parameters`.
+    """
+    comm = current()
+    names = comm.active(axes)
+    if to not in ("I", "R"):
+        raise LayoutError(f'gather_parameters: to={to!r} is not "I" or "R"')
+    if not names or not tensors:
+        return enter_parameters(tensors, replicas, dtype=dtype, reduce_dtype=reduce_dtype)
+    n = comm.size_of(names)
+    lengths = sizes if sizes is not None else [t.shape[d] * n for t, d in zip(tensors, dims, strict=True)]
+    moves = [Move("S", to, names, d, length) for d, length in zip(dims, lengths, strict=True)]
+    through, dtypes = functools.partial(_through, zero=zero), Dtypes(dtype, reduce_dtype)
+    return carried("gather_parameters", moves, tensors, through, comm.active(replicas), listed=True, dtypes=dtypes)
+
+
+def wait_gradients(*parameters: torch.Tensor) -> Tensors:
+    """The parameters as they are, to be used for everything that follows; call it once, where the forward begins.
+
+    In the backward it comes last: it waits for the gradients under way and hands every parameter its own.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained or not torch.is_grad_enabled() or isinstance(current(), InProcessCommunicator):
+        return parameters
+    waiting = iter(_Wait.apply(Gradients(current()), *trained))  # type: ignore[no-untyped-call]
+    return tuple(next(waiting) if p.requires_grad else p for p in parameters)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pending: Gradients, *parameters: torch.Tensor) -> Tensors:
+        ctx.pending = pending
+        ctx.set_materialize_grads(False)
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None, *ctx.pending.finish(gradients)
+
+
+class _Move(torch.autograd.Function):
+    """A bucket as one node of the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, bucket: Bucket, zero: int, *xs: torch.Tensor) -> Tensors:
+        ctx.bucket = bucket
+        ctx.set_materialize_grads(False)
+        trained = ctx.needs_input_grad[2:]
+        nodes = [x.grad_fn for x, wanted in zip(xs, trained, strict=True) if wanted]
+        alone = all(node is nodes[0] for node in nodes)
+        ctx.pending = getattr(nodes[0], "pending", None) if alone else None
+        ctx.numbers = [x.output_nr if wanted else -1 for x, wanted in zip(xs, trained, strict=True)]
+        out, shared = _moved(bucket, xs, zero)
+        ctx.sums = shared if zero == 1 else None
+        ctx.waits = bucket.home.deferred  # now: in a pipeline other micro-batches begin before this one's backward
+        ctx.shapes = [(y.shape, y.dtype, y.device) for y in out]
+        if not all(trained):
+            ctx.mark_non_differentiable(*(y for y, wanted in zip(out, trained, strict=True) if not wanted))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        wanted = ctx.needs_input_grad[2:]
+        if ctx.sums is not None:
+            ctx.sums.add(gradients)
+            if ctx.waits:
+                return None, None, *(None for _ in gradients)
+            gradients = tuple(ctx.sums.take())
+        if torch.is_grad_enabled():  # create_graph: as nodes that have a derivative, nothing left under way
+            return None, None, *moved_back(ctx.bucket, gradients, wanted, ctx.shapes)
+        pending = ctx.pending
+        if pending is not None:
+            pending.begin_later()
+        gradients = tuple(g if w else None for g, w in zip(gradients, wanted, strict=True))
+        if pending is None:
+            out, works, later = ctx.bucket.backward(gradients)
+            for work in works:
+                work.wait()
+            for begin in later:
+                begin().wait()
+            return None, None, *out
+        pending.move(ctx.bucket, ctx.numbers, gradients)
+        return None, None, *(None for _ in gradients)
+
+
+def _moved(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int) -> tuple[Tensors, Gathered | None]:
+    """What comes out of ``bucket``, and that of all micro-batches where they share it."""
+    step, phase = bucket.home.step, current().phase
+    if zero == 3 or step is None:
+        return tuple(gathered(bucket, xs, phase, zero < 3)), None
+    if step.is_gathered:
+        there(bucket)
+    shared = step.gathered(lambda: gathered(bucket, xs, phase, True), bucket.dtypes.backward)
+    return tuple(x.detach() for x in shared.tensors), shared
+
+
+def _through(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int = 3) -> Tensors:
+    if not torch.is_grad_enabled():
+        return _moved(bucket, xs, zero)[0]
+    if any(x.requires_grad for x in xs):
+        out: Tensors = _Move.apply(bucket, zero, *xs)  # type: ignore[no-untyped-call]
+    else:
+        out = _moved(bucket, xs, zero)[0]
+    if zero == 3 and _scope.depth and bucket.moves[0].verb == "all_gather":
+        forget_freed()
+        again = _Gather(bucket, tuple(xs), _scope.before, _scope.ahead)
+        _scope.before.append(weakref.ref(again))
+        for i, y in enumerate(out):
+            can_be_made_again(y, again, i)
+    return out
+
+
+class _Scope(threading.local):
+    depth = 0
+    ahead = 0
+    """how many buckets the backward gathers ahead"""
+
+    def __init__(self) -> None:
+        self.before: list[weakref.ref[_Gather]] = []
+        """the gathers of this forward so far"""
+
+
+_scope = _Scope()
+
+
+class _Gather(Source):
+    """A bucket that can be gathered once more for the backward, and is dropped after its last use.
+
+    ``before``: those that the forward gathered before it (and, in time, after it). The backward, which needs them in the
+    opposite order, begins ``ahead`` of them when it makes this one.
+    """
+
+    def __init__(self, bucket: Bucket, xs: Tensors, before: list[weakref.ref[_Gather]], ahead: int) -> None:
+        super().__init__()
+        self.bucket, self.xs = bucket, xs
+        self.versions = [x._version for x in xs]
+        self.full: list[torch.Tensor] | None = None
+        self.arriving: Callable[[], list[torch.Tensor]] | None = None
+        self.before, self.number, self.ahead = before, len(before), ahead
+
+    def make(self) -> None:
+        """See :meth:`Source.make`."""
+        if self.versions != [x._version for x in self.xs]:
+            raise RuntimeMismatchError(CHANGED.format("a sharded parameter"))
+        if not self.ahead or not isinstance(self.bucket, FlatBucket):
+            with torch.no_grad():
+                self.full = self.bucket.forward(self.xs, "backward")
+            return
+        arrive, self.arriving = self.arriving or self.bucket.begin(self.xs, "backward"), None
+        if torch._C._current_graph_task_id() != -1:
+            self._begin_others()
+        self.full = arrive()
+
+    def _begin_others(self) -> None:
+        wanted = (ref() for ref in reversed(self.before[: self.number]))
+        for other in itertools.islice((o for o in wanted if o is not None and o.unpacked < o.packed), self.ahead):
+            if other.full is None and other.arriving is None and isinstance(other.bucket, FlatBucket):
+                other.arriving = other.bucket.begin(other.xs, "backward")
+                torch.autograd.Variable._execution_engine.queue_callback(other.discard)
+
+    def discard(self) -> None:
+        """The backward is over: what has begun in vain is dropped."""
+        if self.arriving is not None:
+            self.arriving()
+            self.arriving = None
+
+    def value(self, number: int) -> torch.Tensor | None:
+        """Gathered tensor number ``number``."""
+        return None if self.full is None else self.full[number]
+
+    def drop(self) -> None:
+        """Free the gathered tensors."""
+        self.full = None
+
+
+@contextlib.contextmanager
+def regather(ahead: int = 0) -> Iterator[None]:
+    """Around a block's forward: parameters that :func:`gather_parameters` gathers inside are not kept for the backward,
+    which gathers their bucket again, once. Copies (a cast under autocast, say) are kept as usual.
+
+    ``ahead``: how many buckets before the one that it needs the backward begins to gather.
+    """
+    _scope.depth += 1
+    before = _scope.before, _scope.ahead
+    _scope.before, _scope.ahead = [], ahead
+    try:
+        with forgetting():
+            yield
+    finally:
+        _scope.depth -= 1
+        _scope.before, _scope.ahead = before

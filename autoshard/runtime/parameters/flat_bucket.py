@@ -1,0 +1,260 @@
+"""Buckets under torch.distributed: one flat buffer, and one collective, per dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoshard.runtime.parameters.bucket import PLAIN, Begin, Bucket, Dtypes, Gradients, by_dtype, each, record
+from autoshard.runtime.transport.communicator import Communicator
+from autoshard.runtime.transport.move import LOCAL, Move
+from autoshard.runtime.transport.process_group import TorchCommunicator, all_gather_single
+from autoshard.runtime.transport.profiling import recorded
+from autoshard.runtime.transport.wire import numel, raw
+
+
+class FlatBucket(Bucket):
+    """One flat buffer per dtype on torch.distributed. Chunks that are uneven are padded at the end of a rank's row."""
+
+    def __init__(
+        self,
+        comm: TorchCommunicator,
+        moves: Sequence[Move],
+        replicas: tuple[str, ...] = (),
+        listed: bool = False,
+        dtypes: Dtypes = PLAIN,
+    ) -> None:
+        super().__init__(moves, replicas, listed, dtypes, comm.deferred)
+        self.comm = comm
+
+    @property
+    def home(self) -> Communicator:
+        """See :attr:`Bucket.home`."""
+        return self.comm
+
+    @property
+    def gathers(self) -> bool:
+        """Whether its forward is an all-gather."""
+        return self.moves[0].verb == "all_gather"
+
+    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+        out: list[Any] = list(xs)
+        verb = self.moves[0].verb
+        if verb == "enter" and self.dtypes.forward is None:
+            return [x.view_as(x) for x in xs]
+        if verb in LOCAL:
+            xs = [x.view_as(x) for x in xs] if self.dtypes.forward is None else [x.to(self.dtypes.forward) for x in xs]
+            return [self.comm.local(m, x) for m, x in zip(self.moves, xs, strict=True)]
+        for members in by_dtype(xs):
+            moves, given = [self.moves[i] for i in members], [xs[i] for i in members]
+            _, work, moved = self._begin(moves, given, phase, self.dtypes.forward)
+            if work is not None:
+                work.wait()
+            for i, y in zip(members, moved, strict=True):
+                out[i] = y
+        return out
+
+    @torch.no_grad()
+    def begin(self, xs: Sequence[torch.Tensor], phase: str) -> Callable[[], list[torch.Tensor]]:
+        """Begin an all-gather of ``xs``; what is returned waits for it, once, and gives the gathered tensors."""
+        begun = []
+        for members in by_dtype(xs):
+            moves, parts = [self.moves[i] for i in members], [xs[i] for i in members]
+            self._announce(moves, parts, phase, self.dtypes.forward)
+            with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
+                begun.append((members, self._begin_gather(moves, parts, self.dtypes.forward or parts[0].dtype)))
+
+        def arrived() -> list[torch.Tensor]:
+            out = list(xs)
+            for members, arrive in begun:
+                for i, y in zip(members, arrive(), strict=True):
+                    out[i] = y
+            return out
+
+        return arrived
+
+    def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
+        return FlatBucket(self.comm, moves, dtypes=Dtypes(dtype))
+
+    def joins(self, other: FlatBucket) -> bool:
+        """Whether both may go together."""
+        kinds = [
+            (b.moves[0].verb, b.moves[0].target, b.moves[0].axes, b.replicas, b.dtypes, b.deferred)
+            for b in (self, other)
+        ]
+        return kinds[0] == kinds[1]
+
+    def joined(self, buckets: Sequence[FlatBucket]) -> FlatBucket:
+        """This bucket and others that join it as one."""
+        if len(buckets) == 1:
+            return self
+        whole = FlatBucket(self.comm, [m for b in buckets for m in b.moves], self.replicas, self.listed, self.dtypes)
+        whole.deferred = self.deferred
+        return whole
+
+    def backward(
+        self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
+    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
+        """See :meth:`Bucket.backward`."""
+        dtype = self.dtypes.backward
+        if keeps and not self.replicas:
+            how: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
+            return [None if g is None else g.to(dtype or g.dtype, **how) for g in gradients], [], []
+        earlier = earlier or [None] * len(gradients)
+        if not self.replicas:
+            gradients = [g if g is None or e is None else g + e for g, e in zip(gradients, earlier, strict=True)]
+        out = list(gradients)
+        works: list[Any] = []
+        later: list[Begin] = []
+        for members in by_dtype(gradients):
+            moves = each([self.moves[i] for i in members], Move.backward)
+            present = [g for i in members if (g := gradients[i]) is not None]
+            buffer, work, parts = self._begin(moves, present, "backward", dtype)
+            if self.replicas and not keeps:
+                later.append(self._then_all_reduce(work, buffer, parts, [earlier[i] for i in members]))
+            elif work is not None:
+                works.append(work)
+            for i, part in zip(members, parts, strict=True):
+                out[i] = part
+        return out, works, later
+
+    def _begin(
+        self, moves: list[Move], xs: list[torch.Tensor], phase: str, dtype: torch.dtype | None
+    ) -> tuple[torch.Tensor, Any | None, list[torch.Tensor]]:
+        """A flat buffer, the work that fills it, and the moved tensors: parts of it. ``dtype``: of the buffer."""
+        verb, dtype = moves[0].verb, dtype or xs[0].dtype
+        if verb in LOCAL:
+            parts = [self.comm.local(m, x) for m, x in zip(moves, xs, strict=True)]
+            buffer = self._flat(parts, dtype)
+            return buffer, None, _views_like(buffer, parts)
+        self._announce(moves, xs, phase, dtype)
+        with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
+            if verb == "all_reduce":
+                buffer = self._flat(xs, dtype)
+                return buffer, self._all_reduce(buffer, moves[0].axes), _views_like(buffer, xs)
+            if verb == "reduce_scatter":
+                return self._reduce_scatter(moves, xs, dtype)
+            moved = self._begin_gather(moves, xs, dtype)() if verb == "all_gather" else self._all_to_all(moves, xs)
+            return moved[0], None, moved
+
+    def _announce(self, moves: list[Move], xs: list[torch.Tensor], phase: str, dtype: torch.dtype | None) -> None:
+        record(self.comm, moves, xs, phase, dtype)
+        self.comm.during(moves[0], phase)
+
+    def _then_all_reduce(
+        self, before: Any | None, buffer: torch.Tensor, parts: list[torch.Tensor], earlier: Gradients
+    ) -> Begin:
+        def begin() -> Any:
+            if before is not None:
+                before.wait()  # once only: gloo copies its result out in every wait
+            for part, kept in zip(parts, earlier, strict=True):
+                if kept is not None:
+                    part.add_(kept)
+            record(self.comm, [self.last_move] * len(parts), parts, "backward")
+            self.comm.during(self.last_move, "backward")
+            with recorded(self.comm, self.last_move, "backward", len(parts)):
+                return self._all_reduce(buffer, self.replicas)
+
+        return begin
+
+    def _flat(self, xs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        out = self.comm.buffer(xs[0], sum(x.numel() for x in xs), dtype)
+        return torch.cat([x.reshape(-1) for x in xs], out=out)
+
+    def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
+        return self.comm.begin(self.comm.beside(axes), dist.all_reduce, buffer)
+
+    def _begin_gather(
+        self, moves: list[Move], xs: list[torch.Tensor], dtype: torch.dtype
+    ) -> Callable[[], list[torch.Tensor]]:
+        group = self.comm.beside(moves[0].axes)
+        rows = [self._shapes(moves, [x.shape for x in xs], k) for k in range(group.size)]
+        row, alone = sum(numel(s) for s in rows[0]), self._alone(moves, rows, group, dtype, xs[0])
+        if alone:
+            mine = xs[0].view(-1)
+        else:
+            mine = xs[0].new_empty(row, dtype=dtype)
+            torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
+        out = mine.new_empty(group.size * row)
+        work = self.comm.begin(group, all_gather_single, raw(out), raw(mine))
+
+        def arrive() -> list[torch.Tensor]:
+            work.wait()
+            if alone:
+                return _views(out, [[moves[0].size, *rows[0][0][1:]]])
+            by_index = list(torch.split(out, row)) if row else [out] * group.size
+            if group.order is not None:
+                by_index = [by_index[group.order.index(k)] for k in range(group.size)]
+            pieces = [_views(r, shapes) for r, shapes in zip(by_index, rows, strict=True)]
+            return [torch.cat([p[i] for p in pieces], m.dim) for i, m in enumerate(moves)]
+
+        return arrive
+
+    def _all_to_all(self, moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        group = self.comm.process_group(moves[0].axes)
+        members = range(group.size) if group.order is None else group.order
+        cuts = [self.comm.chunks(m.to_size, m.axes) for m in moves]
+        sent = [[x.narrow(m.to_dim, *c[k]) for m, x, c in zip(moves, xs, cuts, strict=True)] for k in members]
+        mine = [x.narrow(m.to_dim, *c[group.number]).shape for m, x, c in zip(moves, xs, cuts, strict=True)]
+        received = [self._shapes(moves, mine, k) for k in members]
+        sends = [sum(piece.numel() for piece in pieces) for pieces in sent]
+        receives = [sum(map(numel, shapes)) for shapes in received]
+        buffer = torch.cat([piece.reshape(-1) for pieces in sent for piece in pieces])
+        out = buffer.new_empty(sum(receives))
+        scale = 1 if raw(out) is out else out.element_size()
+        theirs, ours = ([n * scale for n in counts] for counts in (receives, sends))
+        self.comm.run(group, dist.all_to_all_single, raw(out), raw(buffer), theirs, ours)
+        by_index: list[list[torch.Tensor]] = [[] for _ in members]
+        for k, part, shapes in zip(members, torch.split(out, receives), received, strict=True):
+            by_index[k] = _views(part, shapes)
+        return [torch.cat([pieces[i] for pieces in by_index], m.dim) for i, m in enumerate(moves)]
+
+    def _reduce_scatter(
+        self, moves: list[Move], gradients: list[torch.Tensor], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+        group = self.comm.beside(moves[0].axes)
+        rows = [self._shapes(moves, [g.shape for g in gradients], k) for k in range(group.size)]
+        row = sum(numel(s) for s in rows[0])
+        if self._alone(moves, rows, group, dtype, gradients[0]):
+            out = gradients[0].new_empty(row)
+            return out, self.comm.reduce_scatter(group, out, gradients[0].view(-1)), _views(out, rows[group.number])
+        buffer = gradients[0].new_empty(group.size * row, dtype=dtype)
+        for position in range(group.size):
+            k = position if group.order is None else group.order[position]
+            part = buffer[position * row : (position + 1) * row]
+            cuts = [self.comm.chunks(m.size, m.axes)[k] for m in moves]
+            pieces = [g.narrow(m.dim, *c).reshape(-1) for g, m, c in zip(gradients, moves, cuts, strict=True)]
+            length = sum(p.numel() for p in pieces)
+            torch.cat(pieces, out=part[:length])
+            part[length:].zero_()
+        out = buffer.new_empty(row)
+        work = self.comm.reduce_scatter(group, out, buffer)
+        return out, work, _views(out, rows[group.number])
+
+    def _alone(self, moves: list[Move], rows: list[list[list[int]]], group: Any, dtype: Any, x: torch.Tensor) -> bool:
+        """Whether the bucket is one tensor whose chunks follow one another as they lie in memory: nothing is copied."""
+        even = group.order is None and rows[0] == rows[-1]
+        return even and len(moves) == 1 and moves[0].dim == 0 and x.dtype == dtype and x.is_contiguous()
+
+    def _shapes(self, moves: list[Move], shapes: Iterable[Sequence[int]], k: int) -> list[list[int]]:
+        """Shapes of the chunks of rank number ``k`` of the group."""
+        lengths = [self.comm.chunks(m.size, m.axes)[k][1] for m in moves]
+        return [[*s[: m.dim], n, *s[m.dim + 1 :]] for m, s, n in zip(moves, shapes, lengths, strict=True)]
+
+
+def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Consecutive views of ``buffer``."""
+    sizes = [numel(shape) for shape in shapes]
+    rest = buffer.numel() - sum(sizes)
+    parts = torch.split(buffer, [*sizes, rest] if rest else sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
+
+
+def _views_like(buffer: torch.Tensor, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Consecutive views of ``buffer`` in the shapes of ``xs``, by one call where none is empty: torch forgets its shape."""
+    if not all(x.numel() for x in xs):
+        return _views(buffer, [x.shape for x in xs])
+    return list(torch._C._nn.unflatten_dense_tensors(buffer, xs))

@@ -1,0 +1,125 @@
+"""The gradients of one forward's parameters in its backward: reductions under way, and sums that wait for a later one.
+
+A gradient that reaches a parameter through several conversions comes in parts. Each part is summed over the ranks, or
+still a summand over some axes: then the conversion was made while :attr:`Communicator.deferred` held. Whoever keeps
+the parameters keeps such summands, and hands them over where a later backward takes the sum: one for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.runtime.parameters.bucket import Begin, Bucket
+from autoshard.runtime.parameters.flat_bucket import FlatBucket
+from autoshard.runtime.transport.communicator import Communicator
+
+SMALL = 2**20
+"""bytes of gradients below which a bucket goes with the next one: of the first that is sent, and of those in shards"""
+
+LARGE = 25 * 2**20
+"""of all-reduces while another is under way, as in DistributedDataParallel"""
+
+LARGE_ON_GLOO = 4 * 2**20
+"""of those on gloo, whose latency is small beside their time: its threads send and add up while the backward computes"""
+
+UNDER_WAY = 2
+"""reduce-scatters that may be under way: each holds whole gradients, sent and received, until it is waited for"""
+
+Earlier = Callable[[int, tuple[str, ...]], torch.Tensor | None]
+"""(number of a parameter, axes) → the summand over these axes that is kept of it, and is no longer"""
+
+
+class Gradients:
+    """``earlier``: gives what earlier backward passes left; called in the backward, once for a parameter and its axes."""
+
+    def __init__(self, comm: Communicator, earlier: Earlier = lambda number, axes: None) -> None:
+        self.comm, self.earlier = comm, earlier
+        self.works: list[Any] = []
+        self.later: list[Begin] = []
+        self.parts: list[tuple[int, torch.Tensor, tuple[str, ...]]] = []
+        """(number of the parameter, part of its gradient, axes over which it is a summand)"""
+        self.held: list[tuple[FlatBucket, Sequence[int], Sequence[torch.Tensor | None]]] = []
+        """small buckets, that go with the next ones"""
+        self.summands: dict[int, tuple[str, ...]] = {}
+        """after :meth:`finish`: the parameters whose gradient is a summand, and over which axes"""
+
+    def begin_later(self) -> None:
+        """Begin what had to wait for an earlier reduction: by now that has had a block's time to finish."""
+        self.works += [begin() for begin in self.later]
+        self.later.clear()
+
+    def move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Begin to move the ``gradients`` of the parameters with these ``numbers`` back through ``bucket``.
+
+        Small ones wait for the next of their kind: a message has its price, however short it is.
+        """
+        if not isinstance(bucket, FlatBucket):
+            self._move(bucket, numbers, gradients)
+            return
+        if self.held and not self.held[0][0].joins(bucket):
+            self._flush()
+        self.held.append((bucket, numbers, gradients))
+        enough = SMALL
+        if self.works and not bucket.gathers:
+            enough = LARGE_ON_GLOO if bucket.comm.process_group(bucket.moves[0].axes).gloo else LARGE
+        if sum(g.nbytes for *_, given in self.held for g in given if g is not None) >= enough:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self.held:
+            buckets, numbers, gradients = zip(*self.held, strict=True)
+            self.held = []
+            joint = buckets[0].joined(buckets)
+            self._move(joint, [n for ns in numbers for n in ns], [g for gs in gradients for g in gs])
+
+    def _move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
+        kept = bucket.awaited if bucket.deferred else ()
+        earlier = [
+            self.earlier(n, bucket.awaited) if g is not None and bucket.awaited and not kept else None
+            for n, g in zip(numbers, gradients, strict=True)
+        ]
+        moved, works, later = bucket.backward(gradients, earlier, bool(kept))
+        self.parts += [(n, g, kept) for n, g in zip(numbers, moved, strict=True) if g is not None]
+        self.works += works
+        self.later += later
+        if isinstance(bucket, FlatBucket) and bucket.gathers:
+            while len(self.works) > UNDER_WAY:
+                self.works.pop(0).wait()
+
+    def finish(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Wait for everything: every parameter's gradient, of its parts and what autograd itself brought (``gradients``).
+
+        The latter comes from uses that no bucket carries; a parameter may have both.
+        """
+        self._flush()
+        self.begin_later()
+        for work in self.works:
+            work.wait()
+        parts: list[list[tuple[torch.Tensor, tuple[str, ...]]]] = [[] if g is None else [(g, ())] for g in gradients]
+        for number, part, axes in self.parts:
+            parts[number].append((part, axes))
+        self.works, self.parts, self.summands = [], [], {}
+        return [self._sum(number, found) if found else None for number, found in enumerate(parts)]
+
+    def _sum(self, number: int, parts: Sequence[tuple[torch.Tensor, tuple[str, ...]]]) -> torch.Tensor:
+        if len(parts) == 1 and not parts[0][1]:
+            return parts[0][0]
+        axes = self.together(*(axes for _, axes in parts))
+        if axes:
+            self.summands[number] = axes
+        total = self.summand(*parts[0], axes)
+        for part, over in parts[1:]:
+            total = total + self.summand(part, over, axes)
+        return total
+
+    def together(self, *axes: tuple[str, ...]) -> tuple[str, ...]:
+        """All these axes, in the order of the mesh."""
+        return tuple(a for a in self.comm.mesh if any(a in names for names in axes))
+
+    def summand(self, x: torch.Tensor, over: tuple[str, ...], axes: tuple[str, ...]) -> torch.Tensor:
+        """A summand ``over`` some axes as one over ``axes``, which has these and more: the first rank along those keeps it."""
+        more = tuple(a for a in axes if a not in over)
+        return x if not more or self.comm.index(more) == 0 else torch.zeros_like(x)

@@ -1,0 +1,137 @@
+"""Base classes of generated code: a tree of scopes whose tensors are bound by name, and running a saved directory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.parameters.again import forgetting
+from autoshard.runtime.parameters.ahead import Ahead
+from autoshard.runtime.parameters.block import regather
+
+
+class Scope(nn.Module):
+    """A node of the module tree; children and tensors whose names are no identifiers are items: ``self.layers[0]``.
+
+    ``self.layers[2:5]`` are the children of these numbers; a scope with numbered children can be iterated over.
+    """
+
+    def __getitem__(self, name: int | str | slice) -> Any:
+        if isinstance(name, slice):
+            return [self[number] for number in range(name.start or 0, name.stop)]
+        return self._modules[str(name)] if str(name) in self._modules else self._parameters[str(name)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[: len(self._modules)])
+
+    def place(self, path: str, child: nn.Module) -> None:
+        """Put ``child`` at dotted ``path``, with scopes on the way."""
+        *parents, last = path.split(".")
+        _hold(self.scope(".".join(parents)), last, child)
+
+    def scope(self, path: str) -> nn.Module:
+        """The scope at dotted ``path`` ("" is this one), made where it does not exist."""
+        scope: nn.Module = self
+        for part in path.split(".") if path else ():
+            if part not in scope._modules:
+                _hold(scope, part, Scope())
+            scope = scope._modules[part]  # type: ignore[assignment]
+        return scope
+
+
+def _hold(scope: nn.Module, name: str, child: nn.Module) -> None:
+    """Have ``child`` in ``scope``; as a plain attribute, too, unless that means something else: torch looks for it last."""
+    scope._modules[name] = child
+    if name not in scope.__dict__ and not hasattr(type(scope), name):
+        scope.__dict__[name] = child
+
+
+class Block(Scope):
+    """A module of the original model. ``TENSORS``: its parameters and buffers: local/global shape and layout."""
+
+    TENSORS: ClassVar[Mapping[str, str]] = {}
+
+    block_path = ""
+    """where it is in the model; "" for the root"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.TENSORS:
+            path, _, leaf = name.rpartition(".")
+            self.scope(path)._parameters[leaf] = None
+
+
+class RankModule(Block):
+    """What one rank runs. ``BLOCKS``: path → class of the blocks with their own forward."""
+
+    MESH: ClassVar[Mapping[str, int]] = {}
+    BLOCKS: ClassVar[Mapping[str, type[Block]]] = {}
+    AGAIN: ClassVar[bool] = False
+    """whether it has parts that run again in the backward"""
+    GATHERS: ClassVar[bool] = False
+    """whether it gathers parameters, which are then gathered again in the backward instead of being kept"""
+    PREFETCH: ClassVar[int] = 0
+    """how many buckets of parameters are gathered ahead of the one that is used, forward and backward"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for path, block in self.BLOCKS.items():
+            placed = block()
+            placed.block_path = path
+            self.place(path, placed)
+        self._slots = dict(self._find_slots())
+        self._ahead = Ahead(self.PREFETCH)
+
+    def _find_slots(self) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+        holders = [("", type(self)), *((f"{path}.", block) for path, block in self.BLOCKS.items())]
+        for prefix, block in holders:
+            for name in block.TENSORS:
+                path, _, leaf = f"{prefix}{name}".rpartition(".")
+                yield f"{prefix}{name}", (self.scope(path), leaf)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward; first :meth:`bind_tensors`."""
+        ahead = self._ahead.forward(self._bound()) if self.PREFETCH else contextlib.nullcontext()
+        with (
+            ahead,
+            regather(self.PREFETCH) if self.GATHERS else forgetting() if self.AGAIN else contextlib.nullcontext(),
+        ):
+            return super().__call__(*args, **kwargs)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that are bound, of this rank."""
+        return list(self._bound().values())
+
+    def _bound(self) -> dict[str, torch.Tensor]:
+        found = ((name, scope._parameters[leaf]) for name, (scope, leaf) in self._slots.items())
+        return {name: x for name, x in found if x is not None}
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Original names of all parameters and buffers it reads."""
+        return tuple(self._slots)
+
+    def bind_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Use these local tensors (by original name) from now on; they need not be leaves."""
+        for name, (scope, leaf) in self._slots.items():
+            scope._parameters[leaf] = tensors[name]  # type: ignore[assignment]
+
+    def release_tensors(self) -> None:
+        """Forget the bound tensors."""
+        for scope, leaf in self._slots.values():
+            scope._parameters[leaf] = None
+
+
+def require(*conditions: bool) -> None:
+    """Raise :class:`~autoshard.errors.RuntimeMismatchError` unless the inputs have lengths that the program holds for."""
+    if not all(conditions):
+        number = conditions.index(False) + 1
+        raise RuntimeMismatchError(
+            f"the program does not hold for inputs of these lengths: condition {number} of runtime.require in its forward "
+            "fails. Compile for such inputs."
+        )

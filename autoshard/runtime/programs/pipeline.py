@@ -1,0 +1,257 @@
+"""The stages of a program on this rank, run by the schedules of torch.distributed.pipelining.
+
+A stage takes and gives local tensors in the layouts of the plan, so that every shape is known and no rank asks
+another. Where the model draws, the state of the generator goes along: a stage begins where the one before ended.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import pipelining
+
+from autoshard.runtime.programs.along import Along
+from autoshard.runtime.transport import generators
+from autoshard.runtime.transport.peers import Notes, lost
+from autoshard.runtime.transport.wire import raw
+
+Locals = list[torch.Tensor]
+Run = Callable[[int, int, Locals], Sequence[torch.Tensor]]
+"""(stage, micro-batch, what it receives) → what its rank module gives"""
+
+SCHEDULES = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
+
+
+@dataclass(frozen=True)
+class Message:
+    """A value that a stage sends, as a rank holds it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the ranks along the axis of stages have to know of one another."""
+
+    schedule: str
+    count: int
+    """of micro-batches"""
+    messages: tuple[tuple[Message, ...], ...]
+    """per stage what it sends; of the last its loss, where there is a backward"""
+    loss: int | None
+    """which of its results the last stage gives as the loss; None: there is no backward"""
+    draws: bool
+    """whether any stage draws random numbers"""
+
+
+class Pipeline:
+    """The stages of a program that this rank runs."""
+
+    def __init__(self, form: Form, along: Along, device: torch.device, run: Run) -> None:
+        self.form, self.device, self.run = form, device, run
+        self.count, self.draws, self.training = form.count, form.draws, form.loss is not None
+        self.last = len(form.messages) - 1
+        self.made: dict[int, list[Sequence[Any]]] = {}
+        """stage → per micro-batch what its rank module gave, but for what it sent"""
+        self.state: torch.Tensor | None = None
+        """of the generators, where the first stage begins every micro-batch"""
+        self.end: torch.Tensor | None = None
+        """of the generators, where the last stage ended"""
+        self.notes = along.notes
+        self.failed: Exception | None = None
+        """what went wrong on this rank; it sends zeros then, so that no other rank waits for it"""
+        self.mine = [*filter(along.is_mine, range(self.last + 1))]
+        self.modules = [_StageModule(partial(self._forward, number)) for number in self.mine]
+        made = [
+            _Stage(
+                self._fail,
+                module,
+                number,
+                self.last + 1,
+                device,
+                input_args=self._message(number - 1),
+                output_args=self._message(number),
+                group=along.group,
+            )
+            for number, module in zip(self.mine, self.modules, strict=True)
+        ]
+        self.schedule = self._schedule(form.schedule, made, along.ranks)
+
+    def _schedule(self, name: str, stages: list[Any], ranks: int) -> Any:
+        kind: Any = SCHEDULES[name]
+        if not self.training or (name == "1f1b" and self.count < ranks):
+            kind = SCHEDULES["gpipe"]  # of so few micro-batches 1F1B is the same
+        if len(stages) > 1:
+            kind = SCHEDULES["interleaved"]
+        loss = _same if self.training else None
+        multiple = kind not in (SCHEDULES["gpipe"], SCHEDULES["1f1b"])
+        return kind(stages if multiple else stages[0], self.count, loss_fn=loss, scale_grads=False)
+
+    def step(self, notes: Notes, leaves: Locals, state: torch.Tensor | None) -> None:
+        """Forward, and in training backward, of all micro-batches; ``made`` has what came out.
+
+        ``leaves``: the parameters that are trained; ``state``: of the generators, in the first stage.
+        """
+        self.made, self.state, self.end = {number: [] for number in self.mine}, state, None
+        for module in self.modules:
+            module.leaves = leaves
+        given: dict[str, Any] = {"index": torch.arange(self.count)}
+        if self.training and self.last in self.mine:
+            given["target"] = torch.zeros(self.count)
+        self.failed = None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                self.schedule.step(**given, return_outputs=False)
+        except RuntimeError as error:  # of a message: what a stage does itself fails without one
+            raise lost(error, notes, "the messages between stages") from error
+        finally:
+            for module in self.modules:
+                module.leaves = []
+
+    def _fail(self, error: Exception) -> None:
+        """Remember what a stage failed with, without torch's account of what it was doing."""
+        while error.__cause__ is not None and str(error).strip().startswith(("[Stage", "Failed to run")):
+            error = error.__cause__  # type: ignore[assignment]
+        self.failed = self.failed or error
+        self.notes.leave(error)  # ranks of the same stage may wait for this one
+
+    def _forward(self, number: int, received: Sequence[torch.Tensor], index: int) -> Any:
+        """What a stage sends; the last one its loss."""
+        if self.failed is None:
+            try:
+                return self._sent_by(number, received, index)
+            except Exception as error:
+                self._fail(error)
+        empty = self._message(number)
+        zeros = [torch.zeros(x.shape, dtype=x.dtype, device=self.device).requires_grad_(x.requires_grad) for x in empty]
+        if number == self.last:
+            return zeros[0] if self.training else ()
+        return (*zeros[:-1], packed(self.device)) if self.draws else tuple(zeros)
+
+    def _sent_by(self, number: int, received: Sequence[torch.Tensor], index: int) -> Any:
+        if self.draws:
+            if number:
+                *received, state = received
+            else:
+                assert self.state is not None
+                state = self.state
+            generators.set_states(unpacked(state, self.device))
+        results = self.run(number, index, self._taken(number, received))
+        count = self.sent(number)  # these are not kept any longer than their backward needs them
+        kept = (x.detach() if isinstance(x, torch.Tensor) else x for x in results[count:])
+        self.made[number].append([*[None] * count, *kept])
+        end = packed(self.device) if self.draws else None
+        if number == self.last:
+            self.end = end
+            return results[self.form.loss] if self.form.loss is not None else ()
+        sent = [_sent(x) for x in results[:count]]
+        return (*sent, end) if end is not None else tuple(sent)
+
+    def sent(self, number: int) -> int:
+        """How many of its results stage ``number`` sends: the first of them."""
+        return len(self.form.messages[number]) if number < self.last else 0
+
+    def _message(self, number: int) -> tuple[torch.Tensor, ...]:
+        """What stage ``number`` sends, without data; the last one "sends" the loss."""
+        if number < 0:
+            return ()
+        found = []
+        for message in self.form.messages[number]:
+            empty = raw(torch.empty(message.shape, dtype=message.dtype, device="meta"))
+            found.append(empty.requires_grad_(message.grad and self.training))
+        if self.draws and number < self.last:
+            found.append(packed(self.device).to("meta"))
+        return tuple(found)
+
+    def _taken(self, number: int, received: Sequence[torch.Tensor]) -> Locals:
+        """Messages as the values that they are."""
+        pairs = zip(self.form.messages[number - 1] if number else (), received, strict=True)
+        return [_Dense.apply(x) if x.requires_grad else x.view(message.dtype) for message, x in pairs]  # type: ignore[no-untyped-call]
+
+
+class _StageModule(nn.Module):
+    """What torch takes for a stage: ``run(received, micro-batch)``, and the leaves that are trained."""
+
+    def __init__(self, run: Callable[[Sequence[torch.Tensor], int], Any]) -> None:
+        super().__init__()
+        self.run = run
+        self.leaves: Locals = []
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        """See :meth:`torch.nn.Module.parameters`."""
+        return iter(self.leaves)
+
+    def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
+        """See the class."""
+        return self.run(received, int(index))
+
+
+class _Stage(pipelining.PipelineStage):
+    """A stage whose failures are told to ``fail``; the schedule goes on, with zeros for what it would have sent."""
+
+    def __init__(self, fail: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fail = fail
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """See :class:`torch.distributed.pipelining.PipelineStage`."""
+        try:
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        except Exception as error:
+            self.fail(error)
+            assert self._stage_meta.inputs is not None
+            self.bwd_cache[bwd_chunk_id] = (None,) * len(self._stage_meta.inputs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """See :class:`torch.distributed.pipelining.PipelineStage`."""
+        try:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        except Exception as error:
+            self.fail(error)
+
+
+class _Dense(torch.autograd.Function):
+    """The same value; its gradient comes as it is sent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
+def _sent(x: torch.Tensor) -> torch.Tensor:
+    """A result as it is sent: dense, and no view, which torch could not detach afterwards."""
+    x = x.contiguous()
+    return raw(x.clone() if x._is_view() or x.is_leaf else x)
+
+
+def _same(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def packed(device: torch.device) -> torch.Tensor:
+    """The states of the generators as one message."""
+    return torch.cat(generators.states(cuda=device.type == "cuda")).to(device)
+
+
+def unpacked(state: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+    """What :func:`packed` packed."""
+    sizes = [x.numel() for x in generators.states(cuda=device.type == "cuda")]
+    return [x.clone() for x in state.cpu().split(sizes)]

@@ -1,0 +1,153 @@
+"""A saved step on this rank: its micro-batches and stages, as ``step.json`` says; without that file one of each."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import PlanError
+from autoshard.runtime.parameters.block import wait_gradients
+from autoshard.runtime.programs.module import RankModule
+from autoshard.runtime.programs.pipeline import Form, Message
+from autoshard.runtime.transport.communicator import current
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SavedStage:
+    """``arguments``: per argument of its forward an input and the dim that micro-batches share, or which message it is."""
+
+    arguments: tuple[int | tuple[str, int | None], ...]
+    sent: int
+    mutated: tuple[str, ...]
+    """original names of buffers whose new values come after all else"""
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """What a step does beside what the classes of its stages say."""
+
+    stages: tuple[SavedStage, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    """per rank along the axis of stages the processes that have its place"""
+    schedule: str
+    count: int
+    """of micro-batches"""
+    loss: int | None
+    """which output of the last stage is the loss, that of a micro-batch a summand; None where that is not said"""
+    training: bool
+    draws: bool
+    messages: tuple[tuple[Mapping[str, Any], ...], ...]
+    """per stage what it sends: dtype, whether it carries a gradient, and the shape on every rank of a stage"""
+    tied: Mapping[str, tuple[int, ...]]
+    """parameters of several stages, and these"""
+
+    @staticmethod
+    def beside(folder: Path, classes: Sequence[type[RankModule]], mutated: Sequence[str]) -> SavedStep:
+        """What ``step.json`` in ``folder`` says."""
+        path = folder / "step.json"
+        if not path.exists():
+            names = list(inspect.signature(classes[0].forward).parameters)[1:]
+            ranks = 1
+            for n in classes[0].MESH.values():
+                ranks *= n
+            whole = SavedStage(tuple((name, None) for name in names), 0, tuple(mutated))
+            return SavedStep((whole,), (tuple(range(ranks)),), "gpipe", 1, None, True, False, ((),), {})
+        data = json.loads(path.read_text(encoding="utf-8"))
+        stages = tuple(
+            SavedStage(
+                tuple(a if isinstance(a, int) else tuple(a) for a in s["arguments"]), s["sent"], tuple(s["mutated"])
+            )
+            for s in data["stages"]
+        )
+        return SavedStep(
+            **{k: data[k] for k in ("schedule", "count", "loss", "training", "draws")},
+            stages=stages,
+            ranks=tuple(map(tuple, data["ranks"])),
+            messages=tuple(map(tuple, data["messages"])),
+            tied={fqn: tuple(homes) for fqn, homes in data["tied"].items()},
+        )
+
+    def form(self, place: int) -> Form:
+        """Of the rank that has this place among those of its stage."""
+        messages = tuple(
+            tuple(Message(tuple(m["shapes"][place]), getattr(torch, m["dtype"]), m["grad"]) for m in sent)
+            for sent in self.messages
+        )
+        return Form(self.schedule, self.count, messages, self.loss if self.training else None, self.draws)
+
+    def of_rank(self, rank: int) -> tuple[int, int]:
+        """Which along the axis of stages a process is, and its place among those of its stage."""
+        return next((k, row.index(rank)) for k, row in enumerate(self.ranks) if rank in row)
+
+    def homes(self, fqn: str) -> list[int]:
+        """The ranks along the axis of stages that hold a parameter of several stages."""
+        return sorted({stage % len(self.ranks) for stage in self.tied[fqn]})
+
+
+class Held:
+    """What one process holds: the modules of its stages, and its shards as leaves."""
+
+    def __init__(
+        self, classes: Sequence[type[RankModule]], step: SavedStep | None, folder: Path, rank: int, device: torch.device
+    ) -> None:
+        from safetensors import safe_open
+
+        path = folder / f"rank{rank}.safetensors"
+        if not path.exists():
+            raise PlanError(f"{path} is missing: save the module again with sharded.save({str(folder)!r})")
+        self.tensors: dict[str, torch.Tensor] = {}
+        with safe_open(str(path), framework="pt", device=str(device)) as shards:
+            metadata = shards.metadata() or {}
+            trained = set(json.loads(metadata.get("trained", "[]")))
+            for name in shards.keys():  # noqa: SIM118  not a mapping
+                tensor = shards.get_tensor(name)
+                self.tensors[name] = nn.Parameter(tensor) if name in trained else tensor
+        self.step = step or SavedStep.beside(folder, classes, json.loads(metadata.get("mutated", "[]")))
+        mine = self.step.of_rank(rank)[0]
+        numbers = range(mine, len(classes), len(self.step.ranks))
+        self.modules = {number: classes[number]() for number in numbers}
+        self.trained = {n: t for n, t in self.tensors.items() if n in trained}
+        described = folder / "inputs.json"
+        self.inputs = json.loads(described.read_text()) if described.exists() else {}
+        self.written: dict[str, torch.Tensor] = {}
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def call(self, number: int, index: int, received: Sequence[torch.Tensor], inputs: Inputs) -> tuple[Any, ...]:
+        """What stage ``number`` sends and returns in micro-batch ``index``. ``inputs``: global."""
+        stage, module = self.step.stages[number], self.modules[number]
+        own = {name: self.tensors[name] for name in module.tensor_names}
+        module.bind_tensors(dict(zip(own, wait_gradients(*own.values()), strict=True)))
+        arguments = (received[a] if isinstance(a, int) else self._part(inputs, *a, index) for a in stage.arguments)
+        outputs: tuple[Any, ...] = module(*arguments)
+        first = len(outputs) - len(stage.mutated)
+        self.written |= {n: x.detach() for n, x in zip(stage.mutated, outputs[first:], strict=True)}
+        return outputs[:first]
+
+    def _part(self, inputs: Inputs, name: str, dim: int | None, index: int) -> torch.Tensor:
+        """What this rank brings of an input to a micro-batch."""
+        x = inputs[name]
+        if dim is not None:
+            length = x.shape[dim] // self.step.count
+            x = x.narrow(dim, index * length, length)
+        for cut, axes in self.inputs.get(name, {}).get("cut", {}).items():
+            x = x.narrow(int(cut), *current().chunk(x.shape[int(cut)], current().active(axes)))
+        return x
+
+    def update(self, lr: float) -> None:
+        """What the forward wrote of buffers, and AdamW's step."""
+        self.tensors |= {n: x for n, x in self.written.items() if n in self.tensors}  # of an input it is the caller's
+        if not self.trained:
+            return
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.trained.values(), lr=lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad()

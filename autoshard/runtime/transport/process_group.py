@@ -1,0 +1,395 @@
+"""Ranks as processes: the collectives on torch.distributed (NCCL on GPUs, gloo on CPUs)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from autoshard.errors import MeshError
+from autoshard.runtime.transport import sparse
+from autoshard.runtime.transport.communicator import Communicator, in_order_of
+from autoshard.runtime.transport.float_order import floats, ordered
+from autoshard.runtime.transport.generators import Generators
+from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, Splits, piece, together
+from autoshard.runtime.transport.peers import Notes, lost, wait
+from autoshard.runtime.transport.profiling import collective_name, named, recorded
+from autoshard.runtime.transport.relay import Arrival, Hop
+from autoshard.runtime.transport.spare import Spare
+from autoshard.runtime.transport.wire import numel, padded, raw, with_length
+
+# Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Underway(NamedTuple):
+    """A collective that has begun."""
+
+    comm: TorchCommunicator
+    group: _Group
+    at: tuple[Move | None, str]
+    """for which move, in which phase"""
+    work: Any
+
+    def wait(self) -> None:
+        """Wait for its result, once. Raises :class:`CommunicationError` where gloo knows that it cannot come."""
+        if self.group.gloo:
+            wait(self.work, self.comm.notes, self._name)
+        else:
+            self.work.wait()
+
+    def _name(self) -> str:
+        return self.comm.name(self.group, *self.at)
+
+
+class _Added(NamedTuple):
+    """A reduce-scatter under way as an all-to-all."""
+
+    work: Underway
+    received: torch.Tensor
+    out: torch.Tensor
+
+    def wait(self) -> None:
+        """Wait for the others' parts and add them up."""
+        self.work.wait()
+        ranks = self.received.numel() // max(1, self.out.numel())
+        torch.sum(self.received.view(ranks, *self.out.shape), 0, dtype=self.out.dtype, out=self.out)
+
+
+class _Group(NamedTuple):
+    handle: Any
+    size: int
+    number: int
+    """this rank's number along the axes"""
+    members: tuple[int, ...]
+    """global ranks, in the order of the axes"""
+    order: tuple[int, ...] | None
+    """number along the axes of each member in the process group's own order; None: the same"""
+    gloo: bool
+
+
+class TorchCommunicator(Communicator):
+    """This process's rank. Process groups are made when axes are first used, on all their members at once.
+
+    ``ranks``: the global rank of every mesh rank (default: 0, 1, …). Raises :class:`MeshError` where torch.distributed
+    is not initialised or has too few ranks.
+    """
+
+    def __init__(self, axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> None:
+        if not dist.is_initialized():
+            raise MeshError("torch.distributed is not initialised: call torch.distributed.init_process_group() first")
+        self.ranks = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
+        me = dist.get_rank()
+        super().__init__(axes, self.ranks.index(me) if me in self.ranks else -1)
+        if self.world_size != len(self.ranks):
+            raise MeshError(f"mesh {self.mesh} has {self.world_size} ranks, but {len(self.ranks)} processes run")
+        self._groups: dict[tuple[str, ...], _Group] = {}
+        self._handles: dict[tuple[int, ...], Any] = {}
+        self._beside: dict[tuple[int, ...], Any] = {}
+        self._host: _Group | None = None
+        self.generators: Generators | None = None
+        """set inside :func:`synchronised_rng`"""
+        self._at: tuple[Move | None, str] = (None, "a collective")
+        self.notes = Notes()
+        self.spare = Spare()
+
+    @classmethod
+    def of(cls, mesh: Any) -> TorchCommunicator:
+        """The communicator of a torch ``DeviceMesh``, on the process groups that the mesh has already."""
+        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.mesh.ndim))
+        comm = cls(dict(zip(names, mesh.mesh.shape, strict=True)), mesh.mesh.flatten().tolist())
+        for i, name in enumerate(names):
+            comm._handles[tuple(sorted(comm.ranks[r] for r in comm.group((name,))))] = mesh.get_group(i)
+        return comm
+
+    def process_group(self, axes: tuple[str, ...]) -> _Group:
+        """The process group of the flattened ``axes``. Every member has to ask for the first time together."""
+        if axes not in self._groups:
+            members = tuple(self.ranks[r] for r in self.group(axes))
+            ordered = tuple(sorted(members))
+            if ordered not in self._handles:
+                everyone = ordered == tuple(range(dist.get_world_size()))
+                self._handles[ordered] = (
+                    dist.group.WORLD if everyone else dist.new_group(list(ordered), use_local_synchronization=True)
+                )
+            order = None if ordered == members else tuple(members.index(r) for r in ordered)
+            handle = self._handles[ordered]
+            gloo = dist.get_backend(handle) == "gloo"
+            self._groups[axes] = _Group(handle, len(members), self.index(axes), members, order, gloo)
+        return self._groups[axes]
+
+    def beside(self, axes: tuple[str, ...]) -> _Group:
+        """The process group for what runs beside compute: parameters on their way, and their gradients.
+
+        A communicator works off its collectives one after another, so one that the next operation waits for would stand
+        behind them: they have one of their own, as in Megatron-LM and FSDP2. gloo has threads for several at once.
+        """
+        group = self.process_group(axes)
+        return group if group.gloo else self._own(group)
+
+    def _own(self, group: _Group) -> _Group:
+        """``group`` with a communicator of its own. Every member has to ask for the first time together."""
+        if group.members not in self._beside:
+            self._beside[group.members] = dist.new_group(sorted(group.members), use_local_synchronization=True)
+        return group._replace(handle=self._beside[group.members])
+
+    def host_group(self) -> _Group:
+        """All ranks, for tensors on the CPU.
+
+        A group of its own where no backend is for CPUs (NCCL), and where gloo is beside another: on the CPU part of
+        "cpu:gloo,cuda:nccl" checkpoints are saved in the background, and whose collectives come first would be chance.
+        """
+        world = self.process_group(self.active(tuple(self.mesh)))
+        config = dist.get_backend_config(world.handle)
+        if world.gloo or ("cpu:" in config and "cpu:gloo" not in config):
+            return world
+        if self._host is None:
+            handle = dist.new_group(sorted(self.ranks), backend="gloo", use_local_synchronization=True)
+            self._host = world._replace(handle=handle, gloo=True)
+        return self._host
+
+    def buffer(self, like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat buffer of ``size`` elements where ``like`` is, for gradients that are to be kept."""
+        return self.spare.take(like, size, dtype, self.notes.call - self.notes.meetings)
+
+    def during(self, move: Move | None, phase: str) -> None:
+        """The collectives that follow are for this move in this phase; for none: ``phase`` says for what."""
+        self._at = (move, phase)
+
+    def begin(self, group: _Group, collective: Callable[..., Any], *args: Any) -> Underway:
+        """``collective(*args)`` of torch.distributed on ``group``, asynchronously."""
+        self.notes.settle()
+        try:
+            return Underway(self, group, self._at, collective(*args, group=group.handle, async_op=True))
+        except RuntimeError as error:
+            raise lost(error, self.notes, self.name(group, *self._at)) from error
+
+    def run(self, group: _Group, collective: Callable[..., Any], *args: Any) -> None:
+        """``collective(*args)`` of torch.distributed on ``group``. Raises as :meth:`Underway.wait` does."""
+        if group.gloo:
+            self.begin(group, collective, *args).wait()
+        else:
+            self.notes.settle()
+            collective(*args, group=group.handle)
+
+    def reduce_scatter(self, group: _Group, out: torch.Tensor, parts: torch.Tensor) -> Underway | _Added:
+        """Begin to sum ``parts``, one shaped as ``out`` for each rank, one after another, into every rank's ``out``.
+
+        gloo's own sends as much as an all-reduce; the parts are exchanged and added here instead: half of that.
+        """
+        if not group.gloo:
+            return self.begin(group, _reduce_scatter_single, out, parts)
+        received = torch.empty_like(parts)
+        return _Added(self.begin(group, dist.all_to_all_single, received, parts), received, out)
+
+    def name(self, group: _Group, move: Move | None, phase: str) -> str:
+        """A collective as an error names it."""
+        if move is not None:
+            move = move if move.module != UNNAMED else named(move, always=True)  # it is waited for where it began
+            phase = collective_name(move.kind, self.named(move.kind, move.axes), move.module, phase)
+        return f"{phase} among ranks {', '.join(map(str, group.members))}"
+
+    def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            move = named(move, always=True)  # for the backward, where no line of generated code runs
+            result: torch.Tensor = _Differentiable.apply(self, move, self.phase, x)  # type: ignore[no-untyped-call]
+            return result
+        return self.execute(named(move), x, self.phase)
+
+    def execute(self, move: Move, x: torch.Tensor, phase: str) -> torch.Tensor:
+        """``move`` on this rank's ``x``, without autograd."""
+        verb = move.verb
+        if verb in LOCAL:
+            return in_order_of(x, self.local(move, x))
+        group = self.process_group(move.axes)
+        if self.log is not None:
+            self.record("all_gather" if x.is_sparse else move.kind, move.axes, phase, move.ring_bytes(x, group.size))
+        self.during(move, phase)
+        with recorded(self, move, phase):
+            if x.is_sparse:
+                parts = sparse.gathered(move, x, group.size, lambda m, part: _all_gather(self, m, group, part))
+                return sparse.joined(move, parts, self.chunks, group.number)
+            return in_order_of(x, _COLLECTIVES[verb](self, move, group, x))
+
+    def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
+        """See :meth:`Communicator.exchange`."""
+        (hop,) = hops
+        self.record("permute", hop.move.axes, phase, hop.bytes)
+        self.during(hop.move, phase)
+        with recorded(self, hop.move, phase):
+            return [self.send(self.process_group(hop.move.axes), hop)]
+
+    def send(self, group: _Group, hop: Hop) -> Arrival:
+        """Begin to send, and to receive."""
+        receiver, sender = group.members[hop.to], group.members[hop.source]
+        counts = [numel(shape) for shape in hop.shapes]
+        sent = torch.cat([x.reshape(-1) for x in hop.tensors])
+        out = sent.new_empty(sum(counts))
+        works: Sequence[Any] = ()
+        if group.gloo:  # whose waits for a single message end a connection when they time out
+            members = sorted(group.members)
+            gets = [out.numel() if m == sender else 0 for m in members]
+            gives = [sent.numel() if m == receiver else 0 for m in members]
+            works = [self.begin(group, dist.all_to_all_single, raw(out), raw(sent), gets, gives)]
+        elif hop.to == group.number:
+            out = sent
+        else:
+            ops = [dist.P2POp(dist.isend, raw(sent), receiver, group.handle)] if sent.numel() else []
+            ops += [dist.P2POp(dist.irecv, raw(out), sender, group.handle)] if out.numel() else []
+            works = dist.batch_isend_irecv(ops) if ops else ()
+
+        def arrive() -> tuple[torch.Tensor, ...]:
+            for work in works:
+                work.wait()
+            sent.numel()  # not freed before
+            return tuple(x.view(s) for x, s in zip(torch.split(out, counts), hop.shapes, strict=True))
+
+        return arrive
+
+    def random_states(self) -> list[torch.Tensor]:
+        """See :meth:`Communicator.random_states`; inside :func:`synchronised_rng` the ranks agree on them."""
+        if self.generators is not None:
+            self.generators.agree()
+        return super().random_states()
+
+    def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :meth:`Communicator.shared`: every rank draws; the generators agree (synchronised_rng)."""
+        if self.generators is not None:
+            self.generators.agree()
+        return fn(*args, **kwargs)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A move of this rank as a node of the autograd graph; its backward is the dual move."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: TorchCommunicator, move: Move, phase: str, x: torch.Tensor) -> torch.Tensor:
+        ctx.comm, ctx.move = comm, move
+        return comm.execute(move, x, phase)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        move = ctx.move.backward()
+        if torch.is_grad_enabled():
+            return None, None, None, _Differentiable.apply(ctx.comm, move, "backward", gradient)  # type: ignore[no-untyped-call]
+        return None, None, None, ctx.comm.execute(move, gradient, "backward")
+
+
+def _all_reduce(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    if not out.numel():
+        return out
+    if move.op != "sum" and x.is_floating_point():
+        keys = ordered(out, move.op)
+        comm.run(group, dist.all_reduce, keys, _REDUCE[move.op])
+        return floats(keys, x.dtype)
+    comm.run(group, dist.all_reduce, out, _REDUCE[move.op])
+    return out
+
+
+def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    chunks = comm.chunks(move.size, move.axes)
+    out_shape = with_length(x.shape, move.dim, move.size)
+    if not numel(out_shape):
+        return x.new_empty(out_shape)
+    lengths = [length for _, length in chunks]
+    even = lengths[0] == lengths[-1]
+    x = x.contiguous() if even else padded(x, move.dim, lengths[0])
+    if even and move.dim == 0 and group.order is None:
+        out = x.new_empty(out_shape)
+        comm.run(group, all_gather_single, raw(out), raw(x))
+        return out
+    parts = x.new_empty([group.size, *x.shape])
+    comm.run(group, all_gather_single, raw(parts), raw(x).unsqueeze(0))
+    pieces = _by_index(parts.unbind(0), group)
+    return torch.cat([p.narrow(move.dim, 0, n) for p, n in zip(pieces, lengths, strict=True)], move.dim)
+
+
+def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    chunks = comm.chunks(move.size, move.axes)
+    longest, mine = chunks[0][1], chunks[group.number][1]
+    if not x.numel():
+        return x.new_empty(with_length(x.shape, move.dim, mine))
+    if move.dim == 0 and longest == chunks[-1][1] and group.order is None:
+        parts = x.contiguous()
+    else:
+        pieces = [padded(x.narrow(move.dim, *c), move.dim, longest) for c in chunks]
+        parts = torch.cat(pieces if group.order is None else [pieces[k] for k in group.order])
+    out = x.new_empty(with_length(x.shape, move.dim, longest))
+    comm.reduce_scatter(group, out, parts).wait()
+    return out.narrow(move.dim, 0, mine).contiguous()
+
+
+def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    if move.splits is not None:
+        return _rows(comm, move.splits, group, x)
+    sent, gathered = comm.chunks(move.to_size, move.axes), comm.chunks(move.size, move.axes)
+    members = range(group.size) if group.order is None else group.order
+    pieces = [x.narrow(move.to_dim, *sent[k]).reshape(-1) for k in members]
+    shape = with_length(x.shape, move.to_dim, sent[group.number][1])
+    shapes = [with_length(shape, move.dim, gathered[k][1]) for k in members]
+    out = _exchanged(comm, pieces, [numel(s) for s in shapes], group)
+    parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
+    return torch.cat(_by_index(parts, group), move.dim)
+
+
+def _rows(comm: TorchCommunicator, splits: Splits, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    members = range(group.size) if group.order is None else group.order
+    pieces = x.split(splits.sent)
+    shapes = [(splits.received[k], *x.shape[1:]) for k in members]
+    out = _exchanged(comm, [pieces[k].reshape(-1) for k in members], [numel(s) for s in shapes], group)
+    return torch.cat(_by_index([p.view(s) for p, s in zip(out, shapes, strict=True)], group))
+
+
+def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    assert move.exchange is not None
+    members = range(group.size) if group.order is None else group.order
+    sent = [piece(move, group.number, k, x).reshape(-1) for k in members]
+    shapes = [with_length(x.shape, move.dim, move.exchange.piece(k, group.number)[1]) for k in members]
+    out = _exchanged(comm, sent, [numel(s) for s in shapes], group)
+    parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
+    return together(move, group.number, _by_index(parts, group))
+
+
+def _exchanged(
+    comm: TorchCommunicator, sent: list[torch.Tensor], counts: list[int], group: _Group
+) -> tuple[torch.Tensor, ...]:
+    """Flat tensors to every member, and from every member one of ``counts`` elements, in the process group's order."""
+    buffer = torch.cat(sent)
+    out = buffer.new_empty(sum(counts))
+    comm.run(group, dist.all_to_all_single, raw(out), raw(buffer), counts, [s.numel() for s in sent])
+    return torch.split(out, counts)
+
+
+def _permute(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    after = comm.process_group(move.order)
+    to = group.members.index(after.members[group.number])
+    shape = (
+        x.shape if move.dim < 0 else with_length(x.shape, move.dim, comm.chunks(move.size, move.axes)[after.number][1])
+    )
+    return comm.send(group, Hop(move, to, after.number, (x,), (tuple(shape),), 0.0))()[0]
+
+
+_COLLECTIVES = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "permute": _permute,
+    "halo": _halo,
+}
+
+
+def _by_index(parts: Sequence[torch.Tensor], group: _Group) -> list[torch.Tensor]:
+    """Parts that lie in the process group's order, in the order of the axes."""
+    if group.order is None:
+        return list(parts)
+    out = list(parts)
+    for position, k in enumerate(group.order):
+        out[k] = parts[position]
+    return out

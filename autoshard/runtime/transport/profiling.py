@@ -1,0 +1,71 @@
+"""Collectives in profiles of a run, named as in the predicted timeline: ``all_gather@tp blocks.0.attention.q forward``.
+
+The compiler leaves a table of the lines of generated code that communicate. While a profiler runs, and always under
+torch.distributed, where errors bear these names too, a collective looks for the line it is called from; its backward
+bears the same module's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch.autograd.profiler as profiler
+
+from autoshard.runtime.transport.move import LOCAL, Move
+
+if TYPE_CHECKING:
+    from autoshard.runtime.transport.communicator import Communicator
+
+_TABLE = "__modules_of_lines__"
+"""the global of a generated file that holds its table"""
+
+_NOTHING = contextlib.nullcontext()
+
+
+def name_lines(rank_module: type[Any], modules: Mapping[int, str]) -> None:
+    """Tell profiles which module each line of the file of ``rank_module`` communicates for.
+
+    ``modules``: line number → path of the module, relative to the block whose method the line is in; ``@block.mlp`` is
+    relative to the block that the variable ``block`` of a loop holds.
+    """
+    rank_module.forward.__globals__[_TABLE] = modules
+
+
+def collective_name(kind: str, axes: Sequence[str], module: str, phase: str) -> str:
+    """``all_gather@tp blocks.0.attention.q forward``; the root module is ``(root)``."""
+    return f"{kind}@{','.join(axes)} {module or '(root)'} {phase}"
+
+
+def named(move: Move, always: bool = False) -> Move:
+    """``move`` with the module whose line of generated code is being run, if a profiler runs or ``always``."""
+    return move._replace(module=_running_module()) if always or profiler._is_profiler_enabled else move
+
+
+def recorded(comm: Communicator, move: Move, phase: str, members: int = 1) -> contextlib.AbstractContextManager[Any]:
+    """Show what runs inside in the profile under the name of the collective; local moves and no profile: nothing.
+
+    A bucket of several ``members`` bears the name of its first, and how many more there are.
+    """
+    if not profiler._is_profiler_enabled or move.verb in LOCAL:
+        return _NOTHING
+    name = collective_name(move.kind, comm.named(move.kind, move.axes), move.module, phase)
+    return profiler.record_function(f"{name} (+{members - 1})" if members > 1 else name)
+
+
+def _running_module() -> str:
+    """The module that the innermost line of generated code on the stack communicates for; "?" without one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        modules = frame.f_globals.get(_TABLE)
+        if modules is not None:
+            owner, module = frame.f_locals.get("self"), modules.get(frame.f_lineno, "")
+            if module.startswith("@"):
+                variable, _, module = module[1:].partition(".")
+                owner = frame.f_locals.get(variable)
+            return ".".join(filter(None, (getattr(owner, "block_path", ""), module)))
+        frame = frame.f_back
+    return "?"

@@ -1,0 +1,1 @@
+"""What operations cost, and the time of a step from that."""

@@ -1,0 +1,274 @@
+"""What a choice costs: roofline compute of one op on local shapes, and memory per rank. Communication: redistribute."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from autoshard.layout import Owned, Placement, Shard, chunk
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.memory import optimizer_bytes
+from autoshard.passes.ir.program import Internal
+from autoshard.passes.propagate.prices.fusion import Traffic
+from autoshard.passes.rules.base import Rule
+from autoshard.passes.rules.facts import facts_of, is_view
+from autoshard.passes.rules.families import ring
+from autoshard.passes.rules.families.conv import RULES as CONVOLUTIONS
+from autoshard.passes.rules.families.embedding import LOOK_UPS, TABLE, TABLE_SUMS
+
+CONVOLVES = frozenset(rule.op for rule in CONVOLUTIONS)
+LINE = 64
+"""bytes that memory gives at least"""
+
+
+@lru_cache(maxsize=1 << 16)
+def local_shape(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: Mesh) -> tuple[int, ...]:
+    """The largest local shape (rank 0's) of a tensor with ``placements``."""
+    local = [int(n) for n in shape]
+    for placement, ranks in zip(placements, mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            local[placement.dim] = chunk(local[placement.dim], ranks, 0)[1]
+    return tuple(local)
+
+
+def local_numel(type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> int:
+    """Elements the fullest rank holds."""
+    return math.prod(local_shape(type_.shape, placements, mesh))
+
+
+def divided(choice: Sequence[Strategy], mesh: Mesh) -> float:
+    """The share of an op's work that the fullest rank does under ``choice`` (one strategy per mesh axis)."""
+    lengths: dict[str, tuple[int, int]] = {}
+    share = 1.0
+    for strategy, ranks in zip(choice, mesh.shape, strict=True):
+        if not strategy.divides:
+            continue
+        if strategy.size is None:
+            share /= ranks
+            continue
+        full, left = lengths.get(strategy.label, (int(strategy.size),) * 2)
+        lengths[strategy.label] = (full, chunk(left, ranks, 0)[1])
+    for full, left in lengths.values():
+        share *= left / full if full else 1.0
+    return share
+
+
+def backward_factor(node: Node, graph: Graph) -> float:
+    """Backward FLOPs per forward FLOP of a matmul-like op: one more product per operand that wants a gradient."""
+    if not any(graph.types[o].grad for o in node.outputs):
+        return 0.0
+    stated = facts_of(node.op).backward
+    return float(len(_multiplied(node, graph))) if stated is None else stated
+
+
+def _multiplied(node: Node, graph: Graph) -> list[int]:
+    """The operands, by position, that want a gradient, each by a product in the backward: two at most, and not what is
+    added to the product."""
+    added = node.argument(name) if (name := facts_of(node.op).addend) else None
+    wanting = (i for i, n in enumerate(node.inputs) if graph.types[n].grad and Ref(n) != added)
+    return [*itertools.islice(wanting, 2)]
+
+
+def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:
+    """(ring bytes per rank, seconds) of a collective inside an op's local form."""
+    ranks, link = mesh.size_of(collective.axes), mesh.link(collective.axes)
+    if collective.kind == "permute":  # every rank sends one message
+        return collective.bytes, link.seconds(collective.bytes, "permute")
+    passes = 2 if collective.kind == "all_reduce" else 1
+    moved = passes * (ranks - 1) / ranks * collective.bytes
+    return moved, link.seconds(moved, collective.kind)
+
+
+def node_flops(node: Node, graph: Graph, rule: Rule | None) -> float:
+    """Forward plus backward FLOPs of ``node`` on one device (matmul-like ops; others count 0)."""
+    if rule is None or rule.flops is None:
+        return 0.0
+    return float(rule.flops(node, graph.example)) * (1.0 + backward_factor(node, graph))
+
+
+class Seconds(NamedTuple):
+    """Seconds of one operation, forward and backward."""
+
+    forward: float
+    backward: float = 0.0
+    launches: tuple[float, float] = (0.0, 0.0)
+    """the parts of both in which nothing runs yet"""
+
+    @property
+    def step(self) -> float:
+        """Both."""
+        return self.forward + self.backward
+
+
+def node_seconds(
+    node: Node,
+    graph: Graph,
+    mesh: Mesh,
+    choice: Sequence[Strategy],
+    flops: float,
+    placements: Sequence[tuple[Placement, ...]],
+    traffic: Traffic | None = None,
+) -> Seconds:
+    """Time of ``node`` under ``choice``: of its products or of its traffic to memory, whichever is longer, and of launches.
+
+    ``flops``: :func:`node_flops`; ``placements``: of every operand, then every result; ``traffic``: what of them is read
+    and written, None: all of it. The backward moves twice the bytes of the forward: it reads the gradients, too.
+    """
+    names, device = (*node.inputs, *node.outputs), mesh.hardware
+    if is_view(node.op) or not names:
+        return Seconds(0.0)
+    shapes = [local_shape(graph.types[n].shape, p, mesh) for n, p in zip(names, placements, strict=True)]
+    sizes: list[float] = [math.prod(x) * graph.types[n].dtype.itemsize for n, x in zip(names, shapes, strict=True)]
+    touched = (True,) * len(sizes) if traffic is None else (*traffic.reads, *traffic.writes)
+    if graph.types[names[0]].tables and node.op in LOOK_UPS:
+        sizes = _looked_up(node, graph, mesh, choice, shapes, sizes)
+    if facts_of(node.op).joins:
+        sizes = [sizes[-1] / len(node.inputs)] * len(node.inputs) + sizes[-1:]
+    moved = sum(itertools.compress(sizes, touched))
+    if facts_of(node.op).looks_up:
+        moved -= max(0, sizes[0] - sizes[len(node.inputs)])
+    launch = device.kernel_latency * (traffic is None or traffic.launches)
+    wanting = [shapes[i] for i in _multiplied(node, graph)]
+    trained = any(graph.types[o].grad for o in node.outputs)
+    moved += _written_beside(node, graph, shapes) if trained else 0.0
+    work = flops * divided(choice, mesh)
+    forward = work / (1.0 + backward_factor(node, graph))
+    dtype = graph.types[names[-1]].dtype
+    if node.op in ring.ATTENTION:
+        tiling = ring.tiling(node, graph, mesh, choice)
+        ahead = device.attention_seconds(tiling.pairs * forward, tiling.keys, dtype, backward=False)
+        back = device.attention_seconds(2.5 * tiling.pairs * forward, tiling.keys, dtype, backward=True)
+        ahead, back = (ring.in_tiles(node, graph, device.attention_tile) * x for x in (ahead, back))
+        if not tiling.fused:
+            moved += ring.PASSES * math.prod(shapes[0][:-1]) * shapes[1][-2] * dtype.itemsize
+        if tiling.tiles > 1:  # each gives a result of its own, which is merged
+            launch *= tiling.tiles + ring.MERGE_KERNELS * (tiling.tiles - 1)
+            moved += 3 * (tiling.tiles - 1) * math.prod(shapes[-1]) * max(4, dtype.itemsize)
+    else:
+        convolves = node.op in CONVOLVES
+        aligned = convolves or device.is_aligned(forward, shapes[-1], dtype)
+        ahead = device.product_seconds(forward, shapes[-1], dtype, convolves, aligned) if flops else 0.0
+        each = (work - forward) / max(1, len(wanting))
+        back = math.fsum(device.product_seconds(each, x, dtype, convolves, aligned) for x in wanting) if flops else 0.0
+        if device.functions and facts_of(node.op).function:
+            elements = max(map(math.prod, shapes))
+            ahead, back = (device.function_seconds(elements, backward) for backward in (False, True))
+    seconds = launch + max(ahead, device.traffic_seconds(moved))
+    if not trained:
+        return Seconds(seconds, 0.0, (launch, 0.0))
+    launches = launch * (max(1, len(wanting)) if flops else 1)
+    filled = _filled(node, graph, shapes[0]) if touched[0] and not ideal(mesh) else 0.0
+    taken = device.traffic_seconds(2 * moved) + device.memory_seconds(filled)
+    return Seconds(seconds, launches + max(back, taken), (launch, launches))
+
+
+def _written_beside(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> float:
+    """Bytes that a function such as a cross entropy keeps for its backward, which are neither operands nor results."""
+    facts = facts_of(node.op)
+    if not facts.function or facts.intermediates is None:
+        return 0.0
+    pairs = zip((*node.inputs, *node.outputs), shapes, strict=True)
+    local = {n: TensorType(x, graph.types[n].dtype, graph.types[n].grad) for n, x in pairs}
+    return float(sum(t.nbytes for t in facts.intermediates(node, local)))
+
+
+def _filled(node: Node, graph: Graph, table: tuple[int, ...]) -> float:
+    """Bytes of zeros that the backward of a look-up writes first: the whole gradient of what is looked up in."""
+    type_ = graph.types[node.inputs[0]]
+    if not type_.grad or type_.sparse or not (facts_of(node.op).looks_up or node.op in LOOK_UPS):
+        return 0.0
+    return float(math.prod(table) * type_.dtype.itemsize)
+
+
+def _looked_up(
+    node: Node,
+    graph: Graph,
+    mesh: Mesh,
+    choice: Sequence[Strategy],
+    shapes: Sequence[tuple[int, ...]],
+    sizes: Sequence[float],
+) -> list[float]:
+    """``sizes`` with what a look-up reads of its table: rows, of which memory gives no less than a line, and as many as
+    it has indices. Where tables lie whole on one rank each, a rank works on its own ones only."""
+    place = node.positions["indices"]
+    share = math.prod(n for s, n in zip(choice, mesh.shape, strict=True) if s.label in (TABLE, TABLE_SUMS))
+    row = max(LINE, shapes[0][1] * graph.types[node.inputs[0]].dtype.itemsize)
+    read = [float(n) for n in sizes]
+    read[0] = math.prod(shapes[place]) * row / share
+    for name in ("indices", "offsets", "per_sample_weights"):
+        if name in node.positions:
+            read[node.positions[name]] /= share
+    return read
+
+
+class Inside(NamedTuple):
+    """Seconds of the collectives inside one operation that hold it up, forward and backward."""
+
+    forward: float
+    backward: float = 0.0
+    hidden: tuple[float, float] = (0.0, 0.0)
+    """of others, which run beside the operation's own compute"""
+
+    @property
+    def step(self) -> float:
+        """Both."""
+        return self.forward + self.backward
+
+
+def inside_seconds(found: Sequence[Internal], mesh: Mesh, compute: Seconds) -> Inside:
+    """Time of the collectives inside an op's local form; ``compute``: of the op."""
+    spent, hidden = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
+    for c in found:
+        hides = hidden_seconds(c, mesh, compute)
+        spent[c.phase] += internal_cost(c, mesh)[1] - hides
+        hidden[c.phase] += hides
+    return Inside(spent["forward"], spent["backward"], (hidden["forward"], hidden["backward"]))
+
+
+def hidden_seconds(c: Internal, mesh: Mesh, compute: Seconds) -> float:
+    """What of a collective inside an op runs beside the op's ``compute``, which it slows down: see ``step_time``."""
+    if not c.beside or not mesh.hardware.overlap:
+        return 0.0
+    wire = mesh.link(c.axes).rate(c.kind)[1] * c.bytes
+    ahead, launches = (
+        (compute.forward, compute.launches[0]) if c.phase == "forward" else (compute.backward, compute.launches[1])
+    )
+    return min(mesh.hardware.overlap * wire, c.beside * max(0.0, ahead - launches))
+
+
+def row_bytes(type_: TensorType, states: Sequence[tuple[Placement, ...]], mesh: Mesh) -> np.ndarray:
+    """Bytes of a sparse gradient per layout of its table: of rows that are looked up, and of their numbers."""
+    shapes = [local_shape(type_.updates.shape, placed, mesh) for placed in states]
+    return np.array([rows * (math.prod(rest) * type_.kept.dtype.itemsize + 8.0) for rows, *rest in shapes])
+
+
+def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
+    """Time of the optimizer's update of a parameter stored with ``placements``: it is bound by memory traffic.
+
+    Read: the value, its gradient and the state; written: the value and the state. One fused kernel updates many
+    parameters, so a single one pays no launch.
+    """
+    if not type_.grad or optimizer == "none" or ideal(mesh):
+        return 0.0
+    shape, dtype = local_shape(type_.updates.shape, placements, mesh), type_.kept.dtype
+    state = optimizer_bytes(optimizer, shape, dtype)
+    seconds: float = mesh.hardware.update_seconds(3 * math.prod(shape) * dtype.itemsize + 2 * state)
+    return skew(type_, placements, mesh) * seconds
+
+
+def ideal(mesh: Mesh) -> bool:
+    """Whether only operations count, and bytes on the wire."""
+    return not mesh.hardware.node.latency
+
+
+def skew(type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
+    """How much more of tables like this one the busiest rank has than all on average: of 6 on 4 ranks some have 2, not 1.5."""
+    owners = math.prod(n for p, n in zip(placements, mesh.shape, strict=True) if isinstance(p, Owned))
+    return owners * math.ceil(type_.tables / owners) / type_.tables if owners > 1 else 1.0

@@ -1,0 +1,1 @@
+"""The rules, a family of operations in each file."""

@@ -1,0 +1,240 @@
+"""Scaled dot product attention: batch, heads, queries, keys and the value's last dim."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoshard.layout import R, Shard, chunk
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.program import Call, Internal, spell
+from autoshard.passes.rules.base import Facts, Rule, Site, Types
+from autoshard.passes.rules.factors import Dims, Factors, Space, broadcast_shape, inputs, undivided, wide_bytes
+from autoshard.passes.rules.families import ring
+from autoshard.runtime.attention.banded import banded_op
+from autoshard.runtime.attention.order import CAUSAL
+
+aten = torch.ops.aten
+
+OPERANDS = ("query", "key", "value", "attn_mask")
+
+
+def _shapes(node: Node, graph: Graph) -> dict[str, tuple[int, ...]]:
+    return {name: graph.shape(node.argument(name)) for name in OPERANDS if name in node.positions}
+
+
+def is_grouped(node: Node, graph: Graph) -> bool:
+    """Whether several query heads share a key head, or a value head."""
+    query, key, value = (graph.shape(node.argument(name)) for name in OPERANDS[:3])
+    return bool(node.argument("enable_gqa")) and not query[-3] == key[-3] == value[-3]
+
+
+def weights_shape(node: Node, graph: Graph) -> tuple[int, ...]:
+    """Global shape of the attention matrix [..., s, t]."""
+    shapes = _shapes(node, graph)
+    key = shapes["key"]
+    lead = [s[:-2] for s in (shapes["query"], key)]
+    if is_grouped(node, graph):
+        lead[1] = (*key[:-3], shapes["query"][-3])
+    return (*broadcast_shape(*lead), shapes["query"][-2], key[-2])
+
+
+def _strategies(node: Node, graph: Graph) -> Space:
+    """Softmax is over the keys: they need the distributed form, all others are independent. Linear in the value.
+
+    With fewer key than query heads, either both are cut ("heads"), or the query heads alone ("query heads").
+    """
+    shapes = _shapes(node, graph)
+    shape = weights_shape(node, graph)
+    if graph.shapes(node.outputs)[0][:-2] != shape[:-2]:  # the value alone has more batch dims
+        return undivided(node, graph)
+    lead = tuple("heads" if d == len(shape) - 3 else f"batch{d}" for d in range(len(shape) - 2))
+    sizes = dict(zip(lead, shape, strict=False))
+    sizes |= {"queries": shape[-2], "keys": shape[-1], "embed": shapes["value"][-1]}
+    grouped = is_grouped(node, graph)
+    dims = {
+        "query": (*_leading(shapes["query"], lead, sizes), "queries", None),
+        "key": (*_leading(shapes["key"], lead, sizes), "keys", None),
+        "value": (*_leading(shapes["value"], lead, sizes), "keys", "embed"),
+        "attn_mask": _leading(shapes.get("attn_mask", ()), (*lead, "queries", "keys"), sizes),
+    }
+    if grouped:
+        for name in ("key", "value"):
+            dims[name] = (*dims[name][:-3], "heads", *dims[name][-2:])
+        sizes["heads"] = math.gcd(shapes["key"][-3], shapes["value"][-3])
+    result = (*lead, "queries", "embed")
+    even = frozenset({"heads"}) if grouped else frozenset[str]()
+    factors = Factors(inputs(node, dims), (result,), sizes, even, linear=((node.positions["value"],),))
+    alone = (_query_heads(node, shape, dims),) if grouped else ()
+    found = (*factors.strategies(node, graph), *alone, *ring.strategies(node, graph, *shape[-2:]))
+    return tuple(s for s in found if s.label != "keys" or node.op is aten.scaled_dot_product_attention.default)
+
+
+def _leading(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims:
+    """Factors of an operand's dims before the last two (of a mask: all dims); dims that broadcast lack theirs."""
+    kept = shape[:-2] if len(names) and names[-1] != "keys" else shape
+    named = names[len(names) - len(kept) :]
+    return tuple(f if f is not None and n == sizes[f] else None for f, n in zip(named, kept, strict=True))
+
+
+def _query_heads(node: Node, shape: tuple[int, ...], dims: dict[str, Dims]) -> Strategy:
+    """Query heads cut, key and value heads whole: each rank picks those its query heads use."""
+    cut = {name for name in ("query", "attn_mask") if "heads" in dims[name]}
+    placements = tuple(Shard(dims[name].index("heads")) if name in cut else R for name in node.positions)
+    return Strategy("query heads", placements, (Shard(len(shape) - 3),), shape[-3], divides=True)
+
+
+def _local(site: Site) -> Call:
+    node, graph = site.node, site.graph
+    query, key, value, mask = (node.argument(name) for name in OPERANDS)
+    shape = weights_shape(node, graph)
+    last = len(shape) - 1
+    causal, probability = ring.band_of(node) == CAUSAL, float(node.argument("dropout_p", 0.0))
+    key_axes, row_axes = _axes(site, "key", 2), _axes(site, "query", 2)
+    around, grouped = _ring(site), is_grouped(node, graph)
+    rows_alone = causal and bool(row_axes) and not key_axes and not probability
+    spelled_out = bool(key_axes or probability or _forgets_mask(site))
+    in_tiles = bool(around) or rows_alone or node.op is banded_op._opoverload
+    if grouped and (site.axes("query heads") or (not in_tiles and spelled_out)):
+        key, value = (_heads(site, name) for name in ("key", "value"))
+        grouped = False
+    if in_tiles:
+        return ring.local(site, around, (query, key, value), row_axes, shape)
+    if causal and (key_axes or probability):
+        extent: dict[str, Any] = {"queries": shape[-2], "query_axes": spell(row_axes)} if row_axes else {}
+        extent |= {"keys": shape[-1], "key_axes": spell(key_axes)} if key_axes else {}
+        mask = Call("causal_mask", (query, node.argument("key")), extent)
+        causal = False
+    if spelled_out:
+        return _spelled_out(site, (query, key, value), mask, shape, {last: key_axes, last - 1: row_axes})
+    return site.unchanged(key=key, value=value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+
+
+def _heads(site: Site, name: str) -> Call:
+    """Of keys or values: the head of each local query head."""
+    x = site.node.argument(name)
+    heads: list[Any] = [
+        weights_shape(site.node, site.graph)[-3],
+        spell(_axes(site, "query", 3)),
+        site.graph.shape(x)[-3],
+    ]
+    if group_axes := _axes(site, name, 3):
+        heads.append(spell(group_axes))
+    return Call("kv_heads", (x, *heads), {})
+
+
+def _ring(site: Site) -> str:
+    """Which ring or folded order it takes, if any."""
+    return next((label for label in (*ring.LABELS, ring.FOLDED_ROWS) if site.axes(label)), "")
+
+
+def _forgets_mask(site: Site) -> bool:
+    """Whether torch's own op would give a learnt mask no gradient: on a rank that holds no queries (torch 2.13)."""
+    mask, out, last = site.node.positions.get("attn_mask"), site.outputs[0], site.mesh.size - 1
+    if mask is None or not site.in_type(mask).grad:
+        return False
+    return any(out.chunk_of(d, n, last)[1] == 0 for d, n in enumerate(site.out_type().shape))
+
+
+def _spelled_out(
+    site: Site, operands: tuple[Any, ...], mask: Any, shape: tuple[int, ...], rows_and_keys: dict[int, tuple[str, ...]]
+) -> Call:
+    """The runtime's attention: it needs to know how the attention matrix is cut."""
+    given = {
+        "attn_mask": mask,
+        "dropout_p": site.node.argument("dropout_p") or None,
+        "scale": site.node.argument("scale"),
+        "batch": site.node.batch,
+    }
+    extra = {name: v for name, v in given.items() if v is not None}
+    axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | rows_and_keys
+    cuts = {d: spell(a) for d, a in sorted(axes.items()) if a}
+    return Call("attention", operands, {**extra, "shape": shape, "cuts": cuts})
+
+
+def _axes(site: Site, name: str, from_end: int) -> tuple[str, ...]:
+    """Axes that cut a dim of an operand, counted from the end."""
+    rank = len(site.in_type(site.node.positions[name]).shape)
+    return site.axes_of(name, rank - from_end) if rank >= from_end else ()
+
+
+def _collectives(site: Site) -> tuple[Internal, ...]:
+    """Where keys are cut: maxima and sums of every row. Where key heads are cut inside query heads: those heads."""
+    node, graph = site.node, site.graph
+    found: tuple[Internal, ...] = ()
+    group_axes, key_axes = _axes(site, "key", 3), _axes(site, "key", 2)
+    query_axes = _axes(site, "query", 3)
+    if is_grouped(node, graph) and site.axes("query heads") and query_axes[: len(group_axes)] != group_axes:
+        found = tuple(_gathered(site, name, group_axes) for name in ("key", "value"))
+        if any(graph.types[name].grad for name in node.outputs):
+            found += tuple(replace(c, kind="reduce_scatter", phase="backward") for c in found)
+    shape = weights_shape(node, graph)
+    if label := _ring(site):
+        return found + ring.collectives(site, label, *shape[-2:])
+    axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | {len(shape) - 2: _axes(site, "query", 2)}
+    rows = math.prod(chunk(int(n), site.mesh.size_of(axes[d]), 0)[1] for d, n in enumerate(shape[:-1]))
+    size = rows * wide_bytes(site.in_type(0).dtype)
+    return found + site.reductions(key_axes, size, ("maxima", "sums"), ("gradient of the sums",))
+
+
+def _gathered(site: Site, name: str, axes: tuple[str, ...]) -> Internal:
+    """The gather of an operand's heads."""
+    local, i = site.local_shape(name), site.node.positions[name]
+    size = math.prod(local) * site.mesh.size_of(axes) * site.in_type(i).dtype.itemsize
+    return Internal("all_gather", axes, size, "forward", f"{name} heads")
+
+
+def _flops(node: Node, graph: Graph) -> float:
+    """Two products per pair of query and key; those that positions hide are not counted."""
+    shapes, weights = _shapes(node, graph), weights_shape(node, graph)
+    queries, keys = weights[-2:]
+    pairs = ring.band_of(node).pairs(int(queries), int(keys))
+    return 2.0 * math.prod(weights[:-2]) * pairs * (shapes["query"][-1] + shapes["value"][-1])
+
+
+def _is_fused(node: Node, types: Types) -> bool:
+    """Whether nothing keeps an attention matrix: one kernel computes it, or tiles of the runtime."""
+    if node.op is banded_op._opoverload:
+        return True
+    query, key, value, *mask = (types[name] for name in node.inputs)
+    if node.argument("dropout_p", 0.0) or any(m.grad for m in mask):
+        return False
+    heads = key.shape[:-2] == value.shape[:-2] and (node.argument("enable_gqa") or query.shape[:-2] == key.shape[:-2])
+    return len(query.shape) == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] and bool(heads)
+
+
+def _saves(node: Node, types: Types) -> str | None:
+    if _is_fused(node, types):
+        return "query key value attn_mask result"
+    query, key, value = (types[name].shape for name in node.inputs[:3])
+    plain = query[:-2] == key[:-2] == value[:-2] and not node.argument("dropout_p", 0.0)
+    return "query: value; key: value; attn_mask: value" if plain else None
+
+
+def _intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
+    """Of a kernel the sums of exponentials of all rows; else the attention matrix, and what it is the product of."""
+    query, key = (types[name] for name in node.inputs[:2])
+    if _is_fused(node, types):
+        return (TensorType(query.shape[:-1], torch.promote_types(query.dtype, torch.float32)),)
+    weights = TensorType((*query.shape[:-1], key.shape[-2]), query.dtype)
+    return (weights, *([query] if key.grad else []), *([key] if query.grad else []))
+
+
+FACTS = Facts(
+    saves=_saves,
+    intermediates=_intermediates,
+    draws=lambda given: given.get("dropout_p", 0.0) != 0,
+    rounding="product",
+    backward=2.0,  # three operands want a gradient: five products in its backward against two in its forward
+)
+
+_SPELLED = "... heads queries _, ... heads keys _, ... heads keys embed, ... queries keys -> ... heads queries embed"
+
+RULES: tuple[Rule, ...] = tuple(
+    Rule(op, _strategies, _local, _flops, _SPELLED, _collectives, facts=FACTS, named=named)
+    for op, named in ((aten.scaled_dot_product_attention.default, ""), (banded_op._opoverload, "banded_rows"))
+)

@@ -1,0 +1,225 @@
+"""Embedding tables: cut by rows (vocabulary), by columns, or looked up for a part of the indices."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+
+from autoshard.errors import PlanError
+from autoshard.layout import Owned, P, R, Shard
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Internal, Local, spell
+from autoshard.passes.rules.base import Facts, Rule, Site, rules
+from autoshard.passes.rules.factors import Dims, Factors, Space, inputs, numbered, positive, sizes_of
+from autoshard.runtime.operations.embedding import pooled_op
+
+aten = torch.ops.aten
+
+BAG_MODES = ("sum", "mean", "max")
+LOOK_UPS = frozenset(
+    {aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx, pooled_op._opoverload}
+)
+TABLE = "table"
+"""the label of the strategy in which an axis gives tables, each whole, to ranks, and what they look up to all"""
+TABLE_SUMS = "table sums"
+"""the same with what the owner looks up as a summand, of which others have zeros: the batch may be of any length"""
+
+
+def _table_wise(node: Node, graph: Graph, factors: Factors) -> Space:
+    """The strategies of ``factors``, and those of a table that lies whole on one rank where it may."""
+    if not graph.types[node.inputs[node.positions["weight"]]].tables:
+        return factors
+    placed = tuple(Owned() if name == "weight" else R for name in node.positions)
+    batch = graph.shape(node.outputs[0])[0]
+    apart = frozenset({"vocab", "embed"})
+    whole = Strategy(
+        TABLE, placed, (Shard(0),), batch, divides=True, apart=apart | {TABLE_SUMS}, joins="none", innermost=True
+    )
+    sums = Strategy(TABLE_SUMS, placed, (P,), divides=True, apart=apart)
+    return (*factors.strategies(node, graph), whole, sums)
+
+
+def _local_table(site: Site, mode: str, **bags: object) -> Call:
+    """``bags``: keyword arguments of ``runtime.table_wise``, without those that are None."""
+    axes, node = _axes_of_owners(site), site.node
+    owners, owner = site.inputs[node.positions["weight"]].owner, 0
+    for axis in axes:
+        owner = owner * site.mesh.size_of(axis) + owners[axis]
+    given = {k: v for k, v in bags.items() if v not in (None, (None,), False)}
+    if gives_sparse(site):
+        given["sparse"] = True
+    if not site.axes(TABLE):
+        given["summed"] = True
+    tables, indices = (node.argument("weight"),), (node.argument("indices"),)
+    return Call("table_wise", (tables, indices, (owner,), spell(axes), mode), given)
+
+
+def _axes_of_owners(site: Site) -> tuple[str, ...]:
+    """The axes along which the table has an owner."""
+    return site.axes(TABLE) or site.axes(TABLE_SUMS)
+
+
+def _exchanged(site: Site) -> tuple[Internal, ...]:
+    """What ranks look up for others, and its gradient: of tables in balance, each rank's share."""
+    axes = site.axes(TABLE)
+    if site.mesh.size_of(axes) == 1:
+        return ()
+    size = math.prod(site.outputs[0].max_local_shape(site.out_type().shape)) * float(site.out_type().dtype.itemsize)
+    found = [("forward", "rows of tables")] + [("backward", "gradients of rows of tables")] * site.grad
+    return tuple(Internal("all_to_all", axes, size, phase, what) for phase, what in found)
+
+
+def _local_pooled(site: Site) -> Call:
+    node, axes = site.node, site.axes_of("weight", 0)
+    mode, padding = node.argument("mode"), node.argument("padding_idx")
+    if _axes_of_owners(site):
+        return _local_table(site, mode, padding=(padding if padding >= 0 else None,))
+    extra: dict[str, object] = {"padding_idx": padding} if padding >= 0 else {}
+    if gives_sparse(site):
+        extra["sparse"] = True
+    if axes:
+        extra |= {"size": site.in_type(node.positions["weight"]).shape[0], "axes": spell(axes)}
+    return Call("pooled", (node.argument("weight"), node.argument("indices"), mode), extra)
+
+
+def _looked_up(node: Node, graph: Graph, pooled: bool = False) -> Space:
+    """Index dims (``pooled``: all but the last), columns, and rows: ranks look up the rows they hold, and these sum up (P)."""
+    indices, weight = graph.shape(node.argument("indices")), graph.shape(node.argument("weight"))
+    kept = indices[:-1] if pooled else indices
+    named = numbered(kept)
+    sizes = {**sizes_of(kept), "vocab": weight[0], "embed": weight[1]}
+    if node.argument("scale_grad_by_freq", False):  # frequencies are those of the whole batch
+        sizes = {"embed": weight[1]}
+    factors = Factors(
+        inputs(node, {"weight": ("vocab", "embed"), "indices": (*named, *(None,) * pooled)}),
+        ((*named, "embed"),),
+        sizes,
+        linear=((node.positions["weight"],),),
+        filled=frozenset({"embed"}),
+    )
+    return _table_wise(node, graph, factors)
+
+
+def _local_embedding(site: Site) -> Call:
+    axes, sparse, padding = site.axes_of("weight", 0), gives_sparse(site), site.node.argument("padding_idx")
+    if _axes_of_owners(site):
+        return _local_table(site, "sum", padding=(padding if padding >= 0 else None,))
+    if not axes:
+        return site.unchanged() if sparse == site.node.argument("sparse") else site.unchanged(sparse=sparse)
+    weight, indices = (site.node.argument(a) for a in ("weight", "indices"))
+    rows = site.in_type(site.node.positions["weight"]).shape[0]
+    extra: dict[str, object] = {"padding_idx": padding} if padding >= 0 else {}
+    if sparse:
+        extra["sparse"] = True
+    return Call("vocab_embedding", (weight, indices, rows, spell(axes)), extra)
+
+
+def gives_sparse(site: Site) -> bool:
+    """Whether the table's gradient is sparse: every use of it asks for that, as in eager the sum with a dense one is dense."""
+    return site.in_type(site.node.positions["weight"]).sparse
+
+
+def _bag(node: Node, graph: Graph) -> Space:
+    """Columns always; rows where bags are sums; bags where all are equally long, so that their indices can be cut."""
+    weight, bags = graph.shape(node.argument("weight")), graph.shape(node.argument("offsets"))[0]
+    sizes: dict[str, int] = {"embed": weight[1]}
+    if BAG_MODES[node.argument("mode")] == "sum" and not node.argument("scale_grad_by_freq"):
+        sizes["vocab"] = weight[0]
+    if bag_length(node, graph) and not node.argument("scale_grad_by_freq"):
+        sizes["bags"] = bags
+    if node.output_slots != (0,):  # the op's book-keeping is wanted too
+        sizes = {}
+    flat: Dims = ("bags",)
+    dims: dict[str, Dims] = {"weight": ("vocab", "embed"), "indices": flat, "offsets": (None,)}
+    ranks = [len(graph.types[name].shape) for name in node.outputs]
+    factors = Factors(
+        inputs(node, {**dims, "per_sample_weights": flat}),
+        tuple(
+            (None,) * rank if slot else ("bags", "embed") for slot, rank in zip(node.output_slots, ranks, strict=True)
+        ),
+        sizes,
+        even=frozenset({"bags"}),
+        linear=((node.positions["weight"],),) if "vocab" in sizes else (),
+    )
+    return _table_wise(node, graph, factors)
+
+
+def bag_length(node: Node, graph: Graph) -> int:
+    """The length of all bags where ``F.embedding_bag`` made the offsets from 2-D indices; 0 where it is not known."""
+    made = graph.producers.get(node.argument("offsets").name)
+    if made is None or made.op is not aten.arange.start_step or node.argument("include_last_offset"):
+        return 0
+    start, end, step = (made.argument(a) for a in ("start", "end", "step"))
+    regular = start == 0 and end == graph.shape(node.argument("indices"))[0] and end % step == 0
+    return int(step) if regular else 0
+
+
+def _local_bag(site: Site) -> Call:
+    node = site.node
+    weight, indices, offsets = (node.argument(a) for a in ("weight", "indices", "offsets"))
+    if _axes_of_owners(site):
+        return _local_table(
+            site,
+            BAG_MODES[node.argument("mode")],
+            offsets=(offsets,),
+            weights=(node.argument("per_sample_weights"),),
+            last_offset=node.argument("include_last_offset"),
+            padding=(_padding(site),),
+        )
+    if bags := site.axes("bags"):
+        captured = next(n for n in site.graph.nodes if n.name == node.name)
+        if not bag_length(captured, site.graph):
+            raise PlanError(f"{node.name} ({node.fqn}, {node.source}): bags of unequal length cannot be sharded")
+        count = Local(site.graph.shape(offsets)[0], bags)
+        offsets = Call(aten.slice.Tensor, (offsets, 0, 0, count), {})  # starts count from this rank's first index
+    rows_axes = site.axes_of("weight", 0)
+    if not rows_axes:
+        return site.unchanged(offsets=offsets, sparse=gives_sparse(site))
+    extra = {
+        "per_sample_weights": node.argument("per_sample_weights"),
+        "include_last_offset": node.argument("include_last_offset") or None,
+        "padding_idx": _padding(site),
+        "sparse": gives_sparse(site) or None,
+    }
+    given = {k: v for k, v in extra.items() if v is not None}
+    rows = site.in_type(node.positions["weight"]).shape[0]
+    return Call("vocab_embedding_bag", (weight, indices, offsets, rows, spell(rows_axes)), given)
+
+
+def _padding(site: Site) -> int | None:
+    """The row that bags leave out, counted from the first."""
+    padding = site.node.argument("padding_idx", None)
+    return padding if padding is None else positive(padding, site.in_type(site.node.positions["weight"]).shape[0])
+
+
+RULES: tuple[Rule, ...] = (
+    *rules(
+        "embedding.default",
+        _looked_up,
+        _local_embedding,
+        "vocab embed, ... -> ... embed",
+        _exchanged,
+        facts=Facts("indices", looks_up=True),
+    ),
+    Rule(
+        pooled_op._opoverload,
+        partial(_looked_up, pooled=True),
+        _local_pooled,
+        None,
+        "vocab embed, ... _ -> ... embed",
+        _exchanged,
+        facts=Facts("indices"),
+        named="pooled",
+    ),
+    *rules(
+        "embedding_bag.default embedding_bag.padding_idx",
+        _bag,
+        _local_bag,
+        "vocab embed, (bags _), _, (bags _) -> bags embed",
+        _exchanged,
+        facts=Facts("indices offsets per_sample_weights result1 result2 result3; per_sample_weights: weight"),
+    ),
+)

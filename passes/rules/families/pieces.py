@@ -1,0 +1,317 @@
+"""Ops that take pieces of tensors or put pieces together: slices, joins, splits, pads, flips, transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.program import Call
+from autoshard.passes.ir.sizes import Size, reaches
+from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, Types, along_cut, rules
+from autoshard.passes.rules.factors import Dims, Factors, broadcast, dims_argument, numbered, positive, sizes_of
+from autoshard.passes.rules.windows import Sliding, cut, haloed, halos
+from autoshard.runtime.operations.fan_out import FAN_OUT
+from autoshard.runtime.transport.window import Window
+
+aten = torch.ops.aten
+
+
+def _in_place(
+    whole: Callable[[Node, tuple[int, ...]], Sequence[int]], linear: bool = True, filled: bool = False
+) -> Callable[[Node, Graph], Factors]:
+    """Ops that keep the number of dims; ``whole(node, shape)``: the dims that must be whole."""
+
+    def factors(node: Node, graph: Graph) -> Factors:
+        shapes = graph.shapes(node.inputs)
+        dims = numbered(shapes[0], whole(node, shapes[0]))
+        every = tuple(range(len(shapes)))
+        return Factors(
+            (dims,) * len(shapes),
+            (dims,) * len(node.outputs),
+            sizes_of(shapes[0]),
+            filled=frozenset(sizes_of(shapes[0])) if filled else frozenset(),
+            linear=(every,) if linear else (),
+        )
+
+    return factors
+
+
+def _dim(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    """Those that the op names."""
+    return dims_argument(node.argument("dim", node.argument("dims", None)), len(shape))
+
+
+def _last_two(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    return range(len(shape))[-2:]
+
+
+# --- slices and pads: windows of one position, shifted ---
+
+
+def _slide(node: Node, graph: Graph) -> tuple[Sliding, ...]:
+    """Dims that are cut before and after though the op shifts or shortens them; all others that it changes are whole.
+
+    Of a slice that drops half or more, most positions would move to another rank.
+    """
+    (shape,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
+    shifts = _shifts(node, shape)
+    found = (Sliding(d, shape[d], result[d], Window(padding=n)) for d, n in shifts.items())
+    return tuple(s for s in found if s.fixed and 2 * s.to > s.size)
+
+
+def _shifts(node: Node, shape: tuple[int, ...]) -> dict[int, int]:
+    """Dims that a slice of step 1 or a constant pad changes, and how many positions it puts in front of them."""
+    if "pad" not in str(node.op):
+        start = node.argument("start") or 0
+        fixed = {d: n for d in _changed(node, shape) if not isinstance(n := shape[d], Size)}
+        known = isinstance(start, int) and node.argument("step") == 1
+        return {d: -min(max(positive(start, n), 0), n) for d, n in fixed.items() if known}
+    pad = node.argument("pad")
+    return {d: pad[2 * (len(shape) - 1 - d)] for d in _changed(node, shape)} if _is_constant(node) else {}
+
+
+def _changed(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
+    """Dims that a slice or a pad changes."""
+    if "pad" in str(node.op):
+        pad = node.argument("pad")
+        return sorted({len(shape) - 1 - i // 2 for i in range(len(pad)) if pad[i]})
+    dim = positive(node.argument("dim"), len(shape))
+    start, end, step = (node.argument(name) for name in ("start", "end", "step"))
+    full = start in (None, 0) and (end is None or reaches(end, shape[dim])) and step == 1
+    return () if full else (dim,)
+
+
+def _is_constant(node: Node) -> bool:
+    return bool(node.argument("mode", "constant") == "constant")
+
+
+def _shifted(node: Node, graph: Graph) -> Factors:
+    """A slice or a pad. A pad is linear if it pads with zeros or with the operand's own values."""
+    (shape,), slidings = graph.shapes(node.inputs), _slide(node, graph)
+    dims = numbered(shape, set(_changed(node, shape)) - {s.dim for s in slidings})
+    linear = "pad" not in str(node.op) or not _is_constant(node) or not node.argument("value")
+    sizes = sizes_of(shape) | {s.factor: s.to for s in slidings}
+    filled = frozenset() if _is_constant(node) else frozenset(sizes)  # mirrors have no kernel for nothing
+    return Factors((dims,), (dims,), sizes, filled=filled, linear=((0,),) if linear else ())
+
+
+def _local_shifted(site: Site) -> Call:
+    """The halo is the slice and the pad; a pad of other dims remains."""
+    node, along = site.node, cut(site, _slide(site.node, site.graph))
+    if not along:
+        return site.unchanged()
+    is_pad = "pad" in str(node.op)
+    x: Call = haloed(site, node.argument("self"), along, (node.argument("value") or 0.0) if is_pad else 0.0)
+    rank, apart = len(site.in_type(0).shape), {s.dim for s in along}
+    if not is_pad or apart == set(_changed(node, site.in_type(0).shape)):
+        return x
+    pad = [0 if rank - 1 - i // 2 in apart else n for i, n in enumerate(node.argument("pad"))]
+    return site.unchanged(self=x, pad=pad)
+
+
+def _cat(node: Node, graph: Graph) -> Factors:
+    """Joined along a whole dim; ``torch.cat`` lets 1-D empty tensors pass, which have no other dims."""
+    (result,) = graph.shapes(node.outputs)
+    dims = numbered(result, (positive(node.argument("dim"), len(result)),))
+    inputs = tuple(dims if len(s) == len(result) else (None,) * len(s) for s in graph.shapes(node.inputs))
+    return Factors(inputs, (dims,), sizes_of(result), linear=(tuple(range(len(inputs))),))
+
+
+def _rotated(node: Node, graph: Graph) -> Factors:
+    """``rot90`` flips and swaps two dims, which stay whole."""
+    (shape,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
+    turned = dims_argument(node.argument("dims"), len(shape))
+    return Factors((numbered(shape, turned),), (numbered(result, turned),), sizes_of(shape), linear=((0,),))
+
+
+def _stacks(dim: int) -> Callable[[Node, Graph], Factors]:
+    """``hstack`` and its like: a join along ``dim`` where every operand has it; other ranks stay whole."""
+
+    def factors(node: Node, graph: Graph) -> Factors:
+        shapes, (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
+        joined = all(len(s) == len(result) > dim for s in shapes)
+        dims = numbered(result, (dim,) if joined else range(len(result)))
+        inputs = tuple(dims if joined else (None,) * len(s) for s in shapes)
+        return Factors(inputs, (dims,), sizes_of(result), linear=(tuple(range(len(shapes))),))
+
+    return factors
+
+
+def _stack(node: Node, graph: Graph) -> Factors:
+    (result,) = graph.shapes(node.outputs)
+    dim = positive(node.argument("dim"), len(result))
+    dims = numbered(result, (dim,))
+    inputs = (dims[:dim] + dims[dim + 1 :],) * len(node.inputs)
+    return Factors(inputs, (dims,), sizes_of(result), linear=(tuple(range(len(inputs))),))
+
+
+def _removed(node: Node, graph: Graph, whole: bool) -> Factors:
+    """Results lack ``dim``; where that is cut, only one rank holds the selected slice, so results are summands."""
+    (shape,) = graph.shapes(node.inputs)
+    dim = positive(node.argument("dim"), len(shape))
+    dims = numbered(shape, (dim,) if whole else ())
+    result = dims[:dim] + dims[dim + 1 :]
+    return Factors((dims,), (result,) * len(node.outputs), sizes_of(shape), linear=((0,),))
+
+
+def _select_scatter(node: Node, graph: Graph) -> Factors:
+    shape = graph.shapes(node.inputs)[0]
+    dim = positive(node.argument("dim"), len(shape))
+    dims = numbered(shape, (dim,))
+    return Factors((dims, dims[:dim] + dims[dim + 1 :]), (dims,), sizes_of(shape), linear=((0, 1),))
+
+
+def _columns(node: Node, graph: Graph) -> Factors:
+    """im2col and col2im: samples, and channels where they divide, for only then are chunks of them chunks of rows."""
+    (shape,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
+    image = shape if "im2col" in str(node.op) else result
+    lead: Dims = ("n",) if max(len(shape), len(result)) == 4 else ()
+    dims = [(*lead, "c", *(None,) * (len(s) - len(lead) - 1)) for s in (shape, result)]
+    sizes = {"n": shape[0], "c": image[len(lead)]}
+    return Factors((dims[0],), (dims[1],), sizes, even=frozenset({"c"}), filled=frozenset({"n"}), linear=((0,),))
+
+
+def _weight_norm(node: Node, graph: Graph) -> Factors:
+    """Each slice along ``dim`` is normalised by itself; of the norms only that dim is longer than 1."""
+    shapes = graph.shapes(node.inputs)
+    dim = node.argument("dim")  # -1: one norm of all
+    inputs = tuple(tuple("d" if d == dim else None for d in range(len(s))) for s in shapes)
+    outputs = tuple(tuple("d" if d == dim else None for d in range(len(s))) for s in graph.shapes(node.outputs))
+    linear = ((1,),) if node.op is aten._weight_norm.default else ()
+    # filled: the kernel dies of an empty chunk
+    return Factors(inputs, outputs, {"d": shapes[0][dim]} if dim >= 0 else {}, filled=frozenset("d"), linear=linear)
+
+
+def _meshgrid(node: Node, graph: Graph) -> Factors:
+    """Every result has a dim per operand; ``indexing="xy"`` swaps the first two."""
+    shapes, results = graph.shapes(node.inputs), graph.shapes(node.outputs)
+    names = [f"d{d}" for d in range(len(shapes))]
+    order = list(names)
+    if node.argument("indexing", None) == "xy":
+        order[:2] = order[:2][::-1]
+    inputs = tuple((f,) * len(s) for f, s in zip(names, shapes, strict=True))
+    sizes = {f: s[0] for f, s in zip(names, shapes, strict=True) if s}
+    return Factors(inputs, (tuple(order),) * len(results), sizes, linear=(tuple(range(len(shapes))),))
+
+
+def _broadcast_tensors(node: Node, graph: Graph) -> Factors:
+    shapes = graph.shapes(node.inputs)
+    common = graph.shapes(node.outputs)[0]
+    names = numbered(common)
+    inputs = tuple(broadcast(s, common, names) for s in shapes)
+    return Factors(inputs, (names,) * len(node.outputs), sizes_of(common), linear=(tuple(range(len(shapes))),))
+
+
+def _diagonal(node: Node, graph: Graph) -> Factors:
+    """``diagonal``, or what is written into one."""
+    shape, *written = graph.shapes(node.inputs)
+    gone = {positive(node.argument(name), len(shape)) for name in ("dim1", "dim2")}
+    dims = numbered(shape, gone)
+    line: Dims = (*(f for d, f in enumerate(dims) if d not in gone), None)
+    if written:
+        return Factors((dims, line), (dims,), sizes_of(shape), linear=((0, 1),))
+    return Factors((dims,), (line,), sizes_of(shape), linear=((0,),))
+
+
+def _renorm(node: Node, graph: Graph) -> Factors:
+    """Each slice along ``dim`` by itself."""
+    (shape,) = graph.shapes(node.inputs)
+    dim = positive(node.argument("dim"), len(shape))
+    dims: Dims = tuple("d" if d == dim else None for d in range(len(shape)))
+    return Factors((dims,), (dims,), {"d": shape[dim]})
+
+
+def _unpooled(positions: int) -> Callable[[Node, Graph], Factors]:
+    """The last dims are whole; the kernel takes no empty channels."""
+
+    def factors(node: Node, graph: Graph) -> Factors:
+        shape = graph.shapes(node.inputs)[0]
+        dims = numbered(shape, range(len(shape) - positions, len(shape)))
+        sizes = sizes_of(shape)
+        return Factors((dims, dims), (dims,), sizes, filled=frozenset(sizes), linear=((0,),))
+
+    return factors
+
+
+def _unfold(node: Node, graph: Graph) -> Factors:
+    (shape,) = graph.shapes(node.inputs)
+    dims = numbered(shape, (positive(node.argument("dimension"), len(shape)),) if shape else ())
+    return Factors((dims,), ((*dims, None),), sizes_of(shape), linear=((0,),))
+
+
+def _pixels(node: Node, graph: Graph) -> Factors:
+    """Channels and positions in blocks: a chunk is made of whole blocks, the last three dims are cut evenly."""
+    (shape,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
+    dims = numbered(shape)
+    sizes = {f: min(a, b) for f, a, b in zip(dims, shape, result, strict=True) if f is not None}
+    even, filled = frozenset(f for f in dims[-3:] if f), frozenset(sizes)  # ATen's backward fails on an empty chunk
+    return Factors((dims,), (dims,), sizes, even, filled=filled, linear=((0,),))
+
+
+# A transform of no rows is an error, so no rank may hold an empty chunk.
+_FFT = """
+    fft_fft.default fft_ifft.default fft_irfft.default fft_hfft.default
+    fft_fftn.default fft_ifftn.default fft_irfftn.default fft_fftshift.default fft_ifftshift.default
+"""
+_FFT2 = "fft_fft2.default fft_ifft2.default fft_irfft2.default"
+_REAL_FFT = "fft_rfft.default fft_ihfft.default fft_rfftn.default"
+
+
+def _norms(node: Node, types: Types) -> tuple[TensorType, ...]:
+    return () if 1 in node.output_slots else (replace(types[node.inputs[1]], grad=False),)
+
+
+EXACT = Facts(saves="", rounding="exact")
+VIEW = Facts(saves="", view=True)
+OPERAND = Facts(saves="self")
+INDICES = Facts(saves="indices")
+PADDED = Facts(saves=lambda node, types: "" if _is_constant(node) else "self")
+WEIGHT_NORM = Facts(lambda node, types: None if node.argument("dim") == -1 else "v g result1", _norms)
+
+RULES: tuple[Rule, ...] = (
+    *rules("slice.Tensor", _shifted, _local_shifted, "... d ... -> ... d ...", halos(_slide), facts=NOTHING),
+    *rules("narrow.default narrow_copy.default", _in_place(_dim), None, "dim whole", facts=NOTHING),
+    *rules("flip.default roll.default", _in_place(_dim), None, "dims whole", facts=NOTHING),
+    *rules("tril.default triu.default", _in_place(_last_two), None, "last two dims whole", facts=NOTHING),
+    *rules("diff.default", _in_place(_dim), None, "dim whole", facts=NOTHING),
+    *rules("glu.default", _in_place(_dim, linear=False), None, "dim whole", facts=OPERAND),
+    *rules("constant_pad_nd.default pad.default", _shifted, _local_shifted, "... -> ...", halos(_slide), facts=PADDED),
+    *rules("cat.default concatenate.default", _cat, None, "dim whole", facts=replace(EXACT, chains=True)),
+    *rules("concat.default", _cat, None, "dim whole", facts=NOTHING),
+    *rules("hstack.default column_stack.default", _stacks(1), None, "dim 1 whole", facts=NOTHING),
+    *rules("vstack.default", _stacks(0), None, "dim 0 whole", facts=NOTHING),
+    *rules("dstack.default", _stacks(2), None, "dim 2 whole", facts=NOTHING),
+    *rules("rot90.default", _rotated, None, "dims whole", facts=NOTHING),
+    *rules("stack.default", _stack, None, "new dim whole", facts=EXACT),
+    *rules("tensor_split.sections tensor_split.indices", _in_place(_dim), None, "dim whole", facts=NOTHING),
+    *rules(
+        "select.int", partial(_removed, whole=False), along_cut("sharded_select", "index"), "dim summed", facts=NOTHING
+    ),
+    *rules("unbind.int unbind_copy.int", partial(_removed, whole=True), None, "dim whole", facts=NOTHING),
+    Rule(FAN_OUT, _in_place(lambda node, shape: ()), notation="... -> ..., ...", facts=EXACT),
+    *rules("select_scatter.default", _select_scatter, None, "dim whole", facts=NOTHING),
+    *rules("slice_scatter.default", _in_place(_changed), None, "sliced dim whole", facts=NOTHING),
+    *rules("fliplr.default", _in_place(lambda node, shape: (1,)), None, "dim 1 whole", facts=NOTHING),
+    *rules("flipud.default", _in_place(lambda node, shape: (0,)), None, "dim 0 whole", facts=NOTHING),
+    *rules("_weight_norm.default _weight_norm_interface.default", _weight_norm, None, "dim", facts=WEIGHT_NORM),
+    *rules("meshgrid.default meshgrid.indexing", _meshgrid, None, "a, b -> a b, a b", facts=VIEW),
+    *rules("broadcast_tensors.default", _broadcast_tensors, None, "..., ... -> ..., ...", facts=VIEW),
+    *rules("pixel_shuffle.default", _pixels, None, "... (c r r) h w -> ... c (h r) (w r)", facts=NOTHING),
+    *rules("pixel_unshuffle.default", _pixels, None, "... c (h r) (w r) -> ... (c r r) h w", facts=NOTHING),
+    *rules("channel_shuffle.default", _in_place(lambda node, shape: (1,)), None, "dim 1 whole", facts=NOTHING),
+    *rules("im2col.default col2im.default", _columns, None, "n c _ _ -> n (c k) _, or back", facts=NOTHING),
+    *rules("max_unpool2d.default", _unpooled(2), None, "n c _, n c _ -> n c _", facts=INDICES),
+    *rules("max_unpool3d.default", _unpooled(3), None, "n c _, n c _ -> n c _", facts=INDICES),
+    *rules(_FFT, _in_place(_dim, filled=True), None, "dim whole", facts=NOTHING),
+    *rules(_FFT2, _in_place(_dim, filled=True), None, "dims whole", facts=NOTHING),
+    *rules(_REAL_FFT, _in_place(_dim, filled=True), None, "dim whole", facts=OPERAND),
+    *rules("fft_rfft2.default", _in_place(_dim, filled=True), None, "dims whole", facts=OPERAND),
+    *rules("diagonal.default diagonal_copy.default", _diagonal, None, "both dims whole", facts=NOTHING),
+    *rules("diagonal_scatter.default", _diagonal, None, "both dims whole", facts=NOTHING),
+    *rules("renorm.default", _renorm, None, "dim", facts=OPERAND),
+    *rules("unfold.default unfold_copy.default", _unfold, None, "dim whole", facts=NOTHING),
+)

@@ -1,0 +1,209 @@
+"""Ring attention: queries, keys and values cut along the sequence; keys and values, and their gradients, go round.
+
+The run time is :mod:`autoshard.runtime.attention.ring`; here is what it may be used for, what it sends, and how even its
+work is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from autoshard.layout import Placement, R, Shard
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.program import Call, Internal, spell
+from autoshard.passes.rules.base import Site
+from autoshard.runtime.attention.banded import banded_op
+from autoshard.runtime.attention.order import ALL, CAUSAL, ROWS, Band, longest, spans, stops, work
+
+ATTENTION = frozenset({torch.ops.aten.scaled_dot_product_attention.default, banded_op._opoverload})
+
+RING, FOLDED = "ring", "folded ring"
+LABELS = (RING, FOLDED)
+FOLDED_ROWS = "folded queries"
+"""queries alone are cut, and swapped so that under a causal mask all ranks have the same work"""
+SEQUENCE = ("queries", "keys", FOLDED_ROWS, *LABELS)
+"""strategies that cut queries or keys; no two of them go together, but where both are plain"""
+MERGE_KERNELS = 6
+"""elementwise kernels that merge a tile's result into that of the tiles before it"""
+PASSES = 6
+"""times that a matrix of weights is read or written: scores, their scale, the softmax's two passes, the last product"""
+
+
+def band_of(node: Node) -> Band:
+    """The keys that a query of an attention sees by its position."""
+    if node.op is banded_op._opoverload:
+        return Band(node.argument("before"), node.argument("after"))
+    return CAUSAL if node.argument("is_causal") else ALL
+
+
+def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strategy, ...]:
+    """The ring, and under a causal mask the folded orders, which leave all ranks the same work.
+
+    A ring not where the mask wants a gradient. No other axis may cut queries or keys in another way, nor features of
+    values, so that tiles have a fused kernel.
+    """
+    mask, found = node.argument("attn_mask"), list[tuple[str, tuple[str, ...]]]()
+    rows = mask is not None and _has_rows(graph.shape(mask), queries)  # which would have to be folded as well
+    causal = band_of(node) == CAUSAL and not rows
+    if mask is None or not graph.types[mask.name].grad:
+        found = [(label, ()) for label in (LABELS if causal and queries == keys else (RING,))]
+    if causal and not node.argument("dropout_p", 0.0):
+        found.append((FOLDED_ROWS, ("key", "value")))
+    result = Shard(len(graph.types[node.outputs[0]].shape) - 2)
+    made = []
+    for label, whole in found:
+        cut = {name: _placed(name, graph.shape(node.argument(name)), queries) for name in node.positions}
+        placements = tuple(R if name in whole else placement for name, placement in cut.items())
+        size = queries if whole else min(queries, keys, key=int)
+        made.append(
+            Strategy(label, placements, (result,), size, divides=True, apart=frozenset((*SEQUENCE, "embed")) - {label})
+        )
+    return tuple(made)
+
+
+def _placed(name: str, shape: Sequence[int], queries: int) -> Placement:
+    """Along the sequence; a mask by its rows, where it has any."""
+    if name != "attn_mask":
+        return Shard(len(shape) - 2)
+    return Shard(len(shape) - 2) if _has_rows(shape, queries) else R
+
+
+def _has_rows(mask: Sequence[int], queries: int) -> bool:
+    return len(mask) > 1 and mask[-2] == queries and queries != 1
+
+
+def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ...], shape: tuple[int, ...]) -> Call:
+    """The runtime's attention tile by tile; ``label``: "" where keys are whole, and queries are not folded.
+
+    ``axes``: that cut the queries; ``shape``: the global one of the weights [..., s, t].
+    """
+    node, band = site.node, band_of(site.node)
+    scale = {} if node.argument("scale") is None else {"scale": node.argument("scale")}
+    seen = {name: n for name, n in band._asdict().items() if n is not None}
+    mask: dict[str, Any] = {} if node.argument("attn_mask") is None else {"attn_mask": node.argument("attn_mask")}
+    if node.argument("sloped", False):
+        mask["sloped"] = True
+    if label not in LABELS:
+        cut: dict[str, Any] = {"queries": shape[-2], "axes": spell(axes)} if axes else {}
+        order = {"folded": True} if label == FOLDED_ROWS else {}
+        return Call("banded_rows", operands, {**mask, **scale, **cut, **seen, **order})
+    extra: dict[str, Any] = {"is_causal": True} if band == CAUSAL else seen
+    extra |= {**mask, **scale, "queries": shape[-2], "keys": shape[-1], "axes": spell(axes)}
+    if label == FOLDED:
+        extra["folded"] = True
+    if node.argument("dropout_p", 0.0):
+        cuts = {d: spell(a) for d in range(len(shape) - 2) if (a := site.outputs[0].axes_of(d))}
+        extra |= {"dropout_p": node.argument("dropout_p"), "shape": shape, "cuts": cuts}
+        extra |= {} if node.batch is None else {"batch": node.batch}
+    return Call("ring_attention", operands, extra)
+
+
+class Tiling(NamedTuple):
+    """How the busiest rank computes attention."""
+
+    pairs: float = 1.0
+    """pairs of query and key that it computes, over its share of those that count"""
+    keys: int = 0
+    """how many a kernel sees at a time"""
+    tiles: int = 1
+    """results over some keys, which are merged"""
+    fused: bool = True
+    """whether it needs no matrix of weights that it would not need on one device"""
+
+
+def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> Tiling:
+    """Only pairs that positions show count. What they hide is left out, but where keys alone are cut: there the mask is a
+    tensor, and all are computed. Where queries are cut, under a causal mask the rank with the last ones computes most, but
+    in folded order.
+    Where the value's features are cut, every rank computes all weights.
+    """
+    queries, keys = (int(graph.types[name].shape[-2]) for name in node.inputs[:2])
+    band, ranks = band_of(node), dict[str, tuple[int, ...]]()
+    for strategy, n in zip(choice, mesh.shape, strict=True):
+        ranks[strategy.label] = (*ranks.get(strategy.label, ()), n)
+    pairs = 1.0
+    if "embed" in ranks:
+        made, summed = (graph.types[node.inputs[i]].shape[-1] for i in (2, 0))
+        pairs = (math.prod(ranks["embed"]) * summed + made) / (summed + made)
+    label = next((x for x in SEQUENCE if x in ranks), "")
+    counting = band.pairs(queries, keys) or 1.0
+    if label == "keys":
+        return Tiling(pairs * queries * keys / counting, keys, fused=False)
+    if (label and band != ALL) or band.before is not None:
+        found = work(queries, keys, ranks.get(label, ()), label in (FOLDED, FOLDED_ROWS), label in LABELS, band)
+        pairs *= max(found) * len(found) / counting
+    if label not in LABELS:
+        tiles = 4 if label == FOLDED_ROWS else 2 if label and band == CAUSAL else 1
+        return Tiling(pairs, _at_a_time(band, keys), tiles, "embed" not in ranks)
+    n = len(stops(spans(queries, ranks[label], False), spans(keys, ranks[label], False), band))
+    each = max(1, keys // math.prod(ranks[label]))
+    return Tiling(pairs, _at_a_time(band, each), 2 * n + 1 if label == FOLDED else n, "embed" not in ranks)
+
+
+def in_tiles(node: Node, graph: Graph, tile: int) -> float:
+    """Pairs that are computed over pairs that count, where a causal mask leaves out ``tile`` keys at a time; 0: each."""
+    if not tile or band_of(node) != CAUSAL:
+        return 1.0
+    queries, keys = (int(graph.types[name].shape[-2]) for name in node.inputs[:2])
+    seen = sum(min(keys, math.ceil((q + 1) / tile) * tile) for q in range(queries))
+    return seen / (CAUSAL.pairs(queries, keys) or 1.0)
+
+
+def _at_a_time(band: Band, keys: int) -> int:
+    """How many of ``keys`` a kernel sees at a time."""
+    return keys if band.before is None else min(keys, ROWS + band.before + (band.after or 0))
+
+
+def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Internal, ...]:
+    """Hops of keys and values, and in the backward those of their gradients behind them; swaps of a folded order."""
+    axes = site.axes(label)
+    ranks = tuple(site.mesh.size_of(a) for a in axes)
+    folded, around = label in (FOLDED, FOLDED_ROWS), label in LABELS
+    rows, columns = (spans(int(size), ranks, folded) for size in (queries, keys))
+    element = site.in_type(0).dtype.itemsize
+    wide = torch.promote_types(site.in_type(0).dtype, torch.float32).itemsize
+    query, key, value = (math.prod(_features(site, name)) for name in ("query", "key", "value"))
+    result = query // _features(site, "query")[-1] * _features(site, "value")[-1]
+    band = band_of(site.node)
+    there = stops(rows, columns, band)
+    lengths = [longest(rows, columns, band, stop) for stop in there]
+
+    def hops(phase: str, what: str, size: int, beside: float, last: float) -> list[Internal]:
+        each = [beside] * (len(there) - 2) + [last]
+        return [
+            Internal(
+                "permute", axes, float(lengths[i] * (key + value) * size), phase, f"{what}, hop {i}", share / len(there)
+            )
+            for i, share in enumerate(each, 1)
+            if around and len(there) > 1
+        ]
+
+    def swap(phase: str, what: str, of_rows: int, of_columns: int = 0) -> list[Internal]:
+        if not folded:
+            return []
+        moved = of_rows * max(x[1][1] for x in rows) + of_columns * around * max(x[1][1] for x in columns)
+        return [Internal("permute", axes, float(moved * element), phase, f"second halves of {what}")]
+
+    found = swap("forward", "the operands", query, key + value)
+    found += hops("forward", "keys and values", element, 1.0, 1.0) + swap("forward", "the result", result)
+    if site.grad:  # the last gradients come home when nothing is left to compute
+        part = element / (element + wide)
+        found += swap("backward", "the result and its gradient", 2 * result)
+        found += hops("backward", "keys and values", element, part, part)
+        found += hops("backward", "gradients of keys and values", wide, 1 - part, 0.0)
+        found += swap("backward", "the gradients", query, key + value)
+    return tuple(found)
+
+
+def _features(site: Site, name: str) -> tuple[int, ...]:
+    """The local shape of an operand, without the sequence; key heads that query heads share, where these are cut alone."""
+    *lead, _, last = site.local_shape(name)
+    if name != "query" and site.axes("query heads"):
+        lead[-1] = site.local_shape("query")[-3]
+    return (*lead, last)

@@ -1,0 +1,1 @@
+"""The search without rows: pruning, elimination, bounds, the integer programme."""

@@ -1,0 +1,199 @@
+"""Lower bounds and bound-based pruning of a pairwise core by sequential message passing.
+
+Source: Kolmogorov, Convergent tree-reweighted message passing (2006), in the reparametrisation form of SRMP (2015).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.errors import PlanError
+from autoshard.passes.search.exact.eliminate import Eliminator, Scope
+from autoshard.passes.search.exact.prune import NO_CHOICE
+from autoshard.passes.search.exact.tables import Tables
+from autoshard.passes.search.folded import Classes
+from autoshard.passes.search.network import Array
+
+_NOISE = 1e-9
+"""relative"""
+SMALL = 1_000
+"""entries of a matrix that is stored as it is"""
+
+
+class _Edge:
+    """A matrix E[a, b] with what has been moved into it: E + into[0][a] + into[1][b].
+
+    Of equal slices one is stored, and those of all edges with one table are the same arrays.
+    """
+
+    def __init__(self, tables: Tables, table: int) -> None:
+        if tables.matrix(table).size < SMALL:  # looking for equal slices takes longer than they do
+            whole = tables.arrays[table]
+            self.sides = [_Side(np.ascontiguousarray(x), np.arange(len(x))) for x in (whole, whole.T)]
+        else:
+            self.sides = [_Side(tables.compact(table, axis), tables.classes(table, axis)) for axis in (0, 1)]
+        self.into = [np.zeros(len(side.members)) for side in self.sides]
+
+    def restrict(self, side: int, stay: Classes) -> None:
+        self.into[side] = self.into[side][stay]
+        rows, members = self.sides[side].rows, self.sides[side].members[stay]
+        present, among = np.unique(members, return_inverse=True)
+        if len(present) < 0.7 * len(rows):
+            rows, members = np.ascontiguousarray(rows[present]), among
+            other = self.sides[1 - side]
+            self.sides[1 - side] = _Side(np.ascontiguousarray(rows.T), other.members)
+        self.sides[side] = _Side(rows, members)
+
+    def message(self, side: int) -> Array:
+        """For each strategy of a side the least that the edge costs."""
+        own, other = self.sides[side], self.sides[1 - side]
+        least = (other.rows + other.least(self.into[1 - side])[:, None]).min(axis=0)
+        message: Array = least[own.members] + self.into[side]
+        return message
+
+    def row(self, side: int, strategy: int) -> Array:
+        """What each strategy of the other side costs beside one of this side, without what was moved."""
+        row: Array = self.sides[side].rows[self.sides[side].members[strategy]][self.sides[1 - side].members]
+        return row
+
+    def whole(self) -> Array:
+        matrix: Array = self.sides[0].rows[np.ix_(self.sides[0].members, self.sides[1].members)]
+        return matrix
+
+
+class _Side:
+    """The rows that differ, and which of them each strategy has."""
+
+    def __init__(self, rows: Array, members: Classes) -> None:
+        self.rows, self.members = rows, members
+        self.differ = len(members) == len(rows) and bool((members == np.arange(len(rows))).all())
+
+    def least(self, moved: Array) -> Array:
+        """Per row the least of what was moved into its strategies."""
+        if self.differ:
+            return moved
+        least = np.full(len(self.rows), np.inf)
+        np.minimum.at(least, self.members, moved)
+        return least
+
+
+class Dual:
+    """A reparametrised copy of the core: costs move between nodes and edges, the total of every choice stays.
+
+    ``bound`` is a lower bound of the optimum: the sum of every table's minimum. It never falls.
+    """
+
+    def __init__(self, network: Eliminator, constant: float = 0.0) -> None:
+        """``constant`` is added to the total."""
+        self.order = sorted(network.alive)
+        rank = {node: k for k, node in enumerate(self.order)}
+        arrays = network.tables.arrays
+        self.node = {i: np.array(arrays[network.factors[i,]]) for i in self.order if (i,) in network.factors}
+        for i in self.order:
+            self.node.setdefault(i, np.zeros(network.sizes[i]))
+        self.edges: dict[Scope, _Edge] = {}
+        self.after: dict[int, list[Scope]] = {i: [] for i in self.order}
+        self.before: dict[int, list[Scope]] = {i: [] for i in self.order}
+        for scope, table in sorted(network.factors.items()):
+            if len(scope) == 2:
+                self.edges[scope] = _Edge(network.tables, table)
+                first, second = sorted(scope, key=rank.__getitem__)
+                self.after[first].append(scope)
+                self.before[second].append(scope)
+        self.bound = network.constant + constant
+        self.kept: dict[int, Classes] = {i: np.arange(network.sizes[i]) for i in self.order}
+
+    def sweep(self, upper: float, deadline: float = math.inf, among: frozenset[int] | None = None) -> None:
+        """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``. Ends at ``deadline``.
+
+        ``among``: the only nodes to go through. Raises PlanError when no choice is feasible.
+        """
+        for order, ahead in ((self.order, self.after), (self.order[::-1], self.before)):
+            for k, i in enumerate(order):
+                if k % 256 == 0 and time.perf_counter() > deadline:
+                    return
+                if among is None:
+                    self._visit(i, ahead[i], upper)
+                elif i in among:
+                    self._visit(i, [scope for scope in ahead[i] if among.issuperset(scope)], upper)
+
+    def _visit(self, i: int, ahead: list[Scope], upper: float) -> None:
+        scopes = self.before[i] + self.after[i]
+        for scope in scopes:
+            message = self._message(scope, i)
+            self.node[i] += message
+            self.edges[scope].into[scope.index(i)] -= message
+        least = float(self.node[i].min())
+        if math.isinf(least):
+            raise PlanError(NO_CHOICE)
+        self.bound += least
+        self.node[i] -= least
+        # Rounding noise must not drop the strategy of an optimum that equals ``upper``: the bound would pass it.
+        most = upper - self.bound + _NOISE * abs(upper)
+        allowed = np.isfinite(self.node[i])  # infinity less infinity would be no number
+        stay = np.flatnonzero(allowed & (self.node[i] <= most))
+        if not len(stay):  # nothing is of interest
+            stay = np.flatnonzero(allowed)
+        if len(stay) < len(self.node[i]):
+            self._restrict(i, stay)
+        if ahead:
+            share = self.node[i] / max(len(ahead), len(scopes) - len(ahead))
+            for scope in ahead:
+                self.edges[scope].into[scope.index(i)] += share
+            self.node[i] -= share * len(ahead)
+            np.maximum(self.node[i], 0.0, out=self.node[i])  # rounding noise must not raise the bound
+
+    def _message(self, scope: Scope, i: int) -> Array:
+        """For each strategy of ``i`` the least the edge costs."""
+        return self.edges[scope].message(scope.index(i))
+
+    def _restrict(self, i: int, stay: Classes) -> None:
+        self.node[i] = self.node[i][stay]
+        self.kept[i] = self.kept[i][stay]
+        for scope in self.before[i] + self.after[i]:
+            self.edges[scope].restrict(scope.index(i), stay)
+
+    def too_dear(self, upper: float) -> Iterator[tuple[Scope, NDArray[np.bool_]]]:
+        """Per edge which pairs of the strategies that are left no choice of cost up to ``upper`` contains."""
+        most = upper - self.bound + _NOISE * abs(upper)
+        for (i, j), edge in self.edges.items():
+            least = edge.whole() + (edge.into[0] + self.node[i])[:, None] + (edge.into[1] + self.node[j])
+            yield (i, j), least > most
+
+    def decode(self) -> dict[int, int]:
+        """A choice: node by node the cheapest strategy given the nodes before it, numbered as the network does."""
+        position: dict[int, int] = {}
+        for i in self.order:
+            total = self.node[i].copy()
+            for scope in self.before[i]:
+                edge, side = self.edges[scope], scope.index(i)
+                total += edge.row(1 - side, position[scope[1 - side]]) + edge.into[side]
+            for scope in self.after[i]:
+                total += self._message(scope, i)
+            position[i] = int(np.argmin(total))
+        return {i: int(self.kept[i][s]) for i, s in position.items()}
+
+    @property
+    def strategies(self) -> int:
+        return sum(map(len, self.kept.values()))
+
+    def reprice(self, change: Mapping[int, Array], constant: float) -> None:
+        """Add vectors over all strategies to the nodes' costs, and ``constant`` to the total."""
+        self.bound += constant
+        for i, vector in change.items():
+            self.node[i] += vector[self.kept[i]]
+            least = float(self.node[i].min())
+            self.bound += least
+            self.node[i] -= least
+
+    def marginal(self, i: int) -> Array:
+        """For each strategy that is left by how much a choice with it costs more than the best, at least, nearby."""
+        total = self.node[i].copy()
+        for scope in self.before[i] + self.after[i]:
+            total += self._message(scope, i)
+        return total

@@ -1,0 +1,237 @@
+"""Exact elimination of nodes: a node's factors become one factor of its neighbours (min-plus bucket elimination).
+
+Source: Bertelè and Brioschi, Nonserial Dynamic Programming (1972); Dechter, Bucket Elimination (1999).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.passes.search.exact.tables import Tables
+from autoshard.passes.search.network import Array, CostNetwork
+
+Scope = tuple[int, ...]
+Order = Callable[[int, Sequence[int]], int]
+"""what is eliminated next: the least of this, of a node's number of strategies and those of its neighbours"""
+
+
+def by_join(own: int, others: Sequence[int]) -> int:
+    """Entries of the join that eliminating a node computes."""
+    return 0 if own == 1 else own * math.prod(others)
+
+
+def by_result(own: int, others: Sequence[int]) -> int:
+    """Entries of the table that eliminating a node leaves."""
+    return 0 if own == 1 else math.prod(others)
+
+
+# Greedy orders; on some networks one ends in joins a hundred times as large as those of the other.
+ORDERS: tuple[Order, ...] = (by_join, by_result)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An eliminated node and the factors it had: (scope, table), each scope containing the node."""
+
+    node: int
+    factors: tuple[tuple[Scope, int], ...]
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A node that kept only some of its strategies; later steps number these from 0."""
+
+    node: int
+    kept: tuple[int, ...]
+
+
+class Eliminator:
+    """A shrinking network of factors, at most one per scope (an ascending tuple of nodes)."""
+
+    def __init__(self, tables: Tables, sizes: list[int]) -> None:
+        self.tables = tables
+        self.sizes = list(sizes)
+        self.factors: dict[Scope, int] = {}
+        self.touching: list[set[Scope]] = [set() for _ in sizes]
+        self.scalars: list[int] = []  # tables without an axis
+        self.steps: list[Step | Pruned] = []
+        self.alive = set(range(len(sizes)))
+
+    @classmethod
+    def of(cls, network: CostNetwork, tables: Tables) -> Eliminator:
+        self = cls(tables, [vector.size for vector in network.nodes])
+        for i, vector in enumerate(network.nodes):
+            self.insert((i,), tables.intern(vector))
+        for i, j, matrix in network.edges:
+            table = tables.intern(matrix)
+            self.insert(*(((i, j), table) if i < j else ((j, i), tables.transpose(table))))
+        return self
+
+    def copy(self) -> Eliminator:
+        """The network as it is, with the same tables and without the steps that led there."""
+        new = Eliminator(self.tables, self.sizes)
+        new.factors, new.touching = dict(self.factors), [set(scopes) for scopes in self.touching]
+        new.scalars, new.alive = list(self.scalars), set(self.alive)
+        return new
+
+    def insert(self, scope: Scope, table: int) -> None:
+        """Add a factor; factors of one scope are summed."""
+        if not scope:
+            self.scalars.append(table)
+            return
+        old = self.factors.get(scope)
+        self.factors[scope] = table if old is None else self.tables.add(old, table)
+        self.touch(scope)
+
+    def touch(self, scope: Scope) -> None:
+        """The nodes of ``scope`` are joined."""
+        for node in scope:
+            self.touching[node].add(scope)
+
+    def remove(self, scope: Scope) -> int:
+        for node in scope:
+            self.touching[node].discard(scope)
+        return self.factors.pop(scope)
+
+    def forbid(self, scope: Scope, pairs: NDArray[np.bool_]) -> None:
+        """Strategies of two nodes that shall not be chosen together."""
+        table = self.tables.arrays[self.factors[scope]]
+        if (pairs & np.isfinite(table)).any():
+            self.factors[scope] = self.tables.intern(np.where(pairs, np.inf, table))
+
+    def neighbours(self, node: int) -> Scope:
+        return tuple(sorted({other for scope in self.touching[node] for other in scope} - {node}))
+
+    def eliminate(self, node: int) -> Scope:
+        """Replace the node's factors by their minimum over its strategies; returns the neighbours."""
+        if self.sizes[node] == 1:
+            return self._fold(node)
+        around = self.neighbours(node)
+        place = {other: axis for axis, other in enumerate(around)} | {node: len(around)}
+        step = Step(node, tuple((scope, self.remove(scope)) for scope in sorted(self.touching[node])))
+        spans = tuple(
+            (self._node_last(scope, table, node), tuple(sorted(map(place.__getitem__, scope))))
+            for scope, table in step.factors
+        )
+        self.steps.append(step)
+        self.alive.discard(node)
+        self.insert(around, self.tables.eliminate(spans, len(around)))
+        return around
+
+    def _fold(self, node: int) -> Scope:
+        """Eliminate a node that has one strategy: each of its factors loses an axis."""
+        around = self.neighbours(node)
+        for scope in sorted(self.touching[node]):
+            table = self.tables.squeeze(self.remove(scope), scope.index(node))
+            self.insert(tuple(other for other in scope if other != node), table)
+        self.steps.append(Step(node, ()))
+        self.alive.discard(node)
+        return around
+
+    def _node_last(self, scope: Scope, table: int, node: int) -> int:
+        return self.tables.move_last(table, scope.index(node))
+
+    def priced(self, node: int, order: Order) -> int:
+        """``order`` of a node that is left."""
+        return order(self.sizes[node], [self.sizes[other] for other in self.neighbours(node)])
+
+    def run(self, max_degree: int, max_weight: int, order: Order = by_join, deadline: float = math.inf) -> None:
+        """Eliminate, cheapest first, every node of at most ``max_degree`` neighbours and ``max_weight`` by ``order``.
+
+        Ends at ``deadline``.
+
+        Among equals the node with the oldest tables comes first: equal positions of equal layers go one after the
+        other, and a chain of equal layers is halved again and again, so its tables are found in the memo.
+        """
+        heap = [self._key(node, order) for node in sorted(self.alive)]
+        current = {key[-1]: key for key in heap}
+        heapq.heapify(heap)
+        while heap and time.perf_counter() < deadline:
+            key = heapq.heappop(heap)
+            node = key[-1]
+            if current.get(node) != key or key[0] > max_weight or (key[0] and len(self.neighbours(node)) > max_degree):
+                continue
+            del current[node]
+            for other in self.eliminate(node):
+                current[other] = self._key(other, order)
+                heapq.heappush(heap, current[other])
+
+    def _key(self, node: int, order: Order) -> tuple[int, tuple[int, ...], int]:
+        return self.priced(node, order), tuple(sorted(self.factors[scope] for scope in self.touching[node])), node
+
+    def cheapest_order(self, max_weight: int, sizes: Mapping[int, int] | None = None) -> tuple[float, Order]:
+        """Entries of all joins that eliminate all that is left, and the order in which they are the fewest.
+
+        Infinite where one join of every order has more than ``max_weight``. ``sizes``: numbers of strategies to assume
+        in place of the present ones.
+        """
+        return min(((self._total(order, max_weight, sizes), order) for order in ORDERS), key=lambda found: found[0])
+
+    def _total(self, order: Order, max_weight: int, sizes: Mapping[int, int] | None) -> float:
+        """Entries of all joins in this order; infinite where one has more than ``max_weight``."""
+        size = {node: self.sizes[node] for node in self.alive} if sizes is None else sizes
+        many = {node for node in self.alive if size[node] > 1}
+        around = {node: set(self.neighbours(node)) & many for node in many}
+
+        def priced(node: int, order: Order) -> int:
+            return order(size[node], [size[other] for other in around[node]])
+
+        current = {node: priced(node, order) for node in sorted(around)}
+        heap = [(w, node) for node, w in current.items()]
+        heapq.heapify(heap)
+        total = 0
+        while heap:
+            w, node = heapq.heappop(heap)
+            if current.get(node) != w:
+                continue
+            join = priced(node, by_join)
+            if join > max_weight:
+                return math.inf
+            total += join
+            del current[node]
+            near = around.pop(node)
+            for other in near:
+                around[other] = (around[other] | near) - {node, other}
+                current[other] = priced(other, order)
+                heapq.heappush(heap, (current[other], other))
+        return total
+
+    def back_substitute(self, choice: dict[int, int], mark: int) -> dict[int, int]:
+        """All nodes' choices, given those of the nodes left after ``mark`` steps; ties go to the lowest index."""
+        for step in reversed(self.steps[:mark]):
+            if isinstance(step, Pruned):
+                choice[step.node] = step.kept[choice[step.node]]
+                continue
+            total: Array = np.zeros(())
+            for scope, table in step.factors:
+                total = total + self.tables.at(table, tuple(None if k == step.node else choice[k] for k in scope))
+            choice[step.node] = int(np.argmin(total))
+        return choice
+
+    @property
+    def strategies(self) -> int:
+        """How many strategies the nodes that are left have in sum."""
+        return sum(self.sizes[node] for node in self.alive)
+
+    @property
+    def constant(self) -> float:
+        """What every choice costs."""
+        return sum(float(self.tables.arrays[table]) for table in self.scalars)
+
+    def cost(self, choice: dict[int, int]) -> float:
+        """The cost of a choice for all nodes that are left."""
+        return self.constant + sum(
+            float(self.tables.matrix(table)[tuple(choice[node] for node in scope)])
+            for scope, table in sorted(self.factors.items())
+        )
+
+    def core(self) -> Iterable[tuple[Scope, Array]]:
+        """The factors that are left."""
+        return ((scope, self.tables.arrays[table]) for scope, table in sorted(self.factors.items()))

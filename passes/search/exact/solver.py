@@ -1,0 +1,344 @@
+"""The search without rows: prune, eliminate, bound and prune again, suppose that the bound is nearly met, then eliminate
+what is left or give it to the MILP solver.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from autoshard.errors import PlanError
+from autoshard.passes.search.exact.bound import Dual
+from autoshard.passes.search.exact.eliminate import Eliminator, Step
+from autoshard.passes.search.exact.milp import entries, solve_core
+from autoshard.passes.search.exact.prune import EASY_COMPARISONS, MAX_COMPARISONS, NO_CHOICE, Pruner, restrict
+from autoshard.passes.search.exact.tables import Tables
+from autoshard.passes.search.folded import mapped, stored
+from autoshard.passes.search.network import Array, Choice, CostNetwork, NotFoundError, Solution
+
+# Entries of the largest join while bounds may still prune, that elimination computes without a second thought, and at all
+# (the MILP's turn beyond).
+QUICK_JOIN = 3_000_000
+EASY_JOIN = 20_000_000
+MAX_JOIN = 1_000_000_000
+# Entries of all joins together that take about as long as one variable of the MILP, and that are joined in any case.
+JOINED_PER_VARIABLE = 10_000
+EASY_TOTAL = 1_000_000_000
+# Of a network that is one of many: entries of the largest join that is computed without pruning first, sweeps, entries of
+# all joins, and how many of these a second computes.
+LITTLE_JOIN = 100_000
+FEW_SWEEPS = 30
+JOINED = 1_000_000_000
+JOINED_PER_SECOND = 100_000_000
+# What is left of a network under a supposition is eliminated up to this join, and goes to the MILP up to this size.
+TRIAL_JOIN = 1_000_000
+TRIAL_STRATEGIES = 3_000
+# Message passing ends after this many sweeps, or when PATIENCE of them close less than this part of the gap.
+MAX_SWEEPS = 300
+PATIENCE = 10
+LEAST_PROGRESS = 0.02
+# An integer programme of more entries than this takes minutes: a choice this close to the bound is taken without it.
+LARGE_CORE = 100_000
+CLOSE = 1e-4
+# A choice that is known is to be found again: what costs so much more, as a part of its cost, is of interest too.
+START = 1e-6
+# Part of the cost that is rounding noise of message passing.
+TOLERANCE = 1e-11
+# Parts of the gap between bound and best choice that the optimum is supposed to lie above the bound, one after another.
+GUESSES = (1e-3, 1e-2, 1e-1)
+# Bits kept for the sum of all costs: float64 has 53, messages and sums need no more than the rest.
+GRID_BITS = 50
+
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class _Run:
+    """One search, and what is to be told about it."""
+
+    network: Eliminator
+    pruner: Pruner
+    deadline: float
+    milp: bool = True
+    incumbent: dict[int, int] = field(default_factory=dict)
+    mark: int = 0  # the incumbent chooses for the nodes that were left after this many steps
+    upper: float = math.inf
+    bound: float = -math.inf
+    pruned: int = 0
+    sweeps: int = 0
+    core: tuple[int, int] = (0, 0)
+    most_sweeps: int = sys.maxsize
+    most_joined: float = math.inf  # entries of all joins of what is left, without the MILP
+    one_of_many: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def plainly(network: CostNetwork, deadline: float, milp: bool = True, start: Choice | None = None) -> Solution:
+    return _solve(on_grid(network, grid(network)), network, Pruner(Tables()), deadline, milp, start)
+
+
+def relaxed(priced: CostNetwork, deadline: float, start: Choice | None) -> Solution:
+    return plainly(priced, deadline, milp=False, start=start)
+
+
+def _solve(
+    rounded: CostNetwork,
+    network: CostNetwork,
+    pruner: Pruner,
+    deadline: float,
+    milp: bool = True,
+    start: tuple[int, ...] | None = None,
+) -> Solution:
+    """Solve ``network`` through its ``rounded`` form; without ``milp`` only as far as the quick methods get, and no worse
+    than ``start``."""
+    work = Eliminator.of(rounded, pruner.tables)
+    run = _Run(work, pruner, deadline, milp)
+    if start is not None:
+        known = rounded.cost(start)
+        run.upper = known + START * abs(known)
+    exact = _search(run)
+    if start is None or run.incumbent or exact:
+        choice = work.back_substitute(dict(run.incumbent), run.mark)
+        chosen = tuple(choice[node] for node in range(len(network.nodes)))
+    else:
+        chosen = start
+    cost = network.cost(chosen)
+    stats = {
+        "pruned": run.pruned,
+        "eliminated": sum(isinstance(step, Step) for step in work.steps),
+        "core": {"nodes": run.core[0], "strategies": run.core[1]},
+        "sweeps": run.sweeps,
+        "tables": len(pruner.tables.arrays),
+        "seconds": run.seconds,
+    }
+    return Solution(chosen, cost, cost if exact else min(run.bound, cost), exact, stats)
+
+
+def cheaper(network: CostNetwork, upper: float, deadline: float) -> Solution:
+    """The cheapest choice as far as the quick methods find it; an empty one if none is known to cost less than ``upper``."""
+    pruner = Pruner(Tables(), deadline)
+    work = Eliminator.of(on_grid(network, grid(network)), pruner.tables)
+    run = _Run(work, pruner, deadline, milp=False, upper=upper)
+    run.one_of_many, run.most_sweeps = True, FEW_SWEEPS
+    run.most_joined = min(JOINED, JOINED_PER_SECOND * max(deadline - time.perf_counter(), 0.0))
+    try:
+        exact = _search(run)
+    except NotFoundError:
+        return Solution((), math.inf, run.bound, False)
+    except PlanError:
+        return Solution((), math.inf, math.inf, False)
+    if not exact and not run.incumbent:
+        return Solution((), math.inf, run.bound, False)
+    choice = work.back_substitute(dict(run.incumbent), run.mark)
+    chosen = tuple(choice[node] for node in range(len(network.nodes)))
+    cost = network.cost(chosen)
+    return Solution(chosen, cost, cost if exact else min(run.bound, cost), exact)
+
+
+def _search(run: _Run) -> bool:
+    """The cheapest choice of less than ``run.upper``; returns whether what was found is proven to be."""
+    work = run.network
+    if run.one_of_many and fits(work, LITTLE_JOIN):
+        return _timed(run, "core", finish)
+    if not run.one_of_many and not fits(work, EASY_JOIN):  # a few sweeps remove what would take many comparisons
+        _timed(run, "bound", tighten)
+    if not _closed(run) and not _too_dear(run):
+        _timed(run, "reduce", quickly_reduce)
+        if not fits(work, EASY_JOIN):
+            _timed(run, "bound", tighten)
+    if not _closed(run) and not _too_dear(run):
+        _timed(run, "reduce", reduce)
+    left = math.inf
+    while not (_closed(run) or _too_dear(run) or fits(work, EASY_JOIN)) and work.strategies < 0.9 * left:
+        left = work.strategies
+        _timed(run, "bound", tighten)
+    return not _too_dear(run) and _timed(run, "core", finish)
+
+
+def grid(network: CostNetwork) -> int:
+    """The exponent of the power of two whose multiples add up exactly, whatever the choice."""
+    arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
+    largest = {key: _largest(stored(array)) for key, array in arrays.items()}
+    total = sum(largest[id(a)] for a in network.nodes) + sum(largest[id(edge[2])] for edge in network.edges)
+    return math.frexp(total)[1] - GRID_BITS
+
+
+def on_grid(network: CostNetwork, exponent: int) -> CostNetwork:
+    """The network with costs rounded to multiples of 2^exponent. Shared arrays stay shared."""
+    arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
+    rounded = {key: mapped(partial(_rounded, exponent), array) for key, array in arrays.items()}
+    nodes = tuple(stored(rounded[id(a)]) for a in network.nodes)
+    return CostNetwork(nodes, tuple((i, j, rounded[id(a)]) for i, j, a in network.edges))
+
+
+def _rounded(exponent: int, array: Array) -> Array:
+    return np.ldexp(np.rint(np.ldexp(array, -exponent)), exponent)
+
+
+def _largest(array: np.ndarray) -> float:
+    finite = array[np.isfinite(array)]
+    return float(np.abs(finite).max()) if finite.size else 0.0
+
+
+def quickly_reduce(run: _Run) -> None:
+    """As far as it takes less than the bounds that make it easier."""
+    reduce(run, EASY_COMPARISONS, QUICK_JOIN)
+
+
+def reduce(run: _Run, comparisons: int = MAX_COMPARISONS, join: int = MAX_JOIN) -> None:
+    """Prune, and eliminate nodes of up to two neighbours, until neither finds anything."""
+    run.pruned += run.pruner.run(run.network, comparisons)
+    while True:
+        run.network.run(max_degree=2, max_weight=join, deadline=run.deadline)
+        removed = run.pruner.run(run.network, comparisons)
+        run.pruned += removed
+        if not removed or time.perf_counter() > run.deadline:
+            return
+
+
+def tighten(run: _Run) -> None:
+    """Message passing on the core: a lower bound, an incumbent, and the removal of what cannot beat it.
+
+    Ends when the gap is closed, when what is left is easily eliminated, or when nothing gets better any more.
+    """
+    dual = Dual(run.network)
+    tolerance = 0.0
+    tried = dual.strategies
+    marks = [(dual.bound, run.upper, tried)]
+    for _ in range(min(MAX_SWEEPS, run.most_sweeps)):
+        dual.sweep(run.upper + tolerance, run.deadline)
+        run.sweeps += 1
+        choice = dual.decode()
+        cost = run.network.cost(choice)
+        if cost < run.upper:
+            run.incumbent, run.upper, run.mark = choice, cost, len(run.network.steps)
+            tolerance = TOLERANCE * (abs(cost) + abs(dual.bound))
+        marks.append((dual.bound, run.upper, dual.strategies))
+        if run.upper - dual.bound <= tolerance or _stalled(marks) or time.perf_counter() > run.deadline:
+            break
+        if dual.strategies < 0.8 * tried:
+            tried = dual.strategies
+            if fits(run.network, EASY_JOIN, {node: len(kept) for node, kept in dual.kept.items()}):
+                break
+    dual.sweep(run.upper + tolerance, run.deadline)
+    run.bound = max(run.bound, dual.bound)
+    run.pruned += sum(run.network.sizes[node] for node in dual.order) - dual.strategies
+    for node, kept in dual.kept.items():
+        if len(kept) < run.network.sizes[node]:
+            restrict(run.network, node, kept)
+    if tolerance < run.upper - run.bound < math.inf and not fits(run.network, EASY_JOIN):
+        guess(run, dual)
+    quickly_reduce(run)
+
+
+def guess(run: _Run, dual: Dual) -> None:
+    """Suppose that the optimum costs hardly more than the bound. Where a choice that cheap is found, it is optimal.
+
+    ``dual`` belongs to the network as it is. Bounds are mostly tighter than what decoding finds, and without the
+    strategies and pairs that are too dear under the supposition little is left to eliminate.
+    """
+    gap = run.upper - dual.bound
+    for part in GUESSES:
+        supposed = dual.bound + part * gap
+        trial = run.network.copy()
+        for scope, dear in dual.too_dear(supposed):
+            trial.forbid(scope, dear)
+        try:
+            reduce(replace(run, network=trial))
+            found = _small(run, trial, supposed)
+        except PlanError:  # nothing is that cheap
+            continue
+        if found is None:
+            return
+        if trial.cost(found) <= supposed:
+            run.upper = run.bound = trial.cost(found)
+            run.incumbent, run.mark = trial.back_substitute(found, len(trial.steps)), len(run.network.steps)
+            return
+
+
+def _small(run: _Run, trial: Eliminator, upper: float) -> dict[int, int] | None:
+    """The best choice for the nodes that are left, if it costs up to ``upper``; None where that would take long."""
+    joined, order = trial.cheapest_order(TRIAL_JOIN)
+    if joined < math.inf:
+        trial.run(len(trial.sizes), sys.maxsize, order)
+        return {}
+    if not run.milp or trial.strategies > TRIAL_STRATEGIES:
+        return None
+    left = max(run.deadline - time.perf_counter(), 1.0)
+    found = solve_core(list(trial.core()), trial.sizes, upper=upper - trial.constant, time_limit=left)
+    if found.choice is None and found.exact:
+        raise PlanError(NO_CHOICE)
+    return found.choice if found.exact else None
+
+
+def _stalled(marks: list[tuple[float, float, int]]) -> bool:
+    """Whether the last sweeps brought no better choice, removed nothing and hardly narrowed the gap."""
+    if len(marks) <= PATIENCE:
+        return False
+    (bound, upper, strategies), (bound_now, upper_now, strategies_now) = marks[-PATIENCE - 1], marks[-1]
+    if upper_now < upper or strategies_now < strategies:
+        return False
+    gap = upper_now - bound_now if math.isfinite(upper_now) else abs(bound_now)
+    return bound_now - bound < LEAST_PROGRESS * gap
+
+
+def fits(network: Eliminator, max_join: int, sizes: Mapping[int, int] | None = None) -> bool:
+    """Whether all that is left can be eliminated with joins of at most ``max_join`` entries; ``sizes``: if these."""
+    return network.cheapest_order(max_join, sizes)[0] < math.inf
+
+
+def finish(run: _Run) -> bool:
+    """Choices for the core; returns whether they are proven optimal."""
+    work = run.network
+    run.core = len(work.alive), work.strategies
+    joined, order = work.cheapest_order(EASY_JOIN if _closed(run) else MAX_JOIN)
+    variables = entries(work.core())
+    if joined < (max(EASY_TOTAL, variables * JOINED_PER_VARIABLE) if run.milp else run.most_joined):
+        work.run(len(work.sizes), sys.maxsize, order)  # ties may be taken in another order than tried
+        run.incumbent, run.mark = {}, len(work.steps)
+        if math.isinf(work.constant):
+            raise PlanError(NO_CHOICE)
+        return True
+    if _closed(run):
+        return True
+    if run.incumbent and run.upper - run.bound <= CLOSE * abs(run.upper) and variables > LARGE_CORE:
+        return False
+    if not run.milp and (run.upper < math.inf or time.perf_counter() > run.deadline):
+        if run.upper == math.inf:
+            raise NotFoundError("the time is up")
+        return False
+    left = max(run.deadline - time.perf_counter(), 1.0)
+    found = solve_core(list(work.core()), work.sizes, upper=run.upper - work.constant, time_limit=left)
+    run.bound = max(run.bound, work.constant + found.lower_bound)
+    if found.choice is not None and work.cost(found.choice) <= run.upper:
+        run.incumbent, run.mark = found.choice, len(work.steps)
+    if not run.incumbent:
+        if found.exact:
+            raise PlanError(NO_CHOICE)
+        raise NotFoundError(f"no choice of strategies was found in {left:.0f} s")
+    return found.exact
+
+
+def _closed(run: _Run) -> bool:
+    """Whether the best choice is proven optimal."""
+    return bool(run.incumbent) and run.upper - run.bound <= TOLERANCE * (abs(run.upper) + abs(run.bound))
+
+
+def _too_dear(run: _Run) -> bool:
+    """Whether no choice costs less than what is of interest."""
+    return not run.incumbent and run.bound >= run.upper
+
+
+def _timed(run: _Run, name: str, stage: Callable[[_Run], Result]) -> Result:
+    begin = time.perf_counter()
+    result = stage(run)
+    run.seconds[name] = round(run.seconds.get(name, 0.0) + time.perf_counter() - begin, 4)
+    return result

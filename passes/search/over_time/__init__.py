@@ -1,0 +1,1 @@
+"""The search under a limit on what is held at any time."""

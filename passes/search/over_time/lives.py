@@ -1,0 +1,209 @@
+"""A limit on what choices hold at any time: a network whose nodes live and die."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.errors import PlanError
+from autoshard.passes.search.folded import Classes
+from autoshard.passes.search.network import Array, CostNetwork, Memory, Row
+from autoshard.passes.search.rows.dominance import Dominance
+from autoshard.passes.search.rows.stacked import stack_rows
+
+Integers = NDArray[np.intp]
+
+# A limit may be exceeded by this part of it: the rounding of the sum.
+SLACK = 1e-12
+
+
+class Lives:
+    """The rows are the moments that matter; node i lives in the rows first[i] ≤ r < last[i].
+
+    What the nodes that live in row r hold must not exceed ``room[r]``. Rows with room for whatever is chosen are left out.
+    """
+
+    def __init__(
+        self, network: CostNetwork, usage: Sequence[Array], first: Integers, last: Integers, room: Array
+    ) -> None:
+        most = np.array([u.max() for u in usage])
+        self.network = network
+        self.first, self.last, self.room = _tight(most, first, last, room)
+        self.count = len(self.room)
+        alive = (self.first < self.last).tolist()
+        self.usage = tuple(u if lives else np.zeros(len(u)) for u, lives in zip(usage, alive, strict=True))
+        self.beside: list[list[tuple[int, Array]]] = [[] for _ in usage]
+        """of every node the edges: (other node, costs [own strategy, the other's])"""
+        for i, j, matrix in network.matrices:
+            self.beside[i].append((j, matrix))
+            self.beside[j].append((i, matrix.T))
+
+    @classmethod
+    def of(cls, network: CostNetwork, memory: Memory) -> Lives:
+        nodes = network.nodes
+        if len(memory.usage) != len(nodes) or any(u.shape != v.shape for u, v in zip(memory.usage, nodes, strict=True)):
+            raise PlanError("memory: usage needs one vector per node, as long as the node's costs")
+        if memory.limit <= 0:
+            raise PlanError(f"memory: the limit must be positive, got {memory.limit}")
+        first, last, count = rows(memory.intervals or ((0, 1),) * len(nodes))
+        return cls(network, memory.usage, first, last, np.full(count, memory.limit * (1 + SLACK)))
+
+    @property
+    def limit(self) -> float:
+        """What may be held."""
+        return self.scale / (1 + SLACK)
+
+    @property
+    def scale(self) -> float:
+        """The most that a row has room for."""
+        return float(self.room.max(initial=1e-300))
+
+    @cached_property
+    def supports(self) -> list[list[tuple[int, NDArray[np.bool_]]]]:
+        """Of every node the edges that forbid something: (other node, what is allowed [own strategy, the other's])."""
+        found: list[list[tuple[int, NDArray[np.bool_]]]] = [[] for _ in self.usage]
+        known: dict[int, NDArray[np.bool_] | None] = {}
+        for i, j, matrix in self.network.matrices:
+            if id(matrix) not in known:
+                allowed = np.isfinite(matrix)
+                known[id(matrix)] = None if allowed.all() else allowed
+            table = known[id(matrix)]
+            if table is not None:
+                found[i].append((j, table))
+                found[j].append((i, table.T))
+        return found
+
+    def without_beaten(self, deadline: float) -> tuple[Lives, list[Classes]]:
+        """The same without strategies that cost and hold no less than another; and how those left are numbered here."""
+        nothing = (None,) * len(self.network.matrices)
+        problem = stack_rows(self.network, [Row(self.usage, nothing, self.scale)])
+        left, numbers = Dominance(problem, deadline).run()
+        usage = [u[k] for u, k in zip(self.usage, numbers, strict=True)]
+        return Lives(left.priced(np.zeros(1)), usage, self.first, self.last, self.room), numbers
+
+    def restricted(self, kept: Sequence[Classes]) -> Lives:
+        """Only the ``kept`` strategies of every node, numbered anew."""
+        nodes = tuple(costs[k] for costs, k in zip(self.network.nodes, kept, strict=True))
+        usage = [u[k] for u, k in zip(self.usage, kept, strict=True)]
+        return Lives(CostNetwork(nodes, self.cut(kept)), usage, self.first, self.last, self.room)
+
+    def cut(self, kept: Sequence[Classes]) -> tuple[tuple[int, int, Array], ...]:
+        """The edges, of the ``kept`` strategies; those that were one array are."""
+        made: dict[tuple[int, bytes, bytes], Array] = {}
+        keys = [k.tobytes() for k in kept]
+        edges = []
+        for i, j, matrix in self.network.matrices:
+            key = id(matrix), keys[i], keys[j]
+            if key not in made:
+                whole = matrix.shape == (len(kept[i]), len(kept[j]))
+                made[key] = matrix if whole else matrix[np.ix_(kept[i], kept[j])]
+            edges.append((i, j, made[key]))
+        return tuple(edges)
+
+    def part(self, nodes: Sequence[int], choice: Sequence[int], used: Array, spare: bool = False) -> Lives:
+        """Some ``nodes`` alone, the others as in ``choice``, which uses ``used`` [rows].
+
+        ``spare``: rows that are exceeded may stay so, not more.
+        """
+        numbers = {node: k for k, node in enumerate(nodes)}
+        costs, edges = [], []
+        room = self.room - used
+        room = np.maximum(room, 0.0) if spare else room
+        for node, k in numbers.items():
+            total = self.network.nodes[node]
+            for other, matrix in self.beside[node]:
+                if other not in numbers:
+                    total = total + matrix[:, choice[other]]
+                elif other > node:
+                    edges.append((k, numbers[other], matrix))
+            costs.append(total)
+            room[self.first[node] : self.last[node]] += self.usage[node][choice[node]]
+        index = np.array(nodes, dtype=np.intp)
+        usage = [self.usage[node] for node in nodes]
+        return Lives(CostNetwork(tuple(costs), tuple(edges)), usage, self.first[index], self.last[index], room)
+
+    def sums(self, held: Array) -> Array:
+        """Per row the sum of what the nodes that live hold."""
+        change = np.zeros(self.count + 1)
+        np.add.at(change, self.first, held)
+        np.add.at(change, self.last, -held)
+        return np.cumsum(change)[:-1]
+
+    def held(self, choice: Sequence[int]) -> Array:
+        return np.array([usage[s] for usage, s in zip(self.usage, choice, strict=True)])
+
+    def judge(self, choice: Sequence[int]) -> tuple[int, float, float]:
+        """(how many tables forbid a choice, what it holds too much over all rows, the cost beside what is forbidden)."""
+        network = self.network
+        costs = np.array(
+            [vector[s] for vector, s in zip(network.nodes, choice, strict=True)]
+            + [matrix[choice[i], choice[j]] for i, j, matrix in network.matrices]
+        )
+        excess = float(np.maximum(self.sums(self.held(choice)) - self.room, 0.0).sum())
+        never = np.isinf(costs)
+        return int(never.sum()), excess, float(costs[~never].sum())
+
+    def touched(self, nodes: Collection[int], choice: Sequence[int]) -> tuple[int, float]:
+        """Of the tables of some ``nodes``: (how many forbid a choice, its cost beside what is forbidden)."""
+        costs = [float(self.network.nodes[node][choice[node]]) for node in nodes]
+        for node in nodes:
+            for other, matrix in self.beside[node]:
+                if other not in nodes or other < node:
+                    costs.append(float(matrix[choice[node], choice[other]]))
+        return sum(map(math.isinf, costs)), sum(c for c in costs if not math.isinf(c))
+
+    def weights(self, prices: Array) -> Array:
+        """What a unit costs each node in all its rows."""
+        total = np.concatenate([[0.0], np.cumsum(prices)])
+        weights: Array = total[self.last] - total[self.first]
+        return weights
+
+    def cost_of(self, node: int, choice: Sequence[int]) -> Array:
+        """What each strategy of a node costs beside the choices of the others."""
+        total = self.network.nodes[node]
+        for other, matrix in self.beside[node]:
+            total = total + matrix[:, choice[other]]
+        return total
+
+    def excess_of(self, node: int, used: Array, own: float) -> Array:
+        """What too much is held over the node's rows by each strategy of it; ``used``: per row, with its ``own``."""
+        usage, alive = self.usage[node], slice(self.first[node], self.last[node])
+        rest = used[alive] - own - self.room[alive]
+        if not len(rest) or rest.max() + usage.max() <= 0:
+            return np.zeros(len(usage))
+        levels, where = np.unique(usage, return_inverse=True)
+        excess: Array = np.maximum(rest[:, None] + levels, 0.0).sum(axis=0)[where]
+        return excess
+
+
+def rows(intervals: Sequence[tuple[int, int]]) -> tuple[Integers, Integers, int]:
+    """The rows in which every node lives, one for each largest set of nodes that live at once; and how many rows."""
+    ends = sorted({end for start, end in intervals if start < end})
+    starts = sorted({start for start, end in intervals if start < end})
+    moments = []
+    for start, following in zip(starts, [*starts, np.inf][1:], strict=True):
+        if ends[bisect_left(ends, start + 1)] <= following:  # somebody dies before the next is born
+            moments.append(start)
+    first = np.array([bisect_left(moments, start) for start, _ in intervals], dtype=np.intp)
+    last = np.array([bisect_left(moments, max(interval)) for interval in intervals], dtype=np.intp)
+    return first, last, len(moments)
+
+
+def _tight(most: Array, first: Integers, last: Integers, room: Array) -> tuple[Integers, Integers, Array]:
+    """The rows that ``most`` of what every node may hold exceeds, of those with the same nodes the tightest."""
+    change = np.zeros(len(room) + 1)
+    np.add.at(change, first, most)
+    np.add.at(change, last, -most)
+    sums = np.cumsum(change)[:-1]
+    tight = np.flatnonzero(sums * (1 + SLACK) > room)
+    first, last = np.searchsorted(tight, first), np.searchsorted(tight, last)
+    room = room[tight]
+    borders = np.unique(np.concatenate([first, last, [0, len(room)]]))
+    if len(room):
+        room = np.minimum.reduceat(room, borders[:-1])
+    return np.searchsorted(borders, first), np.searchsorted(borders, last), room

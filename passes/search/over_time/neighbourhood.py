@@ -1,0 +1,143 @@
+"""Large neighbourhood search: some nodes are free, the others stay, and branch and bound finds the best for those.
+
+Source: Shaw, Using constraint programming and local search methods to solve vehicle routing problems (1998); Aggarwal, Orlin
+and Tai, Optimized crossover for the independent set problem (1997), for choices among those of several solutions.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard.passes.search.folded import Classes
+from autoshard.passes.search.network import Array, Choice
+from autoshard.passes.search.over_time.descent import FORBIDDEN, Best
+from autoshard.passes.search.over_time.domains import Domains
+from autoshard.passes.search.over_time.lives import Lives
+from autoshard.passes.search.over_time.tree import Cheaper, Leaf, Tree
+
+# Leaves of a neighbourhood's tree, its nodes at first, at least and at most, and by what it grows and shrinks: while small
+# ones better the choice there is no need of larger ones, which take longer.
+LEAVES = 12
+FIRST = 20.0
+FEWEST = 8.0
+MOST = 2_000.0
+GROWTH = 1.2
+# Seconds of a neighbourhood, where there is a limit, and beyond which the next is smaller.
+SECONDS = 10.0
+LONG = 3.0
+# How much better a choice must be, as a part of its cost.
+BETTER = 1e-7
+# Of a node's strategies so many of the best beside its neighbours, and by score, are free, with those of the choices seen last.
+LIKELY = (0, 1, 2, 4, 8)
+SEEN = 40
+
+
+@dataclass
+class Neighbourhoods:
+    """Betters ``best`` again and again. ``seen``: choices near it; ``scores``: of every node's strategies, small is good."""
+
+    best: Best
+    cheaper: Cheaper
+    deadline: float
+    seen: list[Choice]
+    scores: Sequence[Array]
+    weights: Sequence[float]
+    """what a unit that is held costs each node"""
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    tried: int = 0
+    sizes: dict[tuple[bool, bool], float] = field(default_factory=dict)
+    """nodes of a neighbourhood by its kind: in one row, with few strategies"""
+
+    def step(self) -> bool:
+        """Search one neighbourhood; returns whether the best choice is better now."""
+        lives, begin = self.best.lives, time.perf_counter()
+        kind = lives.count > 0 and self.tried % 4 == 3, self.tried % 2 == 1
+        self.tried += 1
+        size = self.sizes.setdefault(kind, FIRST)
+        if kind[0] and not self.best.forbidden:
+            nodes = together(lives, self._row(), int(size), self.generator)
+        else:
+            nodes = around(lives, self._seed(), int(size), self.generator)
+        better, complete = self._improve(sorted(nodes), few=kind[1])
+        slow = math.isfinite(self.deadline) and time.perf_counter() - begin > LONG
+        if not complete or slow:
+            size /= GROWTH
+        elif not better:
+            size *= GROWTH
+        self.sizes[kind] = min(max(size, FEWEST), MOST, len(lives.usage))
+        return better
+
+    def _seed(self) -> int:
+        """A node whose choice is forbidden, while there is one; then one that lives while too much is held."""
+        lives = self.best.lives
+        among: Sequence[int] = range(len(lives.usage))
+        if self.best.forbidden:
+            among = self.best.broken or among
+        elif self.best.excess:
+            row = self._row()
+            among = np.flatnonzero((lives.first <= row) & (row < lives.last)).tolist()
+        return among[int(self.generator.integers(len(among)))]
+
+    def _row(self) -> int:
+        if self.best.excess:
+            return int(np.argmax(self.best.used - self.best.lives.room))
+        return int(self.generator.integers(self.best.lives.count))
+
+    def _improve(self, nodes: list[int], few: bool) -> tuple[bool, bool]:
+        """Free some nodes; returns whether that is better, and whether all there is was searched."""
+        best, deadline = self.best, min(self.deadline, time.perf_counter() + SECONDS)
+        present = tuple(best.choice[node] for node in nodes)
+        lives = best.lives.part(nodes, best.choice, best.used)
+        domains = Domains.of(lives, deadline)
+        if domains is None:  # nothing fits beside what the others hold: then no more than now
+            lives = best.lives.part(nodes, best.choice, best.used, spare=True)
+            domains = Domains.of(lives, deadline)
+        if domains is not None and few:
+            domains = domains.narrowed(lives, self._few(nodes, domains), deadline)
+        if domains is None:
+            return False, True
+        before = lives.network.cost(present)
+        known = math.isfinite(before) and math.isfinite(best.cost)
+        tree = Tree(lives, self.cheaper, deadline, before - BETTER * abs(before) if known else math.inf)
+        tree.put(Leaf(-math.inf, domains, np.zeros(lives.count)))
+        tree.search(LEAVES)
+        better = tree.choice is not None and best.change(dict(zip(nodes, tree.choice, strict=True)))
+        return better, tree.complete
+
+    def _few(self, nodes: list[int], domains: Domains) -> dict[int, Classes]:
+        """Of every node the strategies seen, and the best beside its neighbours and by score."""
+        lives, choice = self.best.lives, self.best.choice
+        many = int(self.generator.choice(LIKELY))
+        seen = np.array([*self.seen[-SEEN:], choice])[:, nodes]
+        found = {}
+        for k, node in enumerate(nodes):
+            beside = np.minimum(lives.cost_of(node, choice), FORBIDDEN) + self.weights[node] * lives.usage[node]
+            orders = [np.argsort(score, kind="stable")[:many] for score in (beside, self.scores[node])]
+            likely = np.concatenate([seen[:, k], *orders])
+            found[k] = np.intersect1d(likely, domains.kept[k])
+        return found
+
+
+def around(lives: Lives, seed: int, count: int, generator: np.random.Generator) -> list[int]:
+    """``count`` nodes next to ``seed``, breadth first; of a node with many neighbours only some."""
+    found, waiting = {seed: None}, deque([seed])
+    while waiting and len(found) < count:
+        near = [other for other, _ in lives.beside[waiting.popleft()] if other not in found]
+        near = [near[k] for k in generator.permutation(len(near))[:8]]
+        for other in near[: count - len(found)]:
+            found[other] = None
+            waiting.append(other)
+    return list(found)
+
+
+def together(lives: Lives, row: int, count: int, generator: np.random.Generator) -> list[int]:
+    """``count`` nodes that live in a row, and then those that live nearest to it."""
+    away = np.maximum(lives.first - row, row + 1 - lives.last).clip(0) + generator.random(len(lives.first))
+    away[lives.first >= lives.last] += lives.count
+    return [int(node) for node in np.argsort(away, kind="stable")[:count]]

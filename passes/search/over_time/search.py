@@ -1,0 +1,239 @@
+"""The cheapest choice under a limit on what is held at any time: at every moment the best so far is there.
+
+What cannot fit is dropped; prices bound the cost, and tell which strategies are likely; branch and bound among a few of these
+finds a first choice, among all of them it raises the bound; neighbourhoods better what is found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autoshard.errors import PlanError
+from autoshard.passes.search.exact.prune import NO_CHOICE
+from autoshard.passes.search.folded import Classes
+from autoshard.passes.search.network import Choice, Solution
+from autoshard.passes.search.over_time.descent import Best, descend
+from autoshard.passes.search.over_time.domains import Domains
+from autoshard.passes.search.over_time.lives import SLACK, Lives
+from autoshard.passes.search.over_time.neighbourhood import Neighbourhoods
+from autoshard.passes.search.over_time.subgradient import Priced, priced
+from autoshard.passes.search.over_time.tree import Cheaper, Leaf, Tree
+
+GAP = 1e-9
+# The part of the time that is left for what is under way when it is up, and for the answer; the parts after which
+# beaten strategies are no longer looked for, and the first descent and its repair end; of what is left then, the parts that
+# go into prices and into the few strategies, and into these where a choice is known.
+RESERVE = 0.05
+BEATEN = 0.05
+DESCENT = 0.35
+REPAIR = 0.5
+PRICES = 0.2
+FEW = 0.6
+BRIEFLY = 0.15
+PASSES = 40
+# Neighbourhoods that repair the first choice where there is no time limit; so many between two descents afterwards.
+REPAIRS = 200
+DESCENTS = 8
+# Steps of the prices; strategies of a node that are tried first, the best by score, and leaves of their tree.
+STEPS = 40
+STRATEGIES = 12
+TRIALS = 8
+# For effort 1, where there is no time limit: leaves, more where tables have fewer entries, and neighbourhoods.
+LEAVES = 16
+ENTRIES = 200_000
+NEIGHBOURHOODS = 60
+# The part of the time, or of leaves and neighbourhoods together, that goes into the tree.
+SHARE = 0.35
+# The part of the time that the tree is ahead of its share at the beginning: its first leaf may prove the choice.
+HEAD_START = 0.1
+
+Better = Callable[[float, Callable[[], Choice]], None]
+"""is told of a better choice: (its cost, what gives it)"""
+
+
+def quietly(cost: float, choice: Callable[[], Choice]) -> None:
+    """Tell nobody."""
+
+
+def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float, better: Better = quietly) -> Solution:
+    """The best choice found in ``limit`` seconds; ``better`` is told of what is found meanwhile.
+
+    PlanError: none is within the memory's limit, or none was found.
+    """
+    begin = time.perf_counter()
+    limit *= 1 - RESERVE
+    _least(given)
+    lives, numbers = _reduced(given, begin, limit)
+    best = Best(lives, _least(lives), lambda cost, choice: better(cost, lambda: _original(choice, numbers)))
+    unit = _unit(lives)
+    best.offer(descend(lives, best.choice, unit, PASSES, begin + DESCENT * limit))
+    deadline = begin + limit
+    _repair(best, cheaper, begin + REPAIR * limit)
+    now = time.perf_counter()
+    try:
+        found = priced(best, math.ceil(STEPS * effort), unit, now + PRICES * (deadline - now))
+    except PlanError:
+        raise PlanError(_forbidden(given)) from None
+    run = _Run(best, cheaper, found, deadline)
+    known = math.isfinite(best.cost)
+    run.few(found, now + (PRICES + (BRIEFLY if known else FEW)) * (deadline - now))
+    if math.isinf(limit):
+        run.leaves(math.ceil(max(LEAVES, min(ENTRIES / run.entries, ENTRIES)) * effort))
+    run.alternate(math.ceil(NEIGHBOURHOODS * effort) if math.isinf(limit) else 10**9, unit)
+    if math.isinf(best.cost):
+        raise PlanError(_unfit(given, best, numbers))
+    choice = _original(best.choice, numbers)
+    cost = given.network.cost(choice)
+    stats = {"rows": lives.count, "leaves": run.tree.looked, "neighbourhoods": run.near.tried, "seconds": run.seconds}
+    return Solution(choice, cost, cost if run.closed else min(run.tree.bound, cost), run.closed, stats)
+
+
+def _repair(best: Best, cheaper: Cheaper, deadline: float) -> None:
+    """Neighbourhoods of what is forbidden, or too much, until nothing is."""
+    nodes = best.lives.network.nodes
+    near = Neighbourhoods(best, cheaper, deadline, [best.choice], nodes, [0.0] * len(nodes))
+    most = REPAIRS if math.isinf(deadline) else sys.maxsize
+    while math.isinf(best.cost) and near.tried < most and time.perf_counter() < deadline:
+        near.step()
+
+
+def _reduced(given: Lives, begin: float, limit: float) -> tuple[Lives, list[Classes]]:
+    """Without what no choice within the limit holds, and what is beaten; and how what is left was numbered."""
+    domains = Domains.of(given, begin + limit)
+    if domains is None:
+        raise PlanError(_forbidden(given))
+    lives, left = given.restricted(domains.kept).without_beaten(begin + BEATEN * limit)
+    return lives, [kept[k] for kept, k in zip(domains.kept, left, strict=True)]
+
+
+def _original(choice: Choice, numbers: Sequence[Classes]) -> Choice:
+    return tuple(int(number[s]) for number, s in zip(numbers, choice, strict=True))
+
+
+def _forbidden(given: Lives) -> str:
+    return f"no choice that costs do not forbid fits the limit of {given.limit:.6g}"
+
+
+class _Run:
+    def __init__(self, best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> None:
+        self.best, self.cheaper, self.deadline = best, cheaper, deadline
+        lives = best.lives
+        domains = Domains.of(lives, deadline)
+        if domains is None:
+            raise PlanError(_forbidden(lives))
+        self.domains = domains
+        self.tree = Tree(lives, cheaper, deadline, best.cost)
+        self.tree.put(Leaf(found.bound, domains, found.prices))
+        weights = lives.weights(found.prices).tolist()
+        self.near = Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights)
+        self.entries = max(sum(matrix.size for *_, matrix in lives.network.matrices), 1)
+        self.seconds = {"few": 0.0, "tree": 0.0, "neighbourhoods": 0.0}
+        self.leaf = 0.0
+        """seconds of the longest leaf"""
+        self.head_start = HEAD_START * (deadline - time.perf_counter())
+
+    @property
+    def closed(self) -> bool:
+        cost = self.best.cost
+        return math.isfinite(cost) and cost - self.tree.bound <= GAP * abs(cost)
+
+    @property
+    def late(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+    def few(self, found: Priced, deadline: float) -> None:
+        """Choices among the strategies of the best scores and those seen: a tree of small leaves."""
+        begin, seen = time.perf_counter(), np.array(found.seen)
+        known = math.isfinite(self.best.cost)
+        parts = {}
+        for node, scores in enumerate(found.scores):
+            likely = np.concatenate([seen[:, node], np.argsort(scores, kind="stable")[:STRATEGIES]])
+            parts[node] = np.intersect1d(likely, self.domains.kept[node])
+        domains = self.domains.narrowed(self.best.lives, parts, deadline)
+        if domains is not None:
+            # Not below the best so far: a first choice is a poor measure of what is dear.
+            tree = Tree(self.best.lives, self.cheaper, deadline, math.inf)
+            tree.put(Leaf(found.bound, domains, found.prices))
+            for trial in itertools.count():
+                if (
+                    not tree.open
+                    or time.perf_counter() > deadline
+                    or (trial >= TRIALS and (known or tree.choice is not None))
+                ):
+                    break
+                if trial >= 4 * TRIALS:
+                    break
+                self.look(tree)
+        self.seconds["few"] = time.perf_counter() - begin
+
+    def look(self, tree: Tree) -> None:
+        """At one leaf."""
+        begin = time.perf_counter()
+        tree.search(1)
+        if tree.latest is not None:
+            self.near.seen.append(tree.latest)
+        if tree.choice is not None:
+            self.best.offer(tree.choice)
+        self.leaf = max(self.leaf, time.perf_counter() - begin)
+
+    def leaves(self, most: int) -> None:
+        begin = time.perf_counter()
+        while self.tree.open and not self.closed and not self.late and self.tree.looked < most:
+            self.tree.upper = min(self.tree.upper, self.best.cost)
+            self.look(self.tree)
+        self.seconds["tree"] += time.perf_counter() - begin
+
+    def alternate(self, most: int, unit: float) -> None:
+        """Up to ``most`` neighbourhoods, and leaves beside them."""
+        spent = self.seconds
+        while not self.closed and not self.late and self.near.tried < most:
+            if math.isfinite(self.deadline):
+                next_one = spent["tree"] + self.leaf
+                turn = next_one <= SHARE * (next_one + spent["neighbourhoods"] + self.head_start)
+            else:
+                turn = self.tree.looked <= SHARE * (self.tree.looked + self.near.tried)
+            if turn and self.tree.open:
+                self.leaves(self.tree.looked + 1)
+                continue
+            begin = time.perf_counter()
+            self.near.step()
+            if math.isinf(self.best.cost) and self.near.tried % DESCENTS == 0:
+                self.best.offer(descend(self.best.lives, self.best.choice, unit, PASSES, self.deadline))
+            spent["neighbourhoods"] += time.perf_counter() - begin
+
+
+def _least(lives: Lives) -> Choice:
+    """What holds least, node by node. Raises PlanError where that is too much, or a node is forbidden everything."""
+    choice = []
+    for costs, usage in zip(lives.network.nodes, lives.usage, strict=True):
+        if not np.isfinite(costs).any():
+            raise PlanError(NO_CHOICE)
+        choice.append(int(np.lexsort((costs, np.where(np.isfinite(costs), usage, np.inf)))[0]))
+    used = lives.sums(lives.held(choice))
+    if (used > lives.room).any():
+        raise PlanError(
+            f"no choice fits the limit of {lives.limit:.6g}: the least that any choice uses is {used.max():.6g}"
+        )
+    return tuple(choice)
+
+
+def _unfit(given: Lives, best: Best, numbers: Sequence[Classes]) -> str:
+    """What is said where no choice was found."""
+    nearest = _original(best.choice, numbers)
+    used = given.sums(given.held(nearest)).max(initial=0.0)
+    if used <= given.limit * (1 + SLACK):
+        return f"no choice was found that costs do not forbid: {best.forbidden} tables forbid the nearest one"
+    return f"no choice within the limit of {given.limit:.6g} was found: the least found uses {used:.6g}"
+
+
+def _unit(lives: Lives) -> float:
+    """A price of what is held too much, to begin with."""
+    spread = [float(np.ptp(costs[np.isfinite(costs)])) for costs in lives.network.nodes]
+    edges = [float(np.ptp(m[np.isfinite(m)])) for _, _, m in lives.network.matrices if np.isfinite(m).any()]
+    return (sum(spread) + sum(edges) or 1.0) / len(spread) / lives.scale * 10

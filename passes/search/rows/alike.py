@@ -1,0 +1,158 @@
+"""Equal layers: a problem in which alike nodes choose alike is as small as its distinct layers.
+
+Its best choice is one of the whole problem's. Messages between its nodes, shared out among the copies, give a bound of all
+choices of the whole: to message passing a layer among equal ones looks like a layer that is its own neighbour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.passes.search.exact.bound import Dual
+from autoshard.passes.search.exact.eliminate import Eliminator, Scope
+from autoshard.passes.search.exact.tables import Tables
+from autoshard.passes.search.network import Array, Choice, CostNetwork
+from autoshard.passes.search.rows.stacked import Stacked
+
+# Nodes are tied where these are at most this part of all.
+TIED = 0.5
+# Sweeps of message passing for the bound, and how little a few of them may gain.
+SWEEPS = 120
+LEAST_GAIN = 1e-4
+
+
+@dataclass(frozen=True)
+class Tied:
+    """``problem``: the classes of alike nodes as nodes; its tables are the sums over all copies. ``of``: node → class."""
+
+    problem: Stacked
+    of: tuple[int, ...]
+
+    def lifted(self, choice: Choice) -> Choice:
+        """A choice of the classes as one of the nodes."""
+        return tuple(choice[k] for k in self.of)
+
+
+def tie(problem: Stacked, labels: Sequence[Hashable | None]) -> Tied | None:
+    """Nodes of one label and equal tables become one; None where that makes the problem hardly smaller."""
+    of = _numbered([(label, problem.factors[i,]) if label is not None else i for i, label in enumerate(labels)])
+    if max(of) + 1 > TIED * len(of):
+        return None
+    counts: dict[Scope, Counter[int]] = {}
+    store = problem.store
+    for scope, number in problem.factors.items():
+        where = tuple(of[i] for i in scope)
+        if len(where) == 2 and where[0] == where[1]:
+            where, number = where[:1], store.diagonal(number)
+        elif len(where) == 2 and where[0] > where[1]:
+            where, number = where[::-1], store.transposed(number)
+        counts.setdefault(where, Counter())[number] += 1
+    factors = {where: store.summed(counter) for where, counter in sorted(counts.items())}
+    sizes = dict(zip(of, problem.sizes, strict=True))
+    return Tied(replace(problem, sizes=tuple(sizes[k] for k in range(len(sizes))), factors=factors), of)
+
+
+def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
+
+
+def bound(network: CostNetwork, of: Sequence[int]) -> float:
+    """A lower bound of what all choices of ``network`` cost. ``of``: node → its class of alike nodes."""
+    whole = Eliminator.of(network, Tables())
+    whole.run(max_degree=1, max_weight=1 << 62)
+    nodes = sorted(whole.alive)
+    if not nodes:
+        return whole.constant
+    classes = _numbered([(of[i], whole.factors.get((i,))) for i in nodes])
+    at = dict(zip(nodes, classes, strict=True))
+    quotient, shares = _quotient(whole, at)
+    between = Dual(quotient)
+    _converge(between)
+    dual = Dual(whole)
+    rare = _share_out(dual, at, between, shares)
+    _converge(dual, _near(nodes, rare, len(nodes) / max(Counter(classes).values())))
+    return dual.bound
+
+
+def _quotient(whole: Eliminator, at: Mapping[int, int]) -> tuple[Eliminator, Counter[Scope]]:
+    """The classes as nodes, joined as their copies are; and how many copies every edge has."""
+    arrays = whole.tables.arrays
+    sums: dict[Scope, Array] = {}
+    shares: Counter[Scope] = Counter()
+    counts: Counter[tuple[Scope, int, bool]] = Counter()
+    for scope, table in whole.factors.items():
+        where, turned = _class_of(scope, at)
+        if len(where) == len(set(where)):  # an edge between copies of one node counts by itself
+            counts[where, table, turned] += 1
+    for (where, table, turned), many in sorted(counts.items()):
+        part = many * (arrays[table].T if turned else arrays[table])
+        sums[where] = sums[where] + part if where in sums else part
+        shares[where] += many
+    sizes = {k: whole.sizes[i] for i, k in at.items()}
+    quotient = Eliminator(Tables(), [sizes[k] for k in range(len(sizes))])
+    for where, total in sums.items():
+        quotient.insert(where, quotient.tables.intern(total))
+    return quotient, shares
+
+
+def _class_of(scope: Scope, at: Mapping[int, int]) -> tuple[Scope, bool]:
+    """The scope of classes, and whether it is the other way round."""
+    where = tuple(at[i] for i in scope)
+    return (where[::-1], True) if where[0] > where[-1] else (where, False)
+
+
+def _converge(dual: Dual, among: frozenset[int] | None = None) -> None:
+    """Sweeps until they hardly raise the bound any more."""
+    before = -math.inf
+    for sweep in range(SWEEPS):
+        dual.sweep(math.inf, among=among)
+        if sweep % 4 == 3:
+            if dual.bound - before <= LEAST_GAIN * abs(dual.bound):
+                return
+            before = dual.bound
+
+
+def _share_out(dual: Dual, at: Mapping[int, int], between: Dual, shares: Counter[Scope]) -> list[int]:
+    """Give every copy its share of the messages between classes; returns the nodes that are joined unlike their copies."""
+    least: dict[object, float] = {}
+    around: dict[int, list[tuple[Scope, bool]]] = {i: [] for i in dual.order}
+    for scope, edge in dual.edges.items():
+        where, turned = _class_of(scope, at)
+        for i in scope:
+            around[i].append((where, turned != (i == scope[1])))
+        if where in shares:
+            into = [np.zeros(len(dual.node[i])) for i in (scope[::-1] if turned else scope)]
+            for part, k, moved in zip(into, where, between.edges[where].into, strict=True):
+                part[between.kept[k]] = moved / shares[where]
+            edge.into = into[::-1] if turned else into
+            for i, moved in zip(scope, edge.into, strict=True):
+                dual.node[i] -= moved
+        key = where, turned, id(edge.sides[0].rows)
+        if key not in least:
+            least[key] = float(edge.message(0).min())
+        edge.into[0] = edge.into[0] - least[key]
+        dual.bound += least[key]
+    for i in dual.order:
+        lowest = float(dual.node[i].min())
+        dual.node[i] -= lowest
+        dual.bound += lowest
+    kinds = {i: (at[i], tuple(sorted(joined))) for i, joined in around.items()}
+    count = Counter(kinds.values())
+    most: Counter[int] = Counter()
+    for (k, _), many in count.items():
+        most[k] = max(most[k], many)
+    return [i for i in dual.order if count[kinds[i]] < most[at[i]]]
+
+
+def _near(nodes: Sequence[int], rare: Sequence[int], layer: float) -> frozenset[int]:
+    """The nodes up to two layers away from the rare ones."""
+    place = {i: k for k, i in enumerate(nodes)}
+    reach = math.ceil(2 * layer)
+    spans = [range(max(place[i] - reach, 0), min(place[i] + reach + 1, len(nodes))) for i in rare]
+    return frozenset(nodes[k] for span in spans for k in span)

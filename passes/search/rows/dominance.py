@@ -1,0 +1,120 @@
+"""Removal of strategies that another one beats at all prices of the rows: whatever else is chosen, whatever the rows cost.
+
+A gain, what is saved at least by taking b in place of a, is concave in the prices, so it need only be looked at in the
+corners of what the prices may be, and in the directions in which they may grow without end.
+Source: Goldstein, Efficient rotamer elimination applied to protein side-chains (1994).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import numpy as np
+
+from autoshard.errors import PlanError
+from autoshard.passes.search.exact.prune import EASY_COMPARISONS, NO_CHOICE, least_difference
+from autoshard.passes.search.folded import Classes
+from autoshard.passes.search.network import Array
+from autoshard.passes.search.rows.stacked import Stacked, value
+
+Probe = tuple[float, Array]
+"""how much a unit of cost counts, and of every quantity"""
+Key = tuple[tuple[int, int], ...]
+"""the tables around a node: (number, axis; −1 for its own vector)"""
+
+# Prices of more soft rows than this have too many corners; then every row must gain for itself.
+MAX_CORNERS = 3
+# A gain below this part of the costs may be rounding.
+NOISE = 1e-12
+
+
+def probes(problem: Stacked) -> list[Probe]:
+    soft = np.flatnonzero(np.isfinite(problem.prices))
+    single = np.eye(len(problem.prices))
+    if len(soft) > MAX_CORNERS:
+        return [(1.0, np.zeros(len(single))), *((0.0, row) for row in single)]
+    most = np.where(np.isfinite(problem.prices), problem.prices, 0.0)
+    corners = {tuple(most * single[list(chosen)].sum(axis=0)) for chosen in _subsets(soft.tolist())}
+    hard = np.flatnonzero(np.isinf(problem.prices))
+    return [*((1.0, np.array(corner)) for corner in sorted(corners)), *((0.0, single[r]) for r in hard)]
+
+
+def _subsets(members: list[int]) -> list[tuple[int, ...]]:
+    return [chosen for n in range(len(members) + 1) for chosen in itertools.combinations(members, n)]
+
+
+class Dominance:
+    """Answers are remembered by the tables around a node, so equal layers cost like one."""
+
+    def __init__(self, problem: Stacked, deadline: float = math.inf) -> None:
+        """After ``deadline`` only what is forbidden is removed."""
+        self.problem, self.deadline = problem, deadline
+        self.probes = probes(problem)
+        self._kept: dict[Key, Classes] = {}
+        self._least: dict[tuple[int, int], tuple[Classes, list[Array]] | None] = {}
+
+    def run(self) -> tuple[Stacked, list[Classes]]:
+        """The problem without what is beaten, and the strategies that every node keeps. PlanError: a node has none."""
+        numbers = [np.arange(n) for n in self.problem.sizes]
+        waiting = set(range(len(numbers)))
+        around: list[list[tuple[int, ...]]] = [[] for _ in numbers]
+        for scope in self.problem.factors:
+            for node in scope:
+                around[node].append(scope)
+        while waiting:
+            found = {node: self.kept(node, around[node]) for node in sorted(waiting)}
+            found = {node: kept for node, kept in found.items() if len(kept) < self.problem.sizes[node]}
+            if not all(map(len, found.values())):
+                raise PlanError(NO_CHOICE)
+            self.problem = self.problem.restricted(found)
+            waiting = {other for node in found for scope in around[node] for other in scope}
+            for node, kept in found.items():
+                numbers[node] = numbers[node][kept]
+        return self.problem, numbers
+
+    def kept(self, node: int, scopes: list[tuple[int, ...]]) -> Classes:
+        factors = self.problem.factors
+        key = tuple(sorted((factors[s], s.index(node) if len(s) == 2 else -1) for s in scopes))
+        if key not in self._kept:
+            self._kept[key] = self._compute(self.problem.sizes[node], key)
+        return self._kept[key]
+
+    def _compute(self, size: int, key: Key) -> Classes:
+        stacks = self.problem.stacks
+        forbidden = np.zeros(size, dtype=bool)
+        for number, axis in key:
+            never = np.isinf(stacks[number][0])
+            forbidden |= never if axis < 0 else never.all(axis=1 - axis)[self.problem.store.maps[number][axis]]
+        feasible = np.flatnonzero(~forbidden)
+        if len(feasible) < 2 or time.perf_counter() > self.deadline:
+            return feasible
+        edges = [self.least(number, axis) for number, axis in key if axis >= 0]
+        if any(edge is None for edge in edges):
+            return feasible
+        worse, better = np.ones((2, len(feasible), len(feasible)), dtype=bool)
+        better[:] = False
+        for k, (unit, weights) in enumerate(self.probes):
+            own = sum((value(stacks[n], weights, unit) for n, axis in key if axis < 0), np.zeros(size))[feasible]
+            gain = own[:, None] - own[None, :]
+            for found, least in filter(None, edges):
+                at = found[feasible]
+                gain += least[k][np.ix_(at, at)]
+            worse &= gain >= 0
+            better |= gain > NOISE * np.abs(own).max()
+        index = np.arange(len(feasible))
+        kept: Classes = feasible[~(worse & (better | (index[None, :] < index[:, None]))).any(axis=1)]
+        return kept
+
+    def least(self, number: int, axis: int) -> tuple[Classes, list[Array]] | None:
+        """(the class of equal slices of every strategy, per probe what one class costs less than another at least)."""
+        if (number, axis) not in self._least:
+            stack = self.problem.stacks[number]
+            small, found = stack if axis == 0 else stack.swapaxes(1, 2), self.problem.store.maps[number][axis]
+            work = small.shape[1] ** 2 * small.shape[2] * len(self.probes)
+            values = [value(small, weights, unit) for unit, weights in self.probes]
+            self._least[number, axis] = (
+                (found, [least_difference(v) for v in values]) if work <= EASY_COMPARISONS else None
+            )
+        return self._least[number, axis]

@@ -1,0 +1,91 @@
+"""A choice bettered node by node: what one node could do otherwise, while all others stay.
+
+Where equal layers differ in what only they hold, as one that keeps a value and one that makes it again, it is this that fills
+a limit to the brim: prices alone change all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.passes.search.network import Array, Choice
+from autoshard.passes.search.rows.stacked import Stacked
+
+# Nodes that are changed, at most, as a part of all.
+CHANGES = 2.0
+# A gain below this part of the cost is none.
+LEAST = 1e-9
+
+
+def flipped(problem: Stacked, slack: Array, choice: Sequence[int]) -> Choice:
+    """``choice``, changed where that takes it into the hard limits at the least cost, and then where it gains most.
+
+    ``slack``: per row how much more than its limit counts as none.
+    """
+    state = _State(problem, slack, choice)
+    for _ in range(int(CHANGES * len(problem.sizes))):
+        at = state.best()
+        if at is None:
+            break
+        state.take(at)
+    return tuple(state.choice)
+
+
+class _State:
+    """``change`` [1 + rows, strategies of all nodes]: what taking a strategy adds to the cost, and to what the rows sum."""
+
+    def __init__(self, problem: Stacked, slack: Array, choice: Sequence[int]) -> None:
+        self.problem, self.slack, self.choice = problem, slack, [int(s) for s in choice]
+        self.unit = 1.0 / problem.scale
+        self.starts = np.concatenate([[0], np.cumsum(problem.sizes)])
+        self.around: list[list[tuple[int, ...]]] = [[] for _ in problem.sizes]
+        for scope in problem.factors:
+            for i in scope:
+                self.around[i].append(scope)
+        self.change = np.zeros((1 + len(problem.limits), int(self.starts[-1])))
+        for i in range(len(problem.sizes)):
+            self._look(i)
+        self.over = problem.used(tuple(self.choice)) - problem.limits
+        self.cost = problem.cost(tuple(self.choice))
+
+    def _look(self, i: int) -> None:
+        """What node ``i`` could do otherwise."""
+        store, own = self.problem.store, np.zeros((len(self.change), self.problem.sizes[i]))
+        for scope in self.around[i]:
+            number = self.problem.factors[scope]
+            if len(scope) == 1:
+                part = store.arrays[number]
+            else:
+                other = 1 - scope.index(i)
+                part = store.beside(number, other, self.choice[scope[other]])
+            own[: len(part)] += part
+        self.change[:, self.starts[i] : self.starts[i + 1]] = own - own[:, self.choice[i], None]
+
+    def best(self) -> int | None:
+        """The change to be made next; None: nothing gets better."""
+        hard, soft = np.isinf(self.problem.prices), np.isfinite(self.problem.prices)
+        after = self.over[:, None] + self.change[1:]
+        prices = self.problem.prices[soft, None]
+        more = (prices * (np.maximum(after[soft], 0.0) - np.maximum(self.over[soft], 0.0)[:, None])).sum(axis=0)
+        more += self.change[0]
+        unit = self.unit[hard]
+        left = (unit[:, None] * np.maximum(after[hard] - self.slack[hard, None], 0.0)).sum(axis=0)
+        now = float((unit * np.maximum(self.over[hard] - self.slack[hard], 0.0)).sum())
+        if now > 0:  # the least cost for what is too much
+            nearer = np.flatnonzero(left < now)
+            if not len(nearer):
+                return None
+            return int(nearer[np.argmin(more[nearer] / (now - left[nearer]))])
+        more[left > 0] = np.inf
+        at = int(np.argmin(more))
+        return at if more[at] < -LEAST * abs(self.cost) else None
+
+    def take(self, at: int) -> None:
+        i = int(np.searchsorted(self.starts, at, side="right")) - 1
+        self.cost += float(self.change[0, at])
+        self.over = self.over + self.change[1:, at]
+        self.choice[i] = at - int(self.starts[i])
+        for node in {j for scope in self.around[i] for j in scope}:
+            self._look(node)

@@ -1,0 +1,290 @@
+"""A cost network and what its rows sum, as one: every table is a stack, the cost first, then the quantities of the rows."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from autoshard.errors import PlanError
+from autoshard.passes.search.exact.eliminate import Scope
+from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, joint, stored
+from autoshard.passes.search.network import Array, Choice, CostNetwork, Row
+
+
+class Stacks:
+    """Numbers stacks of tables, equal ones alike: by the identity of their parts first, by content after that.
+
+    Of a stack of matrices equal slices along an axis are stored once, in order of first appearance.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: list[Array] = []
+        """what is stored of each"""
+        self.maps: list[tuple[Classes, ...]] = []
+        """per axis of each the slice that stands for every index"""
+        self._by_parts: dict[tuple[object, ...], int] = {}
+        self._by_content: dict[tuple[object, ...], int] = {}
+
+    def number(self, cost: Matrix, amounts: Sequence[Matrix | None], transposed: bool = False) -> int:
+        """The number of the stack; None: zeros, left out at the end."""
+        key = (transposed, id(cost), *(None if part is None else id(part) for part in amounts))
+        if key not in self._by_parts:
+            while amounts and amounts[-1] is None:
+                amounts = amounts[:-1]
+            zeros = np.zeros(stored(cost).shape)
+            parts = [stored(cost), *(zeros if part is None else stored(part) for part in amounts)]
+            maps = (cost.rows, cost.columns) if isinstance(cost, Folded) else None
+            number = self.of(np.stack(parts, dtype=np.float64), maps)
+            self._by_parts[key] = self.transposed(number) if transposed else number
+        return self._by_parts[key]
+
+    def add(self, a: int, b: int) -> int:
+        return self.summed(Counter((a, b)))
+
+    def transposed(self, number: int) -> int:
+        if ("transposed", number) not in self._by_parts:
+            stack, maps = self.arrays[number].swapaxes(-1, -2), self.maps[number][::-1]
+            self._by_parts["transposed", number] = self.of(stack, maps)
+        return self._by_parts["transposed", number]
+
+    def beside(self, number: int, axis: int, index: int = 0) -> Array:
+        """Of a stack of pairs, what the other node's strategies have beside the strategy ``index`` along ``axis``."""
+        maps = self.maps[number]
+        row: Array = self.arrays[number].take(maps[axis][index], axis + 1)[:, maps[1 - axis]]
+        return row
+
+    def alone(self, number: int, axis: int) -> int:
+        """Of a stack of pairs, :meth:`beside` of the only strategy along ``axis``."""
+        if ("alone", number, axis) not in self._by_parts:
+            self._by_parts["alone", number, axis] = self.of(self.beside(number, axis))
+        return self._by_parts["alone", number, axis]
+
+    def diagonal(self, number: int) -> int:
+        """Of a stack of pairs what both choosing alike costs."""
+        rows, columns = self.maps[number]
+        return self.of(self.arrays[number][:, rows, columns])
+
+    def whole(self, number: int) -> Array:
+        """The stack with all its slices."""
+        if self.arrays[number].ndim == 2:
+            return self.arrays[number]
+        rows, columns = self.maps[number]
+        whole: Array = self.arrays[number][:, rows[:, None], columns]
+        return whole
+
+    def at(self, number: int, choice: Sequence[int]) -> Array:
+        """Cost and amounts of one strategy per axis."""
+        places = (m[s] for m, s in zip(self.maps[number], choice, strict=True))
+        entry: Array = self.arrays[number][(slice(None), *places)]
+        return entry
+
+    def restricted(self, number: int, kept: Sequence[Classes | None]) -> int:
+        """The stack with the kept indices of every axis; None: all."""
+        stack, maps = self.arrays[number], self.maps[number]
+        if stack.ndim == 2:
+            return self.of(stack if kept[0] is None else stack.take(kept[0], 1))
+        return self.of(stack, [m if k is None else m[k] for m, k in zip(maps, kept, strict=True)])
+
+    def summed(self, counts: Mapping[int, int]) -> int:
+        """The sum of so many of each."""
+        key = tuple(sorted(counts.items()))
+        if ("summed", key) not in self._by_parts:
+            axes = [joint(maps) for maps in zip(*(self.maps[number] for number, _ in key), strict=True)]
+            length = max(len(self.arrays[number]) for number in counts)
+            total = np.zeros((length, *(len(first) for first, _ in axes)))
+            for number, many in key:
+                part = self.arrays[number]
+                for axis, (first, _) in enumerate(axes):
+                    part = part.take(self.maps[number][axis][first], axis + 1)
+                total[: len(part)] += many * part
+            self._by_parts["summed", key] = self.of(total, [where for _, where in axes])
+        return self._by_parts["summed", key]
+
+    def of(self, stack: Array, maps: Sequence[Classes] | None = None) -> int:
+        """``maps``: of a stack of matrices, where it is folded."""
+        if stack.ndim == 2:
+            maps = (np.arange(stack.shape[1]),)
+        else:
+            found = list(maps or map(np.arange, stack.shape[1:]))
+            for axis in (1, 2):
+                used, where = in_order(found[axis - 1])
+                stack = stack.take(used, axis)
+                same, first = classes(stack if axis == 1 else stack.swapaxes(1, 2))
+                stack, found[axis - 1] = stack.take(first, axis), same[where]
+            maps = tuple(found)
+        stack = np.ascontiguousarray(stack)
+        digest = hashlib.blake2b(stack.data, digest_size=16)
+        for where in maps if stack.ndim > 2 else ():
+            digest.update(where.tobytes())
+        content = stack.shape, *map(len, maps), digest.digest()
+        number = self._by_content.setdefault(content, len(self.arrays))
+        if number == len(self.arrays):
+            self.arrays.append(stack)
+            self.maps.append(tuple(maps))
+        return number
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """``factors``: (i,) of every node and (i, j), i < j, of joined pairs → the number of a stack.
+
+    In ``store``: float64 [1 + quantities, n_i] or, folded, [1 + quantities, n_i, n_j]: the cost, then quantities' amounts;
+    those left out at the end are zero. Row r sums quantity r.
+    """
+
+    sizes: tuple[int, ...]
+    factors: Mapping[Scope, int]
+    store: Stacks
+    limits: Array
+    prices: Array
+
+    @property
+    def stacks(self) -> Sequence[Array]:
+        return self.store.arrays
+
+    @property
+    def scale(self) -> Array:
+        """Per row what its amounts sum to at most, and its limit."""
+        used = set(self.factors.values())
+        most = {n: np.abs(self.stacks[n][1:]).max(axis=tuple(range(1, self.stacks[n].ndim))) for n in used}
+        total = np.zeros(len(self.limits))
+        for number in self.factors.values():
+            total[: len(most[number])] += most[number]
+        scale: Array = np.maximum(total + np.abs(self.limits), 1e-300)
+        return scale
+
+    @property
+    def cost_scale(self) -> float:
+        """What the costs sum to at most."""
+        most = {n: np.abs(self.stacks[n][0]) for n in set(self.factors.values())}
+        largest = {n: float(costs[np.isfinite(costs)].max(initial=0.0)) for n, costs in most.items()}
+        return sum(largest[n] for n in self.factors.values())
+
+    def used(self, choice: Choice) -> Array:
+        """The sum of every row."""
+        total = np.zeros(len(self.limits))
+        for scope, number in self.factors.items():
+            amounts = self.store.at(number, [choice[i] for i in scope])[1:]
+            total[: len(amounts)] += amounts
+        return total
+
+    def cost(self, choice: Choice) -> float:
+        """The cost without what the rows add."""
+        at = ((number, [choice[i] for i in scope]) for scope, number in self.factors.items())
+        return sum(float(self.store.at(number, place)[0]) for number, place in at)
+
+    def priced(self, weights: Array, unit: float = 1.0) -> CostNetwork:
+        """Costs times ``unit`` plus the rows' sums at the prices ``weights``. Equal tables are one array."""
+        made = {number: value(self.stacks[number], weights, unit) for number in set(self.factors.values())}
+        pairs = {number for scope, number in self.factors.items() if len(scope) == 2}
+        folded = {number: Folded(made[number], *self.store.maps[number]) for number in pairs}
+        nodes = tuple(made[self.factors[i,]] for i in range(len(self.sizes)))
+        edges = tuple((s[0], s[1], folded[number]) for s, number in self.factors.items() if len(s) == 2)
+        return CostNetwork(nodes, edges)
+
+    def costless(self) -> Stacked:
+        """Nothing costs, what is forbidden stays so."""
+        made: dict[int, int] = {}
+        for number in self.factors.values():
+            if number not in made:
+                stack = self.stacks[number]
+                costless = np.concatenate([np.where(np.isinf(stack[:1]), np.inf, 0.0), stack[1:]])
+                made[number] = self.store.of(costless, self.store.maps[number])
+        return replace(self, factors={scope: made[number] for scope, number in self.factors.items()})
+
+    def restricted(self, kept: Mapping[int, Classes]) -> Stacked:
+        """Only the ``kept`` strategies of the nodes named, numbered anew."""
+        made: dict[tuple[object, ...], int] = {}
+        keys = {i: k.tobytes() for i, k in kept.items()}
+
+        def table(scope: Scope, number: int) -> int:
+            key = (number, *(keys.get(i) for i in scope))
+            if key not in made:
+                made[key] = self.store.restricted(number, [kept.get(i) for i in scope])
+            return made[key]
+
+        factors = {scope: table(scope, number) for scope, number in self.factors.items()}
+        sizes = tuple(len(kept[i]) if i in kept else n for i, n in enumerate(self.sizes))
+        return replace(self, sizes=sizes, factors=factors)
+
+
+class Open(NamedTuple):
+    """A problem in which only what is undecided has nodes."""
+
+    problem: Stacked
+    nodes: Classes
+    """of the whole problem, those with several strategies"""
+    decided: Array
+    """cost and quantities of what lies between the others"""
+
+
+def undecided(problem: Stacked) -> Open:
+    """``problem`` without the nodes that have one strategy; what these have with others counts with the others."""
+    nodes = [i for i, n in enumerate(problem.sizes) if n > 1]
+    at = {i: k for k, i in enumerate(nodes)}
+    store, counts, decided = problem.store, dict[Scope, Counter[int]](), Counter[int]()
+    for i in nodes:
+        counts[at[i],] = Counter()
+    for scope, number in problem.factors.items():
+        where = tuple(at[i] for i in scope if i in at)
+        if len(where) < len(scope) == 2 and where:
+            number = store.alone(number, 1 if scope[0] in at else 0)
+        (counts.setdefault(where, Counter()) if where else decided)[number] += 1
+    total = np.zeros(1 + len(problem.limits))
+    for number, many in sorted(decided.items()):
+        stack = store.arrays[number]
+        total[: len(stack)] += many * stack.reshape(-1)
+    factors = {where: store.summed(counter) for where, counter in sorted(counts.items())}
+    left = replace(problem, sizes=tuple(problem.sizes[i] for i in nodes), factors=factors)
+    return Open(left, np.array(nodes, dtype=np.intp), total)
+
+
+def value(stack: Array, weights: Array, unit: float) -> Array:
+    """Cost times ``unit`` plus amounts times ``weights``; what is forbidden stays so."""
+    table: Array = np.where(np.isinf(stack[0]), np.inf, 0.0) if unit == 0 else stack[0] * unit
+    for amounts, weight in zip(stack[1:], weights.tolist(), strict=False):
+        table = table + weight * amounts if weight else table
+    return table
+
+
+def classes(stack: Array) -> tuple[Classes, Classes]:
+    """Of a stack [quantities, rows, columns]: every row's class of equal ones, and the first row of every class."""
+    seen: dict[bytes, int] = {}
+    rows = np.ascontiguousarray(stack.swapaxes(0, 1))
+    found = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], dtype=np.intp)
+    return found, np.unique(found, return_index=True)[1]
+
+
+def stack_rows(network: CostNetwork, rows: Sequence[Row], stacks: Stacks | None = None) -> Stacked:
+    """The network with its rows. ``stacks``: those of another one that shares tables with it, and lives on."""
+    stacks = stacks or Stacks()
+    for k, row in enumerate(rows):
+        _check(network, row, k)
+    factors: dict[Scope, int] = {}
+    for i, vector in enumerate(network.nodes):
+        factors[i,] = stacks.number(vector, [row.nodes[i] for row in rows])
+    for e, (i, j, matrix) in enumerate(network.edges):
+        scope = (min(i, j), max(i, j))
+        number = stacks.number(matrix, [row.edges[e] for row in rows], transposed=i > j)
+        factors[scope] = stacks.add(factors[scope], number) if scope in factors else number
+    sizes = tuple(vector.size for vector in network.nodes)
+    return Stacked(sizes, factors, stacks, np.array([r.limit for r in rows]), np.array([r.price for r in rows]))
+
+
+def _check(network: CostNetwork, row: Row, number: int) -> None:
+    tables = [*network.nodes, *(matrix for _, _, matrix in network.edges)]
+    amounts = [*row.nodes, *row.edges]
+    if len(row.nodes) != len(network.nodes) or len(row.edges) != len(network.edges):
+        raise PlanError(f"row {number} needs one entry per node and per edge of the network")
+    if any(a is not None and a.shape != table.shape for a, table in zip(amounts, tables, strict=True)):
+        raise PlanError(f"row {number}: an array of amounts has another shape than the costs beside it")
+    if not all(np.isfinite(stored(a)).all() for a in {id(a): a for a in amounts if a is not None}.values()):
+        raise PlanError(f"row {number}: amounts must be finite; forbid a choice in the costs")
+    if not math.isfinite(row.limit) or not row.price >= 0:
+        raise PlanError(f"row {number} needs a finite limit and a price of at least 0, got {row.limit} and {row.price}")

@@ -1,0 +1,140 @@
+"""Operations on tables whose numbers come later, and change: what is done is planned once, and repeated.
+
+A table is kept without repetitions: along every axis equal slices are stored once, with a map from indices to slices.
+Strategies that ask the same of a neighbour are such, so most tables are many times smaller than they seem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autoshard.passes.search.exact.tables import Span, Tables, min_sum
+from autoshard.passes.search.folded import Classes, joint
+from autoshard.passes.search.network import Array
+
+Maps = tuple[Classes, ...]
+"""per axis the slice that stands for every index"""
+
+
+def needed(slices: Classes, first: Classes) -> Classes | None:
+    """Which slices ``first`` asks for; None: all in their order."""
+    wanted = slices[first]
+    return None if np.array_equal(wanted, np.arange(int(slices.max()) + 1)) else wanted
+
+
+def take(array: Array, kept: Sequence[Classes | None]) -> Array:
+    """The kept indices of every axis; None: all."""
+    for axis, indices in enumerate(kept):
+        array = array if indices is None else array.take(indices, axis)
+    return array
+
+
+class Tape(Tables):
+    """Equal is what is made equally of the first tables, whatever numbers these will have."""
+
+    def __init__(self, maps: Sequence[Maps]) -> None:
+        """``maps`` of the first tables."""
+        super().__init__()
+        self.maps = list(maps)
+        self._computed: list[Callable[[], Array]] = []
+        self._joint: dict[tuple[int, ...], tuple[Classes, Classes]] = {}
+        self._held: dict[int, Classes] = {}
+        self.entries = sum(map(self._size, self.maps))
+        """of all tables"""
+        self.work = 0
+        """entries of all joins"""
+
+    @staticmethod
+    def _size(maps: Maps) -> int:
+        return math.prod(int(m.max()) + 1 for m in maps)
+
+    def play(self, arrays: Sequence[Array]) -> None:
+        """Compute everything from the first tables, given without repetitions."""
+        self.arrays = [*arrays]
+        for compute in self._computed:
+            self.arrays.append(compute())
+
+    def at(self, a: int, index: tuple[int | None, ...]) -> Array:
+        """The entries along the only axis whose index is None."""
+        maps = self.maps[a]
+        row: Array = self.arrays[a][tuple(slice(None) if i is None else m[i] for m, i in zip(maps, index, strict=True))]
+        return row[maps[index.index(None)]]
+
+    def add(self, a: int, b: int) -> int:
+        a, b = min(a, b), max(a, b)
+        first, where = zip(*map(self._together, zip(self.maps[a], self.maps[b], strict=True)), strict=True)
+        at_a = [needed(m, f) for m, f in zip(self.maps[a], first, strict=True)]
+        at_b = [needed(m, f) for m, f in zip(self.maps[b], first, strict=True)]
+        return self._record(("add", a, b), where, lambda: take(self.arrays[a], at_a) + take(self.arrays[b], at_b))
+
+    def move_last(self, a: int, axis: int) -> int:
+        maps = self.maps[a]
+        if axis == len(maps) - 1:
+            return a
+        moved = (*maps[:axis], *maps[axis + 1 :], maps[axis])
+        return self._record(("move", a, axis), moved, lambda: np.moveaxis(self.arrays[a], axis, -1))
+
+    def squeeze(self, a: int, axis: int) -> int:
+        maps = self.maps[a]
+        return self._record(("squeeze", a, axis), maps[:axis] + maps[axis + 1 :], lambda: self.arrays[a].squeeze(axis))
+
+    def eliminate(self, factors: tuple[Span, ...], rank: int) -> int:
+        key = ("eliminate", factors, rank)
+        if key in self._memo:
+            return self._memo[key]
+        first, where = zip(*(self._representatives(factors, axis, rank) for axis in range(rank + 1)), strict=True)
+        joined, vectors = [], []
+        for table, axes in factors:
+            maps = self.maps[table]
+            if len(axes) == 1:
+                vectors.append((table, maps[0]))
+            else:
+                at = [needed(m, first[axis]) for m, axis in zip(maps, axes, strict=True)]
+                joined.append((table, axes, at))
+        self.work += math.prod(map(len, first))
+        order = np.argsort(where[rank], kind="stable")
+        starts = np.searchsorted(where[rank][order], np.arange(len(first[rank])))
+
+        def compute() -> Array:
+            parts = []
+            for table, axes, at in joined:
+                part = np.moveaxis(take(self.arrays[table], at), -1, 0)
+                shape = [part.shape[0]] + [1] * rank
+                for position, axis in enumerate(axes[:-1]):
+                    shape[axis + 1] = part.shape[position + 1]
+                parts.append(np.ascontiguousarray(part).reshape(shape))
+            if vectors:
+                own: Array = sum((self.arrays[table][m] for table, m in vectors), np.zeros(len(order)))
+                parts.append(np.minimum.reduceat(own[order], starts).reshape([-1] + [1] * rank))
+            return min_sum(parts, tuple(map(len, first[:-1])))
+
+        return self._record(key, where[:-1], compute)
+
+    def _record(self, key: tuple[object, ...], maps: Maps, compute: Callable[[], Array]) -> int:
+        if key not in self._memo:
+            self._memo[key] = len(self.maps)
+            self.maps.append(maps)
+            self._computed.append(compute)
+            self.entries += self._size(maps)
+        return self._memo[key]
+
+    def _together(self, maps: Sequence[Classes]) -> tuple[Classes, Classes]:
+        key = tuple(map(id, maps))
+        if key not in self._joint:
+            self._held.update(zip(key, maps, strict=True))  # alive, so that its id stays its own
+            self._joint[key] = joint(maps)
+        return self._joint[key]
+
+    def _representatives(self, factors: tuple[Span, ...], axis: int, rank: int) -> tuple[Classes, Classes]:
+        """Indices that stand for equal slices along one axis of the join, and for every index which of these it equals.
+
+        On the eliminated axis vectors do not tell strategies apart: of equal ones the cheapest counts.
+        """
+        spanning = [(t, axes) for t, axes in factors if axis in axes and (len(axes) > 1 or rank == 0)]
+        if not spanning:  # of vectors only, joined with factors that lack this axis: impossible, each spans it
+            size = max(len(self.maps[t][0]) for t, _ in factors)
+            return np.zeros(1, dtype=np.intp), np.zeros(size, dtype=np.intp)
+        return self._together([self.maps[t][axes.index(axis)] for t, axes in spanning])
