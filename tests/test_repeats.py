@@ -261,7 +261,7 @@ def test_autocast_in_one_of_them(repeated: list[int]) -> None:
 
     torch.set_default_dtype(torch.float32)  # the fixture puts it back
     check(Net(narrow), X.float(), tolerance=1e-6)
-    assert repeated == [2]
+    assert repeated[-1] == 2
 
 
 def test_a_checkpoint_in_one_of_them(repeated: list[int]) -> None:

@@ -185,9 +185,9 @@ def test_equal_stages_are_searched_once(graph: Graph, plans: dict[str, Plan], mo
     searched: list[int] = []
     search = Planner.cheapest
 
-    def counted(planner: Planner) -> Assignment:
+    def counted(planner: Planner, rough: bool = False) -> Assignment:
         searched.append(len(planner.graph.nodes))
-        return search(planner)
+        return search(planner, rough)
 
     monkeypatch.setattr(Planner, "cheapest", counted)
     nodes = micro_batched(graph, BATCHES)[0].nodes

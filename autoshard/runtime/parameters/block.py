@@ -122,7 +122,7 @@ class _Move(torch.autograd.Function):
         trained = ctx.needs_input_grad[2:]
         nodes = [x.grad_fn for x, wanted in zip(xs, trained, strict=True) if wanted]
         alone = all(node is nodes[0] for node in nodes)
-        ctx.pending = getattr(nodes[0], "pending", None) if alone else None
+        ctx.owner = getattr(nodes[0], "pending", None) if alone else None  # by another name: this is a node, too
         ctx.numbers = [x.output_nr if wanted else -1 for x, wanted in zip(xs, trained, strict=True)]
         out, shared = _moved(bucket, xs, zero)
         ctx.sums = shared if zero == 1 else None
@@ -142,7 +142,7 @@ class _Move(torch.autograd.Function):
             gradients = tuple(ctx.sums.take())
         if torch.is_grad_enabled():  # create_graph: as nodes that have a derivative, nothing left under way
             return None, None, *moved_back(ctx.bucket, gradients, wanted, ctx.shapes)
-        pending = ctx.pending
+        pending = ctx.owner
         if pending is not None:
             pending.begin_later()
         gradients = tuple(g if w else None for g, w in zip(gradients, wanted, strict=True))
