@@ -76,6 +76,7 @@ ANSWERED: dict[str, Question] = {
     "classes compared": lambda m, x, h: (
         type(h) is torch.Tensor, operator.eq(type(m.weight), nn.Parameter), type(x) in {torch.Tensor: 1}, type(type(h)) is type,
         isinstance(type(h), type), issubclass(type(h), torch.Tensor), type("A", (), {}).__name__, isinstance(type, type),
+        str(type[int]),
     ),
     "autograd": lambda m, x, h: (
         torch._C._is_fwd_grad_enabled(), torch._C._is_multithreading_enabled(),

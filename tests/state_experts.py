@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as checkpoint
 import torch.nn.functional as F
 from state_harness import case, close, pair, rows, same_state, steps
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import distribute_tensor
 
 import autoshard
@@ -171,6 +172,12 @@ def weights_cut_in_every_part_are_clipped_saved_and_loaded(mesh: autoshard.Mesh)
         checkpoint.load(state, checkpoint_id=f"{folder[0]}/{name}")
         target.load_state_dict(state)
         same_state(target, model)
+    with torch.no_grad():
+        for p in sharded.parameters():
+            p.zero_()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(sharded, model.state_dict() if dist.get_rank() == 0 else {}, options=options)
+    same_state(sharded, model)
 
 
 class Windowed(nn.Module):

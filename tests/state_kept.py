@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import torch
@@ -163,6 +164,17 @@ def a_meta_model_with_computed_buffers(mesh: autoshard.Mesh) -> None:
         once(model, sharded, rows())
 
 
+class Counts:
+    """How often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
 class Leaves(nn.Module):
     """Its first call leaves something for the next one, in an attribute, ``kind``."""
 
@@ -170,17 +182,28 @@ class Leaves(nn.Module):
         super().__init__()
         self.lin, self.kind = nn.Linear(8, 8), kind
         self.calls, self.seen, self.cache = 0, list[int](), dict[str, torch.Tensor]()
+        self.nested, self.recent = {"of": ([0],)}, deque([0], maxlen=3)
+        self.counter, self.mean_of_all = Counts(), 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h: torch.Tensor = self.lin(x)
         self.calls += 1
         if self.kind == "unread":
             self.last = h
+            self.mean_of_all = 0.9 * self.mean_of_all + 0.1 * h.detach().mean()  # reads what it left, for itself alone
         if self.kind == "counter":
             h = h * self.calls
         if self.kind == "list":
             self.seen.append(1)
             h = h * len(self.seen)
+        if self.kind == "nested":
+            self.nested["of"][0].append(1)
+            h = h * len(self.nested["of"][0])
+        if self.kind == "deque":
+            self.recent.append(1)
+            h = h * len(self.recent)
+        if self.kind == "object":
+            h = h * self.counter()
         if self.kind == "tensor":
             h = h * self.cache.setdefault("mean", h.detach().mean(0))
         if self.kind == "buffer" and not hasattr(self, "mean"):
@@ -192,11 +215,12 @@ class Leaves(nn.Module):
 
 @case
 def what_a_call_leaves_for_the_next(mesh: autoshard.Mesh) -> None:
-    for kind in ("counter", "list", "tensor", "buffer", "parameter"):
+    for kind in ("counter", "list", "nested", "deque", "object", "tensor", "buffer", "parameter"):
         model = Leaves(kind).double()
         with refused("call the model once before"):
             autoshard.compile(model, mesh, (rows(),))
         assert (model.calls, model.seen, model.cache, hasattr(model, "mean")) == (0, [], {}, False)
+        assert (model.nested, list(model.recent), model.counter.calls) == ({"of": ([0],)}, [0], 0)
     model, sharded = pair(mesh, lambda: Leaves("unread"), rows())
     for seed in (1, 2):
         once(model, sharded, rows(seed=seed))

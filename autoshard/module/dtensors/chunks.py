@@ -6,6 +6,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -73,11 +74,36 @@ def mend_checkpoints() -> None:
     of.__create_write_items__, of.__create_chunk_list__ = create_write_items, create_chunk_list
     of.__get_tensor_shard__ = get_tensor_shard
 
+    utils: Any = _state_dict_utils
+    distribute = utils._distribute_tensors
+
+    def distribute_tensors(states: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:
+        """Of whole tensors, as of ``broadcast_from_rank0``: states are pairs (DTensor, whole tensor)."""
+        for key in keys:
+            pair = states.get(key)
+            if isinstance(pair, tuple) and holds_several(pair[0]):
+                states[key] = _filled(*pair)
+        distribute(states, keys, device, pg)
+
+    utils._distribute_tensors = distribute_tensors
+
 
 def holds_several(x: Any) -> bool:
     """Whether a rank holds several chunks of ``x`` by one placement, and no other axis cuts that dim."""
     cut = {p.dim for p in x.placements if hasattr(p, "split_factor")}
     return bool(cut) and not any(p.is_shard() and p.dim in cut for p in x.placements)
+
+
+def _filled(x: DTensor, whole: torch.Tensor) -> DTensor:
+    """``x``, or for one on the meta device another like it, with its parts of ``whole``."""
+    if x.is_meta:
+        local = torch.empty_like(x.to_local(), device=whole.device)
+        x = DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+    for block, part in chunks(x):
+        part.detach().copy_(
+            whole[tuple(map(slice, block.offsets, map(sum, zip(block.offsets, block.sizes, strict=True))))]
+        )
+    return x
 
 
 def _item(fqn: str, x: DTensor, chunk: Chunk) -> WriteItem:

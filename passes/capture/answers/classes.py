@@ -90,5 +90,8 @@ class _AsType(type):
 class _Type(type, metaclass=_AsType):
     """``type`` as user code has it while it is traced."""
 
+    def __class_getitem__(cls, item: Any) -> Any:
+        return type[item]
+
 
 _Type.__module__, _Type.__name__, _Type.__qualname__ = "builtins", "type", "type"

@@ -6,8 +6,6 @@ Those are caches and states. A trace would lose what happens to them, so it is m
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import CaptureError
+from autoshard.passes.capture.exported.contents import put, taken
 
 Held = dict[str, tuple[torch.Tensor, int]]
 """name → a tensor in a plain attribute, and its version"""
@@ -85,22 +84,16 @@ def apart(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Put the attributes of every module back, and the contents of its dicts, lists and sets."""
-    before = [(module, dict(vars(module)), _contents(module)) for module in model.modules()]
+    """Put the attributes of every module back, and what lies in them."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    contents = taken(value for _, attributes in before for value in attributes.values())
     try:
         yield
     finally:
-        for module, attributes, contents in before:
+        for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
-            for name, content in contents.items():
-                holder = attributes[name]
-                holder.clear()
-                holder.extend(content) if isinstance(holder, list) else holder.update(content)
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    return {k: copy.copy(v) for k, v in vars(module).items() if type(v) in (dict, OrderedDict, list, set)}
+        put(contents)
 
 
 def write_back(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:

@@ -123,6 +123,22 @@ def is_left_out(name: str, buffer: fx.Node) -> bool:
     return bool(layout != torch.strided)
 
 
+def has_no_data(constant: Any) -> bool:
+    """Whether what a program took from the model is a tensor without data, or no tensor."""
+    return not isinstance(constant, torch.Tensor) or constant.is_meta or type(constant).__name__ == "FakeTensor"
+
+
+def constant_of(name: str, tensor: Any) -> torch.Tensor:
+    """What a program took from the model as a constant. Refuses it where it has no data."""
+    if has_no_data(tensor):
+        raise CaptureError(
+            f"the model's tensor {name!r} is neither parameter nor buffer and has no data. Register it with "
+            "register_buffer() or as nn.Parameter."
+        )
+    found: torch.Tensor = tensor.detach()
+    return found
+
+
 def check_result(node: fx.Node, value: Any) -> None:
     """Refuse a result that is neither a dense tensor nor a number that is known at run time."""
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:

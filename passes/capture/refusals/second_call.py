@@ -7,7 +7,7 @@ forward that leaves something is traced again as it left the model. Where both g
 from __future__ import annotations
 
 import contextlib
-import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -19,18 +19,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.attributes import LEFT, untouched
+from autoshard.passes.capture.exported.contents import DEPTH, Contents, held_in, put, taken
 from autoshard.passes.capture.refusals.outside import reading_outside
 from autoshard.passes.ir.graph import Graph
 
 Found = list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]
 """path, module, its attributes, and what is in them: see :func:`_contents`"""
 
-_left: ContextVar[dict[str, tuple[nn.Module, dict[str, Any]]]] = ContextVar("left")
-"""of the last trace: dotted name → the module, and its attributes of which that is one"""
+_left: ContextVar[dict[str, tuple[dict[str, Any], str, Any, Contents]]] = ContextVar("left")
+"""of the last trace: dotted name → the module's attributes, the name of one, and what it is now and holds"""
 
 _HOLDERS = {"parameter": "_parameters", "buffer": "_buffers", "module": "_modules"}
-_DEPTH = 4
-"""containers and objects within each other that are looked into"""
 
 
 @contextlib.contextmanager
@@ -70,10 +69,7 @@ def leave(model: nn.Module, before: Found) -> None:
         for name, value in now.items():
             if name in _HOLDERS.values() or (name in old and _contents(value) == contents[name]):
                 continue
-            value = (
-                copy.copy(value) if isinstance(value, dict | list | set) else value
-            )  # what it holds is put back after a trace
-            found[f"{path}.{name}" if path else name] = (module, {name: value})
+            found[f"{path}.{name}" if path else name] = (now, name, value, taken([value]))
 
 
 def check_second_call(model: nn.Module, graph: Graph, again: Callable[[], Graph]) -> None:
@@ -82,8 +78,10 @@ def check_second_call(model: nn.Module, graph: Graph, again: Callable[[], Graph]
     if not left:
         return
     with untouched(model), reading_outside():
-        for module, attributes in left.values():
-            vars(module).update(pytree.tree_map_only(FakeTensor, _stand_in, attributes))
+        stand_in = _StandIns()
+        for attributes, name, value, contents in left.values():
+            attributes[name] = stand_in(value)
+            put([(holder, stand_in.in_held(held)) for holder, held in contents])
         try:
             same = _calls(again()) == _calls(graph)
         except Exception:
@@ -96,20 +94,40 @@ def check_second_call(model: nn.Module, graph: Graph, again: Callable[[], Graph]
         )
 
 
-def _stand_in(x: torch.Tensor) -> torch.Tensor:
-    """For a tensor that a traced call left: it has no data, and is no state that the model had."""
-    left = torch.empty(tuple(map(int, x.shape)), dtype=x.dtype, device="meta")
-    setattr(left, LEFT, True)
-    return left
+class _StandIns:
+    """For tensors that a traced call left: these have no data, and are no state that the model had."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, x: Any) -> Any:
+        """``x``, or what stands for it."""
+        if isinstance(x, FakeTensor):
+            left = torch.empty(tuple(map(int, x.shape)), dtype=x.dtype, device="meta")
+            setattr(left, LEFT, True)
+            return self.found.setdefault(id(x), (x, left))[1]
+        return pytree.tree_map(self, x, is_leaf=lambda y: y is not x) if isinstance(x, tuple) else x
+
+    def in_held(self, held: Any) -> Any:
+        """What a container or object holds, with these."""
+        return {k: self(v) for k, v in held.items()} if isinstance(held, dict) else type(held)(map(self, held))
 
 
 def _calls(graph: Graph) -> tuple[Any, ...]:
-    """What a graph computes, to be compared."""
-    nodes = [(str(n.op), repr(n.args), repr(n.kwargs), n.outputs) for n in graph.nodes]
-    constants = {
-        name: x if x.is_meta or isinstance(x, FakeTensor) else x.tolist() for name, x in graph.constants.items()
-    }
-    return graph.inputs, nodes, repr(graph.outputs), dict(graph.mutations), repr(constants)
+    """What a graph computes, to be compared: values by their order, as what was traced and is dead has names, too."""
+    values = itertools.chain((i.name for i in graph.inputs), *(n.outputs for n in graph.nodes))
+    names = {name: str(i) for i, name in enumerate(values)}
+    as_numbered = graph.renamed(names)
+    nodes = [(str(n.op), repr(n.args), repr(n.kwargs), len(n.outputs)) for n in as_numbered.nodes]
+    inputs = [(i.kind, _bytes(graph.constants[i.name]) if i.kind == "constant" else i.fqn) for i in graph.inputs]
+    return inputs, nodes, repr(as_numbered.outputs), dict(as_numbered.mutations)
+
+
+def _bytes(x: torch.Tensor) -> Any:
+    """The values of a constant, or the tensor itself where it has none."""
+    if x.is_meta or isinstance(x, FakeTensor):
+        return x
+    return x.dtype, x.shape, x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 class _Same:
@@ -125,17 +143,16 @@ class _Same:
         return id(self.x)
 
 
-def _contents(x: Any, depth: int = _DEPTH) -> Any:
+def _contents(x: Any, depth: int = DEPTH) -> Any:
     """What is in an attribute, to be compared: values of numbers and words, the identity of all else, and what these hold."""
     if isinstance(x, bool | int | float | complex | str | bytes | type(None)):
         return type(x), repr(x)
-    if isinstance(x, torch.Tensor | nn.Module | type) or callable(x) or not depth:
+    held = held_in(x) if depth else None
+    if held is None:
         return _Same(x)
-    if isinstance(x, dict):
-        return tuple((k if isinstance(k, str) else _Same(k), _contents(v, depth - 1)) for k, v in x.items())
-    if isinstance(x, list | tuple):
-        return tuple(_contents(v, depth - 1) for v in x)
-    if isinstance(x, set | frozenset):
-        return frozenset(map(_Same, x))
-    held = getattr(x, "__dict__", None)
-    return _Same(x), _contents(held, depth - 1) if isinstance(held, dict) else None
+    if isinstance(held, set):
+        return frozenset(map(_Same, held))
+    if isinstance(held, list):
+        return tuple(_contents(v, depth - 1) for v in held)
+    items = tuple((k if isinstance(k, str) else _Same(k), _contents(v, depth - 1)) for k, v in held.items())
+    return items if isinstance(x, dict) else (_Same(x), items)

@@ -13,7 +13,6 @@ from torch import fx, nn
 from torch.export.graph_signature import (
     ConstantArgument,
     InputKind,
-    InputSpec,
     OutputKind,
     SymIntArgument,
     TensorArgument,
@@ -24,7 +23,15 @@ from autoshard.passes.capture.exported.arguments import Example, argument_paths,
 from autoshard.passes.capture.exported.lengths import Lengths, Open
 from autoshard.passes.capture.exported.provenance import fqn, frames, module_types, names_by_tensor, set_apart, where
 from autoshard.passes.capture.exported.symbolic import constant, is_length, is_symbolic, number_op, type_of
-from autoshard.passes.capture.refusals.checks import check_filled, check_result, is_left_out, not_an_op, written
+from autoshard.passes.capture.refusals.checks import (
+    check_filled,
+    check_result,
+    constant_of,
+    has_no_data,
+    is_left_out,
+    not_an_op,
+    written,
+)
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
 from autoshard.passes.capture.substitutes.checkpoints import checkpoint_of
 from autoshard.passes.capture.substitutes.windows import as_slice
@@ -125,6 +132,7 @@ class _Translation:
     def read_inputs(self) -> tuple[str | None, ...]:
         leaves, order = pytree.tree_leaves(self.example), iter(export_order(self.program, self.example))
         flat: list[str | None] = [None] * len(leaves)
+        live = {source.name for node in live_nodes(self.program.graph) for source in node.all_input_nodes}
         for spec in self.program.graph_signature.input_specs:
             kind, name = _KINDS.get(spec.kind), spec.arg.name
             index = next(order) if kind == "input" else -1
@@ -141,7 +149,10 @@ class _Translation:
                 flat[index] = name
                 new, grad = Input(name, kind, self.paths[index]), leaves[index].requires_grad
             elif kind == "constant":
-                self.constants[name] = self.constant(spec)
+                held = self.program.constants[str(spec.target)]
+                if name not in live and has_no_data(held):
+                    continue
+                self.constants[name] = constant_of(str(spec.target), held)
                 new, grad = Input(name, kind, str(spec.target)), False
             else:
                 first, *aliases = self.names[str(spec.target)]
@@ -153,15 +164,6 @@ class _Translation:
             self.inputs[name] = new
             self.define(name, self.fx_nodes[name].meta["val"], grad)
         return tuple(flat)
-
-    def constant(self, spec: InputSpec) -> torch.Tensor:
-        tensor = self.program.constants[str(spec.target)]
-        if not isinstance(tensor, torch.Tensor) or tensor.is_meta or type(tensor).__name__ == "FakeTensor":
-            raise CaptureError(
-                f"the model's tensor {spec.target!r} is neither parameter nor buffer and has no data. Register it with "
-                "register_buffer() or as nn.Parameter."
-            )
-        return tensor.detach()
 
     def define(self, name: str, value: Any, grad: bool) -> None:
         self.types[name] = type_ = type_of(value, grad and self.training, self.lengths.of)

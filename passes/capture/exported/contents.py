@@ -1,0 +1,74 @@
+"""What attributes hold, in containers and objects within each other: taken down, and put back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+DEPTH = 4
+"""containers and objects within each other that are looked into"""
+
+Contents = list[tuple[Any, Any]]
+"""containers and objects, each with what it held: see :func:`held_in`"""
+
+_NO_STATE = ("builtins", "functools", "torch")
+"""where what can be called is a function"""
+
+
+def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
+    """A copy of what a container holds, or of an object's attributes; None: nothing that is looked into."""
+    if isinstance(x, torch.Tensor | nn.Module | type | ModuleType):
+        return None
+    if isinstance(x, dict):
+        return dict(OrderedDict.items(x) if isinstance(x, OrderedDict) else dict.items(x))
+    if isinstance(x, list | tuple | deque):
+        return list(x)
+    if isinstance(x, set | frozenset):
+        return set(x)
+    if callable(x) and type(x).__module__.partition(".")[0] in _NO_STATE:
+        return None
+    attributes = getattr(x, "__dict__", None)
+    return dict(attributes) if isinstance(attributes, dict) else None
+
+
+def taken(roots: Iterable[Any]) -> Contents:
+    """All that these hold, the ``roots`` themselves among it; outer ones first."""
+    found: dict[int, tuple[Any, Any]] = {}
+    level = list(roots)
+    for _ in range(DEPTH):
+        new = [(x, held) for x in level if id(x) not in found and (held := held_in(x)) is not None]
+        found.update((id(x), (x, held)) for x, held in new)
+        level = [y for _, held in new for y in (held.values() if isinstance(held, dict) else held)]
+    return list(found.values())
+
+
+def put(contents: Contents) -> None:
+    """Have each hold this; what does already is not touched."""
+    for holder, held in contents:
+        if isinstance(holder, tuple | frozenset):
+            continue
+        now = held_in(holder)
+        if type(now) is type(held) and [*map(id, _flat(now))] == [*map(id, _flat(held))]:
+            continue
+        if isinstance(holder, list):
+            list.__setitem__(holder, slice(None), held)
+        elif isinstance(holder, deque):
+            holder.clear()
+            holder.extend(held)
+        elif isinstance(holder, set):
+            set.clear(holder)
+            set.update(holder, held)
+        else:
+            own: Any = holder if isinstance(holder, dict) else vars(holder)
+            kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
+            kind.clear(own)
+            kind.update(own, held)
+
+
+def _flat(held: Any) -> Iterator[Any]:
+    return (x for pair in held.items() for x in pair) if isinstance(held, dict) else iter(held)
