@@ -57,7 +57,8 @@ def _norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> torch.T
         place = g.device_mesh.get_coordinate()
         if place is None:  # others own it
             continue
-        first = all(p.is_shard() or n == 0 for p, n in zip(g.placements, place, strict=True))
+        # torch's strided shards say no to is_shard()
+        first = all(n == 0 or not p.is_replicate() for p, n in zip(g.placements, place, strict=True))
         if first and g.to_local().numel():
             mine.append(_values(g.to_local()))
     device = mine[0].device if mine else torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")

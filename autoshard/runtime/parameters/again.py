@@ -182,6 +182,7 @@ class _Run:
 
     def __init__(self, part: Callable[..., Any], inputs: Sequence[Any], states: list[torch.Tensor] | None) -> None:
         self.part, self.states, self.saved = part, states, 0
+        self.micro_batch = current().micro_batch
         self.flags = [isinstance(x, torch.Tensor) and x.requires_grad for x in inputs]
         self.own = {x.untyped_storage()._cdata for x in inputs if isinstance(x, torch.Tensor)}
         # Inputs that are made again themselves are kept as places.
@@ -207,8 +208,14 @@ class _Run:
             if x.untyped_storage()._cdata not in own:
                 made[len(made)] = x.detach()
 
-        with torch.autograd.graph.saved_tensors_hooks(note, _nothing):
-            found = self.part(*fresh)
+        comm = current()
+        # In a schedule of stages another micro-batch's forward may have run since; what is drawn depends on whose it is.
+        entered, comm.micro_batch = comm.micro_batch, self.micro_batch
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(note, _nothing):
+                found = self.part(*fresh)
+        finally:
+            comm.micro_batch = entered
         if len(made) != self.saved:
             raise RuntimeMismatchError(
                 f"{self.part.__name__} saved {self.saved} tensors in the forward and {len(made)} when it ran again"
