@@ -191,6 +191,21 @@ def in_flight() -> None:
         assert max(most) == expected or schedule in ("interleaved", "zero_bubble"), (schedule, stage, most)
 
 
+def drawn_again() -> None:
+    """Blocks made again draw what their own micro-batch drew, also where others' forwards ran in between (1F1B)."""
+    mesh = autoshard.Mesh({"pp": dist.get_world_size()}, hardware="ideal_network")
+    model, args = made("gpt")
+    model.train()
+    asked: dict[str, Any] = {"stages": "pp", "micro_batches": 4, "recompute": "blocks"}
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, **asked)
+    for m in (model, sharded):
+        torch.manual_seed(3)
+        m(*args).loss.backward()
+    found = sharded.full_gradients()
+    for name, p in model.named_parameters():
+        assert far(found[name], p.grad) <= TOLERANCE, name
+
+
 def gradients_of_inputs_in_parts() -> None:
     """DTensors, and local tensors, get their part of the gradient: of micro-batches, and of stages."""
     ranks = dist.get_world_size()
@@ -239,6 +254,7 @@ if __name__ == "__main__":
         "caches_stay": lambda: caches_stay(MESHES[dist.get_world_size()], pytest.MonkeyPatch()),
         "in_flight": in_flight,
         "gradients_of_inputs_in_parts": gradients_of_inputs_in_parts,
+        "drawn_again": drawn_again,
     }
     cases |= {name: functools.partial(state_sweep.run, "stages", name) for name in state_sweep.IN_PROCESSES}
     cases |= {"t5": lambda: library("t5", schedule="interleaved"), "whisper": lambda: library("whisper")}

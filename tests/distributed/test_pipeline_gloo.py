@@ -19,6 +19,7 @@ FAST = {
     "other_outputs",
     "any_lengths",
     "interleaved_without_gradients",
+    "drawn_again",
     "one_verdict",
     "caches_stay",
 }
@@ -33,6 +34,7 @@ OWN = (
     "t5",
     "whisper",
     "gradients_of_inputs_in_parts",
+    "drawn_again",
 )
 """cases of pipeline_worker.py alone"""
 WORLDS = [
