@@ -6,6 +6,7 @@ The models in ``autoshard.models`` count as a user's.
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import re
@@ -35,6 +36,7 @@ def is_ours(file: str) -> bool:
     return file.startswith(_OURS) and not file.startswith(_MODELS)
 
 
+@functools.cache
 def is_users(file: str) -> bool:
     """Whether ``file`` is neither torch's, nor Python's, nor autoshard's. Installed packages are a user's."""
     return not (file.startswith(("<", *_TORCHS)) or is_ours(file) or is_pythons(file))

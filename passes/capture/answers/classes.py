@@ -7,8 +7,9 @@ means by the names ``type`` and ``isinstance`` is answered for these as for what
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoshard.frames import is_users, users_modules
-from autoshard.passes.capture.observer import Observer, Patch
+from autoshard.passes.capture.observer import Observer
 
 _STAND_FOR: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 """classes of numbers in a trace, and one of what they stand for"""
@@ -28,11 +29,17 @@ class Classes(Observer):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def patches(self) -> Iterable[Patch]:
-        for names in self._namespaces():
-            for name, answer in (("type", _Type), ("isinstance", _isinstance)):
-                if name not in names:
-                    yield _Attributes(names), name, answer
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        asked = {"type": _Type, "isinstance": _isinstance}
+        missing = [(names, name) for names in self._namespaces() for name in asked if name not in names]
+        for names, name in missing:
+            names[name] = asked[name]
+        try:
+            yield
+        finally:
+            for names, name in missing:
+                names.pop(name, None)
 
     def _namespaces(self) -> Iterator[dict[str, Any]]:
         """The global names of the user's code: of its modules, and of forwards that are in none, as of torch.hub."""
@@ -42,13 +49,6 @@ class Classes(Observer):
             if names is not None and is_users(str(names.get("__file__", ""))):
                 found.append(names)
         yield from {id(names): names for names in found}.values()
-
-
-class _Attributes:
-    """Has these names as attributes."""
-
-    def __init__(self, names: dict[str, Any]) -> None:
-        self.__dict__ = names
 
 
 def _class(x: Any) -> type:
