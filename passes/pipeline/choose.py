@@ -136,9 +136,8 @@ class Cutting:
         forward, work = (sums[0] for sums in (self._sums("forward"), self._sums("forward") + self._sums("backward")))
         send, back = self._messages
         ahead = forward - forward[first, None] + send[first, None]
-        own = (
-            self.took[stage][first] - send + send[first, None] - back[first, None] + back
-        )  # it waits for what it receives
+        # It waits for what it receives, not for what it sends.
+        own = self.took[stage][first] - send + send[first, None] - back[first, None] + back
         meanwhile = min(self.batches, self.ranks - stage) - 1
         found: Array = self.batches * own + (forward if self.schedule == "zero_bubble" else work)[first, None]
         if self.chunks > 1 or self.schedule == "zero_bubble" or stage == self.stages - 1:

@@ -86,9 +86,7 @@ def _handle(op: Any, handler: Handler) -> None:
     _BEFORE[op] = handlers.get(op)
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ours = is_ours(args[0]) or any(
-            any(map(is_ours, x)) if isinstance(x, list | tuple) else is_ours(x) for x in args
-        )
+        ours = any(any(map(is_ours, x)) if isinstance(x, list | tuple) else is_ours(x) for x in args)
         return (handler if ours else _as_it_was)(op, args, kwargs)
 
     handlers[op] = handle

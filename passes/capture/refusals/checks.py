@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import OutputKind
 
 from autoshard.errors import CaptureError
@@ -125,7 +126,7 @@ def is_left_out(name: str, buffer: fx.Node) -> bool:
 
 def has_no_data(constant: Any) -> bool:
     """Whether what a program took from the model is a tensor without data, or no tensor."""
-    return not isinstance(constant, torch.Tensor) or constant.is_meta or type(constant).__name__ == "FakeTensor"
+    return not isinstance(constant, torch.Tensor) or constant.is_meta or isinstance(constant, FakeTensor)
 
 
 def constant_of(name: str, tensor: Any) -> torch.Tensor:

@@ -82,16 +82,17 @@ def check_second_call(model: nn.Module, graph: Graph, again: Callable[[], Graph]
         for attributes, name, value, contents in left.values():
             attributes[name] = stand_in(value)
             put([(holder, stand_in.in_held(held)) for holder, held in contents])
+        failed = None
         try:
             same = _calls(again()) == _calls(graph)
-        except Exception:
-            same = False
+        except Exception as error:
+            same, failed = False, error
     if not same:
         raise CaptureError(
             f"the forward leaves {', '.join(map(repr, left))} behind in the model, and its next call computes something else "
             "for it: a program is of one call. Keep what counts in a buffer that is there from the beginning; where the "
             "first call alone fills it, call the model once before compiling."
-        )
+        ) from failed
 
 
 class _StandIns:
