@@ -104,7 +104,8 @@ def compile(  # noqa: A001  the public name
             that activations of one of them are kept at a time. Loss, gradients and dropout are exactly those of the
             whole batch. The model returns one loss; its ``backward()`` hands the gradients over, and other outputs come
             detached. An operation that needs the whole batch, such as batch norm in training, is refused. ``"auto"``: the
-            divisor of the batch with which the step fits and is cheapest, the smallest of equals.
+            divisor of the batch with which the step fits and is cheapest, the smallest of equals. The batch dim of
+            every input is found, or named by a hint: ``{"x": {"micro_batch": Shard(1)}}``.
         stages: the mesh axis along which the graph is cut into pipeline stages; the rest of the mesh shards each of them.
             A call with a backward runs forward and backward of all micro-batches, as above; under torch.distributed a
             process holds the parameters of its stages alone, and ``torch.distributed.pipelining`` runs the schedule.

@@ -24,7 +24,7 @@ from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.memory import fitting, tried
 from autoshard.passes.microbatch import MicroBatches, in_parts
 from autoshard.passes.propagate.experts import Expert, asked_by, like_of
-from autoshard.passes.propagate.hints import comes_in, fixed, goes_out, held, resolve
+from autoshard.passes.propagate.hints import comes_in, fixed, goes_out, held, in_time, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.compiled import Compiled
@@ -70,7 +70,8 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes = wishes or Wishes()
     dump = stages.captured(graph)
-    found = in_parts(graph, wishes.parts, partial(_built, mesh, wishes, title), _seconds, wishes.stages is not None)
+    always, cuts = wishes.stages is not None, in_time(wishes.hints, graph)
+    found = in_parts(graph, wishes.parts, partial(_built, mesh, wishes, title), _seconds, always, cuts)
     stages.compiled(found.plan, found.program, found.source.text, dump)
     return found
 

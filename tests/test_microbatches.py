@@ -9,12 +9,15 @@ import pytest
 import torch
 from harness import ideal
 from microbatch_cases import CASES, compare, loss_of, made
+from torch import nn
 
 import autoshard
+from autoshard import Replicate, Shard
 from autoshard.compiler import captured
-from autoshard.errors import PlanError
+from autoshard.errors import HintError, PlanError
 from autoshard.module import microbatches
 from autoshard.passes.microbatch import micro_batched
+from autoshard.passes.propagate.hints import in_time
 
 MESHES = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "fsdp3": {"fsdp": 3}}
 
@@ -179,3 +182,34 @@ def _most_kept(batch: int, count: int) -> int:
         loss = loss_of(sharded(*args))
     loss.backward()
     return most
+
+
+class PerToken(nn.Module):
+    """Any dim but the last may be the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (self.down(self.up(x).relu()) - target).square().mean()
+
+
+def test_hints_name_the_batch() -> None:
+    torch.manual_seed(0)
+    model, args = PerToken().double(), (torch.randn(4, 6, 8).double(), torch.randn(4, 6, 4).double())
+    graph, mesh = captured(model, args, {}, training=True), ideal({"tp": 2})
+    for hints, dim in ({}, 0), ({"x": {"micro_batch": Shard(1), "tp": Replicate()}}, 1):
+        _, micro = micro_batched(graph, 2, in_time(hints, graph))
+        assert micro.inputs == {"x": ("x", dim), "target": ("target", dim)}
+        assert autoshard.verify(model, mesh, args, hints=hints, micro_batches=2).ok
+    assert autoshard.plan(model, mesh, args, hints=hints, micro_batches="auto").micro_batches == 1
+    for hint, error, text in (
+        ({"x": Shard(2)}, PlanError, r"micro_batches=2: .* what hints ask for \('x': S\(2\)\)"),
+        ({"x": Replicate(), "target": Shard(0)}, PlanError, r"'x': R, 'target': S\(0\)"),
+        ({"x": Shard(3)}, HintError, r"input 'x' has 3 dims"),
+        ({"up": Shard(1)}, HintError, r"'up' is no input. Inputs: x, target"),
+    ):
+        hints = {name: {"micro_batch": p} for name, p in hint.items()}
+        with pytest.raises(error, match=text):
+            autoshard.compile(model, mesh, args, hints=hints, micro_batches=2)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from autoshard.compiler import planned
 from autoshard.errors import PlanError
 from autoshard.hardware import Hardware
+from autoshard.layout import Placement
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.microbatch import micro_batched
@@ -23,6 +24,7 @@ from autoshard.passes.pipeline import Pieces
 from autoshard.passes.pipeline.choose import Cutting, Piece
 from autoshard.passes.pipeline.fold import Folded, folded
 from autoshard.passes.pipeline.timeline import held, in_flight, orders, refusal
+from autoshard.passes.propagate.hints import in_time
 from autoshard.passes.search.network import Effort
 from autoshard.plans.plan import Plan
 from autoshard.plans.stages import CHUNKS, budget_of
@@ -108,12 +110,17 @@ class Estimates:
         named = self.wishes.hints or isinstance(self.wishes.like, Mapping)  # names of modules, which may be left out
         return Folded(self.graph, ()) if named else folded(self.graph)
 
+    @cached_property
+    def cuts(self) -> Mapping[str, Placement]:
+        """What hints say of the inputs of a micro-batch."""
+        return in_time(self.wishes.hints, self.folded.graph)
+
     def of_one(self, batches: int) -> Graph:
         """The folded graph of one micro-batch. Raises :class:`PlanError` where the batch does not divide."""
         if batches not in self.micro:
             whole = self.folded.graph
             several = batches > 1 and whole.training
-            self.micro[batches] = replace(micro_batched(whole, batches)[0], passes=1) if several else whole
+            self.micro[batches] = replace(micro_batched(whole, batches, self.cuts)[0], passes=1) if several else whole
         return self.micro[batches]
 
     @cached_property
@@ -122,7 +129,7 @@ class Estimates:
         if not self.folded.graph.training:
             return 1
         try:
-            _, micro = micro_batched(self.folded.graph, 2)
+            _, micro = micro_batched(self.folded.graph, 2, self.cuts)
         except PlanError:
             return 1
         types, cut = self.folded.graph.types, micro.inputs.values()

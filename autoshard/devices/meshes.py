@@ -16,6 +16,7 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
 from autoshard.passes.microbatch import in_parts
 from autoshard.passes.propagate.experts.roles import named_by_role
+from autoshard.passes.propagate.hints import in_time
 from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
@@ -99,6 +100,7 @@ class Search:
             wishes.parts,
             lambda part, _: (*planned(part, mesh, wishes, self.title), part),
             lambda found: found[1].cost.total_s,
+            cuts=in_time(wishes.hints, self.graph),
         )
 
     def result(self) -> Plan:

@@ -21,6 +21,7 @@ from autoshard.errors import HintError
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.capture.exported.arguments import argument_paths
+from autoshard.passes.propagate.hints import in_space
 
 Inputs = str | Mapping[str, str]
 """``"global"``, ``"local"``, or {fnmatch pattern on the name of an input: one of these}"""
@@ -71,7 +72,7 @@ def local_layouts(
     """
     if inputs == "global":
         return ()
-    example = tuple(args), dict(kwargs)
+    example, hints = (tuple(args), dict(kwargs)), in_space(hints, mesh)
     names, leaves = argument_paths(model, example), pytree.tree_leaves(example)
     if isinstance(inputs, Mapping):
         _check_patterns(inputs, model, names)

@@ -43,8 +43,10 @@ class MicroBatches:
     """what is computed of the whole inputs before the first micro-batch; its outputs are inputs of the step, too"""
 
 
-def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
+def micro_batched(graph: Graph, count: int, asked: Mapping[str, Placement] | None = None) -> tuple[Graph, MicroBatches]:
     """The graph of one of ``count`` micro-batches of ``graph``, exact: their losses add up to the whole batch's.
+
+    ``asked``: what a micro-batch takes of the inputs of these names; of others, what the rules find.
 
     Raises :class:`PlanError` for an operation that needs the whole batch in the middle, such as batch norm; with a
     backward for a model without exactly one differentiable scalar output; without one for work that would be done in
@@ -57,11 +59,11 @@ def micro_batched(graph: Graph, count: int) -> tuple[Graph, MicroBatches]:
         return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss)
     graph, before = separable_means(graph), None
     try:
-        found = _separated(graph, count)
+        found = _separated(graph, count, asked or {})
     except PlanError as error:
         graph, before = beforehand(graph)
         try:
-            found = _separated(graph, count)
+            found = _separated(graph, count, asked or {})
         except PlanError:
             raise error from None
     body = _Body(graph, found)
@@ -107,9 +109,9 @@ def _check(graph: Graph, count: int) -> None:
         raise PlanError(f"micro_batches={count}: the forward writes {', '.join(graph.mutations)} of the whole batch")
 
 
-def _separated(graph: Graph, count: int) -> Separation:
+def _separated(graph: Graph, count: int, asked: Mapping[str, Placement]) -> Separation:
     """With a backward the loss is a sum over micro-batches, which sees to it that these share the work; else it is checked."""
-    found = separation(graph, count)
+    found = separation(graph, count, asked)
     if graph.training:
         return found
     work = {n.name: node_flops(n, graph, rule_for(n.op)) for n in graph.nodes}

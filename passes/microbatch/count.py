@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from autoshard.errors import PlanError
+from autoshard.layout import Placement
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.microbatch.body import MicroBatches, micro_batched
 
@@ -35,21 +36,23 @@ def in_parts(
     make: Callable[[Graph, MicroBatches | None], Found],
     seconds: Callable[[Found], float],
     always: bool = False,
+    cuts: Mapping[str, Placement] | None = None,
 ) -> Found:
     """What ``make`` gives for the graph of one of as many micro-batches as are ``asked`` for: a number, or AUTO.
 
     AUTO: the number whose step takes the fewest ``seconds``. Tried are the divisors of the batch, from 1 upwards, until
     something is found and one more part makes the step no cheaper: more parts take less memory, and more time otherwise.
-    ``always``: one alone is a micro-batch, too, and a call without a backward runs in several where it can.
-    Raises :class:`PlanError` as ``make`` and :func:`micro_batched` do;
-    where no number has a plan, with what was said of the most parts.
+    ``always``: one alone is a micro-batch, too, and a call without a backward runs in several where it can. ``cuts``:
+    what is asked for, as of :func:`micro_batched`.
+    Raises :class:`PlanError` as ``make`` and :func:`micro_batched` do; where no number has a plan, with what was said
+    of the most parts.
     """
     if asked != AUTO:
-        return make(*_part(graph, asked, always))
+        return make(*_part(graph, asked, always, cuts))
     best: Found | None = None
     why: PlanError | None = None
-    for count in _counts(graph, always):
-        part = _part(graph, count, always)
+    for count in _counts(graph, always, cuts):
+        part = _part(graph, count, always, cuts)
         try:
             found = make(*part)
         except PlanError as error:
@@ -66,12 +69,14 @@ def in_parts(
     return best
 
 
-def _part(graph: Graph, count: int, always: bool) -> tuple[Graph, MicroBatches | None]:
+def _part(
+    graph: Graph, count: int, always: bool, cuts: Mapping[str, Placement] | None
+) -> tuple[Graph, MicroBatches | None]:
     several = count > 1 or always if graph.training else count > 1 and always
     if not several:
         return graph, None
     try:
-        return micro_batched(graph, count)
+        return micro_batched(graph, count, cuts)
     except PlanError as error:
         if graph.training:
             raise
@@ -79,14 +84,14 @@ def _part(graph: Graph, count: int, always: bool) -> tuple[Graph, MicroBatches |
         return graph, None
 
 
-def _counts(graph: Graph, always: bool) -> list[int]:
+def _counts(graph: Graph, always: bool, cuts: Mapping[str, Placement] | None) -> list[int]:
     """Divisors of the batch; 1 alone where the model does not fall into micro-batches."""
     if not (graph.training or always) or graph.symbols.read:
         return [1]
     lengths = [n for i in graph.inputs if i.kind == "input" for n in graph.types[i.name].shape]
     for prime in (p for p in PRIMES if any(n % p == 0 and n for n in lengths)):
         try:
-            _, micro = micro_batched(graph, prime)
+            _, micro = micro_batched(graph, prime, cuts)
         except PlanError as error:
             log.info("not in %d micro-batches: %s", prime, error)
             continue

@@ -6,7 +6,7 @@ micro-batch; a summand is summed at the exit only. What would need all micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,13 @@ from autoshard.passes.ir.assignment import Strategy, canonical
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.program import Call, Offset
 from autoshard.passes.ir.walk import walk
+from autoshard.passes.propagate.hints import MICRO_BATCH
 from autoshard.passes.propagate.op_space import axis_strategies, internal_collectives, site_of
 from autoshard.passes.propagate.prices.cost import node_flops
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_random
 from autoshard.passes.search import CostNetwork, solve
 
-AXIS = "micro_batch"
 LATER_DIM = 1e-3
 """what a cut of an input costs for each dim before it: the first dim that can be cut is the batch"""
 
@@ -45,9 +45,12 @@ class Separation:
         return self.mesh.size
 
 
-def separation(graph: Graph, count: int) -> Separation:
-    """How ``graph`` falls into ``count`` micro-batches. Raises :class:`PlanError`: what needs all of them, and where."""
-    network = _Separating(graph, Mesh({AXIS: count}))
+def separation(graph: Graph, count: int, asked: Mapping[str, Placement]) -> Separation:
+    """How ``graph`` falls into ``count`` micro-batches. ``asked``: input → what each of them takes of it; free if not given.
+
+    Raises :class:`PlanError`: what needs all of them, and where.
+    """
+    network = _Separating(graph, Mesh({MICRO_BATCH: count}), asked)
     network.build()
     return network.solved()
 
@@ -56,6 +59,7 @@ def separation(graph: Graph, count: int) -> Separation:
 class _Separating:
     graph: Graph
     mesh: Mesh
+    asked: Mapping[str, Placement]
     variables: dict[str, Sequence[Any]] = field(default_factory=dict)
     costs: list[np.ndarray] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
@@ -80,7 +84,7 @@ class _Separating:
             for position, name in enumerate(node.inputs):
                 uses = [canonical(s.inputs[position], graph.types[name].grad) for s in strategies]
                 if name in free:
-                    costs = [c + _of_input(p) for c, p in zip(costs, uses, strict=True)]
+                    costs = [c + self._of_input(name, p) for c, p in zip(costs, uses, strict=True)]
                 else:
                     self._connect(name, made[name], f"node:{node.name}", uses)
             self._add(f"node:{node.name}", strategies, costs)
@@ -108,6 +112,14 @@ class _Separating:
             [[float(a != b and not (shares and (a, b) == (R, P))) for b in uses] for a in made[1]]
         ).reshape(len(made[1]), len(uses))
         self.edges.append((made[0], reader, wrong, value))
+
+    def _of_input(self, name: str, placement: Placement) -> float:
+        """What it costs to read an input so: any dim that the micro-batches divide may be cut, unless hints name it."""
+        if self.asked.get(name, placement) != placement:
+            return np.inf
+        if not isinstance(placement, Shard):
+            return 0.0 if placement == R else np.inf
+        return LATER_DIM * placement.dim
 
     def _exits(self, name: str) -> list[Placement]:
         """A loss is a sum over the micro-batches; other outputs are put together again."""
@@ -171,6 +183,12 @@ class _Separating:
     def _why_not(self) -> str:
         """Where the fewest values would have to be put together in the middle."""
         count, types = self.mesh.size, self.graph.types
+        if self.asked:
+            named = ", ".join(f"{i.fqn!r}: {self.asked[i.name]}" for i in self.graph.inputs if i.name in self.asked)
+            return (
+                f"micro_batches={count}: the model does not fall into micro-batches that take of the inputs what hints ask "
+                f"for ({named}). Name other dims for the axis {MICRO_BATCH!r}, or none: then they are found."
+            )
         longest = max(
             (types[i.name].shape[0] for i in self.graph.inputs if i.kind == "input" and types[i.name].shape), default=0
         )
@@ -254,10 +272,3 @@ def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> Call
 def is_plain(call: Call) -> bool:
     """Whether a local form is made of operations of torch alone, and does not ask which micro-batch it is."""
     return not any(isinstance(x, Offset) or (isinstance(x, Call) and isinstance(x.fn, str)) for x in walk(call))
-
-
-def _of_input(placement: Placement) -> float:
-    """What it costs to read an input so: any dim that the micro-batches divide may be cut."""
-    if not isinstance(placement, Shard):
-        return 0.0 if placement == R else np.inf
-    return LATER_DIM * placement.dim

@@ -20,6 +20,8 @@ from autoshard.passes.ir.graph import Graph, Input, TensorType
 OWNER = -1
 """in place of a dim: not cut, but on one rank"""
 STYLES = ("colwise", "rowwise", "replicate")
+MICRO_BATCH = "micro_batch"
+"""the mesh axis in time, along which micro-batches take their parts of the inputs"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh) -> dict[s
     Raises :class:`HintError`: the pattern matches nothing, the hint is no hint, or it cannot be met.
     """
     constraints: dict[str, Constraint] = {}
-    for pattern, given in (hints or {}).items():
+    for pattern, given in in_space(hints, mesh).items():
         hint = {axis: of_torch(p) for axis, p in given.items()} if isinstance(given, Mapping) else of_torch(given)
         _check_hint(pattern, hint, mesh)
         for name, kind, asked in _targets(pattern, hint, graph):
@@ -136,6 +138,35 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh) -> dict[s
             constraint.check(graph.types[value], what, name in graph.mutations and name not in graph.states)
             constraints[value] = constraint
     return constraints
+
+
+def in_time(hints: Mapping[str, Any] | None, graph: Graph) -> dict[str, Placement]:
+    """Name of an input → what a micro-batch takes of it, where hints say so for the axis ``"micro_batch"``.
+
+    Raises :class:`HintError`: as :func:`resolve`, and for a pattern that names no input.
+    """
+    given = {pattern: hint for pattern, hint in (hints or {}).items() if isinstance(hint, Mapping)}
+    given = {pattern: {MICRO_BATCH: hint[MICRO_BATCH]} for pattern, hint in given.items() if MICRO_BATCH in hint}
+    found = resolve(given, graph, Mesh({MICRO_BATCH: 1}))
+    kinds = {i.name: i.kind for i in graph.inputs}
+    for name, constraint in found.items():
+        if kinds.get(name) != "input":
+            raise HintError(
+                f"hint {constraint.pattern!r} names axis {MICRO_BATCH!r}, along which micro-batches take parts of inputs, "
+                f"but {constraint.name!r} is no input. Inputs: {', '.join(i.fqn for i in graph.inputs if i.kind == 'input')}"
+            )
+    return {name: dict(constraint.axes)[MICRO_BATCH] for name, constraint in found.items()}
+
+
+def in_space(hints: Mapping[str, Any] | None, mesh: Mesh) -> dict[str, Any]:
+    """``hints`` without what they say of the axis ``"micro_batch"``."""
+    found = {}
+    for pattern, hint in (hints or {}).items():
+        if MICRO_BATCH in mesh.axes or not isinstance(hint, Mapping) or MICRO_BATCH not in hint:
+            found[pattern] = hint
+        elif rest := {axis: p for axis, p in hint.items() if axis != MICRO_BATCH}:
+            found[pattern] = rest
+    return found
 
 
 def _constraint(pattern: str, name: str, asked: Any, mesh: Mesh) -> Constraint:
