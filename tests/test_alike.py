@@ -10,7 +10,11 @@ import pytest
 
 from autoshard.errors import PlanError
 from autoshard.passes.search import CostNetwork, Prepared, Row, prepared, solve
+from autoshard.passes.search.exact.bound import Dual, _Side
+from autoshard.passes.search.exact.eliminate import Eliminator
+from autoshard.passes.search.exact.tables import Tables
 from autoshard.passes.search.network import Effort
+from autoshard.passes.search.rows import alike
 from autoshard.passes.search.rows.alike import bound
 
 
@@ -88,6 +92,52 @@ def test_the_bound_of_many_layers_is_nearly_their_least_cost() -> None:
         least, lower = solve(network).cost, bound(network, of)
         assert lower <= least + 1e-9
         assert least - lower <= 0.03 * least
+
+
+def diamonds(seed: int, count: int, size: int = 6) -> tuple[CostNetwork, list[int]]:
+    """Layers of two nodes, each joined to both of the layer before, between two ends that want something else; and classes."""
+    generator = np.random.default_rng(seed)
+
+    def table(most: int, *shape: int) -> np.ndarray:
+        return generator.integers(0, most, shape).astype(np.float64)
+
+    inside, skip, between = (table(20, size, size) for _ in range(3))
+    nodes, edges = [table(20, size)] * (2 * count), []
+    for at in range(0, 2 * count, 2):
+        edges += [(at, at + 1, inside)]
+        edges += [(at - 2, at, skip), (at - 1, at, between)] if at else []
+    nodes[0], nodes[-1] = table(200, size), table(200, size)
+    return CostNetwork(tuple(nodes), tuple(edges)), [0, 1, *(2 + k % 2 for k in range(2 * count - 4)), 4, 5]
+
+
+def test_what_the_ends_want_is_shared_by_the_layers_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = [diamonds(seed, 20) for seed in range(12)]
+    least = [solve(network).cost for network, _ in networks]
+
+    def gaps() -> np.ndarray:
+        found = [bound(*each) for each in networks]
+        assert all(lower <= cost + 1e-9 for lower, cost in zip(found, least, strict=True))
+        return 1 - np.array(found) / least
+
+    assert gaps().mean() < 0.04
+    monkeypatch.setattr(alike, "LAST_SWEEPS", 0)
+    assert gaps().mean() > 0.2
+
+
+def test_equal_messages_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, _ = diamonds(0, 40, 32)
+    computed, of_side = [], _Side.message
+    monkeypatch.setattr(_Side, "message", lambda self, moved: computed.append(1) or of_side(self, moved))
+    found = {}
+    for shared in (True, False):
+        dual = Dual(Eliminator.of(network, Tables()), alike=shared)
+        computed.clear()
+        for _ in range(4):
+            dual.sweep(math.inf)
+        found[shared] = dual.bound, len(computed)
+    assert found[True][0] == found[False][0]
+    assert found[True][1] < 0.9 * found[False][1]
+    assert found[False][1] < 2.5 * 4 * len(network.edges)  # two for each edge in a sweep: others were moved before
 
 
 def test_labels_of_unlike_tables_tie_nothing() -> None:

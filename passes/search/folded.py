@@ -58,6 +58,22 @@ def mapped(function: Callable[..., Values], matrix: Matrix, *others: Matrix | No
     return replace(matrix, values=found) if isinstance(matrix, Folded) else found
 
 
+def transposed(matrix: Matrix) -> Matrix:
+    """Its rows as columns."""
+    return Folded(matrix.values.T, matrix.columns, matrix.rows) if isinstance(matrix, Folded) else matrix.T
+
+
+def summed(parts: Sequence[tuple[int, Matrix]]) -> Matrix:
+    """The sum of so many of each, folded where all are."""
+    folded = [(many, matrix) for many, matrix in parts if isinstance(matrix, Folded)]
+    if len(folded) < len(parts):
+        return sum((many * whole(matrix) for many, matrix in parts[1:]), parts[0][0] * whole(parts[0][1]))
+    sides = [joint(maps) for maps in zip(*((matrix.rows, matrix.columns) for _, matrix in folded), strict=True)]
+    at = np.ix_(*(first for first, _ in sides))
+    terms = [many * matrix[at] for many, matrix in folded]
+    return Folded(sum(terms[1:], terms[0]), *(where for _, where in sides))
+
+
 def joint(maps: Sequence[Classes]) -> tuple[Classes, Classes]:
     """Of several maps of one axis: (indices with different slices in some, for every index which of these it equals)."""
     code = maps[0]

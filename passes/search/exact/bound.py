@@ -25,6 +25,10 @@ SMALL = 1_000
 """entries of a matrix that is stored as it is"""
 
 
+Seen = dict[tuple[int, bytes, bytes], tuple[Array, Array]]
+"""messages of one pass, by the rows of the side they come from (kept, so that their id stays theirs), and what was moved"""
+
+
 class _Edge:
     """A matrix E[a, b] with what has been moved into it: E + into[0][a] + into[1][b].
 
@@ -38,8 +42,23 @@ class _Edge:
         else:
             self.sides = [_Side(tables.compact(table, axis), tables.classes(table, axis)) for axis in (0, 1)]
         self.into = [np.zeros(len(side.members)) for side in self.sides]
+        self.settled = [False, False]
+        """per side whether its message was moved out, and nothing came in since: then it is zero"""
+
+    def move(self, side: int, change: Array) -> None:
+        """Move a cost per strategy of a side into the edge."""
+        self.into[side] += change
+        self.settled = [False, False]
+
+    def taken(self, side: int, seen: Seen | None = None) -> Array:
+        """The message to a side, moved out of the edge. A message to the other side that is zero stays so."""
+        message = self.message(side, seen)
+        self.into[side] -= message
+        self.settled[side] = True
+        return message
 
     def restrict(self, side: int, stay: Classes) -> None:
+        self.settled[1 - side] = False
         self.into[side] = self.into[side][stay]
         rows, members = self.sides[side].rows, self.sides[side].members[stay]
         present, among = np.unique(members, return_inverse=True)
@@ -49,10 +68,16 @@ class _Edge:
             self.sides[1 - side] = _Side(np.ascontiguousarray(rows.T), other.members)
         self.sides[side] = _Side(rows, members)
 
-    def message(self, side: int) -> Array:
-        """For each strategy of a side the least that the edge costs."""
+    def message(self, side: int, seen: Seen | None = None) -> Array:
+        """For each strategy of a side the least that the edge costs. ``seen``: what is known of equal edges."""
         own, other = self.sides[side], self.sides[1 - side]
-        least = (other.rows + other.least(self.into[1 - side])[:, None]).min(axis=0)
+        if seen is None:
+            least = other.message(self.into[1 - side])
+        else:
+            key = id(other.rows), other.members.tobytes(), self.into[1 - side].tobytes()
+            if key not in seen:
+                seen[key] = other.rows, other.message(self.into[1 - side])
+            least = seen[key][1]
         message: Array = least[own.members] + self.into[side]
         return message
 
@@ -73,6 +98,11 @@ class _Side:
         self.rows, self.members = rows, members
         self.differ = len(members) == len(rows) and bool((members == np.arange(len(rows))).all())
 
+    def message(self, moved: Array) -> Array:
+        """Per row of the other side the least that an edge costs, with what was moved into this side's strategies."""
+        least: Array = (self.rows + self.least(moved)[:, None]).min(axis=0)
+        return least
+
     def least(self, moved: Array) -> Array:
         """Per row the least of what was moved into its strategies."""
         if self.differ:
@@ -88,8 +118,9 @@ class Dual:
     ``bound`` is a lower bound of the optimum: the sum of every table's minimum. It never falls.
     """
 
-    def __init__(self, network: Eliminator, constant: float = 0.0) -> None:
-        """``constant`` is added to the total."""
+    def __init__(self, network: Eliminator, constant: float = 0.0, alike: bool = False) -> None:
+        """``constant`` is added to the total; ``alike``: many edges will have equal messages."""
+        self.seen: Seen | None = {} if alike else None
         self.order = sorted(network.alive)
         rank = {node: k for k, node in enumerate(self.order)}
         arrays = network.tables.arrays
@@ -114,6 +145,8 @@ class Dual:
         ``among``: the only nodes to go through. Raises PlanError when no choice is feasible.
         """
         for order, ahead in ((self.order, self.after), (self.order[::-1], self.before)):
+            if self.seen:
+                self.seen.clear()
             for k, i in enumerate(order):
                 if k % 256 == 0 and time.perf_counter() > deadline:
                     return
@@ -125,9 +158,8 @@ class Dual:
     def _visit(self, i: int, ahead: list[Scope], upper: float) -> None:
         scopes = self.before[i] + self.after[i]
         for scope in scopes:
-            message = self._message(scope, i)
-            self.node[i] += message
-            self.edges[scope].into[scope.index(i)] -= message
+            if not self.edges[scope].settled[scope.index(i)]:
+                self.node[i] += self.edges[scope].taken(scope.index(i), self.seen)
         least = float(self.node[i].min())
         if math.isinf(least):
             raise PlanError(NO_CHOICE)
@@ -144,7 +176,7 @@ class Dual:
         if ahead:
             share = self.node[i] / max(len(ahead), len(scopes) - len(ahead))
             for scope in ahead:
-                self.edges[scope].into[scope.index(i)] += share
+                self.edges[scope].move(scope.index(i), share)
             self.node[i] -= share * len(ahead)
             np.maximum(self.node[i], 0.0, out=self.node[i])  # rounding noise must not raise the bound
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, stored
+from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, stored, transposed
 from autoshard.passes.search.network import Array
 
 # A join is computed in blocks of about this many entries, so that its temporaries stay in cache.
@@ -76,7 +76,7 @@ class Tables:
         return self._remember(("add", a, b), lambda: self.arrays[a] + self.arrays[b])
 
     def transpose(self, a: int) -> int:
-        return self._remember(("transpose", a), lambda: self.arrays[a].T)
+        return self._remember(("transpose", a), lambda: transposed(self.matrix(a)))
 
     def move_last(self, a: int, axis: int) -> int:
         """The table with one axis moved to the end."""
@@ -103,7 +103,7 @@ class Tables:
 
         return self._remember(key, compute)
 
-    def _remember(self, key: tuple[object, ...], compute: Callable[[], Array]) -> int:
+    def _remember(self, key: tuple[object, ...], compute: Callable[[], Matrix]) -> int:
         number = self._memo.get(key)
         if number is None:
             number = self._memo[key] = self.intern(compute())

@@ -16,7 +16,8 @@ import numpy as np
 from autoshard.passes.search.exact.bound import Dual
 from autoshard.passes.search.exact.eliminate import Eliminator, Scope
 from autoshard.passes.search.exact.tables import Tables
-from autoshard.passes.search.network import Array, Choice, CostNetwork
+from autoshard.passes.search.folded import Matrix, summed, transposed
+from autoshard.passes.search.network import Choice, CostNetwork
 from autoshard.passes.search.rows.stacked import Stacked
 
 # Nodes are tied where these are at most this part of all.
@@ -24,6 +25,8 @@ TIED = 0.5
 # Sweeps of message passing for the bound, and how little a few of them may gain.
 SWEEPS = 120
 LEAST_GAIN = 1e-4
+# Sweeps through all copies, at the end: what the layers at the ends want goes into those between them.
+LAST_SWEEPS = 2
 
 
 @dataclass(frozen=True)
@@ -74,16 +77,17 @@ def bound(network: CostNetwork, of: Sequence[int]) -> float:
     quotient, shares = _quotient(whole, at)
     between = Dual(quotient)
     _converge(between)
-    dual = Dual(whole)
+    dual = Dual(whole, alike=True)
     rare = _share_out(dual, at, between, shares)
     _converge(dual, _near(nodes, rare, len(nodes) / max(Counter(classes).values())))
+    for _ in range(LAST_SWEEPS):
+        dual.sweep(math.inf)
     return dual.bound
 
 
 def _quotient(whole: Eliminator, at: Mapping[int, int]) -> tuple[Eliminator, Counter[Scope]]:
     """The classes as nodes, joined as their copies are; and how many copies every edge has."""
-    arrays = whole.tables.arrays
-    sums: dict[Scope, Array] = {}
+    parts: dict[Scope, list[tuple[int, Matrix]]] = {}
     shares: Counter[Scope] = Counter()
     counts: Counter[tuple[Scope, int, bool]] = Counter()
     for scope, table in whole.factors.items():
@@ -91,13 +95,13 @@ def _quotient(whole: Eliminator, at: Mapping[int, int]) -> tuple[Eliminator, Cou
         if len(where) == len(set(where)):  # an edge between copies of one node counts by itself
             counts[where, table, turned] += 1
     for (where, table, turned), many in sorted(counts.items()):
-        part = many * (arrays[table].T if turned else arrays[table])
-        sums[where] = sums[where] + part if where in sums else part
+        matrix = whole.tables.matrix(table)
+        parts.setdefault(where, []).append((many, transposed(matrix) if turned else matrix))
         shares[where] += many
     sizes = {k: whole.sizes[i] for i, k in at.items()}
     quotient = Eliminator(Tables(), [sizes[k] for k in range(len(sizes))])
-    for where, total in sums.items():
-        quotient.insert(where, quotient.tables.intern(total))
+    for where, each in parts.items():
+        quotient.insert(where, quotient.tables.intern(summed(each)))
     return quotient, shares
 
 
