@@ -6,6 +6,7 @@ from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.program import Program
 from autoshard.passes.lower.blocks import hoisted
 from autoshard.passes.lower.bucket import bucket
+from autoshard.passes.lower.counted import counted
 from autoshard.passes.lower.freed import freed
 from autoshard.passes.lower.in_place import in_place
 from autoshard.passes.lower.lowering import lower
@@ -18,6 +19,7 @@ from autoshard.passes.lower.together import together
 def lowered(assignment: Assignment) -> Program:
     """The program of an assignment: redistributions as statements, those together that can go together."""
     program = lower(assignment.graph, assignment)
+    program = counted(program)
     program = in_precision(program)
     program = tables_together(program)
     program = together(program)

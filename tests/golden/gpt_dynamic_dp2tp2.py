@@ -174,10 +174,14 @@ class RankModule(runtime.RankModule):
         # S(1)@dp S(1)@tp → S(0)@dp S(0)@tp    backward: all-to-all
         head_moved = runtime.all_to_all(head_moved, 1, 0, ("dp", "tp"))
         # R@dp R@tp → S(0)@dp S(0)@tp
-        labels = runtime.slice(labels, 0, ("dp", "tp"), of="R")
+        labels_shard = runtime.slice(labels, 0, ("dp", "tp"), of="R")
         # [] P@dp P@tp  gpt.py:112
         loss = runtime.cross_entropy(
-            head_moved, labels, classes=128, batch_axes=("dp", "tp")
+            head_moved,
+            labels_shard,
+            classes=128,
+            batch_axes=("dp", "tp"),
+            counted=labels,
         )
         loss = runtime.all_reduce(loss, ("dp", "tp"), to="I")  # P@dp P@tp → I@dp I@tp
         return (head, loss)

@@ -145,9 +145,11 @@ class RankModule(runtime.RankModule):
         head = runtime.all_to_all(head, 2, 0, "tp")
         head_view = head.reshape(16, 128)  # [16/32, 128] S(0)@tp  llama.py:158
         labels = labels.reshape(32)  # [32]  llama.py:158
-        labels = runtime.slice(labels, 0, "tp", of="R")  # R@tp → S(0)@tp
+        labels_shard = runtime.slice(labels, 0, "tp", of="R")  # R@tp → S(0)@tp
         # [] P@tp  llama.py:158
-        loss = runtime.cross_entropy(head_view, labels, classes=128, batch_axes="tp")
+        loss = runtime.cross_entropy(
+            head_view, labels_shard, classes=128, batch_axes="tp", counted=labels
+        )
         loss = runtime.all_reduce(loss, "tp", to="I")  # P@tp → I@tp
         return (head, loss)
 

@@ -27,19 +27,21 @@ def cross_entropy(
     batch_axes: Axes = (),
     samples: int = 0,
     pieces: bool = False,
+    counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``F.cross_entropy`` of logits [n, c, ...] or [c]: classes cut by ``class_axes``, samples by ``batch_axes``.
 
     ``target``: class indices [n, ...], or probabilities like ``logits``, cut alike. ``weight`` [classes] is whole.
     The result is I along ``class_axes`` (backward: nothing on the wire) and along ``batch_axes`` S for
     ``reduction="none"``, else P: with "mean" every rank divides by the count of all ranks, an all-reduce of one
-    number, or by ``samples`` for probabilities. Along ``class_axes`` the forward all-reduces the
+    number, or by ``samples`` for probabilities. ``counted``: the class indices of all ranks, where they are at hand; then
+    every rank counts these, and nothing is sent for it. Along ``class_axes`` the forward all-reduces the
     maxima, then sum-exp and the target's logit packed (Megatron-LM). Of class indices ``pieces`` of the samples are
     worked on one after another; over cut classes they are in any case.
     """
     mean = reduction == "mean"
     known = not mean or target.is_floating_point()
-    count = None if known else _count(logits, target, weight, ignore_index, batch_axes)
+    count = None if known else _count(logits, target, weight, ignore_index, batch_axes, counted)
     if class_axes or pieces:
         options = weight, ignore_index, label_smoothing
         if class_axes:
@@ -63,10 +65,11 @@ def nll_loss(
     classes: int,
     class_axes: Axes = (),
     batch_axes: Axes = (),
+    counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``F.nll_loss`` of [n, c, ...] or [c] cut as in :func:`cross_entropy`; the result is P along ``class_axes``."""
     mean = reduction == "mean"
-    count = _count(log_probabilities, target, weight, ignore_index, batch_axes) if mean else None
+    count = _count(log_probabilities, target, weight, ignore_index, batch_axes, counted) if mean else None
     if class_axes:
         dim = min(log_probabilities.dim() - 1, 1)
         valid = target != ignore_index
@@ -124,14 +127,20 @@ def _pick(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
 
 
 def _count(
-    values: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, axes: Axes
+    values: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    axes: Axes,
+    everywhere: torch.Tensor | None,
 ) -> Callable[[], torch.Tensor]:
     """What "mean" divides by: samples of all ranks that are not ignored, weighted by their class.
 
-    Its sum is under way while the loss is computed.
+    Its sum is under way while the loss is computed; of ``everywhere``, the targets of all ranks, none is needed.
     """
-    valid = target != ignore_index
+    given = target if everywhere is None else everywhere
+    valid = given != ignore_index
     counted = (
-        valid.to(wide(values.new_empty(0)).dtype) if weight is None else wide(weight)[target.where(valid, 0)] * valid
+        valid.to(wide(values.new_empty(0)).dtype) if weight is None else wide(weight)[given.where(valid, 0)] * valid
     )
-    return begin_sum(counted.sum(), axes)
+    return begin_sum(counted.sum(), axes if everywhere is None else ())
