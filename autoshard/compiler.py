@@ -95,7 +95,8 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
     if wishes.strict:
         check_rules(graph)
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
-        expert = asked_by(wishes.like, graph, mesh) if wishes.plan is None else Expert(text=wishes.plan.like)
+        by_plan = None if wishes.plan is None else Expert(text=wishes.plan.like)
+        expert = by_plan or asked_by(wishes.like, graph, mesh, known=wishes.known)
         program, memory = _program(graph, mesh, wishes, expert)
     program = narrowed(program, decided)
     check_program(program)
@@ -123,7 +124,7 @@ def _given(graph: Graph, wishes: Wishes) -> dict[str, Layout]:
 
 def planner_of(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert, **more: Any) -> Planner:
     """What searches ``graph`` under these wishes. ``more``: see :class:`Planner`."""
-    hinted = resolve(wishes.hints, graph, mesh) | fixed(wishes.parameters or {}, graph)
+    hinted = resolve(wishes.hints, graph, mesh, known=wishes.known) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
     rest = _given(graph, wishes), expert.zero, wishes.flying, wishes.effort
     return Planner(graph, mesh, {**expert.limits, **hinted}, *asked, *rest, **more)

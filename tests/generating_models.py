@@ -55,7 +55,7 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 PROGRAMS = {"gemma2": 3, "t5": 3, "whisper": 3, "mamba": 3}
 """how many are compiled for all lengths where it is not two: a window that is full; a state that comes in another layout
-from a token than from a prompt; with an encoder the call that layouts are chosen for"""
+from a token than from a prompt; an encoder, called alone"""
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp2": ({"tp": 2}, {"like": "megatron"}),
     "tp4": ({"tp": 4}, {"like": "megatron"}),
@@ -157,7 +157,9 @@ def as_one_device(name: str, mesh: str, steps: int = 64) -> None:
     assert len(logits) == len(expected) == steps
     for step, (own, other) in enumerate(zip(logits, expected, strict=True)):
         close(own, other, f"step {step}")
-    assert len(sharded.programs) <= PROGRAMS.get(name, 2)
+    inside = [program for part in sharded._inner.values() for program in part.programs]
+    stages = name in ("t5", "whisper") and "pp" in axes  # the whole call says which tensors a stage has
+    assert len(sharded.programs) + len(inside) <= PROGRAMS.get(name, 2) + stages
 
 
 def every_way() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from state_cases_inputs import executed
-from state_harness import case, close
+from state_harness import case, close, refused, steps
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
@@ -105,3 +107,78 @@ def text_generated_by_transformers(mesh: autoshard.Mesh) -> None:
             [layer.keys.to_local()] if isinstance(layer.keys, DTensor) else layer.keys.parts_in(layer.keys.carried_in)
         )
         assert all(2 * p.numel() == layer.keys.numel() for p in parts)
+
+
+class Encoder(nn.Module):
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table, self.up, self.down = table, nn.Linear(32, 64), nn.Linear(64, 32)
+        self.register_buffer("scale", torch.full((32,), 2.0))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.table(input_ids) * self.scale).tanh())  # type: ignore[no-any-return]
+
+
+class WithEncoder(nn.Module):
+    """Of the methods and attributes that models of transformers have; one table serves encoder, decoder and head."""
+
+    config, generation_config, main_input_name = SimpleNamespace(is_encoder_decoder=True), None, "input_ids"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 32)
+        self.encoder, self.mix = Encoder(self.table), nn.Linear(32, 32)
+
+    def get_encoder(self) -> nn.Module:
+        return self.encoder
+
+    def forward(
+        self, input_ids: Any = None, decoder_input_ids: Any = None, encoded: Any = None, use_cache: Any = None
+    ) -> tuple[torch.Tensor]:
+        encoded = self.encoder(input_ids) if encoded is None else encoded
+        decoder_input_ids = input_ids[:, :1] if decoder_input_ids is None else decoder_input_ids
+        x = self.mix(self.table(decoder_input_ids) + encoded.mean(1, keepdim=True))
+        return ((x @ self.table.weight.T).logsumexp(-1).sum(),)
+
+    def generate(self, input_ids: torch.Tensor) -> Any:
+        return self(decoder_input_ids=input_ids[:, :1], encoded=self.get_encoder()(input_ids))[0]
+
+
+@case
+def an_encoder_called_before_the_whole(mesh: autoshard.Mesh) -> None:
+    """Its call decides how its tensors lie, and the whole takes them over; where names or memory decide, the whole does."""
+    torch.manual_seed(0)
+    model, tokens = WithEncoder().double(), torch.randint(12, (4, 5), generator=torch.Generator().manual_seed(0))
+    small, styles = (
+        1.9 * sum(p.nbytes for p in model.parameters()),
+        {"encoder.up": "colwise", "encoder.down": "rowwise"},
+    )
+    ways: list[tuple[dict[str, Any], int]] = [
+        ({"like": {"tp": "megatron"}}, 1),
+        ({"hints": styles, "training": False}, 2),
+        ({"like": styles, "training": False}, 2),
+        ({"memory_budget": small, "training": False}, 2),
+    ]
+    for options, programs in ways:
+        sharded = autoshard.compile(copy.deepcopy(model), mesh, **options)
+        with torch.no_grad():
+            if programs == 2:
+                with refused("a Encoder inside a sharded module cannot be called alone"):
+                    sharded.get_encoder()(tokens)
+            close(sharded.generate(tokens), model.generate(tokens))
+            encoder = sharded.get_encoder()
+            assert (len(sharded.programs), len(encoder.programs)) == (programs, 1)
+            layouts = {
+                f"encoder.{n}": x for n, x in encoder.plan.layouts.items() if encoder.plan.kinds[n] == "parameter"
+            }
+            layouts["table.weight"] = layouts.pop("encoder.table.weight")
+            assert {n: sharded.plan.layouts[n] for n in layouts} == layouts
+            if "memory_budget" not in options:
+                assert str(layouts["encoder.up.weight"]) == "S(0)@tp"
+            for module in (model, sharded):
+                module.table.weight.mul_(1.1)
+                module.encoder.scale.mul_(1.1)
+            close(sharded.generate(tokens), model.generate(tokens))
+        assert sharded.encoder.table.weight is sharded.table.weight
+        if "training" not in options:
+            steps(model, sharded, tokens)

@@ -40,7 +40,7 @@ def test_encoder_and_decoder() -> None:
     encoder = sharded.get_encoder()
     assert encoder is sharded.get_encoder()
     assert len(encoder.programs) == 1
-    assert len(sharded.programs) <= 4
+    assert len(sharded.programs) == 2  # a prompt and a token; no call of the whole
     with torch.no_grad():
         for module in (model, sharded):
             module.encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(2)

@@ -16,7 +16,7 @@ from torch import nn
 
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
-from autoshard.module.inner import compiled_for_generation, inner
+from autoshard.module.inner import compiled_for_generation, inner, may_come_first
 from autoshard.module.meetings import collective
 from autoshard.module.microbatches import MicroBatchRun
 from autoshard.module.programs.compiling import Compiling, Settings
@@ -150,7 +150,9 @@ class ShardedModule(Compiling):
         return pytree.tree_unflatten(leaves, out_spec)
 
     def called_alone(self, part: nn.Module) -> Any:
-        """A module inside this one to be called by itself, on the same tensors; first the whole has to be compiled."""
+        """A module inside this one to be called by itself, on the same tensors: see :func:`~autoshard.module.inner.inner`."""
+        if not (self._of.adopted or may_come_first(self)):
+            return part
         base = next(c for c in type(self).__mro__ if c.__module__.startswith("autoshard.module."))
         return inner(self, part, base)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,15 @@ from autoshard.layout import Layout
 from autoshard.module.model.original import Original
 from autoshard.module.model.surface import class_of
 from autoshard.module.programs.compiling import Compiling
+from autoshard.plans.stages import budget_of
+from autoshard.serving import is_asked
 
 
 def inner(sharded: Compiling, part: nn.Module, base: type[Compiling]) -> Any:
     """``part`` of ``sharded``, to be called alone: an instance of ``base`` that compiles it, with the tensors of ``sharded``.
 
-    Its tensors keep the layouts that they have; ``sharded`` has to be compiled before. Hints and styles by name are those
-    of the whole, and have done their part.
+    Its tensors keep the layouts that they have. Before ``sharded`` is compiled, which :func:`may_come_first` has to allow,
+    its own call decides them, and ``sharded`` takes its tensors over. Hints and styles by name are those of the whole.
     """
     path = next(path for path, other in sharded._of.parts.items() if other is part)
     if path not in sharded._inner:
@@ -35,13 +38,15 @@ def _made(sharded: Compiling, path: str, base: type[Compiling]) -> Compiling:
     model = of.model.get_submodule(path)
     original = Original(model)
     original.parts = {"": of.parts[path], **within(of.parts)}
-    original.slots = within(of.slots)
-    original.parameters = [name[len(below) :] for name in of.parameters if name.startswith(below)]
-    original.elsewhere = within(of.elsewhere)
-    original.adopted = True
-    layouts = {name: sharded._layout_of.get(name, Layout(sharded._running)) for name in of.slots}
+    layouts: dict[str, Layout] | None = None
+    if of.adopted:
+        original.slots = within(of.slots)
+        original.parameters = [name[len(below) :] for name in of.parameters if name.startswith(below)]
+        original.elsewhere = within(of.elsewhere)
+        original.adopted = True
+        layouts = within({name: sharded._layout_of.get(name, Layout(sharded._running)) for name in of.slots})
     settings, like = sharded._settings, sharded._settings.wishes.like
-    wishes = replace(settings.wishes, hints=None, plan=None, like=like if isinstance(like, str) else None)
+    wishes = replace(settings.wishes, hints=None, plan=None, like=None if _is_by_name(sharded) else like)
     made: Compiling = object.__new__(base)
     made.__dict__.update(sharded.__dict__)
     made.__dict__.update(
@@ -52,8 +57,8 @@ def _made(sharded: Compiling, path: str, base: type[Compiling]) -> Compiling:
         _latest=None,
         _inner={},
         _homes=sharded._homes and within(dict(sharded._homes)),
-        _parameter_layouts=within(layouts),
-        _layout_of=within(sharded._layout_of),
+        _parameter_layouts=layouts,
+        _layout_of=within(sharded._layout_of) if of.adopted else {},
     )
     made._alone()
     object.__setattr__(made, "__class__", class_of(base, type(model), Compiling))
@@ -61,11 +66,33 @@ def _made(sharded: Compiling, path: str, base: type[Compiling]) -> Compiling:
     return made
 
 
+def _is_by_name(sharded: Compiling) -> bool:
+    """Whether the expert's plan names modules of the whole."""
+    like = sharded._settings.wishes.like
+    by_axis = like if isinstance(like, Mapping) else dict.fromkeys(sharded.mesh.axes, like)
+    plain = all(x is None or (isinstance(x, str) and x != "tp_plan") for x in by_axis.values())
+    return not (plain and by_axis.keys() <= {*sharded.mesh.axes})
+
+
+def may_come_first(sharded: Compiling) -> bool:
+    """Whether a module inside may be compiled before the whole: nothing that is known of the whole alone decides how its
+    tensors lie, neither names, nor calls of the whole, nor memory that is scarce; and they have values."""
+    wishes, tensors = sharded._settings.wishes, {id(t): t for t in sharded._of.tensors()}.values()
+    of_whole = wishes.hints or wishes.plan or wishes.stages or is_asked(wishes) or _is_by_name(sharded)
+    scarce = 2 * sum(t.nbytes for t in tensors) > budget_of(wishes, sharded.mesh.hardware)
+    return not (of_whole or scarce or any(t.is_meta for t in tensors))
+
+
 def compiled_for_generation(sharded: Any, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Compile an encoder–decoder before its encoder is: what is compiled first decides the layouts of all tensors."""
+    """Compile an encoder–decoder before its encoder is, where only the whole knows how its tensors should lie."""
     config, name = sharded.config, sharded.main_input_name
     given = kwargs.get(name) if inputs is None else inputs
-    if sharded._of.adopted or not getattr(config, "is_encoder_decoder", False) or given is None:
+    if (
+        sharded._of.adopted
+        or not getattr(config, "is_encoder_decoder", False)
+        or given is None
+        or may_come_first(sharded)
+    ):
         return
     starts = (getattr(sharded.generation_config, n, None) for n in ("decoder_start_token_id", "bos_token_id"))
     start = torch.full((len(given), 1), next((n for n in starts if isinstance(n, int)), 0), device=given.device)

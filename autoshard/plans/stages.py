@@ -111,7 +111,7 @@ def planned_stages(
     axis = wishes.stages
     assert axis is not None
     own, found = rest(mesh, axis), list[Planned]()
-    resolve(wishes.hints, stages.whole, own)  # what matches nothing is said before a stage is asked
+    resolve(wishes.hints, stages.whole, own, known=wishes.known)  # what matches nothing is said before a stage is asked
     inputs = dict(zip(stages.whole.flat_inputs, wishes.inputs, strict=False))
     taken = {i.fqn: layout for i in stages.whole.inputs if (layout := inputs.get(i.name)) is not None}
     given_back = goes_out({} if stages.whole.training else {**taken, **(wishes.states or {})}, stages.whole)

@@ -60,6 +60,11 @@ class Wishes:
             raise PlanError(f"memory_budget is bytes per rank, such as 40e9, got {budget!r}")
 
     @property
+    def known(self) -> bool:
+        """Whether an earlier program has met what names modules: this one may run a part of the model."""
+        return self.parameters is not None
+
+    @property
     def parts(self) -> int:
         """``micro_batches``; instead of AUTO as many as the plan to follow was made for."""
         if self.micro_batches != AUTO or self.plan is None:

@@ -120,8 +120,10 @@ def _as(asked: Placement | None, type_: TensorType, whole: Placement | None) -> 
     return asked
 
 
-def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh) -> dict[str, Constraint]:
+def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known: bool = False) -> dict[str, Constraint]:
     """Value name → constraint. A later hint on the same value replaces an earlier one.
+
+    ``known``: an earlier program has met them; this one may run a part of the model, and they may match nothing.
 
     A pattern is tried on parameters and buffers, then on inputs, then on modules. On a module, a style ("colwise",
     "rowwise", "replicate") is meant for its parameters, a placement for its output.
@@ -131,7 +133,12 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh) -> dict[s
     for pattern, given in in_space(hints, mesh).items():
         hint = {axis: of_torch(p) for axis, p in given.items()} if isinstance(given, Mapping) else of_torch(given)
         _check_hint(pattern, hint, mesh)
-        for name, kind, asked in _targets(pattern, hint, graph):
+        targets = _targets(pattern, hint, graph)
+        if targets is None:
+            if known:
+                continue
+            raise HintError(_unknown(pattern, graph, modules_of(graph)))
+        for name, kind, asked in targets:
             value = module_output(graph, name) if kind == "module" else _input_named(graph, name)
             constraint = _constraint(pattern, name, asked, mesh)
             what = "the output of module" if kind == "module" else kind
@@ -194,8 +201,8 @@ def _check_hint(pattern: str, hint: Any, mesh: Mesh) -> None:
         )
 
 
-def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]]:
-    """(name, kind, placement or {axis: placement}) for everything the pattern means."""
+def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]] | None:
+    """(name, kind, placement or {axis: placement}) for everything the pattern means; None where it matches nothing."""
     found: list[tuple[str, str, Any]] = []
     for kinds in (("parameter", "buffer"), ("input",)):
         for value in graph.inputs:
@@ -207,7 +214,7 @@ def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]
     modules = modules_of(graph)
     matched = [m for m in modules if fnmatch.fnmatchcase(m, pattern)]
     if not matched:
-        raise HintError(_unknown(pattern, graph, modules))
+        return None
     for module in matched:
         if not isinstance(hint, str):
             found.append((module, "module", hint))

@@ -69,8 +69,9 @@ def _of_generation(kind: Any) -> dict[str, Any]:
         return {}
 
     def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._renew()
         found = kind.get_encoder(self, *args, **kwargs)
-        return self.called_alone(found) if self._of.adopted and found is not self else found
+        return found if found is self else self.called_alone(found)
 
     @functools.wraps(kind.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:

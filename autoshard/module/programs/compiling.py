@@ -143,9 +143,14 @@ class Compiling(Fixed):
     def _call(self, leaves: Sequence[Any], spec: Any, recorded: bool, grad: bool) -> Call:
         """A call with arguments of these leaves in the present state, but for grad mode. See :class:`State`."""
         leaves = self._arrived(leaves, spec)
-        if self._of.renewed():
-            self._show()
+        self._renew()
         return Call(leaves, spec, self._state(leaves, recorded, grad))
+
+    def _renew(self) -> None:
+        """Take in modules that the user gave his model before it was adopted."""
+        if self._of.renewed():
+            self._inner.clear()
+            self._show()
 
     def _recorded(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with these arguments records gradients; only then its program has a backward."""
@@ -229,6 +234,8 @@ class Compiling(Fixed):
         if not first:
             parameters, states, homes = self._parameter_layouts, self._state_layouts, self._homes
             wishes = replace(wishes, plan=None, parameters=parameters, states=states, homes=homes)
+        elif self._inner:
+            wishes = replace(wishes, parameters={name: layout for name, (_, layout) in self._inside().items()})
         args, kwargs = self._whole(args, kwargs)
         with self._of.as_it_is(self._check) as model:
             wishes = laid_out(model, self._running, args, kwargs, wishes, self._title) if first else wishes
@@ -284,6 +291,7 @@ class Compiling(Fixed):
     def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
         taken: dict[int, torch.Tensor] = {}
+        inside = {name: held for name, (held, _) in self._inside().items()}
         buffers = {i.fqn for i in graph.inputs if i.kind == "buffer"}
         layouts = {n: x for n, x in layouts.items() if n not in buffers or x.axes_with(Shard)}
         names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
@@ -297,7 +305,7 @@ class Compiling(Fixed):
                 self._of.put_elsewhere(name, taken[id(p)], parameter=True)
                 continue
             if id(p) not in taken:
-                taken[id(p)] = self._parameter(p, layouts[name], initial.get(name))
+                taken[id(p)] = inside[name] if name in inside else self._parameter(p, layouts[name], initial.get(name))
             self._of.put(name, taken[id(p)], parameter=True)
         transient = {
             f"{prefix}.{n}" if prefix else n
@@ -311,10 +319,22 @@ class Compiling(Fixed):
                 self._of.put_elsewhere(name, b.detach().to("meta"), parameter=False)
                 continue
             if id(b) not in taken:
-                taken[id(b)] = self._buffer(b, layouts.get(name), initial.get(name))
+                taken[id(b)] = inside[name] if name in inside else self._buffer(b, layouts.get(name), initial.get(name))
             self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
         leave(model.parameters())
         self._of.adopt([name for name in absent if name not in initial and self._holds(names.get(name, name))])
+
+    def _inside(self) -> dict[str, tuple[torch.Tensor, Layout]]:
+        """What modules inside hold that were compiled before the whole: by every name of it here, with its layout."""
+        model = self._of.model
+        named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+        held = {
+            id(named[name]): (part._of.tensor(own), part._parameter_layouts[own])
+            for path, part in self._inner.items()
+            for own in part._of.slots
+            if (name := f"{path}.{own}") in named
+        }
+        return {name: held[id(t)] for name, t in named.items() if id(t) in held}
 
     def _adopt_attributes(self, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Take over what the forward writes of plain attributes; programs that knew them as constants serve no call more."""

@@ -209,9 +209,10 @@ ZERO = {"zero1": 1, "zero2": 2, "fsdp": 3}
 NAMES = (*EXPERTS, "hsdp")
 
 
-def asked_by(like: Any, graph: Graph, mesh: Mesh) -> Expert:
+def asked_by(like: Any, graph: Graph, mesh: Mesh, *, known: bool = False) -> Expert:
     """What ``like`` asks of ``graph`` on ``mesh``: a name or styles by module, for all axes or per axis.
 
+    ``known``: an earlier program has met the styles; this one may run a part of the model, and they may match nothing.
     Raises :class:`~autoshard.errors.PlanError` for what is no expert's plan.
     """
     if like is None:
@@ -222,7 +223,7 @@ def asked_by(like: Any, graph: Graph, mesh: Mesh) -> Expert:
         if isinstance(asked, str):
             found[axis] = EXPERTS[asked](context, mesh.size_of(axis))
         elif asked is not None:
-            styles = styled(asked, axis, context.families, context.products)
+            styles = styled(asked, axis, context.families, context.products, known)
             found[axis] = OnAxis(styles.asked, styles.dims, styles.outputs)
     of_nodes = {
         node.name: tuple(found[a].asked.get(node.name) if a in found else None for a in mesh.axes)

@@ -60,10 +60,12 @@ class Styled:
     outputs: Mapping[str, Constraint]
 
 
-def styled(patterns: Mapping[str, Any], axis: str, families: Families, found: tuple[Product, ...]) -> Styled:
+def styled(
+    patterns: Mapping[str, Any], axis: str, families: Families, found: tuple[Product, ...], known: bool = False
+) -> Styled:
     """What ``patterns`` ask along ``axis``. A pattern is an fnmatch pattern of a module's or parameter's name, or its end.
 
-    Raises :class:`PlanError` for a style that is not known, or where no pattern matches.
+    Raises :class:`PlanError` for a style that is not known, or where no pattern matches, unless they are ``known``.
     """
     graph = families.graph
     asked: dict[str, Asked] = {}
@@ -85,7 +87,8 @@ def styled(patterns: Mapping[str, Any], axis: str, families: Families, found: tu
                 _along_sequence(module, value, families, asked)
             if style.output is not None:
                 outputs[value] = Constraint(pattern, module, axes=((axis, style.output),))
-    _tell(missed, patterns, graph)
+    if not known:
+        _tell(missed, patterns, graph)
     return Styled(asked, dims, outputs)
 
 
