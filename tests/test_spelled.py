@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_equal_training
+from harness import assert_equal_training, collectives
 from torch import nn
 
 import autoshard
@@ -28,9 +28,9 @@ Heads = torch.Tensor
 """[b, h, s, e]"""
 
 
-def _behind() -> torch.Tensor:
+def _behind(length: int = S) -> torch.Tensor:
     """Where a key lies behind the query."""
-    return torch.arange(S) > torch.arange(S)[:, None]
+    return torch.arange(length) > torch.arange(length)[:, None]
 
 
 def _slopes(x: Heads) -> torch.Tensor:
@@ -75,6 +75,28 @@ def contracted(q: Heads, k: Heads, v: Heads) -> Heads:
     return torch.einsum("bhqk,bkhd->bqhd", weights, v).transpose(1, 2)
 
 
+def capped(q: Heads, k: Heads, v: Heads) -> Heads:
+    """As Gemma 2: no score is above 3."""
+    scores, n = torch.tanh(q @ k.mT * 0.5 / 3) * 3, q.shape[-2]
+    return (scores + torch.zeros(n, n, dtype=q.dtype).masked_fill(_behind(n), -torch.inf)).softmax(-1) @ v
+
+
+class Sunk(nn.Module):
+    """As GPT-OSS: a learnt score of every head takes weight from the keys, and the maxima are taken off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0]))
+
+    def forward(self, q: Heads, k: Heads, v: Heads) -> Heads:
+        n = q.shape[-2]
+        far = torch.arange(n) < torch.arange(n)[:, None] - 3
+        scores = (q @ k.mT * 0.5).masked_fill(_behind(n) | far, torch.finfo(q.dtype).min)
+        scores = torch.cat([scores, self.sinks.reshape(1, -1, 1, 1).expand(len(q), -1, n, -1)], -1)
+        scores = scores - scores.max(-1, keepdim=True).values
+        return scores.softmax(-1)[..., :-1] @ v
+
+
 def hidden(q: Heads, k: Heads, v: Heads) -> Heads:
     """Data say what is seen, and of two queries nothing is: all keys count alike, and gradients flow through them."""
     seen = (v[..., 0].detach() > -1)[:, :, None] & (torch.arange(S)[:, None] > 1) & ~_behind()
@@ -88,8 +110,21 @@ FORMS: dict[Form, tuple[Band, bool]] = {
     flat: (CAUSAL, True),
     sliced: (CAUSAL, True),
     contracted: (ALL, False),
+    capped: (CAUSAL, False),
+    Sunk(): (Band(3, 0), False),
 }
 """spelled → (the keys that a query sees, whether with slopes)"""
+
+
+class Plain(nn.Module):
+    """A form without parameters."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, q: Heads, k: Heads, v: Heads) -> Heads:
+        return self.form(q, k, v)
 
 
 class Spelled(nn.Module):
@@ -97,7 +132,7 @@ class Spelled(nn.Module):
 
     def __init__(self, *forms: Form) -> None:
         super().__init__()
-        self.forms = forms
+        self.forms = nn.ModuleList(f if isinstance(f, nn.Module) else Plain(f) for f in forms)
         self.qkv = nn.ModuleList(nn.Linear(16, 32) for _ in forms)
         self.o = nn.ModuleList(nn.Linear(16, 16) for _ in forms)
 
@@ -138,7 +173,10 @@ OTHERS: tuple[Form, ...] = (
     lambda q, k, v: (q @ k.mT).masked_fill(~_behind(), -1e30).softmax(-1) @ v,  # the last query sees none
     lambda q, k, v: (q @ k.mT + q[..., :1].exp()).softmax(-1) @ v,  # learnt
     lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
-    lambda q, k, v: (q @ k.mT).tanh().softmax(-1) @ v,
+    lambda q, k, v: (q @ k.mT + q[..., :1].detach()).tanh().softmax(-1) @ v,
+    lambda q, k, v: (q @ k.mT).tanh().tanh().softmax(-1) @ v,
+    lambda q, k, v: (q @ k.mT).softmax(-1)[..., :-1] @ v[..., 1:, :],  # a key
+    lambda q, k, v: torch.cat([q @ k.mT, q[..., :1].exp()], -1).softmax(-1)[..., :-1] @ v,  # of every query
     lambda q, k, v: (w := (q @ k.mT).softmax(-1)) @ v + w.sum(-1, keepdim=True),
     lambda q, k, v: ((q @ k.mT).view(2, 2, 2, S, S) + _of_groups(q)).view(2, 4, S, S).softmax(-1) @ v,
     lambda q, k, v: (q.float() @ k.float().mT).softmax(-1).double() @ v,  # rounded on the way
@@ -166,6 +204,15 @@ def test_is_equal(axes: dict[str, int], like: Any) -> None:
     assert len(attentions) == len(FORMS) + 1
     if like is not None and like != "ulysses":
         assert {c.labels[0] for c in attentions} <= {"ring", "folded ring"}
+
+
+@pytest.mark.parametrize("axes", [{"cp": 3}, pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_bytes_of_sinks(axes: dict[str, int]) -> None:
+    """What goes round is keys and values, as ever; of sinks a sum of their gradients over the ring."""
+    like = {"cp": "ring"} if "tp" not in axes else {"cp": "ring", "tp": "megatron"}
+    found = collectives(Spelled(Sunk()), axes, None, (torch.randn(2, S, 16),), like=like)
+    heads, n = 4 // axes.get("tp", 1), axes["cp"]
+    assert found["all_reduce", ("cp",), "backward", 8.0 * heads * 2 * (n - 1) / n], found
 
 
 def test_drops_the_same() -> None:

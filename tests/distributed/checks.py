@@ -18,6 +18,7 @@ import torch.distributed as dist
 import world
 from harness import double
 from test_compile_models import hugging_face, tokens
+from test_spelled import Spelled, Sunk, capped
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -36,6 +37,8 @@ def mesh() -> autoshard.Mesh:
 def case(name: str) -> Case:
     """The model in float64, its arguments and keyword arguments; the same on every rank."""
     torch.manual_seed(0)
+    if name == "spelled":
+        return Spelled(Sunk(), capped).double().train(), (torch.randn(2, 13, 16, dtype=torch.float64),), {}
     if name.startswith("hf_"):
         return float64_norms(hugging_face(name.removeprefix("hf_"), 128)).double(), (), tokens(4, 128)
     reference = autoshard.models.get(name)

@@ -20,7 +20,7 @@ def trains(name: str) -> None:
     ranks = dist.get_world_size()
     mesh = autoshard.Mesh({"cp": ranks}, hardware="ideal_network")
     sharded = assert_trains_alike(name, on=mesh, like="ring")
-    labels = {label for c in sharded.plan.choices.values() if "scaled_dot" in c.op for label in c.labels}
+    labels = {label for c in sharded.plan.choices.values() if "attention" in c.op for label in c.labels}
     assert labels
     assert labels <= {"ring", "folded ring"}, labels
     planned, executed, log = Counter[Any](), Counter[Any](), list[runtime.Executed]()
@@ -49,6 +49,11 @@ def train_hf_llama() -> None:
     trains("hf_llama")
 
 
+def train_spelled() -> None:
+    """With sinks, whose gradients all ranks have a part in, and capped scores."""
+    trains("spelled")
+
+
 def hops_overlap() -> None:
     """Two hops are on their way at once, and what each brings is its own."""
     ranks, me = dist.get_world_size(), dist.get_rank()
@@ -66,7 +71,7 @@ def hops_overlap() -> None:
         assert x.tolist() == [10.0 * number + source] * (source + 1)
 
 
-CHECKS = (train_llama, train_gpt, train_hf_llama, hops_overlap)
+CHECKS = (train_llama, train_gpt, train_hf_llama, train_spelled, hops_overlap)
 
 if __name__ == "__main__":
     main({check.__name__: check for check in CHECKS})

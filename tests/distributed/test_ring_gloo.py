@@ -12,7 +12,7 @@ import world
 @pytest.mark.parametrize(
     ("ranks", "checks"),
     [
-        (2, ("train_gpt", "hops_overlap")),
+        (2, ("train_gpt", "train_spelled", "hops_overlap")),
         pytest.param(2, ("train_llama", "train_hf_llama"), marks=pytest.mark.slow),
         pytest.param(3, ("train_llama",), marks=pytest.mark.slow),  # uneven; the middle rank is its own mirror
         pytest.param(4, ("train_llama", "hops_overlap"), marks=pytest.mark.slow),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,15 +28,19 @@ def banded_op(
     scale: float | None = None,
     enable_gqa: bool = False,
     sloped: bool = False,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` in which a query sees the keys from ``before`` positions before it to ``after`` behind.
 
     query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d]; None: all keys on that side. ``attn_mask`` [..., s, t]
     hides more: bool, or added to the scores; it gets no gradient. Integers [..., 1, t], with s = t, are numbers of documents:
     a query sees the keys of its own. ``sloped``: the mask [..., h, 1, 1] has slopes, and slope · (key's position - query's) is
-    added to the scores (ALiBi, Press et al. 2022).
+    added to the scores (ALiBi, Press et al. 2022). ``sinks`` [h]: the score of one more key of every head, whose value is
+    zero (Xiao et al. 2023, as GPT-OSS has it); it gets a gradient. ``soft_cap``: scores x, scaled, are cap · tanh(x / cap)
+    before a mask is added (Gemma 2).
     """
-    return _attention(query, key, value, attn_mask, before, after, scale, enable_gqa, sloped)
+    return _attention(query, key, value, attn_mask, before, after, scale, enable_gqa, sloped, sinks, soft_cap)
 
 
 def by_distance(slopes: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
@@ -49,10 +54,15 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
+def capped(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Scores between -cap and cap, nearly as they are where they are small."""
+    return scores if cap is None else (scores / cap).tanh() * cap
+
+
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *form: Any
 ) -> torch.Tensor:
-    before, after, scale, grouped, sloped = form
+    before, after, scale, grouped, sloped, sinks, cap = form
     row = torch.arange(query.shape[-2], device=query.device).unsqueeze(-1)
     column = torch.arange(key.shape[-2], device=query.device)
     shown = torch.ones_like(column - row, dtype=torch.bool)
@@ -66,7 +76,15 @@ def _attention(
         if is_documents(mask):
             mask = mask.mT == mask
         shown = shown & mask if mask.dtype == torch.bool else mask.masked_fill(~shown, -torch.inf)
-    return F.scaled_dot_product_attention(query, key, value, shown, scale=scale, enable_gqa=grouped)
+    if sinks is None and cap is None:
+        return F.scaled_dot_product_attention(query, key, value, shown, scale=scale, enable_gqa=grouped)
+    if grouped:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = capped(wide(query @ key.mT) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale), cap)
+    scores = scores.masked_fill(~shown, -torch.inf) if shown.dtype == torch.bool else scores + shown
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : key.shape[-2]].to(value.dtype) @ value
 
 
-differentiate(banded_op, _attention, most=3)
+differentiate(banded_op, _attention, of=(0, 1, 2, 9))

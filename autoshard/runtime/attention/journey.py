@@ -36,6 +36,7 @@ class Job(NamedTuple):
     dropout_p: float = 0.0
     sloped: bool = False
     """whether the mask has slopes by the distance"""
+    soft_cap: float | None = None
 
     @property
     def some(self) -> bool:
@@ -105,8 +106,10 @@ class Job(NamedTuple):
         return tuple(torch.cat([a, b], -2) for (a, _), b in pairs)
 
 
-def forward(job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, kept: Any) -> Journey:
-    """→ result, its log-sum-exp, and the queries, keys and values in the order of the ring."""
+def forward(
+    job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, mask: Any, kept: Any
+) -> Journey:
+    """→ result, its log-sum-exp, and the queries, keys and values in the order of the ring, and sinks."""
     if job.folded:
         query, key, value = yield from _swapped(job, (query, key, value), False)
     result, own, level = _Result(job, query, value), (key, value), job.level(mask)
@@ -118,15 +121,15 @@ def forward(job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
             result.add(t.rows, *tile.forward(q, k, v, masking, job.scale))
         if arrival is not None:
             key, value = arrival()
-    out, sums = result.whole(query.dtype)
+    out, sums = result.whole(query.dtype, _sink(job, sinks, level, query))
     if job.folded:
         (out,) = yield from job.swap((out,), (job.rows,), True)
-    return out, sums, query, *own
+    return out, sums, query, *own, sinks
 
 
 def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
-    """→ gradients of queries, keys and values."""
-    query, key, value, mask, kept, out, sums = saved
+    """→ gradients of queries, keys, values and sinks."""
+    query, key, value, sinks, mask, kept, out, sums = saved
     if job.folded:
         gradient, out = yield from job.swap((gradient, out), (job.rows, job.rows), False)
     mine, own, level = torch.zeros_like(wide(query)), (key, value), job.level(mask)
@@ -159,9 +162,22 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
     if behind is not None:
         _come_home(job, owns, behind, before)
     mine, *own_ = (x.to(query.dtype) for x in (mine, *owns))
+    of_sinks: Any = None
+    if sinks is not None:  # a key whose value is zero
+        weights = (_sink(job, sinks, level, query) - sums).exp()
+        lost = -weights * (wide(gradient) * wide(out)).sum(-1)
+        of_sinks = lost.sum_to_size(lost.shape[-2], 1).view_as(sinks).to(sinks.dtype)
     if job.folded:
-        return (yield from _swapped(job, (mine, *own_), True))
-    return mine, *own_
+        mine, *own_ = yield from _swapped(job, (mine, *own_), True)
+    return mine, *own_, of_sinks
+
+
+def _sink(job: Job, sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor) -> Any:
+    """The score of every row's sink [..., h, s], if there are any."""
+    if sinks is None:
+        return None
+    rows = wide(sinks).unsqueeze(-1).expand(query.shape[:-1])
+    return rows if level is None else rows - level.squeeze(-1)
 
 
 def _summed(xs: Tensors, ys: Tensors) -> Tensors:
@@ -237,7 +253,8 @@ def _tiles(
         if kept is not None:
             noise = scaled(wide(kept.narrow(-2, *rows).narrow(-1, *t.columns).to(query.dtype)), job.dropout_p)
         cut = query.narrow(-2, *rows), key.narrow(-2, *columns), value.narrow(-2, *columns)
-        yield t, cut, Masking(aligned, bias, noise, None if level is None else tile.rows_of(level, *rows))
+        own_level = None if level is None else tile.rows_of(level, *rows)
+        yield t, cut, Masking(aligned, bias, noise, own_level, job.soft_cap)
 
 
 def _shown(t: Tile, band: Band, device: torch.device) -> torch.Tensor:
@@ -260,10 +277,13 @@ class _Result:
         """Results over more keys."""
         self.parts[rows] = tile.merge(*self.parts[rows], out, sums) if rows in self.parts else (out, sums)
 
-    def whole(self, dtype: torch.dtype) -> Tensors:
-        """All rows, with their log-sum-exps."""
+    def whole(self, dtype: torch.dtype, sinks: torch.Tensor | None) -> Tensors:
+        """All rows, with their log-sum-exps; ``sinks``: of a key of every row, whose value is zero."""
         found = [self.parts[r] if r in self.parts else self.none(r[1]) for r in self.blocks if r[1]] or [self.none(0)]
-        return torch.cat([out for out, _ in found], -2).to(dtype), torch.cat([sums for _, sums in found], -1)
+        out, sums = torch.cat([out for out, _ in found], -2), torch.cat([sums for _, sums in found], -1)
+        if sinks is not None:
+            out, sums = tile.merge(out, sums, torch.zeros_like(out), sinks)
+        return out.to(dtype), sums
 
     def none(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of rows that see nothing."""

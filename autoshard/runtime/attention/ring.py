@@ -41,6 +41,8 @@ def ring_attention(
     after: int | None = None,
     folded: bool = False,
     sloped: bool = False,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
     shape: Sequence[int] = (),
     cuts: Mapping[int, Axes] | None = None,
     batch: int | None = None,
@@ -51,7 +53,8 @@ def ring_attention(
     global lengths. Key and value may have fewer heads, each of which several query heads share. ``before``, ``after``:
     how many positions before and behind it a query sees; with ``is_causal`` none behind it. ``folded``: ranks that
     are mirrored in the ring swap second halves before and after, so that a causal mask leaves all ranks the same work;
-    then no mask has rows. ``sloped``: as in :func:`~autoshard.runtime.attention.banded.banded_op`. No second derivative.
+    then no mask has rows. ``sloped``, ``sinks`` (of the heads that are here),
+    ``soft_cap``: as in :func:`~autoshard.runtime.attention.banded.banded_op`. No second derivative.
 
     For dropout, which hits what it hits on one device: ``shape``, the global one of the weights [..., s, t]; ``cuts``, the
     axes that cut each of its dims but the last two; ``batch`` as in :func:`~autoshard.runtime.dropout`.
@@ -64,12 +67,12 @@ def ring_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     move = named(Move("S", "S", names, order=names), always=True)
     band = Band(before, 0 if is_causal else after)
-    job = Job(move, comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped)
+    job = Job(move, comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap)
     kept = None
     if 0.0 < dropout_p < 1.0:
         kept = part(noise_like(query, dropout_p, shape, (), batch) != 0, cuts or {})
         kept = torch.cat([kept.narrow(-2, *span) for span in rows[job.me]], -2)
-    out = _run(comm, job, (query, key, value), attn_mask, kept)
+    out = _run(comm, job, (query, key, value, sinks), attn_mask, kept)
     return out * 0.0 if dropout_p == 1.0 else out
 
 
@@ -86,11 +89,13 @@ def banded_rows(
     after: int | None = None,
     folded: bool = False,
     sloped: bool = False,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Attention of queries over whole keys and values; ``queries``: their global length, where ``axes`` cut them.
 
     A query sees the keys from ``before`` positions before it to ``after`` behind it; None: all. ``attn_mask`` hides more,
-    cut by its rows where it has any. ``folded``, ``sloped``: as in :func:`ring_attention`; queries alone are swapped.
+    cut by its rows where it has any. Others as in :func:`ring_attention`; under ``folded`` queries alone are swapped.
     """
     comm = current()
     names = comm.active(axes)
@@ -99,19 +104,31 @@ def banded_rows(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     move = named(Move("S", "S", names, order=names), always=True)
     job = Job(
-        move, comm.index(names), rows, (((0, key.shape[-2]),),), Band(before, after), scale, folded, sloped=sloped
+        move,
+        comm.index(names),
+        rows,
+        (((0, key.shape[-2]),),),
+        Band(before, after),
+        scale,
+        folded,
+        sloped=sloped,
+        soft_cap=soft_cap,
     )
-    return _run(comm, job, (query, key, value), attn_mask, None)
+    return _run(comm, job, (query, key, value, sinks), attn_mask, None)
 
 
 # --- the backward needs all ranks at once: one node for those of this process, and one on each that holds what it needs ---
+
+
+Operands = tuple[Any, ...]
+"""queries, keys, values, and sinks or None"""
 
 
 class _Visit(NamedTuple):
     """A rank that comes with its part."""
 
     job: Job
-    operands: Tensors
+    operands: Operands
     masks: tuple[torch.Tensor | None, torch.Tensor | None]
     """the mask, and which weights dropout keeps"""
     held: dict[str, Any]
@@ -119,7 +136,7 @@ class _Visit(NamedTuple):
 
 
 def _run(
-    comm: Communicator, job: Job, given: Tensors, mask: torch.Tensor | None, kept: torch.Tensor | None
+    comm: Communicator, job: Job, given: Operands, mask: torch.Tensor | None, kept: torch.Tensor | None
 ) -> torch.Tensor:
     held: dict[str, Any] = {}
     what = f"ring attention along {', '.join(job.move.axes)}, {job.band}"
@@ -128,7 +145,7 @@ def _run(
     out, sums, *operands = made
     if not out.requires_grad:
         return out
-    needed = (*(x.detach() for x in operands), mask, kept, sums)
+    needed = (*(None if x is None else x.detach() for x in operands), mask, kept, sums)
     result: torch.Tensor = _Hold.apply(out, held, *needed)  # type: ignore[no-untyped-call]
     return result
 
@@ -136,15 +153,15 @@ def _run(
 def _joint(comm: Communicator, visits: Sequence[_Visit]) -> list[Tensors]:
     """Of every rank: the result, its log-sum-exp, and the queries, keys and values in the order of the ring."""
     phase, made = comm.phase, list[Tensors]()
-    xs = [x for visit in visits for x in visit.operands]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+    xs = tuple(x for visit in visits for x in visit.operands)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in xs):
         outs: Tensors = _Ring.apply(comm, visits, phase, made, *xs)  # type: ignore[no-untyped-call]
         return [(out, *rest[1:]) for out, rest in zip(outs, made, strict=True)]
     return _ahead(comm, visits, phase, xs)
 
 
-def _ahead(comm: Communicator, visits: Sequence[_Visit], phase: str, xs: Sequence[torch.Tensor]) -> list[Tensors]:
-    operands = zip(xs[::3], xs[1::3], xs[2::3], strict=True)
+def _ahead(comm: Communicator, visits: Sequence[_Visit], phase: str, xs: Operands) -> list[Tensors]:
+    operands = zip(xs[::4], xs[1::4], xs[2::4], xs[3::4], strict=True)
     journeys = [forward(visit.job, *given, *visit.masks) for visit, given in zip(visits, operands, strict=True)]
     return travel(journeys, lambda hops: comm.exchange(hops, phase))
 
@@ -154,7 +171,12 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, comm: Communicator, visits: Sequence[_Visit], phase: str, made: list[Tensors], *xs: torch.Tensor
+        ctx: Any,
+        comm: Communicator,
+        visits: Sequence[_Visit],
+        phase: str,
+        made: list[Tensors],
+        *xs: torch.Tensor | None,
     ) -> Tensors:
         ctx.comm, ctx.jobs = comm, [(visit.job, visit.held) for visit in visits]
         made += _ahead(comm, visits, phase, xs)
@@ -191,4 +213,4 @@ class _Hold(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ctx.held["saved"] = ctx.saved_tensors
-        return gradient, None, *(None,) * 6
+        return gradient, None, *(None,) * 7

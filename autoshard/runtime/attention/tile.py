@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoshard.runtime.attention.banded import capped
 from autoshard.runtime.operations.softmax import wide
 
 aten = torch.ops.aten
@@ -31,6 +32,8 @@ class Masking(NamedTuple):
     """what dropout multiplies the weights with"""
     level: torch.Tensor | None = None
     """what is taken off a row's scores [..., s, 1]: see :func:`level_of`"""
+    soft_cap: float | None = None
+    """what scores stay below: see :func:`~autoshard.runtime.attention.banded.banded_op`"""
 
 
 def level_of(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -110,6 +113,7 @@ def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, maski
     if (
         masking.kept is not None
         or masking.level is not None
+        or masking.soft_cap is not None
         or query.dim() != 4
         or not query.shape[0] == key.shape[0] == value.shape[0]
     ):
@@ -176,9 +180,12 @@ def _blocks(query: torch.Tensor) -> list[tuple[int, int]]:
 
 def _weights(
     query: torch.Tensor, key: torch.Tensor, masking: Masking, scale: float, start: int, length: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores of some rows [..., length, t], and what dropout multiplies their weights with."""
-    scores = wide(query.narrow(-2, start, length) @ key.transpose(-2, -1)) * scale
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Scores of some rows [..., length, t], what dropout multiplies their weights with, and their slope under a soft cap."""
+    scores, slope = wide(query.narrow(-2, start, length) @ key.transpose(-2, -1)) * scale, None
+    if masking.soft_cap is not None:
+        scores = capped(scores, masking.soft_cap)
+        slope = 1 - (scores / masking.soft_cap).square()
     if masking.causal:
         rows = torch.arange(start, start + length, device=query.device).unsqueeze(-1)
         scores = scores.masked_fill(torch.arange(key.shape[-2], device=query.device) > rows, -torch.inf)
@@ -187,7 +194,7 @@ def _weights(
         scores = scores + rows_of(bias, start, length)
     if masking.level is not None:  # in this order: what was rounded away stays so
         scores = scores - rows_of(masking.level.to(scores.dtype), start, length)
-    return scores, None if masking.kept is None else masking.kept.narrow(-2, start, length)
+    return scores, None if masking.kept is None else masking.kept.narrow(-2, start, length), slope
 
 
 def rows_of(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
@@ -198,7 +205,7 @@ def rows_of(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
 def _forward_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking, scale: float, start: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores, kept = _weights(query, key, masking, scale, start, length)
+    scores, kept, _ = _weights(query, key, masking, scale, start, length)
     sums = scores.logsumexp(-1)
     weights = (scores - sums.masked_fill(sums == -torch.inf, 0.0).unsqueeze(-1)).exp()
     weights = weights if kept is None else weights * kept
@@ -217,12 +224,13 @@ def _backward_rows(
     start: int,
     length: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    scores, kept = _weights(query, key, masking, scale, start, length)
+    scores, kept, slope = _weights(query, key, masking, scale, start, length)
     q, g, o = (wide(x.narrow(-2, start, length)) for x in (query, gradient, out))
     weights = (scores - sums.narrow(-1, start, length).unsqueeze(-1)).exp()
     inner = g @ wide(value).transpose(-2, -1)
     dropped, inner = (weights, inner) if kept is None else (weights * kept, inner * kept)
     moved = weights * (inner - (g * o).sum(-1, keepdim=True)) * scale
+    moved = moved if slope is None else moved * slope
     return moved @ wide(key), moved.transpose(-2, -1) @ q, dropped.transpose(-2, -1) @ g
 
 

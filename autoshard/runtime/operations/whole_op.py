@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 
-def differentiate(op: Any, forward: Callable[..., torch.Tensor], most: int | None = None) -> None:
+def differentiate(op: Any, forward: Callable[..., torch.Tensor], of: Collection[int] | None = None) -> None:
     """Register the backward of a custom op that computes what ``forward`` does, of the same arguments.
 
-    ``most``: how many of the first arguments get gradients; None: all tensors.
+    ``of``: the numbers of the arguments that get gradients; None: all tensors.
     """
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -21,7 +21,7 @@ def differentiate(op: Any, forward: Callable[..., torch.Tensor], most: int | Non
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         again = torch.is_grad_enabled()  # the gradients are to be differentiated
-        wanting = [n and (most is None or i < most) for i, n in enumerate(ctx.needs_input_grad)]
+        wanting = [n and (of is None or i in of) for i, n in enumerate(ctx.needs_input_grad)]
         saved = zip(ctx.saved_tensors, itertools.chain(wanting, itertools.repeat(False)), strict=False)
         given = [t if t is None or (again and n) else t.detach().requires_grad_(n) for t, n in saved]
         with torch.enable_grad():

@@ -25,6 +25,7 @@ from autoshard.runtime.attention.order import ALL, CAUSAL, Band
 aten = torch.ops.aten
 
 ATTENTION = aten.scaled_dot_product_attention.default
+BANDED = banded_op._opoverload
 _BOTH = {aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.logical_and.default}
 HIDDEN = -1e9
 """what is added to scores that are not to count, at most: the least value of a dtype also is where that is greater"""
@@ -35,9 +36,9 @@ def by_position(graph: Graph) -> Graph:
     positions, nodes, types = Positions(graph), list[Node](), dict(graph.types)
     for node in graph.nodes:
         made = [node]
-        if node.op is ATTENTION:
+        if node.op in (ATTENTION, BANDED):
             made = [_sharing(node, graph)]
-            if node.argument("attn_mask") is not None and not node.argument("is_causal"):
+            if node.argument("attn_mask") is not None and not node.argument("is_causal", False):
                 made = _changed(made[0], graph, positions)
         for before in made[:-1]:
             (name,) = before.outputs
@@ -94,11 +95,11 @@ def _changed(node: Node, graph: Graph, positions: Positions) -> list[Node]:
     if rest and documents is None and (band == ALL or graph.types[mask.name].grad):
         return [node]
     left = None if not rest else rest[0] if len(rest) == 1 else mask
-    if left is None and band in (ALL, CAUSAL):
+    if left is None and band in (ALL, CAUSAL) and node.op is ATTENTION:
         args, kwargs = node.with_arguments(attn_mask=None, is_causal=band == CAUSAL)
         return [replace(node, args=args, kwargs=_without_defaults(node, kwargs))]
     (query, *_), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
-    if node.argument("dropout_p") or query[:-2] != result[:-2]:
+    if node.argument("dropout_p", 0.0) or query[:-2] != result[:-2]:
         return [node]
     numbers = _numbered(node, documents, graph) if documents is not None else []
     left = Ref(numbers[0].outputs[0]) if numbers else left
@@ -111,10 +112,11 @@ def _banded(node: Node, mask: Ref | None, band: Band, **form: Any) -> Node:
         "after": band.after,
         "scale": node.argument("scale"),
         "enable_gqa": node.argument("enable_gqa") or None,
+        **{name: node.argument(name, None) for name in ("sinks", "soft_cap")},
         **form,
     }
     kwargs = {name: value for name, value in given.items() if value is not None}
-    return replace(node, op=banded_op._opoverload, args=(*node.args[:3], mask), kwargs=kwargs)
+    return replace(node, op=BANDED, args=(*node.args[:3], mask), kwargs=kwargs)
 
 
 def _by_distance(
@@ -123,7 +125,7 @@ def _by_distance(
     """The attention, if its mask adds slopes times distances, and hides what positions say; before it its slopes."""
     (query, *_), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     dtype = graph.types[mask.name].dtype
-    if not dtype.is_floating_point or len(query) != 4 or query[:-2] != result[:-2] or node.argument("dropout_p"):
+    if not dtype.is_floating_point or len(query) != 4 or query[:-2] != result[:-2] or node.argument("dropout_p", 0.0):
         return None
     bands, slopes = list[Band | None](), list[Sloped]()
     for part in added(mask, graph, positions):

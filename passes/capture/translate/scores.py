@@ -51,7 +51,7 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """scale · query · keyᵀ + what is added, but for what is hidden."""
+    """scale · query · keyᵀ + what is added, but for what is hidden; with a soft cap: cap · tanh of the product, at first."""
 
     query: Operand
     key: Operand
@@ -62,6 +62,7 @@ class Scores:
     """operations with a single number, instead of ``scale``"""
     added: tuple[Bias, ...] = ()
     hidden: tuple[Hidden, ...] = ()
+    soft_cap: float | None = None
 
 
 def scores_of(value: Ref, graph: Graph, positions: Positions) -> Scores | None:
@@ -99,6 +100,8 @@ def _steps(node: Node, graph: Graph, positions: Positions) -> Iterator[Step]:
         yield node.args[0], lambda found: found
     elif node.op in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[0], Ref):
         yield node.args[0], lambda found: _scaled(found, node, graph)
+    elif node.op is aten.tanh.default:
+        yield node.args[0], _capped
     elif node.op is aten.add.Tensor and not node.kwargs and len(node.inputs) == 2:
         rank = len(graph.shape(node.outputs[0]))
         for scores, bias in (node.args, node.args[::-1]):
@@ -112,17 +115,24 @@ def _added(bias: Bias, found: Scores) -> Scores:
     return replace(found, added=(*found.added, bias))
 
 
+def _capped(found: Scores) -> Scores | None:
+    plain = not found.added and not found.hidden and found.soft_cap is None
+    return replace(found, soft_cap=1.0) if plain else None
+
+
 def _scaled(found: Scores, node: Node, graph: Graph) -> Scores | None:
     factor = node.args[1]
     if isinstance(factor, Ref):
         plain = not graph.shape(factor) and not graph.types[factor.name].grad and factor != node.args[0]
-        plain = plain and not found.added and not found.hidden
+        plain = plain and not found.added and not found.hidden and found.soft_cap is None
         return replace(found, factors=(*found.factors, (node.op, factor))) if plain else None
     if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
         return None
     by = 1 / factor if node.op is aten.div.Tensor else float(factor)
     biases = tuple(b._replace(factor=b.factor * by) for b in found.added)
     hidden = tuple(h._replace(value=h.value * by) for h in found.hidden)
+    if found.soft_cap is not None:
+        return replace(found, soft_cap=found.soft_cap * by, added=biases, hidden=hidden)
     return replace(found, scale=found.scale * by, added=biases, hidden=hidden)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autoshard.passes.capture.translate.canonical import remove_dead
-from autoshard.passes.capture.translate.masks import ATTENTION
+from autoshard.passes.capture.translate.masks import ATTENTION, BANDED
 from autoshard.passes.capture.translate.patterns import letters
 from autoshard.passes.capture.translate.positions import Positions
 from autoshard.passes.capture.translate.scores import (
@@ -21,16 +21,14 @@ from autoshard.passes.capture.translate.scores import (
     Operand,
     Scores,
     Sight,
-    is_read_once,
     keeps_matrix,
     scores_of,
     sight,
 )
+from autoshard.passes.capture.translate.weights import weights_of
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.exact import SINGLE
 from autoshard.passes.rules.factors import broadcast_shape
-from autoshard.passes.rules.facts import is_random
-from autoshard.runtime.attention.banded import banded_op
 
 aten = torch.ops.aten
 
@@ -47,6 +45,8 @@ class Spelled(NamedTuple):
     weights: frozenset[str]
     """what the softmax and what follows it made"""
     seen: Sight
+    sinks: Ref | None = None
+    """[1, h, 1, 1] or [h, 1, 1]: scores beside those of the keys"""
 
 
 def put_together(graph: Graph) -> Graph:
@@ -75,18 +75,22 @@ def put_together(graph: Graph) -> Graph:
 def _attention(node: Node, graph: Graph, positions: Positions) -> Spelled | None:
     """What ``node`` is the result of, if that is an attention."""
     for weights, value, order in _weighted(node, graph):
-        found = _normalised(weights, node, graph)
-        scores = None if found is None else scores_of(found[0], graph, positions)
+        found = weights_of(weights, node, graph)
+        scores = None if found is None else scores_of(found.scores, graph, positions)
         if found is None or scores is None:
             continue
-        path, dropout = (*scores.path, *found[2]), found[1]
+        path, dropout, sinks = (*scores.path, *found.path), found.dropout, found.sinks
         heads = _heads((scores.query.value, value.value), path, graph)
         if heads is None or not _fits(scores, value, path, node, heads, graph):
+            continue
+        if dropout and (sinks is not None or scores.soft_cap is not None):
+            continue
+        if sinks is not None and graph.shape(sinks)[-3] != heads[1]:
             continue
         seen = sight(scores, graph, positions)
         alike = all(graph.types[b.value.name].dtype == graph.types[node.outputs[0]].dtype for b in scores.added)
         if seen is Sight.SURE or (seen is Sight.OPEN and not dropout and alike):
-            return Spelled(scores, value, heads, dropout, order, frozenset(found[2]), seen)
+            return Spelled(scores, value, heads, dropout, order, frozenset(found.path), seen, sinks)
     return None
 
 
@@ -99,30 +103,6 @@ def _weighted(node: Node, graph: Graph) -> Iterator[tuple[Ref, Operand, tuple[in
             of_weights, of_value, result = letters(node, (weights, value))
             if of_weights == "abcd" and sorted(of_value) == sorted("abde") and sorted(result) == sorted("abce"):
                 yield weights, Operand(value, tuple(map(of_value.index, "abde"))), tuple(map("abce".index, result))
-
-
-def _normalised(weights: Ref, end: Node, graph: Graph) -> tuple[Ref, float, tuple[str, ...]] | None:
-    """(scores, how many of the weights are dropped, the values behind the scores) of a softmax over the last dim."""
-    node, path, dropout = graph.producers.get(weights.name), list[str](), 0.0
-    while node is not None and is_read_once(node.outputs[0], graph) and node.checkpoint == end.checkpoint:
-        path.append(node.outputs[0])
-        if node.op is aten.softmax.int:
-            last = node.args[1] % len(graph.shape(node.args[0])) == len(graph.shape(node.args[0])) - 1
-            return (node.args[0], dropout, tuple(path)) if last else None
-        if node.op is aten.dropout.default and not dropout and not node.order and _draws_next(node, end, graph):
-            dropout = float(node.args[1])
-        elif node.op is not aten._to_copy.default and not (
-            node.op is aten.reshape.default and keeps_matrix(node, graph)
-        ):
-            return None
-        node = graph.producers.get(node.inputs[0])
-    return None
-
-
-def _draws_next(node: Node, end: Node, graph: Graph) -> bool:
-    """Whether nothing is drawn from ``node`` to ``end``."""
-    first, last = graph.nodes.index(node), graph.nodes.index(end)
-    return not any(is_random(n) for n in graph.nodes[first + 1 : last])
 
 
 def _heads(operands: tuple[Ref, ...], path: tuple[str, ...], graph: Graph) -> tuple[int, int] | None:
@@ -190,17 +170,22 @@ class _Writer:
             query = self.make(op, query, factor, shape=self.types[query.name].shape)
         shape = (*self.types[query.name].shape[:-1], self.types[value.name].shape[-1])
         kwargs: dict[str, Any] = {"attn_mask": self.mask(scores, heads), "dropout_p": found.dropout or None}
-        if scores.scale != 1 / math.sqrt(self.types[query.name].shape[-1]):
-            kwargs["scale"] = scores.scale
+        cap, scale = scores.soft_cap, scores.scale * (scores.soft_cap or 1.0)
+        if scale != 1 / math.sqrt(self.types[query.name].shape[-1]):
+            kwargs["scale"] = scale
+        if found.sinks is not None:
+            kwargs["sinks"] = self.make(aten.reshape.default, found.sinks, [heads[1]], shape=heads[1:])
+        kwargs["soft_cap"] = cap
         kwargs = {name: x for name, x in kwargs.items() if x is not None}
         result = self.types[self.place.outputs[0]].shape
-        plain = len(result) == 4 and found.order == (0, 1, 2, 3)
+        last = len(result) == 4 and found.order == (0, 1, 2, 3)
         # Torch's kernel for CPUs has wrong gradients of rows that see nothing by numbers (2.13); tiles of ours do not.
-        op = ATTENTION if found.seen is Sight.SURE else banded_op._opoverload
-        made = self.make(op, query, key, value, shape=shape, last=plain, **kwargs)
+        plain = cap is None and found.sinks is None and found.seen is Sight.SURE
+        op = ATTENTION if plain else BANDED
+        made = self.make(op, query, key, value, shape=shape, last=last, **kwargs)
         if len(result) == 3:
             self.make(aten.reshape.default, made, list(result), shape=result, last=True)
-        elif not plain:
+        elif not last:
             self.make(aten.permute.default, made, list(found.order), shape=result, last=True)
 
     def in_heads(self, given: Operand, heads: tuple[int, int]) -> Ref:

@@ -45,7 +45,8 @@ def along_sequence(
 
 def _mixes(node: Node, sequence: frozenset[Family], families: Families) -> bool:
     """Whether ``node`` brings positions of the sequence together: no cut of it leaves independent parts."""
-    if not families.is_activation(node) or not families.weights.isdisjoint(node.inputs):
+    reads_weights = node.op not in ring.ATTENTION and not families.weights.isdisjoint(node.inputs)  # sinks aside
+    if not families.is_activation(node) or reads_weights:
         return False
     along = [s for s in families.strategies(node) if families.cut(node, s) in sequence]
     return bool(along) and all(families.loose(node, s) for s in along)

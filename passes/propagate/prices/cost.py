@@ -146,8 +146,7 @@ def node_seconds(
         ahead = device.attention_seconds(tiling.pairs * forward, tiling.keys, dtype, backward=False)
         back = device.attention_seconds(2.5 * tiling.pairs * forward, tiling.keys, dtype, backward=True)
         ahead, back = (ring.in_tiles(node, graph, device.attention_tile) * x for x in (ahead, back))
-        if not tiling.fused:
-            moved += ring.PASSES * math.prod(shapes[0][:-1]) * shapes[1][-2] * dtype.itemsize
+        moved += ring.PASSES * math.prod(shapes[0][:-1]) * tiling.matrix * dtype.itemsize
         if tiling.tiles > 1:  # each gives a result of its own, which is merged
             launch *= tiling.tiles + ring.MERGE_KERNELS * (tiling.tiles - 1)
             moved += 3 * (tiling.tiles - 1) * math.prod(shapes[-1]) * max(4, dtype.itemsize)

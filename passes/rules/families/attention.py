@@ -20,7 +20,7 @@ from autoshard.runtime.attention.order import CAUSAL
 
 aten = torch.ops.aten
 
-OPERANDS = ("query", "key", "value", "attn_mask")
+OPERANDS = ("query", "key", "value", "attn_mask", "sinks")
 
 
 def _shapes(node: Node, graph: Graph) -> dict[str, tuple[int, ...]]:
@@ -61,6 +61,7 @@ def _strategies(node: Node, graph: Graph) -> Space:
         "key": (*_leading(shapes["key"], lead, sizes), "keys", None),
         "value": (*_leading(shapes["value"], lead, sizes), "keys", "embed"),
         "attn_mask": _leading(shapes.get("attn_mask", ()), (*lead, "queries", "keys"), sizes),
+        "sinks": ("heads",),
     }
     if grouped:
         for name in ("key", "value"):
@@ -83,14 +84,14 @@ def _leading(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims
 
 def _query_heads(node: Node, shape: tuple[int, ...], dims: dict[str, Dims]) -> Strategy:
     """Query heads cut, key and value heads whole: each rank picks those its query heads use."""
-    cut = {name for name in ("query", "attn_mask") if "heads" in dims[name]}
+    cut = {name for name in ("query", "attn_mask", "sinks") if "heads" in dims[name]}
     placements = tuple(Shard(dims[name].index("heads")) if name in cut else R for name in node.positions)
     return Strategy("query heads", placements, (Shard(len(shape) - 3),), shape[-3], divides=True)
 
 
 def _local(site: Site) -> Call:
     node, graph = site.node, site.graph
-    query, key, value, mask = (node.argument(name) for name in OPERANDS)
+    query, key, value, mask = (node.argument(name) for name in OPERANDS[:4])
     shape = weights_shape(node, graph)
     last = len(shape) - 1
     causal, probability = ring.band_of(node) == CAUSAL, float(node.argument("dropout_p", 0.0))

@@ -68,7 +68,9 @@ def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strat
 
 
 def _placed(name: str, shape: Sequence[int], queries: int) -> Placement:
-    """Along the sequence; a mask by its rows, where it has any."""
+    """Along the sequence; a mask by its rows, where it has any; sinks whole."""
+    if name == "sinks":
+        return R
     if name != "attn_mask":
         return Shard(len(shape) - 2)
     return Shard(len(shape) - 2) if _has_rows(shape, queries) else R
@@ -87,8 +89,8 @@ def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ..
     scale = {} if node.argument("scale") is None else {"scale": node.argument("scale")}
     seen = {name: n for name, n in band._asdict().items() if n is not None}
     mask: dict[str, Any] = {} if node.argument("attn_mask") is None else {"attn_mask": node.argument("attn_mask")}
-    if node.argument("sloped", False):
-        mask["sloped"] = True
+    more = {name: node.argument(name, None) for name in ("sloped", "sinks", "soft_cap")}
+    mask |= {name: x for name, x in more.items() if x not in (None, False)}
     if label not in LABELS:
         cut: dict[str, Any] = {"queries": shape[-2], "axes": spell(axes)} if axes else {}
         order = {"folded": True} if label == FOLDED_ROWS else {}
@@ -113,8 +115,8 @@ class Tiling(NamedTuple):
     """how many a kernel sees at a time"""
     tiles: int = 1
     """results over some keys, which are merged"""
-    fused: bool = True
-    """whether it needs no matrix of weights that it would not need on one device"""
+    matrix: float = 0.0
+    """keys of every row whose weights are written down: by no fused kernel"""
 
 
 def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> Tiling:
@@ -134,16 +136,19 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
     label = next((x for x in SEQUENCE if x in ranks), "")
     counting = band.pairs(queries, keys) or 1.0
     if label == "keys":
-        return Tiling(pairs * queries * keys / counting, keys, fused=False)
+        return Tiling(pairs * queries * keys / counting, keys, matrix=keys / math.prod(ranks[label]))
     if (label and band != ALL) or band.before is not None:
         found = work(queries, keys, ranks.get(label, ()), label in (FOLDED, FOLDED_ROWS), label in LABELS, band)
         pairs *= max(found) * len(found) / counting
+    matrix = keys if "embed" in ranks else 0.0
+    if node.argument("soft_cap", None) is not None:
+        matrix = pairs * counting / queries
     if label not in LABELS:
         tiles = 4 if label == FOLDED_ROWS else 2 if label and band == CAUSAL else 1
-        return Tiling(pairs, _at_a_time(band, keys), tiles, "embed" not in ranks)
+        return Tiling(pairs, _at_a_time(band, keys), tiles, matrix)
     n = len(stops(spans(queries, ranks[label], False), spans(keys, ranks[label], False), band))
     each = max(1, keys // math.prod(ranks[label]))
-    return Tiling(pairs, _at_a_time(band, each), 2 * n + 1 if label == FOLDED else n, "embed" not in ranks)
+    return Tiling(pairs, _at_a_time(band, each), 2 * n + 1 if label == FOLDED else n, matrix)
 
 
 def in_tiles(node: Node, graph: Graph, tile: int) -> float:
