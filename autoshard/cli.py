@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
+import linecache
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autoshard import frames
 from autoshard.errors import AutoshardError, CaptureError, HintError, MeshError, PlanError
 from autoshard.hardware import PRESETS, free_memory
 from autoshard.layout import Shard
@@ -57,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         if name == "plan":
             mesh.add_argument("--devices", type=int, help="how many: the mesh is searched, too")
         command.add_argument("--hardware", default="h100", help=f"one of {', '.join(PRESETS)} (default h100)")
-        command.add_argument("--batch", type=int, default=4, help="global batch size (default 4)")
-        command.add_argument("--seq", type=int, default=32, help="sequence length (default 32)")
+        command.add_argument("--batch", type=int, help="global batch size (default 4, or the function's)")
+        command.add_argument("--seq", type=int, help="sequence length (default 32, or the function's)")
         command.add_argument(
             "--hint", action="append", default=[], metavar="PATTERN=HINT", help="colwise, rowwise, replicate, S(0), …"
         )
@@ -168,16 +171,18 @@ def _like(options: argparse.Namespace) -> str | dict[str, str] | None:
     return {axis: name for axis, _, name in parts}
 
 
-def load(name: str, batch: int, seq: int) -> Loaded:
+def load(name: str, batch: int | None, seq: int | None) -> Loaded:
     """A model factory and example inputs for a MODEL argument. Raises :class:`CaptureError` for an unknown one.
 
-    ``package.module:function`` is called without arguments and returns ``model`` or ``(model, args, kwargs)``.
+    ``package.module:function`` returns ``(model, args)`` or ``(model, args, kwargs)``. It is called with those of ``batch`` and
+    ``seq`` that are given, as keywords; a model of ours has defaults for them.
     """
+    module, colon, function = name.partition(":")
+    if not name.startswith("hf:") and ((colon and "." in module) or _importable(module, function)):
+        return _user_function(module, function, {"batch": batch, "seq": seq})
+    batch, seq = 4 if batch is None else batch, 32 if seq is None else seq
     if name.startswith("hf:"):
         return _hugging_face(name.removeprefix("hf:"), batch, seq)
-    module, colon, function = name.partition(":")
-    if (colon and "." in module) or _importable(module, function):
-        return _user_function(module, function)
     from autoshard import models
 
     reference = models.get(name)
@@ -192,13 +197,21 @@ def _importable(module: str, function: str) -> bool:
     return bool(function) and module not in known
 
 
-def _user_function(module: str, function: str) -> Loaded:
+def _user_function(module: str, function: str, sizes: dict[str, int | None]) -> Loaded:
     sys.path.insert(0, "")
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise CaptureError(f"MODEL {module}:{function} cannot be loaded: {error}") from error
-    made = make()
+    asked = {name: size for name, size in sizes.items() if size is not None}
+    try:
+        inspect.signature(make).bind(**asked)
+    except TypeError as error:
+        raise CaptureError(f"MODEL {module}:{function} cannot be called with ({_written(asked)}): {error}") from error
+    try:
+        made = make(**asked)
+    except Exception as error:
+        raise CaptureError(f"{module}:{function} fails{_raised_at(error)}: {type(error).__name__}: {error}") from error
     if isinstance(made, nn.Module):
         raise CaptureError(
             f"{module}:{function} returns a model without example inputs; return (model, args, kwargs) instead"
@@ -211,6 +224,20 @@ def _user_function(module: str, function: str) -> Loaded:
     raise CaptureError(
         f"{module}:{function} returns {type(made).__name__}; return (model, args) or (model, args, kwargs)"
     )
+
+
+def _written(keywords: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in keywords.items())
+
+
+def _raised_at(error: Exception) -> str:
+    """ " at ``file:line``: ``text``" of the innermost line of the user's; "" where there is none."""
+    of_users = [(f, n) for f, n in frames.of_traceback(error.__traceback__) if frames.is_users(f.f_code.co_filename)]
+    if not of_users:
+        return ""
+    frame, number = of_users[-1]
+    file = frame.f_code.co_filename
+    return f" at {file}:{number} (`{linecache.getline(file, number).strip()}`)"
 
 
 def _hugging_face(family: str, batch: int, seq: int) -> Loaded:

@@ -162,6 +162,28 @@ def questions_that_are_refused(mesh: autoshard.Mesh) -> None:
         assert before == after, name
 
 
+@functools.singledispatch
+def _dispatched(x: Any) -> int:
+    return 1
+
+
+for _number, _kind in enumerate((int, float, torch.Tensor, nn.Parameter), 2):
+    _dispatched.register(_kind, lambda x, number=_number: number)
+
+
+def _matched(x: Any) -> int:
+    match x:
+        case float():
+            return 1
+        case int():
+            return 2
+        case nn.Parameter():
+            return 3
+        case torch.Tensor():
+            return 4
+    return 5
+
+
 @case
 def classes_of_tensors_and_numbers(mesh: autoshard.Mesh) -> None:
     """A forward that decides by them, also where a trace has numbers that are open or depend on data."""
@@ -175,7 +197,15 @@ def classes_of_tensors_and_numbers(mesh: autoshard.Mesh) -> None:
             isinstance(x.shape[0], int),
         )
         told += (type(x.sum().item()) is float, isinstance(h.sum().item(), float))
+        told += (h.__class__ is torch.Tensor, lin.weight.__class__ is nn.Parameter, x.shape[0].__class__ is int)
+        for ask in (_dispatched, _matched):
+            told += tuple(ask(y) == ask(stands_for) for y, stands_for in zip(asked(lin, x, h), eagers, strict=True))
         return (h * sum(2**i * yes for i, yes in enumerate(told, 1))).square().mean()
+
+    def asked(lin: nn.Linear, x: torch.Tensor, h: torch.Tensor) -> tuple[Any, ...]:
+        return len(x), h.sum().item(), x, h, lin.weight, x.shape
+
+    eagers = (4, 0.5, torch.ones(1), torch.ones(1), nn.Parameter(torch.ones(1)), ())
 
     for dynamic in (False, True):
         model, sharded = pair(mesh, lambda: Of(asks), rows(), dynamic=dynamic)

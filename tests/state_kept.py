@@ -80,6 +80,15 @@ def a_state_that_grows(mesh: autoshard.Mesh) -> None:
     with refused(r"gives attribute 'state' another shape: \[8, 8\] for \[4, 8\]"):
         pair(mesh, Grows, rows())
 
+    class GrowsInABuffer(Grows):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", self.__dict__.pop("state"))
+
+    for make in (GrowsInABuffer, lambda: nn.Sequential(GrowsInABuffer())):
+        with refused(r"sets buffer 'state' of GrowsInABuffer anew in another shape: \[8, 8\] for \[4, 8\]"):
+            pair(mesh, make, rows())
+
 
 @case
 def a_buffer_that_is_returned(mesh: autoshard.Mesh) -> None:

@@ -119,6 +119,9 @@ def by_name():
 
 def of_its_own():
     return torch.no_such_name
+
+def of_a_batch(batch=6):
+    return nn.Linear(8, 8), (torch.ones(batch, 8),)
 """
 
 
@@ -145,8 +148,13 @@ def test_a_users_own_function(capsys: pytest.CaptureFixture[str]) -> None:
     for function in ("with_inputs", "by_name"):
         assert main(["verify", f"my_models.nets:{function}", "--mesh", "tp=2"]) == 0
         assert ": ok" in capsys.readouterr().out
-    with pytest.raises(AttributeError, match="no_such_name"):  # a mistake in it is shown where it is
-        main(["plan", "my_models.nets:of_its_own", "--mesh", "tp=2"])
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(("asked", "rows"), [([], 6), (["--batch", "2"], 2)], ids=str)
+def test_a_users_own_function_has_the_batch(asked: list[str], rows: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "my_models.nets:of_a_batch", "--mesh", "tp=2", *asked]) == 0
+    assert f"[{rows}, 4/8] S(1)@tp" in capsys.readouterr().out
 
 
 MISTAKES = [
@@ -165,6 +173,11 @@ MISTAKES = [
         ["plan", "my_models.nets:number", "--mesh", "tp=2"],
         "my_models.nets:number returns int; return (model, args) or ",
     ),
+    (
+        ["plan", "my_models.nets:with_inputs", "--mesh", "tp=2", "--batch", "8"],
+        "MODEL my_models.nets:with_inputs cannot be called with (batch=8): got an unexpected keyword argument 'batch'",
+    ),
+    (["plan", "my_models.nets:of_its_own", "--mesh", "tp=2"], "my_models.nets:of_its_own fails at "),
     (["plan", "my_models.nets:one_tensor", "--mesh", "tp=2"], "my_models.nets:one_tensor returns tuple; return "),
 ]
 
@@ -177,6 +190,8 @@ def test_mistakes(arguments: list[str], text: str, capsys: pytest.CaptureFixture
     assert printed.out == ""
     assert printed.err.startswith(f"autoshard: {text}")
     assert printed.err.count("\n") == 1
+    if "of_its_own" in arguments[1]:
+        assert "nets.py:21 (`return torch.no_such_name`): AttributeError: module 'torch' has no" in printed.err
 
 
 @pytest.mark.parametrize("arguments", [[], ["plan"], ["plan", "mlp"], ["plan", "mlp", "--mesh"], ["draw", *MLP]])

@@ -30,6 +30,7 @@ from autoshard.passes.capture.exported.attributes import (
     WrittenError,
     apart,
     as_buffers,
+    check_shapes,
     check_unwritten,
     held,
     untouched,
@@ -274,7 +275,7 @@ class _Trace:
         def traced(*args: Any, **kwargs: Any) -> Any:
             try:
                 attributes, before = held(model), as_found(model)
-                assigned = [(module, dict(module._buffers)) for module in model.modules() if module is not model]
+                assigned = [(module, dict(module._buffers)) for module in model.modules()]
                 with none_drawn(model), watch:
                     state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
                     given = pytree.tree_leaves((args, kwargs))
@@ -283,7 +284,9 @@ class _Trace:
                     watch.end(output)
                 check_made(before)
                 for module, own in assigned:
-                    write_back(module, own)
+                    check_shapes(module, own)
+                    if module is not model:
+                        write_back(module, own)
                 check_unwritten(model, attributes)
                 leave(model, before)
                 return output

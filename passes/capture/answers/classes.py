@@ -1,14 +1,15 @@
 """What a forward asks of classes: ``type(x)`` and ``isinstance(n, int)`` say what they say in eager.
 
 In a trace tensors, parameters and numbers that depend on data or open lengths are of classes of the tracer's. What user code
-means by the names ``type`` and ``isinstance`` is answered for these as for what they stand for.
+means by the name ``type`` is answered for these as for what they stand for, and so is ``x.__class__``, by which ``isinstance``,
+``match`` and ``functools.singledispatch`` tell classes.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import functools
+import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoshard.frames import is_users, users_modules
+from autoshard.frames import is_pythons, is_users, users_modules
 from autoshard.passes.capture.observer import Observer
 
 _STAND_FOR: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
@@ -31,15 +32,15 @@ class Classes(Observer):
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        asked = {"type": _Type, "isinstance": _isinstance}
-        missing = [(names, name) for names in self._namespaces() for name in asked if name not in names]
-        for names, name in missing:
-            names[name] = asked[name]
+        asked = [names for names in self._namespaces() if "type" not in names]
+        for names in asked:
+            names["type"] = _Type
         try:
-            yield
+            with _classes_of(FakeTensor, *_STAND_FOR):
+                yield
         finally:
-            for names, name in missing:
-                names.pop(name, None)
+            for names in asked:
+                names.pop("type", None)
 
     def _namespaces(self) -> Iterator[dict[str, Any]]:
         """The global names of the user's code: of its modules, and of forwards that are in none, as of torch.hub."""
@@ -60,10 +61,39 @@ def _class(x: Any) -> type:
     return _Type if kind is type else kind
 
 
-@functools.wraps(builtins.isinstance)
-def _isinstance(x: Any, classes: Any) -> bool:
-    kind = type(x)
-    return isinstance(x, classes) or (kind in _STAND_FOR and isinstance(_STAND_FOR[kind], classes))
+@contextlib.contextmanager
+def _classes_of(*kinds: type) -> Iterator[None]:
+    """While inside, ``x.__class__`` of their instances is :func:`_class`, where user code asks.
+
+    ``kind.__class__ = …`` would set the metaclass, so it goes by the dict of the class.
+    """
+    namespaces = [gc.get_referents(vars(kind))[0] for kind in kinds]
+    try:
+        for kind, names in zip(kinds, namespaces, strict=True):
+            names["__class__"] = property(_asked_class, _set_class)
+            _forget_lookups(kind)
+        yield
+    finally:
+        for kind, names in zip(kinds, namespaces, strict=True):
+            names.pop("__class__", None)
+            _forget_lookups(kind)
+
+
+def _forget_lookups(kind: type) -> None:
+    """Python keeps what it found in classes until an attribute of theirs is set."""
+    kind.__module__ = kind.__module__
+
+
+def _asked_class(x: Any) -> type:
+    frame = sys._getframe(1)
+    while is_pythons(frame.f_code.co_filename) and frame.f_back is not None:  # functools.singledispatch
+        frame = frame.f_back
+    asked_by_user = is_users(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "__main__"
+    return _class(x) if asked_by_user else type(x)
+
+
+def _set_class(x: Any, kind: type) -> None:
+    object.__setattr__(x, "__class__", kind)
 
 
 class _AsType(type):

@@ -96,15 +96,28 @@ def untouched(model: nn.Module) -> Iterator[None]:
         put(contents)
 
 
+def check_shapes(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse a forward that set a buffer anew in another shape."""
+    for name, old in before.items():
+        new = module._buffers.get(name)
+        if old is not None and new is not None and old.shape != new.shape:
+            raise CaptureError(
+                f"the forward sets buffer {name!r} of {type(module).__name__} anew in another shape: {list(new.shape)} for "
+                f"{list(old.shape)}. A program keeps a state in one size: allocate the largest and write into a part of it, "
+                "or pass it as an argument. Where the first call alone fills it, call the model once before."
+            )
+
+
 def write_back(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
-    """Have buffers that the forward set anew written in place: export sees only those of the root, and drops the others."""
+    """Have buffers that the forward set anew, in their shapes, written in place: export sees only those of the root, and drops
+    the others."""
     for name, old in before.items():
         new = module._buffers.get(name)
         if new is old:
             continue
-        if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+        if old is None or new is None or old.dtype != new.dtype:
             raise CaptureError(
-                f"buffer {name!r} of {type(module).__name__} is set to another shape or dtype, or to None, in the forward. "
+                f"buffer {name!r} of {type(module).__name__} is set to another dtype, or to None, in the forward. "
                 "Write to it in place, with copy_(), or, where the first call alone fills it, call the model once before."
             )
         module._buffers[name] = old
