@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import linecache
+import operator
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType, ModuleType, TracebackType
+from typing import Any
 
 import torch
 
@@ -47,14 +49,23 @@ def is_pythons(file: str) -> bool:
     return file.startswith(_PYTHONS) and not is_installed(file)
 
 
-def users_modules() -> list[ModuleType]:
+def users_modules() -> Sequence[ModuleType]:
     """The modules that are loaded and :func:`is_users`, the program that runs among them."""
-    found = []
-    for name, module in list(sys.modules.items()):
-        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # not asked of lazy modules
-        if name == "__main__" or (isinstance(file, str) and is_users(file)):
-            found.append(module)
-    return found
+    global _loaded, _users
+    loaded = list(sys.modules.values())
+    if len(loaded) != len(_loaded) or not all(map(operator.is_, loaded, _loaded)):
+        _users, _loaded = tuple(m for name, m in list(sys.modules.items()) if _is_users_module(name, m)), loaded
+    return _users
+
+
+_loaded: list[Any] = []
+"""the modules that :func:`users_modules` has judged last: thousands"""
+_users: tuple[ModuleType, ...] = ()
+
+
+def _is_users_module(name: str, module: Any) -> bool:
+    file = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # not asked of lazy modules
+    return name == "__main__" or (isinstance(file, str) and is_users(file))
 
 
 def is_torchs(frame: FrameType) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +146,19 @@ def test_caches_of_the_model_hold_no_tensors_without_data() -> None:
     assert type(positions(4)) is type(made[0](4)) is torch.Tensor
     assert other(3) is zeros
     assert model(X).shape == X.shape
+
+
+def test_caches_are_looked_for_where_there_are_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for them is to go through all objects of the program."""
+    model, looked = Model(lambda s, x: s.lin(x)), []
+    capture(model, (X,))
+    referrers = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda *objects: looked.append(objects) or referrers(*objects))
+    capture(model, (X,))
+    assert not looked
+    made = functools.lru_cache(lambda: None)
+    capture(model, (X,))
+    assert looked == [(type(made),)]
 
 
 @torch.jit.script

@@ -6,6 +6,8 @@ import copy
 import functools
 import inspect
 import os
+import sys
+import types
 
 import pytest
 import torch
@@ -79,3 +81,15 @@ def test_lines_of_the_graph_are_the_models() -> None:
 
     line = inspect.getsourcelines(Model.forward)[1] + 1
     assert [n.source for n in capture(Model(), (torch.ones(2),)).nodes] == [f"{_HERE}:{line}"]
+
+
+def test_modules_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = types.ModuleType("one"), types.ModuleType("other")
+    one.__file__, other.__file__ = "/home/me/one.py", "/home/me/other.py"
+    assert one not in frames.users_modules()
+    monkeypatch.setitem(sys.modules, "one", one)
+    assert one in frames.users_modules()
+    monkeypatch.setitem(sys.modules, "one", other)
+    assert other in frames.users_modules()
+    assert one not in frames.users_modules()
+    assert torch not in frames.users_modules()

@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.errors import CaptureError
@@ -105,6 +106,9 @@ def _captured(
     with (
         untouched(model),
         _quiet(),
+        _use_lazy_graph_module(
+            True
+        ),  # most graph modules on the way are never called: their Python is written at a call
         torch.set_grad_enabled(training or torch.is_grad_enabled()),
         reading_in(model, precision) as kept,
         reading_outside() as read,

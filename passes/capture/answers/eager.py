@@ -127,6 +127,6 @@ def _imported(replaced: dict[Any, Any]) -> Iterator[Patch]:
     """The same for names that the user's modules have imported."""
     by_id = {id(original): new for original, new in replaced.items()}
     for module in users_modules():
-        for name, value in list(vars(module).items()):
-            if id(value) in by_id:
-                yield module, name, by_id[id(value)]
+        names = vars(module).copy()
+        if not by_id.keys().isdisjoint(map(id, names.values())):  # mostly it is, and this is the quick way to see it
+            yield from ((module, name, by_id[id(value)]) for name, value in names.items() if id(value) in by_id)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 from autoshard.passes.capture.observer import Observer, patched
 
@@ -19,8 +21,7 @@ class Caches(Observer):
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        # To look for caches is to go through all objects: so those that are made meanwhile are noted.
-        there = [(x, x.cache_info().misses) for x in gc.get_referrers(_CACHE) if type(x) is _CACHE and _is_users(x)]
+        there = [(x, x.cache_info().misses) for x in _ALL.found() if _is_users(x)]
         making = _Making()
         try:
             with patched(((functools, "_lru_cache_wrapper", making),)):
@@ -29,6 +30,29 @@ class Caches(Observer):
             for cache, misses in (*there, *((x, 0) for x in making.made if _is_users(x))):
                 if cache.cache_info().misses != misses:
                     cache.cache_clear()
+
+
+class _All:
+    """The caches that there are. To look for them is to go through all objects, a tenth of a second in a large program.
+
+    Every instance holds a reference to its type. So where the type has as many as it had, there are no new ones.
+    """
+
+    def __init__(self) -> None:
+        self.known: WeakSet[Any] = WeakSet()
+        self.others = -1
+        """references to the type that are not of the known ones"""
+
+    def found(self) -> list[Any]:
+        known = list(self.known)
+        if sys.getrefcount(_CACHE) - len(known) != self.others:
+            known = [x for x in gc.get_referrers(_CACHE) if type(x) is _CACHE]
+            self.known = WeakSet(known)
+            self.others = sys.getrefcount(_CACHE) - len(known)
+        return known
+
+
+_ALL = _All()
 
 
 class _Making:

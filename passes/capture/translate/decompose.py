@@ -10,14 +10,17 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._export.utils import _collect_all_valid_cia_ops, _is_preservable_cia_op, _special_op_to_preserve_cia
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.export import exported_program
 from torch.export.exported_program import _decompose_exported_program
 from torch.export.graph_signature import InputKind
 
+from autoshard.passes.capture.observer import Patch, patched
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.exact import SINGLE
 
@@ -58,12 +61,13 @@ def _written(
 ) -> torch.export.ExportedProgram:
     """``program.run_decompositions(tail)``, of a program with the ops ``there``, but faster.
 
-    That prepares each of PyTorch's 500 composite ops, a quarter of a small model's compile; here it is those that are
-    there, and those that stay whole as parts of others. PyTorch writes out the rest by itself where it meets them.
+    That prepares each of PyTorch's 500 composite ops for 12 kinds of devices, a quarter of a small model's compile; here
+    it is those that are there, and those that stay whole as parts of others, for the devices that are there. PyTorch
+    writes out the rest by itself where it meets them.
     """
     composite = {op for op in _composite() if rule_for(op) is not None or op in decomposition_table or op in there}
     composite |= {op for op in there if op.namespace != "aten" and _is_preservable_cia_op(op)}
-    with unset_fake_temporarily():
+    with unset_fake_temporarily(), patched(_keys_of(program)):
         written: torch.export.ExportedProgram = _decompose_exported_program(
             program,
             cia_to_decomp={op: tail.get(op, _special_op_to_preserve_cia) for op in composite},
@@ -72,6 +76,18 @@ def _written(
             decompose_custom_triton_ops=False,
         )
     return written
+
+
+def _keys_of(program: torch.export.ExportedProgram) -> list[Patch]:
+    """Of the dispatch keys that PyTorch prepares, those of the devices of ``program``, of constants and of fake tensors."""
+    tensors = pytree.tree_leaves([n.meta.get("val") for n in program.graph.nodes])
+    devices = {"cpu", "meta", *(x.device.type for x in tensors if isinstance(x, torch.Tensor))}
+    names = {torch._C._dispatch_key_for_device(device) for device in devices}
+    lists = ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE")
+    of_devices = (
+        [k for k in getattr(exported_program, name) if k.name.removeprefix("Autograd") in names] for name in lists
+    )
+    return [(exported_program, name, keys) for name, keys in zip(lists, of_devices, strict=True)]
 
 
 @cache
