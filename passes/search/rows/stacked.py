@@ -50,7 +50,7 @@ class Stacks:
     def transposed(self, number: int) -> int:
         if ("transposed", number) not in self._by_parts:
             stack, maps = self.arrays[number].swapaxes(-1, -2), self.maps[number][::-1]
-            self._by_parts["transposed", number] = self.of(stack, maps)
+            self._by_parts["transposed", number] = self._numbered(stack, maps)
         return self._by_parts["transposed", number]
 
     def beside(self, number: int, axis: int, index: int = 0) -> Array:
@@ -94,6 +94,8 @@ class Stacks:
     def summed(self, counts: Mapping[int, int]) -> int:
         """The sum of so many of each."""
         key = tuple(sorted(counts.items()))
+        if len(key) == 1:
+            return self._multiple(*key[0])
         if ("summed", key) not in self._by_parts:
             axes = [joint(maps) for maps in zip(*(self.maps[number] for number, _ in key), strict=True)]
             length = max(len(self.arrays[number]) for number in counts)
@@ -106,6 +108,14 @@ class Stacks:
             self._by_parts["summed", key] = self.of(total, [where for _, where in axes])
         return self._by_parts["summed", key]
 
+    def _multiple(self, number: int, many: int) -> int:
+        """The stack so many times."""
+        if many == 1:
+            return number
+        if ("summed", number, many) not in self._by_parts:
+            self._by_parts["summed", number, many] = self._numbered(many * self.arrays[number], self.maps[number])
+        return self._by_parts["summed", number, many]
+
     def of(self, stack: Array, maps: Sequence[Classes] | None = None) -> int:
         """``maps``: of a stack of matrices, where it is folded."""
         if stack.ndim == 2:
@@ -114,10 +124,14 @@ class Stacks:
             found = list(maps or map(np.arange, stack.shape[1:]))
             for axis in (1, 2):
                 used, where = in_order(found[axis - 1])
-                stack = stack.take(used, axis)
+                stack = _taken(stack, used, axis)
                 same, first = classes(stack if axis == 1 else stack.swapaxes(1, 2))
-                stack, found[axis - 1] = stack.take(first, axis), same[where]
+                stack, found[axis - 1] = _taken(stack, first, axis), same[where]
             maps = tuple(found)
+        return self._numbered(stack, tuple(maps))
+
+    def _numbered(self, stack: Array, maps: tuple[Classes, ...]) -> int:
+        """The number of a stack without repetitions."""
         stack = np.ascontiguousarray(stack)
         digest = hashlib.blake2b(stack.data, digest_size=16)
         for where in maps if stack.ndim > 2 else ():
@@ -126,7 +140,7 @@ class Stacks:
         number = self._by_content.setdefault(content, len(self.arrays))
         if number == len(self.arrays):
             self.arrays.append(stack)
-            self.maps.append(tuple(maps))
+            self.maps.append(maps)
         return number
 
 
@@ -251,6 +265,12 @@ def value(stack: Array, weights: Array, unit: float) -> Array:
     for amounts, weight in zip(stack[1:], weights.tolist(), strict=False):
         table = table + weight * amounts if weight else table
     return table
+
+
+def _taken(stack: Array, indices: Classes, axis: int) -> Array:
+    """These along an axis; the stack itself where they are all, in order."""
+    every = len(indices) == stack.shape[axis] and np.array_equal(indices, np.arange(len(indices)))
+    return stack if every else stack.take(indices, axis)
 
 
 def classes(stack: Array) -> tuple[Classes, Classes]:
