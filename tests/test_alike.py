@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.errors import PlanError
 from autoshard.passes.search import CostNetwork, Prepared, Row, prepared, solve
-from autoshard.passes.search.exact.bound import Dual, _Side
+from autoshard.passes.search.exact.bound import Dual, _Edge
 from autoshard.passes.search.exact.eliminate import Eliminator
 from autoshard.passes.search.exact.tables import Tables
 from autoshard.passes.search.network import Effort
@@ -126,8 +126,8 @@ def test_what_the_ends_want_is_shared_by_the_layers_between(monkeypatch: pytest.
 
 def test_equal_messages_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     network, _ = diamonds(0, 40, 32)
-    computed, of_side = [], _Side.message
-    monkeypatch.setattr(_Side, "message", lambda self, moved: computed.append(1) or of_side(self, moved))
+    computed, least = [], _Edge.least
+    monkeypatch.setattr(_Edge, "least", lambda self, side: computed.append(1) or least(self, side))
     found = {}
     for shared in (True, False):
         dual = Dual(Eliminator.of(network, Tables()), alike=shared)

@@ -13,7 +13,7 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.exact.eliminate import Scope
-from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, joint, stored
+from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, joint, stored, taken
 from autoshard.passes.search.network import Array, Choice, CostNetwork, Row
 
 
@@ -124,9 +124,9 @@ class Stacks:
             found = list(maps or map(np.arange, stack.shape[1:]))
             for axis in (1, 2):
                 used, where = in_order(found[axis - 1])
-                stack = _taken(stack, used, axis)
+                stack = taken(stack, used, axis)
                 same, first = classes(stack if axis == 1 else stack.swapaxes(1, 2))
-                stack, found[axis - 1] = _taken(stack, first, axis), same[where]
+                stack, found[axis - 1] = taken(stack, first, axis), same[where]
             maps = tuple(found)
         return self._numbered(stack, tuple(maps))
 
@@ -265,12 +265,6 @@ def value(stack: Array, weights: Array, unit: float) -> Array:
     for amounts, weight in zip(stack[1:], weights.tolist(), strict=False):
         table = table + weight * amounts if weight else table
     return table
-
-
-def _taken(stack: Array, indices: Classes, axis: int) -> Array:
-    """These along an axis; the stack itself where they are all, in order."""
-    every = len(indices) == stack.shape[axis] and np.array_equal(indices, np.arange(len(indices)))
-    return stack if every else stack.take(indices, axis)
 
 
 def classes(stack: Array) -> tuple[Classes, Classes]:
