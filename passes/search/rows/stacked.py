@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,21 +28,39 @@ class Stacks:
         """what is stored of each"""
         self.maps: list[tuple[Classes, ...]] = []
         """per axis of each the slice that stands for every index"""
+        self._by_id: dict[tuple[object, ...], int] = {}
         self._by_parts: dict[tuple[object, ...], int] = {}
         self._by_content: dict[tuple[object, ...], int] = {}
 
     def number(self, cost: Matrix, amounts: Sequence[Matrix | None], transposed: bool = False) -> int:
         """The number of the stack; None: zeros, left out at the end."""
         key = (transposed, id(cost), *(None if part is None else id(part) for part in amounts))
-        if key not in self._by_parts:
+        if key not in self._by_id:
             while amounts and amounts[-1] is None:
                 amounts = amounts[:-1]
             zeros = np.zeros(stored(cost).shape)
             parts = [stored(cost), *(zeros if part is None else stored(part) for part in amounts)]
             maps = (cost.rows, cost.columns) if isinstance(cost, Folded) else None
             number = self.of(np.stack(parts, dtype=np.float64), maps)
-            self._by_parts[key] = self.transposed(number) if transposed else number
-        return self._by_parts[key]
+            self._by_id[key] = self.transposed(number) if transposed else number
+        return self._by_id[key]
+
+    def known_as(self, number: int) -> tuple[Matrix, tuple[Matrix | None, ...]]:
+        """Cost and amounts of a stack, as views of it (None: zeros)."""
+        cost, *amounts = self.arrays[number]
+        parts = tuple(part if part.any() else None for part in amounts)
+        if cost.ndim == 1:
+            return cost, parts
+        maps = self.maps[number]
+        return Folded(cost, *maps), tuple(None if part is None else Folded(part, *maps) for part in parts)
+
+    def know(self, parts: Mapping[int, tuple[Matrix, tuple[Matrix | None, ...]]], rows: int) -> None:
+        """Find stacks by these tables, of networks with so many rows, and by no others any more."""
+        self._by_id = {}
+        for number, (cost, amounts) in parts.items():
+            padded = (*amounts, *(None,) * (rows - len(amounts)))
+            key = (False, id(cost), *(None if part is None else id(part) for part in padded))
+            self._by_id[key] = number
 
     def add(self, a: int, b: int) -> int:
         return self.summed(Counter((a, b)))
@@ -289,6 +307,28 @@ def stack_rows(network: CostNetwork, rows: Sequence[Row], stacks: Stacks | None 
         factors[scope] = stacks.add(factors[scope], number) if scope in factors else number
     sizes = tuple(vector.size for vector in network.nodes)
     return Stacked(sizes, factors, stacks, np.array([r.limit for r in rows]), np.array([r.price for r in rows]))
+
+
+def unstacked(problem: Stacked) -> tuple[CostNetwork, tuple[Row, ...]]:
+    """The network and its rows again, as views of the stacks, which know these and have forgotten all other tables.
+
+    What ``problem`` was made of is then needed no more.
+    """
+    known = {number: problem.store.known_as(number) for number in set(problem.factors.values())}
+    count = len(problem.limits)
+    problem.store.know(known, count)
+
+    def amounts(scopes: Sequence[Scope], row: int) -> tuple[Any, ...]:
+        parts = (known[problem.factors[scope]][1] for scope in scopes)
+        return tuple(part[row] if row < len(part) else None for part in parts)
+
+    alone = [(i,) for i in range(len(problem.sizes))]
+    pairs = [scope for scope in problem.factors if len(scope) == 2]
+    edges = tuple((*scope, known[problem.factors[scope]][0]) for scope in pairs)
+    network = CostNetwork(tuple(stored(known[problem.factors[scope]][0]) for scope in alone), edges)
+    limits = zip(problem.limits.tolist(), problem.prices.tolist(), strict=True)
+    rows = (Row(amounts(alone, r), amounts(pairs, r), *limit) for r, limit in enumerate(limits))
+    return network, tuple(rows)
 
 
 def _check(network: CostNetwork, row: Row, number: int) -> None:
