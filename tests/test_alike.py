@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.errors import PlanError
 from autoshard.passes.search import CostNetwork, Prepared, Row, prepared, solve
-from autoshard.passes.search.exact.bound import Dual, _Side
+from autoshard.passes.search.exact.bound import Dual, _Edge
 from autoshard.passes.search.exact.eliminate import Eliminator
 from autoshard.passes.search.exact.tables import Tables
 from autoshard.passes.search.network import Effort
@@ -126,8 +126,8 @@ def test_what_the_ends_want_is_shared_by_the_layers_between(monkeypatch: pytest.
 
 def test_equal_messages_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     network, _ = diamonds(0, 40, 32)
-    computed, of_side = [], _Side.message
-    monkeypatch.setattr(_Side, "message", lambda self, moved: computed.append(1) or of_side(self, moved))
+    computed, least = [], _Edge.least
+    monkeypatch.setattr(_Edge, "least", lambda self, side: computed.append(1) or least(self, side))
     found = {}
     for shared in (True, False):
         dual = Dual(Eliminator.of(network, Tables()), alike=shared)
@@ -201,3 +201,34 @@ def test_the_bound_is_a_number_where_choices_are_forbidden() -> None:
     network = CostNetwork(tuple(np.arange(3.0) for _ in range(2 * count)), tuple(edges))
     with np.errstate(invalid="raise"):
         assert 0 < bound(network, [i % 2 for i in range(2 * count)]) <= best(network, ()) + 1e-9
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_prepared_needs_no_other_tables(tied: bool) -> None:
+    """Network and rows are views of what is solved: costs, sums and solutions are those of the tables they came from."""
+    for seed in range(6):
+        network, rows, labels = layers(seed, 4)
+        network = CostNetwork(
+            network.nodes, (*network.edges, (1, 0, np.ones((network.nodes[1].size, network.nodes[0].size))))
+        )
+        rows = tuple(Row(row.nodes, (*row.edges, None), row.limit, row.price) for row in rows)
+        full = Prepared(network, rows, labels if tied else None)
+        lean = Prepared(network, rows, labels if tied else None).lean()
+        assert all(
+            np.shares_memory(vector, lean.stacks.arrays[lean._problem.factors[i,]])
+            for i, vector in enumerate(lean.network.nodes)
+        )
+        try:
+            found = full.solve().proven()
+        except PlanError:
+            with pytest.raises(PlanError):
+                lean.solve()
+            continue
+        again = lean.solve().proven()
+        assert (again.choice, again.cost, again.lower_bound) == (found.choice, found.cost, found.lower_bound)
+        assert lean.network.cost(found.choice) == pytest.approx(network.cost(found.choice))
+        for one, other in zip(lean.rows, rows, strict=True):
+            assert one.used(lean.network, found.choice) == pytest.approx(other.used(network, found.choice))
+        moved = tuple(vector + 1.0 for vector in network.nodes)
+        dearer = lean.restricted(moved).solve().proven()
+        assert dearer.cost == pytest.approx(full.restricted(moved).solve().cost)

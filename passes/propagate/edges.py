@@ -115,9 +115,9 @@ def readings(node: Node, space: OpSpace) -> Iterator[Reading]:
     earlier: dict[str, list[Sequence[Placements]]] = {}
     for position, (name, placed) in enumerate(zip(node.inputs, space.inputs, strict=True)):
         before = earlier.setdefault(name, [])
-        new = np.array([all(p != other[i] for other in before) for i, p in enumerate(placed)])
-        if new.any():
-            yield position, name, placed, None if new.all() else new
+        new = np.array([all(p != other[i] for other in before) for i, p in enumerate(placed)]) if before else None
+        if new is None or new.any():
+            yield position, name, placed, None if new is None or new.all() else new
         before.append(placed)
 
 

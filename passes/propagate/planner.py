@@ -122,8 +122,8 @@ class Planner:
         small.
         """
         self._free = None
+        prepared = self._with_bytes(*self.network(limited=True))
         network, built = self.network(limited=True)
-        prepared = self._with_bytes(network, built)
         limits = *(row.limit for row in built.hiding), limit, limit if budget is None else budget
         start = (*self.prices, *(0.0,) * (len(limits) - len(self.prices))) if self.prices else None
         found = prepared.solve(limits, replace(self.effort, part=min(LIMITED, self.effort.part)), prices=start)
@@ -139,11 +139,16 @@ class Planner:
     def _with_bytes(self, network: Network, built: Built) -> Prepared:
         if self._even not in self._prepared:
             kept, stays = (replace(row, limit=0.0) for row in built.kept)
-            self._prepared[self._even] = (
+            prepared = (
                 self._prepared[False].restricted(built.network.nodes)
                 if False in self._prepared
                 else self.prepare(network, built.network, (*built.hiding, kept, stays), built.alike)
             )
+            if self.prepare is _alone:  # its tables are many times larger than all else: they are there once
+                prepared = prepared.lean()
+                hiding, bytes_ = prepared.rows[: len(built.hiding)], prepared.rows[len(built.hiding) :]
+                self._limited = network, replace(built, network=prepared.network, hiding=hiding, kept=bytes_)
+            self._prepared[self._even] = prepared
         return self._prepared[self._even]
 
     def least(self, share: float = 0.0) -> tuple[Assignment, float]:

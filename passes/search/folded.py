@@ -58,6 +58,12 @@ def mapped(function: Callable[..., Values], matrix: Matrix, *others: Matrix | No
     return replace(matrix, values=found) if isinstance(matrix, Folded) else found
 
 
+def taken(array: Values, indices: Classes, axis: int) -> Values:
+    """These along an axis; the array itself where they are all, in order."""
+    every = len(indices) == array.shape[axis] and np.array_equal(indices, np.arange(len(indices)))
+    return array if every else array.take(indices, axis)
+
+
 def transposed(matrix: Matrix) -> Matrix:
     """Its rows as columns."""
     return Folded(matrix.values.T, matrix.columns, matrix.rows) if isinstance(matrix, Folded) else matrix.T

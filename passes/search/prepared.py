@@ -18,7 +18,7 @@ from autoshard.passes.search.over_time.lives import Lives
 from autoshard.passes.search.over_time.search import Better, quietly, solve_over_time
 from autoshard.passes.search.rows.alike import Tied, tie
 from autoshard.passes.search.rows.prices import Reduced
-from autoshard.passes.search.rows.stacked import Stacked, Stacks, stack_rows
+from autoshard.passes.search.rows.stacked import Stacked, Stacks, stack_rows, unstacked
 from autoshard.passes.search.rows.within import solve_alike, solve_within
 
 # Entries of all tables from which on equal layers are searched as one.
@@ -71,6 +71,13 @@ class Prepared:
     def restricted(self, nodes: tuple[Array, ...]) -> Prepared:
         """With other vectors of the nodes."""
         return replace(self, network=replace(self.network, nodes=nodes))
+
+    def lean(self) -> Prepared:
+        """The same, without the tables that it was made of: its network and rows are views of what is solved."""
+        network, rows = unstacked(self._problem)
+        found = replace(self, network=network, rows=rows)
+        assert found._problem.factors == self._problem.factors  # while the stacks know these tables and no others
+        return found
 
     def solve(
         self,

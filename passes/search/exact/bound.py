@@ -25,25 +25,32 @@ SMALL = 1_000
 """entries of a matrix that is stored as it is"""
 
 
-Seen = dict[tuple[int, bytes, bytes], tuple[Array, Array]]
-"""messages of one pass, by the rows of the side they come from (kept, so that their id stays theirs), and what was moved"""
+Seen = dict[tuple[int, int, bytes, bytes], tuple[Array, Array]]
+"""messages of one pass, by the table (kept, so that its id stays its own), its axis, and what was moved from the other one"""
 
 
 class _Edge:
     """A matrix E[a, b] with what has been moved into it: E + into[0][a] + into[1][b].
 
-    Of equal slices one is stored, and those of all edges with one table are the same arrays.
+    Of equal slices one is stored: ``table``, which is one array for all edges that have the same, and per side which slice
+    each strategy has.
     """
 
     def __init__(self, tables: Tables, table: int) -> None:
         if tables.matrix(table).size < SMALL:  # looking for equal slices takes longer than they do
-            whole = tables.arrays[table]
-            self.sides = [_Side(np.ascontiguousarray(x), np.arange(len(x))) for x in (whole, whole.T)]
+            self.table = np.ascontiguousarray(tables.arrays[table])
+            self.members = [np.arange(n) for n in self.table.shape]
         else:
-            self.sides = [_Side(tables.compact(table, axis), tables.classes(table, axis)) for axis in (0, 1)]
-        self.into = [np.zeros(len(side.members)) for side in self.sides]
+            self.table = tables.compact(table)
+            self.members = [tables.classes(table, axis) for axis in (0, 1)]
+        self.differ = [self._differ(side) for side in (0, 1)]
+        self.into = [np.zeros(len(members)) for members in self.members]
         self.settled = [False, False]
         """per side whether its message was moved out, and nothing came in since: then it is zero"""
+
+    def _differ(self, side: int) -> bool:
+        """Whether every strategy has a slice of its own, in their order."""
+        return np.array_equal(self.members[side], np.arange(self.table.shape[side]))
 
     def move(self, side: int, change: Array) -> None:
         """Move a cost per strategy of a side into the edge."""
@@ -60,56 +67,41 @@ class _Edge:
     def restrict(self, side: int, stay: Classes) -> None:
         self.settled[1 - side] = False
         self.into[side] = self.into[side][stay]
-        rows, members = self.sides[side].rows, self.sides[side].members[stay]
-        present, among = np.unique(members, return_inverse=True)
-        if len(present) < 0.7 * len(rows):
-            rows, members = np.ascontiguousarray(rows[present]), among
-            other = self.sides[1 - side]
-            self.sides[1 - side] = _Side(np.ascontiguousarray(rows.T), other.members)
-        self.sides[side] = _Side(rows, members)
+        self.members[side] = self.members[side][stay]
+        present, among = np.unique(self.members[side], return_inverse=True)
+        if len(present) < 0.7 * self.table.shape[side]:
+            self.table, self.members[side] = self.table.take(present, side), among
+        self.differ[side] = self._differ(side)
 
     def message(self, side: int, seen: Seen | None = None) -> Array:
         """For each strategy of a side the least that the edge costs. ``seen``: what is known of equal edges."""
-        own, other = self.sides[side], self.sides[1 - side]
         if seen is None:
-            least = other.message(self.into[1 - side])
+            least = self.least(side)
         else:
-            key = id(other.rows), other.members.tobytes(), self.into[1 - side].tobytes()
+            key = id(self.table), side, self.members[1 - side].tobytes(), self.into[1 - side].tobytes()
             if key not in seen:
-                seen[key] = other.rows, other.message(self.into[1 - side])
+                seen[key] = self.table, self.least(side)
             least = seen[key][1]
-        message: Array = least[own.members] + self.into[side]
+        message: Array = least[self.members[side]] + self.into[side]
         return message
+
+    def least(self, side: int) -> Array:
+        """For each slice of a side the least that the edge costs, but for what was moved in from that side."""
+        moved, members = self.into[1 - side], self.members[1 - side]
+        if not self.differ[1 - side]:
+            moved = np.full(self.table.shape[1 - side], np.inf)
+            np.minimum.at(moved, members, self.into[1 - side])
+        least: Array = (self.table + (moved if side == 0 else moved[:, None])).min(axis=1 - side)
+        return least
 
     def row(self, side: int, strategy: int) -> Array:
         """What each strategy of the other side costs beside one of this side, without what was moved."""
-        row: Array = self.sides[side].rows[self.sides[side].members[strategy]][self.sides[1 - side].members]
+        row: Array = self.table.take(self.members[side][strategy], side)[self.members[1 - side]]
         return row
 
     def whole(self) -> Array:
-        matrix: Array = self.sides[0].rows[np.ix_(self.sides[0].members, self.sides[1].members)]
+        matrix: Array = self.table[np.ix_(*self.members)]
         return matrix
-
-
-class _Side:
-    """The rows that differ, and which of them each strategy has."""
-
-    def __init__(self, rows: Array, members: Classes) -> None:
-        self.rows, self.members = rows, members
-        self.differ = len(members) == len(rows) and bool((members == np.arange(len(rows))).all())
-
-    def message(self, moved: Array) -> Array:
-        """Per row of the other side the least that an edge costs, with what was moved into this side's strategies."""
-        least: Array = (self.rows + self.least(moved)[:, None]).min(axis=0)
-        return least
-
-    def least(self, moved: Array) -> Array:
-        """Per row the least of what was moved into its strategies."""
-        if self.differ:
-            return moved
-        least = np.full(len(self.rows), np.inf)
-        np.minimum.at(least, self.members, moved)
-        return least
 
 
 class Dual:

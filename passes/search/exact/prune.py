@@ -94,7 +94,8 @@ class Pruner:
             rows, columns = (int(self.tables.classes(table, k).max()) + 1 for k in (axis, 1 - axis))
             if rows**2 * columns > self.most:
                 return None
-            self._least[table, axis] = least_difference(self.tables.compact(table, axis))
+            compact = self.tables.compact(table)
+            self._least[table, axis] = least_difference(np.ascontiguousarray(compact if axis == 0 else compact.T))
         return self._least[table, axis]
 
 

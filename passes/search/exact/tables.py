@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, stored, transposed
+from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, stored, taken, transposed
 from autoshard.passes.search.network import Array
 
 # A join is computed in blocks of about this many entries, so that its temporaries stay in cache.
@@ -40,7 +40,7 @@ class Tables:
         self._by_content: dict[bytes, int] = {}
         self._memo: dict[tuple[object, ...], int] = {}
         self._classes: dict[tuple[int, int], Classes] = {}
-        self._compact: dict[tuple[int, int], Array] = {}
+        self._compact: dict[int, Array] = {}
 
     def intern(self, array: Matrix) -> int:
         """The number of a table, by identity or by content. The array must not change afterwards."""
@@ -122,13 +122,16 @@ class Tables:
             self._classes[a, axis] = known
         return known
 
-    def compact(self, a: int, axis: int) -> Array:
-        """The matrix with one of every class of equal slices, its rows along ``axis``."""
-        if (a, axis) not in self._compact:
-            first = [np.unique(self.classes(a, k), return_index=True)[1] for k in (0, 1)]
-            matrix: Array = self.matrix(a)[np.ix_(*first)]
-            self._compact[a, axis] = np.ascontiguousarray(matrix if axis == 0 else matrix.T)
-        return self._compact[a, axis]
+    def compact(self, a: int) -> Array:
+        """The matrix with one of every class of equal slices."""
+        if a not in self._compact:
+            matrix = self.matrix(a)
+            maps = (matrix.rows, matrix.columns) if isinstance(matrix, Folded) else tuple(map(np.arange, matrix.shape))
+            first = [np.unique(self.classes(a, axis), return_index=True)[1] for axis in (0, 1)]
+            self._compact[a] = np.ascontiguousarray(
+                taken(taken(stored(matrix), maps[0][first[0]], 0), maps[1][first[1]], 1)
+            )
+        return self._compact[a]
 
     def eliminate(self, factors: tuple[Span, ...], rank: int) -> int:
         """min over the last of ``rank`` + 1 axes of the sum of ``factors``: a table of the first ``rank`` axes.

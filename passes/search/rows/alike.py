@@ -137,7 +137,7 @@ def _share_out(dual: Dual, at: Mapping[int, int], between: Dual, shares: Counter
             edge.into = into[::-1] if turned else into
             for i, moved in zip(scope, edge.into, strict=True):
                 dual.node[i] -= moved
-        key = where, turned, id(edge.sides[0].rows)
+        key = where, turned, id(edge.table)
         if key not in least:
             least[key] = float(edge.message(0).min())
         edge.into[0] = edge.into[0] - least[key]

@@ -7,13 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.exact.eliminate import Scope
-from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, joint, stored
+from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, joint, stored, taken
 from autoshard.passes.search.network import Array, Choice, CostNetwork, Row
 
 
@@ -28,21 +28,39 @@ class Stacks:
         """what is stored of each"""
         self.maps: list[tuple[Classes, ...]] = []
         """per axis of each the slice that stands for every index"""
+        self._by_id: dict[tuple[object, ...], int] = {}
         self._by_parts: dict[tuple[object, ...], int] = {}
         self._by_content: dict[tuple[object, ...], int] = {}
 
     def number(self, cost: Matrix, amounts: Sequence[Matrix | None], transposed: bool = False) -> int:
         """The number of the stack; None: zeros, left out at the end."""
         key = (transposed, id(cost), *(None if part is None else id(part) for part in amounts))
-        if key not in self._by_parts:
+        if key not in self._by_id:
             while amounts and amounts[-1] is None:
                 amounts = amounts[:-1]
             zeros = np.zeros(stored(cost).shape)
             parts = [stored(cost), *(zeros if part is None else stored(part) for part in amounts)]
             maps = (cost.rows, cost.columns) if isinstance(cost, Folded) else None
             number = self.of(np.stack(parts, dtype=np.float64), maps)
-            self._by_parts[key] = self.transposed(number) if transposed else number
-        return self._by_parts[key]
+            self._by_id[key] = self.transposed(number) if transposed else number
+        return self._by_id[key]
+
+    def known_as(self, number: int) -> tuple[Matrix, tuple[Matrix | None, ...]]:
+        """Cost and amounts of a stack, as views of it (None: zeros)."""
+        cost, *amounts = self.arrays[number]
+        parts = tuple(part if part.any() else None for part in amounts)
+        if cost.ndim == 1:
+            return cost, parts
+        maps = self.maps[number]
+        return Folded(cost, *maps), tuple(None if part is None else Folded(part, *maps) for part in parts)
+
+    def know(self, parts: Mapping[int, tuple[Matrix, tuple[Matrix | None, ...]]], rows: int) -> None:
+        """Find stacks by these tables, of networks with so many rows, and by no others any more."""
+        self._by_id = {}
+        for number, (cost, amounts) in parts.items():
+            padded = (*amounts, *(None,) * (rows - len(amounts)))
+            key = (False, id(cost), *(None if part is None else id(part) for part in padded))
+            self._by_id[key] = number
 
     def add(self, a: int, b: int) -> int:
         return self.summed(Counter((a, b)))
@@ -50,7 +68,7 @@ class Stacks:
     def transposed(self, number: int) -> int:
         if ("transposed", number) not in self._by_parts:
             stack, maps = self.arrays[number].swapaxes(-1, -2), self.maps[number][::-1]
-            self._by_parts["transposed", number] = self.of(stack, maps)
+            self._by_parts["transposed", number] = self._numbered(stack, maps)
         return self._by_parts["transposed", number]
 
     def beside(self, number: int, axis: int, index: int = 0) -> Array:
@@ -94,6 +112,8 @@ class Stacks:
     def summed(self, counts: Mapping[int, int]) -> int:
         """The sum of so many of each."""
         key = tuple(sorted(counts.items()))
+        if len(key) == 1:
+            return self._multiple(*key[0])
         if ("summed", key) not in self._by_parts:
             axes = [joint(maps) for maps in zip(*(self.maps[number] for number, _ in key), strict=True)]
             length = max(len(self.arrays[number]) for number in counts)
@@ -106,6 +126,14 @@ class Stacks:
             self._by_parts["summed", key] = self.of(total, [where for _, where in axes])
         return self._by_parts["summed", key]
 
+    def _multiple(self, number: int, many: int) -> int:
+        """The stack so many times."""
+        if many == 1:
+            return number
+        if ("summed", number, many) not in self._by_parts:
+            self._by_parts["summed", number, many] = self._numbered(many * self.arrays[number], self.maps[number])
+        return self._by_parts["summed", number, many]
+
     def of(self, stack: Array, maps: Sequence[Classes] | None = None) -> int:
         """``maps``: of a stack of matrices, where it is folded."""
         if stack.ndim == 2:
@@ -114,10 +142,14 @@ class Stacks:
             found = list(maps or map(np.arange, stack.shape[1:]))
             for axis in (1, 2):
                 used, where = in_order(found[axis - 1])
-                stack = stack.take(used, axis)
+                stack = taken(stack, used, axis)
                 same, first = classes(stack if axis == 1 else stack.swapaxes(1, 2))
-                stack, found[axis - 1] = stack.take(first, axis), same[where]
+                stack, found[axis - 1] = taken(stack, first, axis), same[where]
             maps = tuple(found)
+        return self._numbered(stack, tuple(maps))
+
+    def _numbered(self, stack: Array, maps: tuple[Classes, ...]) -> int:
+        """The number of a stack without repetitions."""
         stack = np.ascontiguousarray(stack)
         digest = hashlib.blake2b(stack.data, digest_size=16)
         for where in maps if stack.ndim > 2 else ():
@@ -126,7 +158,7 @@ class Stacks:
         number = self._by_content.setdefault(content, len(self.arrays))
         if number == len(self.arrays):
             self.arrays.append(stack)
-            self.maps.append(tuple(maps))
+            self.maps.append(maps)
         return number
 
 
@@ -275,6 +307,28 @@ def stack_rows(network: CostNetwork, rows: Sequence[Row], stacks: Stacks | None 
         factors[scope] = stacks.add(factors[scope], number) if scope in factors else number
     sizes = tuple(vector.size for vector in network.nodes)
     return Stacked(sizes, factors, stacks, np.array([r.limit for r in rows]), np.array([r.price for r in rows]))
+
+
+def unstacked(problem: Stacked) -> tuple[CostNetwork, tuple[Row, ...]]:
+    """The network and its rows again, as views of the stacks, which know these and have forgotten all other tables.
+
+    What ``problem`` was made of is then needed no more.
+    """
+    known = {number: problem.store.known_as(number) for number in set(problem.factors.values())}
+    count = len(problem.limits)
+    problem.store.know(known, count)
+
+    def amounts(scopes: Sequence[Scope], row: int) -> tuple[Any, ...]:
+        parts = (known[problem.factors[scope]][1] for scope in scopes)
+        return tuple(part[row] if row < len(part) else None for part in parts)
+
+    alone = [(i,) for i in range(len(problem.sizes))]
+    pairs = [scope for scope in problem.factors if len(scope) == 2]
+    edges = tuple((*scope, known[problem.factors[scope]][0]) for scope in pairs)
+    network = CostNetwork(tuple(stored(known[problem.factors[scope]][0]) for scope in alone), edges)
+    limits = zip(problem.limits.tolist(), problem.prices.tolist(), strict=True)
+    rows = (Row(amounts(alone, r), amounts(pairs, r), *limit) for r, limit in enumerate(limits))
+    return network, tuple(rows)
 
 
 def _check(network: CostNetwork, row: Row, number: int) -> None:
