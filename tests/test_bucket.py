@@ -17,12 +17,16 @@ from autoshard import Link, Mesh, PlanError, Shard, runtime
 from autoshard.check.divergence import first_divergence
 from autoshard.hardware import PRESETS
 from autoshard.layout import Layout
+from autoshard.module.ranks import loaded
+from autoshard.module.ranks.loaded import summed_last
+from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Program, Statement
 from autoshard.passes.ir.verify import check_program
 from autoshard.passes.lower import bucket as module
 from autoshard.passes.lower.blocks import hoisted
 from autoshard.passes.lower.bucket import bucket, regathered
 from autoshard.passes.propagate.prices import bucketed
+from autoshard.runtime.transport.in_process import World
 
 aten = torch.ops.aten
 
@@ -252,3 +256,19 @@ def test_the_first_difference_is_looked_for_in_the_buckets(monkeypatch: pytest.M
     found = first_divergence(model, made, (x,), {}, 1e-9)
     assert found is not None
     assert found.startswith("aten.linear.default in 0 at")
+
+
+def test_few_gradients_are_summed_when_the_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them over one group of axes; not where a parameter is read whole, too: what that brings is no summand."""
+    program, comm = layers(2, "I", "m", dp=2), World({"dp": 2}).ranks[0]
+    names = {i.fqn for i in program.graph.inputs if i.kind == "parameter"}
+    assert len(names) == 4
+    assert summed_last(program, comm) == (names, ("dp",))
+    none = frozenset(), ()
+    assert summed_last(layers(2, "0", "m", dp=2), comm) == none
+    assert summed_last(replace(program, outputs=(*program.outputs, Ref("l_0_up"))), comm) == none
+    reader = Statement(("_",), Call(aten.sum.default, (Ref("l_0_up"),), {}), (None,))
+    assert summed_last(replace(program, statements=(*program.statements, reader)), comm) == none
+    assert summed_last(program, World({"dp": 1}).ranks[0]) == none
+    monkeypatch.setattr(loaded, "SMALL", 4 * 16 * 16 * 4)
+    assert summed_last(program, comm) == none

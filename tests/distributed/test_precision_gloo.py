@@ -10,7 +10,7 @@ import pytest
 import world
 from precision_cases import CASES, SLOW
 
-OWN = ("as_fsdp2", "replicas_as_fsdp2", "sums_in_bfloat16_are_seen", "policy_of_one_rank")
+OWN = ("as_fsdp2", "gpt_as_fsdp2", "replicas_as_fsdp2", "sums_in_bfloat16_are_seen", "policy_of_one_rank")
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ CONTRACT = (
     "gathered_on_request_with_gradients",
     "gradients_through_sharded_logits",
     "clipping",
+    "few_gradients_are_summed_last",
     "checkpoint",
     "full_state_dict_round_trip",
     "different_inputs_are_refused",

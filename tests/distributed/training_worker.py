@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 import autoshard
 from autoshard import compiler
 from autoshard.errors import MeshError, RuntimeMismatchError
+from autoshard.module.ranks import loaded
 from autoshard.runtime.transport import process_group
 
 FOLDER = Path(sys.argv[2]).parent
@@ -183,6 +184,54 @@ def clipping() -> None:
     assert_close({"norm": ours}, {"norm": theirs}, "clipping by ours")
     assert_close(sharded.full_gradients(), {n: p.grad for n, p in model.named_parameters()}, "clipped gradient of")
     sharded.zero_grad()
+
+
+class UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tied(self.tied(x).tanh()).tanh()).square().mean()
+
+
+def few_gradients_are_summed_last() -> None:
+    """Without a node in every block, by one collective; where there are more to be sent each block has its node."""
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for limit in (loaded.SMALL, 1):
+        model = UsedTwice().double()
+        loaded.SMALL, before = limit, loaded.SMALL
+        try:
+            sharded = autoshard.compile(copy.deepcopy(model), mesh(), (x,), like="ddp")
+            for waits in (True, False):
+                sharded._comm.log = executed = list[Any]()
+                loss = sharded(x)
+                nodes = names_of_nodes(loss)
+                with sharded.no_sync() if waits else contextlib.nullcontext():
+                    sharded(x).backward()
+                loss.backward()
+                for _ in range(2):
+                    model(x).backward()
+                sent = [e for e in executed if e.phase == "backward"]
+                gradients = {n: p.grad for n, p in model.named_parameters()}
+                assert_close(sharded.full_gradients(), gradients, "gradient of")
+                assert len(sent) == (1 if waits else 2), sent
+                assert ("_MoveBackward" in nodes) == (limit == 1), nodes
+                sharded.zero_grad()
+                model.zero_grad()
+        finally:
+            loaded.SMALL = before
+
+
+def names_of_nodes(x: torch.Tensor) -> set[str]:
+    """Of the autograd graph."""
+    found, left = {}, [x.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found[node] = node.name()
+            left += [n for n, _ in node.next_functions]
+    return set(found.values())
 
 
 def checkpoint() -> None:

@@ -26,9 +26,11 @@ from autoshard.runtime.transport.move import Move
 Axes = tuple[str, ...]
 
 
-def locals_of(comm: Communicator, parameters: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """The local tensors of DTensor parameters, for one forward."""
-    gradients = runtime.Gradients(comm, lambda number, axes: _taken(comm, parameters[number], axes))
+def locals_of(
+    comm: Communicator, parameters: Sequence[Any], last: tuple[Sequence[int], Axes] = ((), ())
+) -> tuple[torch.Tensor, ...]:
+    """The local tensors of DTensor parameters, for one forward. ``last``: see :class:`runtime.Gradients`."""
+    gradients = runtime.Gradients(comm, lambda number, axes: _taken(comm, parameters[number], axes), last)
     found: tuple[torch.Tensor, ...] = _Locals.apply(gradients, *parameters)  # type: ignore[no-untyped-call]
     return found
 

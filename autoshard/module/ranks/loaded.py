@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from autoshard.module.dtensors.owned import local_of
 from autoshard.module.programs.executable import Executable
 from autoshard.module.programs.simulate import shard_of
 from autoshard.module.ranks.leaves import locals_of
+from autoshard.passes.ir.program import Program, reads
+from autoshard.runtime.parameters.gradients import SMALL
 from autoshard.runtime.transport.communicator import Communicator
 
 
@@ -32,6 +35,8 @@ class Loaded:
     """of buffers"""
     recorded: bool
     """whether the program has a backward"""
+    last: tuple[frozenset[str], tuple[str, ...]]
+    """parameters whose gradients are summed when the backward ends, and over which axes; see :func:`summed_last`"""
 
     @staticmethod
     def of(executable: Executable, comm: Communicator, device: torch.device) -> Loaded:
@@ -47,6 +52,7 @@ class Loaded:
             {fqn: _part(x, layouts[fqn], comm.rank) for fqn, x in constants.items()},
             {i.fqn: layouts[i.fqn] for i in of["buffer"]},
             graph.training,
+            summed_last(executable.compiled.program, comm) if graph.training else (frozenset(), ()),
         )
 
     def tensors(self, held: Callable[[str], Any]) -> dict[str, torch.Tensor]:
@@ -60,12 +66,34 @@ class Loaded:
             else:
                 found[name] = local_of(parameter)
         if trained:
-            found.update(zip(trained, locals_of(self.comm, list(trained.values())), strict=True))
+            names, axes = self.last
+            numbers = [i for i, name in enumerate(trained) if name in names]
+            found.update(zip(trained, locals_of(self.comm, list(trained.values()), (numbers, axes)), strict=True))
         for name, written in self.buffers:
             buffer = held(name)
             part = _part(buffer, self.layouts[name], self.comm.rank)
             found[name] = part.clone() if written else part  # it is written after the forward: the backward has a copy
         return found
+
+
+def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The parameters that enter their blocks over one group of axes, and the axes, where their gradients are too few to be
+    sent before the backward ends: they need no node of the graph in every block.
+
+    Not where the forward reads one of them otherwise, too: what that brings is no summand.
+    """
+    entering = [s for s in program.statements if s.call.fn == "enter_parameters"]
+    groups = {comm.active(s.call.args[1]) for s in entering}
+    names = {name for s in entering for name in reads(s)}
+    others = {name for s in program.statements if s.call.fn != "enter_parameters" for name in reads(s)}
+    alone = sum(s.parameter for s in program.statements) == len(entering) and names.isdisjoint(
+        others | program.returned
+    )
+    types = [(program.layouts[n], program.types[n]) for n in names]
+    size = sum(math.prod(layout.max_local_shape(t.shape)) * t.dtype.itemsize for layout, t in types)
+    if len(groups) != 1 or not all(groups) or not alone or any(s.call.kwargs for s in entering) or size >= SMALL:
+        return frozenset(), ()
+    return frozenset(i.fqn for i in program.graph.inputs if i.name in names), groups.pop()
 
 
 def _part(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:

@@ -40,13 +40,14 @@ def enter_parameters(
     """I → R for the parameters of a block, as in data parallelism. Forward: nothing.
 
     Backward: the gradients are flattened into one buffer per dtype and all-reduced, asynchronously for parameters that
-    come from :func:`wait_gradients`. In mixed precision values come in ``dtype``, and gradients are summed in
+    come from :func:`wait_gradients`, or with those of all blocks where :attr:`Communicator.summed_last` says so. In mixed
+    precision values come in ``dtype``, and gradients are summed in
     ``reduce_dtype`` and arrive in the parameter's own.
     """
     comm = current()
     names = comm.active(axes)
     moving = [t for t in tensors if t.requires_grad]
-    if not names or not moving or not torch.is_grad_enabled():
+    if not names or not moving or not torch.is_grad_enabled() or names == comm.summed_last:
         return tuple(tensors) if dtype is None else tuple(t.to(dtype) for t in tensors)
     moves, dtypes = [Move("I", "R", names)] * len(moving), Dtypes(dtype, reduce_dtype)
     moved = iter(carried("enter_parameters", moves, moving, _through, listed=True, dtypes=dtypes))

@@ -14,7 +14,10 @@ import torch
 
 from autoshard.runtime.parameters.bucket import Begin, Bucket
 from autoshard.runtime.parameters.flat_bucket import FlatBucket
+from autoshard.runtime.parameters.together import moved_back
 from autoshard.runtime.transport.communicator import Communicator
+from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.process_group import TorchCommunicator
 
 SMALL = 2**20
 """bytes of gradients below which a bucket goes with the next one: of the first that is sent, and of those in shards"""
@@ -33,10 +36,24 @@ Earlier = Callable[[int, tuple[str, ...]], torch.Tensor | None]
 
 
 class Gradients:
-    """``earlier``: gives what earlier backward passes left; called in the backward, once for a parameter and its axes."""
+    """``earlier``: gives what earlier backward passes left; called in the backward, once for a parameter and its axes.
 
-    def __init__(self, comm: Communicator, earlier: Earlier = lambda number, axes: None) -> None:
+    ``last``: numbers of parameters whose gradients autograd brings as summands over these axes: they are summed together
+    when all of them are there.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        earlier: Earlier = lambda number, axes: None,
+        last: tuple[Sequence[int], tuple[str, ...]] = ((), ()),
+    ) -> None:
         self.comm, self.earlier = comm, earlier
+        self.last, axes = last
+        if self.last:
+            assert isinstance(comm, TorchCommunicator)
+            moves = [Move("I", "R", axes, module="")] * len(self.last)
+            self.bucket = FlatBucket(comm, moves, listed=True)  # now: it knows whether this forward's sums are deferred
         self.works: list[Any] = []
         self.later: list[Begin] = []
         self.parts: list[tuple[int, torch.Tensor, tuple[str, ...]]] = []
@@ -94,6 +111,7 @@ class Gradients:
 
         The latter comes from uses that no bucket carries; a parameter may have both.
         """
+        gradients = self._sum_last(gradients) if self.last else gradients
         self._flush()
         self.begin_later()
         for work in self.works:
@@ -103,6 +121,19 @@ class Gradients:
             parts[number].append((part, axes))
         self.works, self.parts, self.summands = [], [], {}
         return [self._sum(number, found) if found else None for number, found in enumerate(parts)]
+
+    def _sum_last(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Begin the last sums; what autograd brought without these. With create_graph they are nodes of the graph."""
+        rest, given = list(gradients), [gradients[n] for n in self.last]
+        summed: Sequence[torch.Tensor | None] = [None] * len(given)
+        if torch.is_grad_enabled():
+            like = (torch.empty(0) if g is None else g for g in given)
+            summed = moved_back(self.bucket, given, [True] * len(given), [(x.shape, x.dtype, x.device) for x in like])
+        else:
+            self.move(self.bucket, self.last, given)
+        for n, g in zip(self.last, summed, strict=True):
+            rest[n] = g
+        return rest
 
     def _sum(self, number: int, parts: Sequence[tuple[torch.Tensor, tuple[str, ...]]]) -> torch.Tensor:
         if len(parts) == 1 and not parts[0][1]:
