@@ -182,3 +182,45 @@ def an_encoder_called_before_the_whole(mesh: autoshard.Mesh) -> None:
         assert sharded.encoder.table.weight is sharded.table.weight
         if "training" not in options:
             steps(model, sharded, tokens)
+
+
+class Keys:
+    def __init__(self) -> None:
+        self.whole = torch.zeros(2, 0, 8).double()
+
+
+class Keeping(nn.Module):
+    """Fills the cache that it is given, and gives it back or not."""
+
+    def __init__(self, back: bool = True) -> None:
+        super().__init__()
+        self.up, self.down, self.back = nn.Linear(4, 8), nn.Linear(8, 4), back
+
+    def forward(self, x: torch.Tensor, cache: Any) -> Any:
+        new = self.up(x)
+        if isinstance(cache, list):
+            cache[0] = new = torch.cat([cache[0], new], 1)
+        else:
+            cache.whole = new = torch.cat([cache.whole, new], 1)
+        y = self.down(new).sum(1)
+        return {"y": y, "cache": cache} if self.back else y
+
+
+@case
+def a_cache_that_the_caller_keeps(mesh: autoshard.Mesh) -> None:
+    """What a forward fills and gives back is the caller's own object, which has what it was given, as in eager."""
+    torch.manual_seed(0)
+    model, x = Keeping().double().eval(), torch.randn(2, 6, 4, dtype=torch.float64)
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, like="megatron", training=False, dynamic=True)
+    for make in (Keys, lambda: [Keys().whole]):
+        caches = make(), make()
+        with torch.no_grad():
+            for at in range(4):
+                found, wanted = (m(x[:, at : at + 1], c) for m, c in zip((sharded, model), caches, strict=True))
+                assert found["cache"] is caches[0]
+                close(found["y"], wanted["y"])
+                own, other = (c[0] if isinstance(c, list) else c.whole for c in caches)
+                close(own, other)
+        lost = autoshard.compile(Keeping(back=False).double().eval(), mesh, training=False)
+        with refused("the forward puts a new tensor into .* which it does not return"):
+            lost(x, make())

@@ -24,7 +24,9 @@ from autoshard.module.programs.entrance import check_leaves, check_trained
 from autoshard.module.programs.executable import Executable, first_that_serves
 from autoshard.module.saving import save
 from autoshard.module.staged.stages import one_after_another
+from autoshard.passes.capture.exported.handed import give_back
 from autoshard.passes.capture.exported.trees import flattened
+from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
 from autoshard.report.record import Collective
 from autoshard.runtime.autocast import without_autocast
@@ -125,7 +127,7 @@ class ShardedModule(Compiling):
         check_leaves(self._of.model, given, spec, self._device_type())
         call = self._call(given, spec, self._recorded(given), self._wanted)
 
-        def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
+        def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Graph]:
             executable, recorded = self._serving(call, number), call.state.recorded
             if self._enables(call, executable):
                 recorded = True
@@ -137,9 +139,9 @@ class ShardedModule(Compiling):
                 self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
             with executable.tried(), without_autocast(), torch.set_grad_enabled(recorded):
                 leaves, mutated = self._step(executable, executable.named(own))
-            return executable.as_typed(leaves), mutated, written, executable.graph.out_spec
+            return executable.as_typed(leaves), mutated, written, executable.graph
 
-        leaves, mutated, written, out_spec = first_that_serves(serve)
+        leaves, mutated, written, graph = first_that_serves(serve)
         with torch.no_grad():
             for fqn, new in mutated.items():
                 old = written[fqn] if fqn in written else self.tensor(fqn)
@@ -147,7 +149,7 @@ class ShardedModule(Compiling):
                     self._load(old, new)
                 else:  # set anew in the forward
                     self._of.replace(fqn, new.clone())
-        return pytree.tree_unflatten(leaves, out_spec)
+        return give_back(graph.handed, (args, kwargs), pytree.tree_unflatten(leaves, graph.out_spec))
 
     def called_alone(self, part: nn.Module) -> Any:
         """A module inside this one to be called by itself, on the same tensors: see :func:`~autoshard.module.inner.inner`."""

@@ -65,7 +65,14 @@ class InProcessModule(ShardedModule):
         if not any(isinstance(x, Carried) for x in leaves):
             return given
         asked = given or (None,) * len(leaves)
-        return tuple(x.carried_in if isinstance(x, Carried) else a for x, a in zip(leaves, asked, strict=True))
+        mesh = self._running
+
+        def comes_in(x: Any, given: Layout | None) -> Layout | None:
+            if not isinstance(x, Carried):
+                return given
+            return Layout(mesh, x.placements) if x.lies_on(mesh) else None  # what another mesh left is taken whole
+
+        return tuple(map(comes_in, leaves, asked))
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(

@@ -38,6 +38,7 @@ from autoshard.passes.capture.exported.attributes import (
     write_back,
 )
 from autoshard.passes.capture.exported.growing import from_one, longer
+from autoshard.passes.capture.exported.handed import RETURNED, Handed, Returned
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
 from autoshard.passes.capture.exported.provenance import ENABLES
 from autoshard.passes.capture.exported.trees import register_types
@@ -133,7 +134,8 @@ def _graph(model: nn.Module, example: Example, training: bool, dynamic: Dynamic)
         as_buffers(model, error.names)
         program, eager_grads, inputs = _export(model, example, training, dynamic)
     graph = with_kept_casts(translate(program, model, example, training, inputs))
-    return replace(graph, enables=program.graph_module.meta[ENABLES]), eager_grads
+    meta = program.graph_module.meta
+    return replace(graph, enables=meta[ENABLES], handed=meta[RETURNED]), eager_grads
 
 
 def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
@@ -176,13 +178,14 @@ def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynam
         _Retry(lambda e: _asks(e) and not dynamic, lambda: trace(steered=True), "With the answers of the example"),
     )
     check_views(program.graph_module)
+    returned = program.graph_module.meta[RETURNED]
     try:
         with effects_stay():
             if training:
                 detach_no_grad(program.graph_module, gradient_sources(program, model, example))
             enables = (not training or without_grad.get()) and record_nothing(program.graph_module)
             program = decompose(program)
-            program.graph_module.meta[ENABLES] = enables
+            program.graph_module.meta |= {ENABLES: enables, RETURNED: returned}
         write_out(program)
         return program, output_grads, inputs
     except UnequalError:
@@ -248,6 +251,7 @@ def _traced(
                 with effects_stay(), watch.active(), torch.set_grad_enabled(grad):
                     program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
                 check_draws(program)
+                program.graph_module.meta[RETURNED] = trace.returned
                 return program, trace.output_grads, inputs
             except Exception as error:
                 cause = trace.error or error
@@ -271,6 +275,7 @@ class _Trace:
 
     def __init__(self, model: nn.Module, watch: Watch, example: Example, keywords: Collection[str] = ()) -> None:
         self.error: Exception | None = None
+        self.returned: Returned = ()
         self.output_grads: list[bool] | None = None  # stays so for an fx.GraphModule: export interprets its graph
         forward, buffers = model.forward, dict(model.named_buffers())
         trained = [isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(example)]
@@ -283,9 +288,11 @@ class _Trace:
                 with none_drawn(model), watch:
                     state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
                     given = pytree.tree_leaves((args, kwargs))
+                    handed = Handed(args, kwargs)
                     watch.begin(Forward(given, list(model.parameters()), state, trained))
                     output = forward(*args, **kwargs)
                     watch.end(output)
+                self.returned = handed.returned(output)
                 check_made(before)
                 for module, own in assigned:
                     check_shapes(module, own)

@@ -257,6 +257,8 @@ class Graph:
     training: bool = True
     enables: bool = field(default=False, compare=False)
     """whether the forward turns gradients on where its call has them off, of which a graph without a backward has none"""
+    handed: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = field(default=(), compare=False)
+    """of objects that are handed in and come out as they are, such as caches: where in ``(args, kwargs)``, and in the output"""
     passes: int = 1
     """how many of it, one after another, are a step: micro-batches"""
 

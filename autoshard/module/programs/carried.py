@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from autoshard.layout import Layout
+from autoshard.mesh import Mesh
 from autoshard.module.dtensors.of_stage import OfStage
 from autoshard.module.dtensors.outputs import ABOUT, chosen_dim
 from autoshard.module.programs.simulate import cut, join, views
@@ -66,9 +67,13 @@ class Carried(torch.Tensor):
         """The layout of the parts."""
         return self._layout
 
+    def lies_on(self, mesh: Mesh) -> bool:
+        """Whether the ranks of ``mesh`` are those that have the parts."""
+        return mesh.shape == self._layout.mesh.shape
+
     def parts_in(self, layout: Layout) -> tuple[torch.Tensor, ...]:
         """What every rank has of it in a layout."""
-        if layout.placements != self._layout.placements:
+        if not self.lies_on(layout.mesh) or layout.placements != self._layout.placements:
             return cut(self.whole(), layout, "an input")
         return self._parts if self._whole is None else views(self._whole, layout)
 

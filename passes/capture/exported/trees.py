@@ -48,10 +48,11 @@ def register_types(tree: Any) -> None:
         if _is_unknown(leaf):
             if type(leaf) not in pytree.SUPPORTED_NODES:
                 _register(type(leaf))
-            register_types(list(_attributes(leaf).values()))
+            register_types(list(attributes_of(leaf).values()))
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those of a dataclass with slots, too."""
     names = _fields(type(value))
     return {**{n: getattr(value, n) for n in names}, **getattr(value, "__dict__", {})}
 
@@ -95,7 +96,7 @@ def _holds_tensor(value: Any, seen: set[int]) -> bool:
     elif isinstance(value, list | tuple | set):
         inside = value
     elif hasattr(value, "__dict__") or dataclasses.is_dataclass(value):
-        inside = _attributes(value).values()
+        inside = attributes_of(value).values()
     return any(_holds_tensor(item, seen) for item in inside)
 
 
@@ -139,7 +140,7 @@ def _register(cls: type) -> None:
     of_cache = _is_cache(cls)
 
     def split(value: Any) -> tuple[list[Any], _Context]:
-        attributes = _attributes(value)
+        attributes = attributes_of(value)
         if of_cache and (counted := attributes.keys() & _COUNTS):
             attributes |= {n: _as_length(attributes[n], attributes.get("device")) for n in counted}
         children: dict[str, Any] = {}

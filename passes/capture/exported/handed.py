@@ -1,0 +1,117 @@
+"""Objects among the arguments that a forward changes, such as a cache of transformers that it fills and gives back.
+
+A call is made of tensors: the trace has objects of its own, and so has every result. What is handed in and comes out as one
+object in eager is one object to the caller of a program, too; what is changed and does not come out would be lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from autoshard.errors import CaptureError
+from autoshard.passes.capture.exported.trees import attributes_of
+
+log = logging.getLogger("autoshard")
+
+Path = tuple[Any, ...]
+"""keys of dicts, numbers of items and names of attributes, from the outside in"""
+Returned = tuple[tuple[Path, Path], ...]
+"""where an object is in ``(args, kwargs)``, and where in the output"""
+RETURNED = "autoshard_returned"
+"""under which name an exported program knows them"""
+
+
+class Handed:
+    """The arguments of a traced call, before it: :meth:`returned` after it."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        found = _containers((tuple(args), kwargs), ())
+        self.before = {
+            path: (x, dict(_inside(x))) for path, x in found if len(path) > 1
+        }  # (1,): kwargs, made by Python
+        self.tensors = {id(t): t for _, inside in self.before.values() for x in inside.values() for t in _tensors(x)}
+
+    def returned(self, output: Any) -> Returned:
+        """The outermost objects that come out again; raises :class:`CaptureError` for others that got new tensors."""
+        places: dict[int, Path] = {}
+        for path, (value, _) in self.before.items():
+            places.setdefault(id(value), path)
+        found = {places[id(x)]: path for path, x in _containers(output, (), places) if id(x) in places}
+        for path, (value, had) in self.before.items():
+            if any(path[: len(outer)] == outer for outer in found):
+                continue
+            for key, now in _inside(value):
+                if now is not had.get(key) and any(id(t) not in self.tensors for t in _tensors(now)):
+                    _lost(value, key, path)
+        return tuple(found.items())
+
+
+def give_back(returned: Returned, arguments: Any, output: Any) -> Any:
+    """``output`` with the caller's own objects in it, which take what those of the program hold."""
+    own: dict[int, Any] = {}
+    for given, made in returned:
+        into, new = _at(arguments, given), _at(output, made)
+        own[id(new)] = into
+        if isinstance(into, dict):
+            into.clear()
+            into.update(new)
+        elif isinstance(into, list):
+            into[:] = new
+        else:
+            for name, value in attributes_of(new).items():
+                object.__setattr__(into, name, value)
+    return pytree.tree_map(lambda x: own.get(id(x), x), output, is_leaf=lambda x: id(x) in own) if own else output
+
+
+def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What a container holds, by key; nothing of anything else."""
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+    elif _is_object(value):
+        yield from attributes_of(value).items()
+
+
+def _is_object(value: Any) -> bool:
+    return type(value) in pytree.SUPPORTED_NODES and not isinstance(value, list | tuple | dict)
+
+
+def _containers(value: Any, path: Path, known: Collection[int] = ()) -> Iterator[tuple[Path, Any]]:
+    """Every list, dict and object in ``value``, and where it is; not what is inside of those that are ``known`` by id."""
+    if isinstance(value, list | dict) or _is_object(value):
+        yield path, value
+        if id(value) in known:
+            return
+    for key, item in _inside(value):
+        yield from _containers(item, (*path, key), known)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """A tensor, or those in a tuple."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _at(value: Any, path: Path) -> Any:
+    for key in path:
+        value = value[key] if isinstance(value, dict | list | tuple) else getattr(value, key)
+    return value
+
+
+def _lost(value: Any, key: Any, path: Path) -> None:
+    kind, name = type(value).__name__, ".".join(map(str, path[1:]))
+    name = repr(name) if path[0] else f"number {name}"
+    said = f"the forward puts a new tensor into {key!r} of its argument {name} (a {kind}), which it does not return"
+    if isinstance(value, dict):  # often a batch that is prepared in place, and read no more
+        log.warning("%s: the caller's stays as it was. Return it where it is read after the call.", said)
+    else:
+        raise CaptureError(f"{said}: the caller would not see it. Return the {kind}.")
