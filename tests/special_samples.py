@@ -162,6 +162,8 @@ ATTENTION: dict[Any, list[Sample]] = {
         call(*_UNEVEN_GROUPS, torch.tensor([[[[0, 0, 1, 2]]]]), 2, 0, None, True),
         call(*_HEADS, f(1, 3, 1, 1), None, 0, sloped=True),
         call(*_GROUPS, f(1, 6, 1, 1), None, None, None, True, True),
+        call(*_HEADS, f(1, 3, 1, 6), 2, 1, sinks=f(3)),
+        call(*_GROUPS, None, None, 0, None, True, sinks=f(6), soft_cap=0.7),
     ],
 }
 

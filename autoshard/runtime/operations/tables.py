@@ -7,6 +7,7 @@ Naumov et al. 2019, DLRM; Ivchenko et al. 2022, TorchRec). Sizes are known befor
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -74,48 +75,67 @@ def table_wise(
     ]
     pads = tuple(padding) or (None,) * many
     chunks = [comm.chunks(bag.number, names) for bag in given]
-    found: list[torch.Tensor] = []
-    order: list[tuple[int, ...]] = []
-    for group in _alike(tables, pads, given):
-        mine = [i for i in group if owners[i] == me]
-        found.append(_looked_up([tables[i] for i in group], [given[i] for i in mine], mode, pads[group[0]], sparse))
-        order.append(tuple(group))
+    found, order = list[torch.Tensor](), list[Group]()
+    for numbers in _alike(tables, pads, given):
+        group = _group(numbers, given, tables[numbers[0]].shape[1])
+        of = [tables[i] for i in numbers], [given[i] for i in group.owned_by(me, owners)]
+        found.append(_looked_up(*of, mode, pads[numbers[0]], sparse, group.by_row))
+        order.append(group)
     if summed:
-        return _summands(found, order, [owner == me for owner in owners], given)
+        return _summands(found, order, owners, me, given)
     sent, received = _splits(order, owners, chunks, [t.shape[1] for t in tables], ranks, me)
-    parts = [
-        out.view(out.shape[0] // given[group[0]].number, given[group[0]].number, out.shape[1])[
-            :, start : start + length
-        ].reshape(-1)
-        for k in range(ranks)
+    cut = [
+        group.in_order(out, group.bags, len(group.owned_by(me, owners))).split(
+            [length for _, length in chunks[group.numbers[0]]], dim=int(not group.by_row)
+        )
         for group, out in zip(order, found, strict=True)
-        for start, length in (chunks[group[0]][k],)
     ]
+    parts = [part[k].reshape(-1) for k in range(ranks) for part in cut]
     parts += [x.reshape(-1)[:0] for x in weights if x is not None and x.requires_grad]  # a rank may look up in no table
-    moved = (
-        comm.apply(Move("S", "S", names, 0, splits=Splits(sent, received, me)), torch.cat(parts))
-        if names
-        else (torch.cat(parts))
-    )
-    return _placed(moved, order, owners, [c[me][1] for c in chunks], [t.shape[1] for t in tables], ranks)
+    whole = len(order) == 1 and order[0].by_row and len(parts) == ranks  # it lies as it is sent
+    goes = found[0].reshape(-1) if whole else torch.cat(parts)
+    moved = comm.apply(Move("S", "S", names, 0, splits=Splits(sent, received, me)), goes) if names else goes
+    return _placed(moved, order, owners, [c[me][1] for c in chunks], ranks)
+
+
+class Group(NamedTuple):
+    """Tables that one look-up serves."""
+
+    numbers: tuple[int, ...]
+    bags: int
+    width: int
+    by_row: bool
+    """whether the rows of all tables for one bag lie together, and so those of a part of the batch; else the bags of a table"""
+
+    def owned_by(self, rank: int, owners: Sequence[int]) -> list[int]:
+        """The numbers of the tables that lie on a rank."""
+        return [i for i in self.numbers if owners[i] == rank]
+
+    def in_order(self, rows: torch.Tensor, bags: int, tables: int) -> torch.Tensor:
+        """What was looked up for some bags in some tables as [bags, tables, d], or [tables, bags, d]."""
+        return rows.view(*((bags, tables) if self.by_row else (tables, bags)), self.width)
+
+
+def _group(numbers: Sequence[int], bags: Sequence[Bags], width: int) -> Group:
+    """By rows where all bags are of one length."""
+    mine = [bags[i] for i in numbers]
+    alike = len({bag.indices.shape for bag in mine}) == 1 and all(bag.offsets is None for bag in mine)
+    return Group(tuple(numbers), mine[0].number, width, alike)
 
 
 def _summands(
-    found: Sequence[torch.Tensor], order: Sequence[Sequence[int]], mine: Sequence[bool], bags: Sequence[Bags]
+    found: Sequence[torch.Tensor], order: Sequence[Group], owners: Sequence[int], me: int, bags: Sequence[Bags]
 ) -> tuple[torch.Tensor, ...]:
     """What was looked up, as the result [b, d] of every table; zeros where its owner is another rank."""
     results: dict[int, torch.Tensor] = {}
     for group, out in zip(order, found, strict=True):
-        number, start = bags[group[0]].number, 0
-        weights = [bags[i].weights for i in group]
+        weights = [bags[i].weights for i in group.numbers]
         joined = [x.reshape(-1)[:0].reshape(0, out.shape[1]) for x in weights if x is not None and x.requires_grad]
-        for i in group:
-            length = number * mine[i]
-            zeros = out.new_zeros(number - length, out.shape[1])
-            results[i] = torch.cat(
-                [out.narrow(0, start, length), zeros, *joined]
-            )  # tables elsewhere get gradients, too
-            start += length
+        mine = group.owned_by(me, owners)
+        here = dict(zip(mine, group.in_order(out, group.bags, len(mine)).unbind(int(group.by_row)), strict=True))
+        for i in group.numbers:
+            rows = here[i] if i in here else out.new_zeros(group.bags, out.shape[1])
+            results[i] = torch.cat([rows, out[:0], *joined])  # tables elsewhere get gradients, too
     return tuple(results[i] for i in range(len(bags)))
 
 
@@ -130,14 +150,20 @@ def _alike(tables: Sequence[torch.Tensor], padding: Sequence[int | None], bags: 
 
 
 def _looked_up(
-    tables: Sequence[torch.Tensor], bags: Sequence[Bags], mode: str, padding: int | None, sparse: bool
+    tables: Sequence[torch.Tensor],
+    bags: Sequence[Bags],
+    mode: str,
+    padding: int | None,
+    sparse: bool,
+    by_row: bool,
 ) -> torch.Tensor:
-    """[tables that are here · b, d]: the bags of one table after those of another. ``tables``: also those that are not here."""
+    """[tables that are here · b, d], in the order of their :class:`Group`. ``tables``: also those that are not here."""
     here = [t for t in tables if t.shape[0]]
     if len(here) > 1 and not are_neighbours(here):  # a copy would take the memory of all of them
         others = [t for t in tables if not t.shape[0]]
         each = zip(([here[0], *others], *([t] for t in here[1:])), bags, strict=True)
-        return torch.cat([_looked_up(own, [bag], mode, padding, sparse) for own, bag in each])
+        found = [_looked_up(own, [bag], mode, padding, sparse, by_row) for own, bag in each]
+        return torch.stack(found, 1).flatten(0, 1) if by_row else torch.cat(found)
     stacked: torch.Tensor = OneAfterAnother.apply(sparse, *tables)  # type: ignore[no-untyped-call]
     if not bags:
         return stacked[:0]
@@ -145,13 +171,19 @@ def _looked_up(
         rows = F.embedding(bags[0].indices, stacked, padding, sparse=sparse)
         return rows if rows.ndim == 2 else _POOL[mode](rows)
     first = list(itertools.accumulate((t.shape[0] for t in tables if t.shape[0]), initial=0))
+    shifted = [bag.indices + n if n else bag.indices for bag, n in zip(bags, first, strict=False)]
+    weights = None if bags[0].weights is None else [bag.weights for bag in bags if bag.weights is not None]
+    form: dict[str, Any] = {"mode": mode, "sparse": sparse, "padding_idx": padding}
+    if by_row:
+        shape = len(bags) * bags[0].number, math.prod(bags[0].indices.shape[1:])
+        joined = None if weights is None else torch.stack(weights, 1).view(shape)
+        indices = torch.stack(shifted, 1).view(shape)
+        return F.embedding_bag(indices, stacked, per_sample_weights=joined, **form)
     begin = list(itertools.accumulate((bag.indices.numel() for bag in bags), initial=0))
-    indices = torch.cat([bag.indices.reshape(-1) + n for bag, n in zip(bags, first, strict=False)])
     offsets = torch.cat([bag.starts + n for bag, n in zip(bags, begin, strict=False)])
-    weights = None if bags[0].weights is None else torch.cat([bag.weights for bag in bags if bag.weights is not None])
-    return F.embedding_bag(
-        indices, stacked, offsets, mode=mode, sparse=sparse, per_sample_weights=weights, padding_idx=padding
-    )
+    joined = None if weights is None else torch.cat(weights)
+    indices = torch.cat([x.reshape(-1) for x in shifted])
+    return F.embedding_bag(indices, stacked, offsets, per_sample_weights=joined, **form)
 
 
 _POOL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -162,7 +194,7 @@ _POOL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _splits(
-    order: Sequence[Sequence[int]],
+    order: Sequence[Group],
     owners: Sequence[int],
     chunks: Sequence[Sequence[tuple[int, int]]],
     widths: Sequence[int],
@@ -170,7 +202,7 @@ def _splits(
     me: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Elements that this rank sends to each, and gets from each."""
-    every = [i for group in order for i in group]
+    every = [i for group in order for i in group.numbers]
     sent = tuple(sum(chunks[i][k][1] * widths[i] for i in every if owners[i] == me) for k in range(ranks))
     received = tuple(sum(chunks[i][me][1] * widths[i] for i in every if owners[i] == k) for k in range(ranks))
     return sent, received
@@ -178,14 +210,16 @@ def _splits(
 
 def _placed(
     moved: torch.Tensor,
-    order: Sequence[Sequence[int]],
+    order: Sequence[Group],
     owners: Sequence[int],
     rows: Sequence[int],
-    widths: Sequence[int],
     ranks: int,
 ) -> tuple[torch.Tensor, ...]:
     """What came, owner after owner, as the result of every table."""
-    arrived = [i for k in range(ranks) for group in order for i in group if owners[i] == k]
-    parts = moved.split([rows[i] * widths[i] for i in arrived])
-    found = {i: part.view(rows[i], widths[i]) for i, part in zip(arrived, parts, strict=True)}
+    arrived = [(group, group.owned_by(k, owners)) for k in range(ranks) for group in order]
+    parts = moved.split([sum(rows[i] * group.width for i in of) for group, of in arrived])
+    found: dict[int, torch.Tensor] = {}
+    for (group, of), part in zip(arrived, parts, strict=True):
+        if of:
+            found.update(zip(of, group.in_order(part, rows[of[0]], len(of)).unbind(int(group.by_row)), strict=True))
     return tuple(found[i] for i in range(len(rows)))

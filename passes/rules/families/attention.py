@@ -210,7 +210,11 @@ def _is_fused(node: Node, types: Types) -> bool:
 
 def _saves(node: Node, types: Types) -> str | None:
     if _is_fused(node, types):
-        return "query key value attn_mask result"
+        return (
+            "query key value attn_mask sinks result"
+            if "sinks" in node.positions
+            else "query key value attn_mask result"
+        )
     query, key, value = (types[name].shape for name in node.inputs[:3])
     plain = query[:-2] == key[:-2] == value[:-2] and not node.argument("dropout_p", 0.0)
     return "query: value; key: value; attn_mask: value" if plain else None
