@@ -15,6 +15,7 @@ from capture_models import Model, X, check, ops
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import autoshard
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.export import capture
 
@@ -80,6 +81,21 @@ def swallowed(self: Model, x: torch.Tensor) -> torch.Tensor:
         return x * self.w
 
 
+def expanded(write: Callable[[torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
+    """A forward with ``write``, of a tensor whose rows lie in one place."""
+
+    def forward(self: Model, x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros(4)
+        write(y.expand(3, 4))
+        return x * self.w + y
+
+    return forward
+
+
+def set_by_mask(y: torch.Tensor) -> None:
+    y[torch.eye(3, 4, dtype=torch.bool)] = 1.0
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "function": (lambda s, x: noisy(x * s.w), r"custom autograd.Function 'Noisy'.*draws random.*drop its backward"),
     "swallowed": (swallowed, "custom autograd.Function 'Noisy'"),
@@ -104,8 +120,22 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "seed": (seeds, "torch's generator"),
     "generator": (lambda s, x: x * s.w + torch.rand(4, generator=torch.Generator()), "an object that is no tensor"),
     "cond": (lambda s, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x * s.w,)), "higher.order op"),
+    "filled": (expanded(lambda y: y.fill_(1.0)), r"writes by fill_\(\) into an expanded tensor"),
+    "set by a mask": (expanded(set_by_mask), r"writes by __setitem__\(\) into an expanded tensor"),
+    "initialised": (expanded(lambda y: nn.init.constant_(y[1:], 1.0)), r"writes by constant_\(\) into an expanded"),
     "shape": (lambda s, x: s.lin(x[:, :3]), r"lin \(test_capture_refused.py:\d+\).*RuntimeError"),
 }
+
+
+def set_one(y: torch.Tensor) -> None:
+    y[0] = 1.0
+
+
+@pytest.mark.parametrize("write", [lambda y: y[2].fill_(1.0), set_one, lambda y: y[:1].add_(1)])
+def test_writes_into_one_of_an_expanded_tensor_are_followed(write: Callable[[torch.Tensor], Any]) -> None:
+    model = Model(expanded(write))
+    assert "mul" in str(capture(model, (X.clone(),)))
+    torch.testing.assert_close(autoshard.compile(model, {"tp": 2}, (X,))(X), model(X))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -53,7 +53,8 @@ class Call:
         in_place = name.endswith("_") and not name.endswith("__")
         in_place = in_place or name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__"))
         in_place = in_place and name not in ("__int__", "__index__", "__invert__", "__init__", "__iter__")
-        targets = self.args[:1] if in_place or self.kwargs.get("inplace") is True else ()
+        given = self.args or tuple(self.kwargs.values())  # torch.nn.init hands all on by name
+        targets = given[:1] if in_place or self.kwargs.get("inplace") is True else ()
         found = (*targets, *pytree.tree_leaves(self.kwargs.get("out")))
         return [x for x in found if isinstance(x, torch.Tensor)]
 

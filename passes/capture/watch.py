@@ -28,6 +28,7 @@ from autoshard.passes.capture.refusals.default_dtype import DefaultDtype
 from autoshard.passes.capture.refusals.draws import Draws
 from autoshard.passes.capture.refusals.gradients import Gradients
 from autoshard.passes.capture.refusals.outside import ReadsOutside
+from autoshard.passes.capture.refusals.overlaps import Overlaps
 from autoshard.passes.capture.repeats.observer import Repeats
 from autoshard.passes.capture.substitutes.autocast import Autocast
 from autoshard.passes.capture.substitutes.caches import Caches
@@ -67,7 +68,8 @@ def concerns(
         ReadsOutside(training, refusals), repeats, numbers, Draws(refusals), DefaultDtype(refusals), Caches(),
         PackedSequences(), Gradients(training, refusals), CustomFunctions(training, refusals),
         Checkpoints(training, refusals),
-        NoGrad(), Asked(refusals), Conversions(), Scripted(), FlexAttention(), Experts(), Autocast(), Bodies(),
+        NoGrad(), Asked(refusals), Overlaps(refusals), Conversions(), Scripted(), FlexAttention(), Experts(), Autocast(),
+        Bodies(),
         Known(bool(steering)), Conditions(loops), Rewritten(), *steering, loops, refusals,
     )  # fmt: skip
 

@@ -1,0 +1,38 @@
+"""Writes into tensors of which several elements lie in one place of memory, as ``expand`` makes them: a trace loses them."""
+
+from __future__ import annotations
+
+import torch
+
+from autoshard.passes.capture.observer import Call, Observer, Refusals
+
+
+class Overlaps(Observer):
+    """Refuses them. Eager does most, too, but not fills, and of writes by an index or mask it warns."""
+
+    def __init__(self, refuse: Refusals) -> None:
+        self.refuse = refuse
+
+    def before(self, call: Call) -> None:
+        if any(_overlaps(x) and _overlaps(_part(call, x)) for x in call.written):
+            name = getattr(call.func, "__name__", call.func)
+            raise self.refuse(
+                f"the forward writes by {name}() into an expanded tensor, of which several elements lie in one place of "
+                "memory. Write before it is expanded, or into a clone()."
+            )
+
+
+def _overlaps(x: torch.Tensor) -> bool:
+    strided = x.layout == torch.strided and not x.is_nested
+    return strided and any(
+        type(s) is int and s == 0 and not (type(n) is int and n <= 1) for n, s in zip(x.shape, x.stride(), strict=True)
+    )
+
+
+def _part(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """What of ``x`` is written."""
+    if call.func is not torch.Tensor.__setitem__:
+        return x
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    basic = all(isinstance(i, int | slice | torch.SymInt | None) or i is ... for i in index)
+    return x[call.args[1]] if basic else x
