@@ -45,7 +45,7 @@ def ideal(axes: dict[str, int]) -> autoshard.Mesh:
 def freeze_imports() -> None:
     """Keep what torch's import has left, and never frees, from being walked over thousands of times.
 
-    The collector does that, and every capture, which looks for caches of functions among the collector's objects.
+    The collector does that, and a capture, where it looks for new caches of functions among the collector's objects.
     It looks there for functions, too; of torch's own it needs one, which is made anew to stay visible.
     """
     gc.collect()

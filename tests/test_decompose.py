@@ -48,3 +48,65 @@ def test_parts_of_parts_need_no_further_trace(
     assert runs.call_count == 1
     assert {node.origin for node in graph.nodes} - {""} == origins  # the user's own op, also of the parts of a part
     assert not {str(node.op) for node in graph.nodes} & origins
+
+
+class Odd(nn.Module):
+    """Results in all forms: of parameters, buffers, inputs, constants, twice, and what nobody reads."""
+
+    table: Tensor
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.lin, self.norm, self.function = nn.Linear(4, 4), nn.LayerNorm(4), function
+        self.register_buffer("table", torch.arange(4.0, dtype=torch.float64))
+        self.constant = torch.ones(4, dtype=torch.float64)
+
+    def forward(self, x: Tensor, n: Tensor) -> object:
+        return self.function(self, self.lin(x), x, n)
+
+
+ODD: dict[str, Callable[..., object]] = {
+    "plain": lambda m, y, x, n: m.norm(y),
+    "inputs": lambda m, y, x, n: (y, x, n),
+    "views of inputs": lambda m, y, x, n: (y, x.view(-1), x.t()),
+    "twice": lambda m, y, x, n: (y, y),
+    "parameters and buffers": lambda m, y, x, n: (y, m.lin.weight, m.table, m.lin.bias[1:]),
+    "constants": lambda m, y, x, n: y * m.constant,
+    "detached": lambda m, y, x, n: y * y.detach() + x.detach(),
+    "numbers": lambda m, y, x, n: (y, y.shape[0], None, 2.5),
+    "unread": lambda m, y, x, n: (y.exp(), y)[1],
+    "several results": lambda m, y, x, n: (y.max(-1), y.split(2, -1), y.topk(2)),
+    "look-ups": lambda m, y, x, n: F.embedding(n, y).softmax(-1),
+    "drawn": lambda m, y, x, n: y * torch.rand_like(y),
+    "strided": lambda m, y, x, n: y.t().expand(2, 4, 3).transpose(0, 1) @ y,
+    "other dtypes": lambda m, y, x, n: F.layer_norm(y.float(), (4,)).double() + n[0],
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_functional_is_not_traced_again(name: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph is that of another trace; where it is written as others, there is one."""
+    runs = Mock(wraps=decompose._decompose_exported_program)
+    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+
+    def captured() -> tuple[object, ...]:
+        runs.reset_mock()
+        model = Odd(ODD[name]).double()
+        inputs = torch.randn(3, 4, dtype=torch.float64, requires_grad=training), torch.tensor([0, 2])
+        graph = capture(model, inputs, training=training)
+        return str(graph), repr(graph.nodes), repr(graph.types), repr(graph.inputs), graph.outputs, graph.mutations
+
+    graph = captured()
+    assert runs.call_count == (name in ("drawn", "other dtypes"))
+    monkeypatch.setattr(decompose, "_stays", lambda node, tail: False)
+    assert graph == captured()
+    assert runs.call_count == 1
+
+
+def test_what_is_written_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Mock(wraps=decompose._decompose_exported_program)
+    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+    graph = capture(Calling(lambda x: x.exp().add_(1)), (torch.randn(6, 8, dtype=torch.float64),))
+    assert runs.call_count == 1
+    assert not any(node.op._schema.is_mutable for node in graph.nodes)

@@ -5,7 +5,8 @@ What has a rule stays whole: a linear layer or an attention is worth more than i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.export.graph_signature import InputKind
 from autoshard.passes.capture.observer import Patch, patched
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.exact import SINGLE
+from autoshard.passes.rules.facts import has_effect
 
 ORIGIN = "autoshard_origin"
 """key in a node's custom meta: the op that the node is a part of"""
@@ -38,12 +40,15 @@ _TABLE = """
 
 _WHOLE = frozenset({torch.ops.aten.where.default})
 """their results are as long as the data says, so their parts would run on full tensors as well"""
+_LIFTED = frozenset({torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default})
+"""constants on their way into a trace"""
 
 
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """The functional form of ``program``, its ops without a rule written as others where PyTorch knows how.
 
-    Parts keep their module and line. All in one run, parts of parts too: each run traces the whole program again.
+    Parts keep their module and line. All in one run, parts of parts too: each run traces the whole program again. None is
+    where nothing would change.
     """
     nodes = [n for m in program.graph_module.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
     kept = _islands(program, nodes) | _WHOLE
@@ -51,9 +56,21 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     for node in nodes:
         if node.target in tail:
             node.meta["custom"] = {ORIGIN: str(node.target), **(node.meta.get("custom") or {})}
+    if all(_stays(node, tail) for node in nodes):
+        return program
     there = {n.target for n in nodes if isinstance(n.target, OpOverload)}
     written = _written(program, there, tail)
     return written if _is_plain(written) else _written(program, there, {})
+
+
+def _stays(node: fx.Node, tail: Collection[OpOverload]) -> bool:
+    """Whether the functional form of its program has ``node`` as it is."""
+    op = node.target
+    if node.op in ("placeholder", "output") or op is operator.getitem:
+        return True
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or has_effect(node):
+        return False
+    return op not in tail and op not in _LIFTED and (op in _composite() or not _is_composite(op))
 
 
 def _written(
@@ -131,5 +148,9 @@ def _is_listed(op: OpOverload) -> bool:
         return False  # a length is asked for as it is
     if any(a.alias_info is not None for a in schema.arguments):
         return False
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-    return composite or schema.name.removeprefix("aten::") in _TABLE
+    return _is_composite(op) or schema.name.removeprefix("aten::") in _TABLE
+
+
+@cache
+def _is_composite(op: OpOverload) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
