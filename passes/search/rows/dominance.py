@@ -53,7 +53,7 @@ class Dominance:
         self.problem, self.deadline = problem, deadline
         self.probes = probes(problem)
         self._kept: dict[Key, Classes] = {}
-        self._least: dict[tuple[int, int], tuple[Classes, list[Array]] | None] = {}
+        self._least: dict[tuple[int, int, int], Array] = {}
 
     def run(self) -> tuple[Stacked, list[Classes]]:
         """The problem without what is beaten, and the strategies that every node keeps. PlanError: a node has none."""
@@ -90,31 +90,34 @@ class Dominance:
         feasible = np.flatnonzero(~forbidden)
         if len(feasible) < 2 or time.perf_counter() > self.deadline:
             return feasible
-        edges = [self.least(number, axis) for number, axis in key if axis >= 0]
-        if any(edge is None for edge in edges):
+        edges = [(number, axis) for number, axis in key if axis >= 0]
+        if not all(self._is_easy(number, axis) for number, axis in edges):
             return feasible
         worse, better = np.ones((2, len(feasible), len(feasible)), dtype=bool)
         better[:] = False
         for k, (unit, weights) in enumerate(self.probes):
             own = sum((value(stacks[n], weights, unit) for n, axis in key if axis < 0), np.zeros(size))[feasible]
             gain = own[:, None] - own[None, :]
-            for found, least in filter(None, edges):
-                at = found[feasible]
-                gain += least[k][np.ix_(at, at)]
+            for number, axis in edges:
+                at = self.problem.store.maps[number][axis][feasible]
+                gain += self.least(number, axis, k)[np.ix_(at, at)]
             worse &= gain >= 0
             better |= gain > NOISE * np.abs(own).max()
+            if worse.sum() == len(feasible):  # each is as good as itself alone
+                return feasible
         index = np.arange(len(feasible))
         kept: Classes = feasible[~(worse & (better | (index[None, :] < index[:, None]))).any(axis=1)]
         return kept
 
-    def least(self, number: int, axis: int) -> tuple[Classes, list[Array]] | None:
-        """(the class of equal slices of every strategy, per probe what one class costs less than another at least)."""
-        if (number, axis) not in self._least:
-            stack = self.problem.stacks[number]
-            small, found = stack if axis == 0 else stack.swapaxes(1, 2), self.problem.store.maps[number][axis]
-            work = small.shape[1] ** 2 * small.shape[2] * len(self.probes)
-            values = [value(small, weights, unit) for unit, weights in self.probes]
-            self._least[number, axis] = (
-                (found, [least_difference(v) for v in values]) if work <= EASY_COMPARISONS else None
-            )
-        return self._least[number, axis]
+    def _is_easy(self, number: int, axis: int) -> bool:
+        """Whether comparing all slices of a stack along an axis takes little."""
+        stack = self.problem.stacks[number]
+        return int(stack[0].size * stack.shape[1 + axis]) * len(self.probes) <= EASY_COMPARISONS
+
+    def least(self, number: int, axis: int, probe: int) -> Array:
+        """What one class of equal slices costs less than another, at least, at a probe."""
+        if (number, axis, probe) not in self._least:
+            unit, weights = self.probes[probe]
+            found = value(self.problem.stacks[number], weights, unit)
+            self._least[number, axis, probe] = least_difference(found if axis == 0 else found.T)
+        return self._least[number, axis, probe]

@@ -28,6 +28,7 @@ class Stacks:
         """what is stored of each"""
         self.maps: list[tuple[Classes, ...]] = []
         """per axis of each the slice that stands for every index"""
+        self._digests: list[bytes] = []
         self._by_id: dict[tuple[object, ...], int] = {}
         self._by_parts: dict[tuple[object, ...], int] = {}
         self._by_content: dict[tuple[object, ...], int] = {}
@@ -107,7 +108,12 @@ class Stacks:
         stack, maps = self.arrays[number], self.maps[number]
         if stack.ndim == 2:
             return self.of(stack if kept[0] is None else stack.take(kept[0], 1))
-        return self.of(stack, [m if k is None else m[k] for m, k in zip(maps, kept, strict=True)])
+        left = [m if k is None else m[k] for m, k in zip(maps, kept, strict=True)]
+        orders = [in_order(m) for m in left]
+        if any(len(used) < n for (used, _), n in zip(orders, stack.shape[1:], strict=True)):
+            return self.of(stack, left)
+        whole = taken(taken(stack, orders[0][0], 1), orders[1][0], 2)  # no slice is gone: they differ as they did
+        return self._numbered(whole, tuple(where for _, where in orders), number if whole is stack else None)
 
     def summed(self, counts: Mapping[int, int]) -> int:
         """The sum of so many of each."""
@@ -148,17 +154,16 @@ class Stacks:
             maps = tuple(found)
         return self._numbered(stack, tuple(maps))
 
-    def _numbered(self, stack: Array, maps: tuple[Classes, ...]) -> int:
-        """The number of a stack without repetitions."""
+    def _numbered(self, stack: Array, maps: tuple[Classes, ...], stored_as: int | None = None) -> int:
+        """The number of a stack without repetitions. ``stored_as``: a stack of which this is the array."""
         stack = np.ascontiguousarray(stack)
-        digest = hashlib.blake2b(stack.data, digest_size=16)
-        for where in maps if stack.ndim > 2 else ():
-            digest.update(where.tobytes())
-        content = stack.shape, *map(len, maps), digest.digest()
+        digest = hashlib.blake2b(stack.data, digest_size=16).digest() if stored_as is None else self._digests[stored_as]
+        content = stack.shape, digest, *(where.tobytes() for where in maps)
         number = self._by_content.setdefault(content, len(self.arrays))
         if number == len(self.arrays):
             self.arrays.append(stack)
             self.maps.append(maps)
+            self._digests.append(digest)
         return number
 
 
