@@ -153,6 +153,49 @@ def test_sparse_gradients_stay_sparse_in_every_layout(name: str) -> None:
     assert str(sharded.plan.layouts["tables.0.weight"]) == dims[name]
 
 
+class Bags(nn.Module):
+    """Sums of rows, and a layer."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table, self.top = nn.Embedding(rows, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.top(self.table(ids).sum(1))
+        return found.square().mean()
+
+
+def _gathered(found: Sequence[Any]) -> list[float]:
+    return sorted(c.bytes for c in found if (c.kind, c.phase) == ("all_gather", "backward"))
+
+
+@pytest.mark.parametrize(
+    ("like", "axes", "rows", "moved"),
+    [
+        ("ddp", {"dp": 2}, 32, [8]),
+        ("ddp", {"dp": 2}, 4, [4]),
+        ("fsdp", {"dp": 2}, 32, [8]),
+        ("ddp", {"a": 2, "b": 2}, 32, [3 * 4]),
+        ("ddp", {"a": 2, "b": 2}, 4, [4, 4]),  # summed in between
+    ],
+    ids=str,
+)
+def test_bytes_of_sums_of_rows(like: str, axes: dict[str, int], rows: int, moved: list[int]) -> None:
+    """What replicas looked up: rows and their numbers, as many as look-ups, or as there are rows; and that is what is sent."""
+    ids, row = (torch.arange(16) % rows).view(8, 2), 4 * 8 + 8
+    sharded = autoshard.compile(Bags(rows).double(), ideal(axes), (ids,), like=like)
+    executed: list[Any] = []
+    sharded.record(executed)
+    sharded(ids).backward()
+    of_table = [c for c in sharded.plan.collectives if c.phase == "backward" and c.value == "table.weight"]
+    assert [(c.kind, c.bytes) for c in of_table] == [("all_gather", n * row) for n in moved]
+    assert _gathered(executed) == pytest.approx(_gathered(sharded.plan.collectives))
+    again = list[Any]()
+    sharded.record(again)
+    sharded(torch.zeros_like(ids)).backward()  # all look up one row
+    assert sum(_gathered(again)) < sum(_gathered(executed))
+
+
 def test_a_wrong_owner_is_seen() -> None:
     """Negative control: results of one table in the place of another's."""
     from autoshard.runtime.operations import tables

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,18 @@ from autoshard.passes.ir.walk import Applied, map_tree, walk
 
 Parts = tuple[int, tuple[int, ...]]
 """a dim, and the ratio of the lengths of the parts that it is split into"""
+
+
+class OfRows(NamedTuple):
+    """What moves of a sparse gradient: rows, and their numbers."""
+
+    dtype: torch.dtype
+    looked_up: int
+    """rows in all ranks' parts, at most"""
+
+
+Moves = bool | torch.dtype | OfRows
+"""whether a value's gradient is moved back; a dtype: its own, where that is another than the value's"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +78,10 @@ class TensorType:
         return self if self.stored is None else replace(self, dtype=self.stored)
 
     @property
-    def moves(self) -> bool | torch.dtype:
-        """Whether a gradient comes back, and in which dtype where that is another."""
+    def moves(self) -> Moves:
+        """Whether a gradient comes back, and in which dtype where that is another; of a sparse one, how many rows."""
+        if self.grad and self.sparse:
+            return OfRows(self.kept.dtype, self.looked_up)
         return (self.summed or True) if self.grad else False
 
     @property

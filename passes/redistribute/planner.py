@@ -14,8 +14,9 @@ import torch
 from autoshard.errors import LayoutError
 from autoshard.layout import Layout, Partial, Placement
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.graph import Moves
 from autoshard.passes.ir.program import Step
-from autoshard.passes.redistribute.pricing import FORBIDDEN, Moves, Prices, price, width
+from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price, rows_in, width
 from autoshard.passes.redistribute.space import FREE, MOST_AXES, Floats, Ints, frame, halfway, layout_of, state_of
 from autoshard.passes.redistribute.steps import Redistribution, after_each_other
 
@@ -43,14 +44,14 @@ def plan(
         rest = (shape, mesh, dtype, grad, peak_limit, minimize, closed)
         legs = plan(src, middle, *rest), plan(middle, dst, *rest)
         return replace(after_each_other(legs, legs[0].steps + legs[1].steps), minimal=False)
-    prices = price(mesh, shape, dtype.itemsize, kinds, width(dtype, grad), common, closed)
+    prices = price(mesh, shape, dtype.itemsize, kinds, width(dtype, grad), common, closed, rows_in(grad))
     start, goal = (prices.space.index[x] for x in ends)
     path = _path(prices, start, goal, peak_limit, minimize)
     if path is None:
         raise no_way(f"{src} to {dst}, shape {list(shape)}", peak_limit)
-    steps = tuple(_step(prices, move, mesh, shape, dtype, grad) for move in path)
+    steps = tuple(_step(prices, move, mesh, shape, grad) for move in path)
     visited = [start, *(int(prices.space.dst[m]) for m in path)]
-    forward, backward = (sum(_scaled_bytes(prices, m, dtype, grad)[i] for m in path) for i in (0, 1))
+    forward, backward = (sum(_scaled_bytes(prices, m)[i] for m in path) for i in (0, 1))
     ranks = prices.space.ranks
     return Redistribution(
         src,
@@ -91,9 +92,10 @@ def kinds_of(layouts: Sequence[Layout], grad: bool) -> tuple[str, ...]:
     return ("R", "I", "P") if grad else ("R", "P", *extreme)
 
 
-def _step(prices: Prices, index: int, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, grad: Moves) -> Step:
+def _step(prices: Prices, index: int, mesh: Mesh, shape: tuple[int, ...], grad: Moves) -> Step:
     graph = prices.space
-    move, (forward, backward) = graph.moves[index], _scaled_bytes(prices, index, dtype, grad)
+    move, (forward, backward) = graph.moves[index], _scaled_bytes(prices, index)
+    back = "all_gather" if move.backward and rows_in(grad) else move.backward
     return Step(
         move.kind,
         tuple(mesh.axes[a] for a in move.group),
@@ -103,17 +105,15 @@ def _step(prices: Prices, index: int, mesh: Mesh, shape: tuple[int, ...], dtype:
         move.dims,
         tuple(mesh.axes[a] for a in move.order),
         _divide(forward, graph.ranks),
-        move.backward if grad else None,
+        back if grad else None,
         _divide(backward, graph.ranks),
         float(prices.seconds[index]),
     )
 
 
-def _scaled_bytes(prices: Prices, index: int, dtype: torch.dtype, grad: Moves) -> tuple[int, int]:
+def _scaled_bytes(prices: Prices, index: int) -> tuple[int, int]:
     """Ring bytes of a move, forward and backward, times the number of ranks: integers, so that sums are exact."""
-    graph, piece = prices.space, int(prices.piece[index])
-    forward, backward = int(graph.forward[index]) * piece, int(graph.backward[index]) * piece
-    return forward * dtype.itemsize, backward * width(dtype, grad)
+    return int(prices.bytes[index] - prices.back[index]), int(prices.back[index])
 
 
 def _divide(a: int, b: int) -> float:

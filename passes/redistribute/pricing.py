@@ -13,12 +13,15 @@ import torch
 
 from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.graph import Moves, OfRows
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.redistribute.space import Floats, Ints, Space, State, space
 from autoshard.runtime.transport.move import COLLECTIVES
 
-Moves = bool | torch.dtype
-"""whether the gradient is moved back; a dtype: its own, where that is another than the value's"""
+NUMBER = 8
+"""bytes of the number of a row"""
+MESSAGES = 3
+"""collectives in which a sparse gradient travels: how many rows there are, their numbers, and the rows"""
 
 IN_BUCKETS = ("all_gather", "enter")
 """moves that several parameters make in one call: from shards, and into what replicas read, their gradients summed"""
@@ -43,6 +46,8 @@ class Prices:
     """``bytes`` per move is exact: ring bytes per rank times the number of ranks. ``numel`` per state is local."""
 
     bytes: Ints
+    back: Ints
+    """per move: of ``bytes`` those of the backward"""
     seconds: Floats
     numel: Ints
     space: Space
@@ -55,7 +60,14 @@ class Prices:
 
 def width(dtype: torch.dtype, grad: Moves) -> int:
     """Bytes of an element of the gradient; 0: there is none."""
+    if isinstance(grad, OfRows):
+        return grad.dtype.itemsize
     return grad.itemsize if isinstance(grad, torch.dtype) else dtype.itemsize * grad
+
+
+def rows_in(grad: Moves) -> int:
+    """How many rows a sparse gradient has at most; 0 of a dense one."""
+    return grad.looked_up if isinstance(grad, OfRows) else 0
 
 
 @lru_cache(maxsize=64)
@@ -67,6 +79,7 @@ def price(
     back: int,
     base: State,
     closed: tuple[int, ...] = (),
+    looked_up: int = 0,
 ) -> Prices:
     """Prices of all moves of ``space(mesh.shape, kinds, base)`` for a tensor of global ``shape``.
 
@@ -76,21 +89,49 @@ def price(
     Uneven dims count by their largest chunk, so that a finer cut is never dearer: all-gather and reduce-scatter put
     (n-1)·C on the wire per rank, C the elements of the largest chunk (that is (n-1)/n·B where sizes divide),
     all-reduce 2(n-1)/n·B, all-to-all (n-1) pieces, a permute one chunk.
+
+    ``looked_up``: of a sparse gradient the rows that all ranks have of it, at most. Whatever the move, each of n ranks gets
+    the rows that the others have, and their numbers: (n-1) · k · (bytes of a row + 8), where k is a rank's share of these rows
+    where gradients are summed, and no more than there are.
     """
     graph = space(mesh.shape, kinds, base)
     sizes = np.array(shape, np.int64)
     piece = (-(-sizes // graph.pieces)).prod(axis=1)[graph.piece]
-    latency, per_byte = _rates(mesh, kinds, back / itemsize, base)
-    total = (graph.forward * itemsize + graph.backward * back) * piece
+    latency, per_byte = _rates(mesh, kinds, 0.0 if looked_up else back / itemsize, base)
+    gradients = _of_rows(graph, sizes, back, looked_up) if looked_up else graph.backward * back * piece
+    total = graph.forward * itemsize * piece + gradients
     seconds = latency + per_byte * (piece * itemsize)
+    if looked_up:
+        seconds = seconds + _rows_seconds(mesh, graph, gradients)
     uneven = _uneven(shape, graph)[graph.src] & graph.needs_even
     cut = (graph.cuts[graph.dst] > 1)[:, list(closed)]
     if uneven.any() or cut.any():
         forbidden = uneven.any(axis=1) | cut.any(axis=1)
         total[forbidden], seconds[forbidden] = FORBIDDEN, np.inf
-    return Prices(
-        total, seconds, (-(-sizes // graph.cuts)).prod(axis=1), graph, piece, _shares(mesh, graph, seconds, bool(back))
-    )
+    numel = (-(-sizes // graph.cuts)).prod(axis=1)
+    return Prices(total, gradients, seconds, numel, graph, piece, _shares(mesh, graph, seconds, bool(back)))
+
+
+def _of_rows(graph: Space, sizes: Ints, back: int, looked_up: int) -> Ints:
+    """Bytes of the backward of every move, where the gradient is sparse."""
+    found = np.zeros(len(graph.moves), np.int64)
+    for i, move in enumerate(graph.moves):
+        if graph.backward[i]:
+            n = graph.count(move.group)
+            sums = move.backward in ("all_reduce", "reduce_scatter")
+            rows = min(int(sizes[0]), -(-looked_up // n) if sums else looked_up)
+            rows, *rest = (-(-a // c) for a, c in zip((rows, *map(int, sizes[1:])), graph.cuts[move.dst], strict=True))
+            found[i] = graph.ranks * (n - 1) * rows * (math.prod(map(int, rest)) * back + NUMBER)
+    return found
+
+
+def _rows_seconds(mesh: Mesh, graph: Space, gradients: Ints) -> Floats:
+    """Seconds of the gathers that these take: the host waits for the sizes first."""
+    found = np.zeros(len(graph.moves))
+    for i in np.flatnonzero(gradients):
+        latency, per_byte = mesh.link([mesh.axes[a] for a in graph.moves[i].group]).rate("all_gather")
+        found[i] = MESSAGES * (latency + mesh.hardware.kernel_latency) + per_byte * gradients[i] / graph.ranks
+    return found
 
 
 def _shares(mesh: Mesh, graph: Space, seconds: Floats, grad: bool) -> Floats:

@@ -12,8 +12,8 @@ import torch
 from autoshard.errors import LayoutError
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh, MeshLike
+from autoshard.passes.ir.graph import Moves, OfRows
 from autoshard.passes.redistribute.planner import LayoutLike, plan
-from autoshard.passes.redistribute.pricing import Moves
 from autoshard.passes.redistribute.reshape import plan_reshaped
 from autoshard.passes.redistribute.steps import Redistribution
 
@@ -58,7 +58,7 @@ def redistribution(
         *shapes,
         on,
         dtype,
-        grad if isinstance(grad, torch.dtype) else bool(grad),
+        grad if isinstance(grad, torch.dtype | OfRows) else bool(grad),
         peak_limit,
         minimize,
         tuple(closed),

@@ -20,9 +20,10 @@ import torch
 from autoshard.errors import LayoutError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.graph import Moves
 from autoshard.passes.ir.program import Step
 from autoshard.passes.redistribute.planner import check, costs, distances, kinds_of, no_way, plan, relaxed
-from autoshard.passes.redistribute.pricing import FORBIDDEN, Moves, Prices, price, width
+from autoshard.passes.redistribute.pricing import FORBIDDEN, Prices, price, width
 from autoshard.passes.redistribute.space import EXACT_AXES, Ints, State, everything, layout_of, state_of
 from autoshard.passes.redistribute.steps import Redistribution, after_each_other
 

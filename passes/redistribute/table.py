@@ -10,16 +10,17 @@ import numpy as np
 import torch
 
 from autoshard.layout import Grouped, Layout, Owned
+from autoshard.passes.ir.graph import Moves
 from autoshard.passes.redistribute.planner import distances, kinds_of
 from autoshard.passes.redistribute.pricing import (
     ALONE,
     FORBIDDEN,
     IN_BUCKETS,
-    Moves,
     Prices,
     Shares,
     message_latency,
     price,
+    rows_in,
     width,
 )
 from autoshard.passes.redistribute.query import in_chunks, redistribution
@@ -67,7 +68,8 @@ def link_matrices(
     mesh, shape, kinds = sources[0].mesh, tuple(shape), kinds_of((*sources, *targets), bool(grad))
     if mesh.ndim > EXACT_AXES:
         return _one_by_one(sources, targets, shape, dtype, grad, closed, share)
-    prices = price(mesh, shape, dtype.itemsize, kinds, width(dtype, grad), everything(mesh.ndim, len(shape)), closed)
+    base, back = everything(mesh.ndim, len(shape)), width(dtype, grad)
+    prices = price(mesh, shape, dtype.itemsize, kinds, back, base, closed, rows_in(grad))
     index = prices.space.index
     rows, columns = ([index[state_of(x, len(shape), grad=bool(grad))] for x in side] for side in (sources, targets))
     if len(index) <= SMALL:
