@@ -86,8 +86,16 @@ def a_state_that_grows(mesh: autoshard.Mesh) -> None:
             self.register_buffer("state", self.__dict__.pop("state"))
 
     for make in (GrowsInABuffer, lambda: nn.Sequential(GrowsInABuffer())):
-        with refused(r"sets buffer 'state' of GrowsInABuffer anew in another shape: \[8, 8\] for \[4, 8\]"):
+        with refused(r"gives buffer 'state' of GrowsInABuffer another shape: \[8, 8\] for \[4, 8\]"):
             pair(mesh, make, rows())
+
+    class Resized(GrowsInABuffer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state.resize_(8, 8)
+            return self.lin(x)
+
+    with refused(r"gives buffer 'state' of Resized another shape: \[8, 8\] for \[4, 8\]"):
+        pair(mesh, Resized, rows())
 
 
 @case
