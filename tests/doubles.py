@@ -19,6 +19,7 @@ IN_ONE_PROCESS = """
     inputs_that_are_not_dense outputs_require_what_eagers_do the_default_dtype training_false_records_nothing
     gradients_turned_on_in_an_inference_mode_of_its_own
     transforms_are_refused two_threads_at_once what_a_call_leaves_for_the_next classes_of_tensors_and_numbers
+    a_buffer_written_in_another_dtype
 """.split()
 """states that the fast run tries in one process: what torch and the model do, which is looked at before ranks matter"""
 

@@ -86,8 +86,16 @@ def a_state_that_grows(mesh: autoshard.Mesh) -> None:
             self.register_buffer("state", self.__dict__.pop("state"))
 
     for make in (GrowsInABuffer, lambda: nn.Sequential(GrowsInABuffer())):
-        with refused(r"sets buffer 'state' of GrowsInABuffer anew in another shape: \[8, 8\] for \[4, 8\]"):
+        with refused(r"gives buffer 'state' of GrowsInABuffer another shape: \[8, 8\] for \[4, 8\]"):
             pair(mesh, make, rows())
+
+    class Resized(GrowsInABuffer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state.resize_(8, 8)
+            return self.lin(x)
+
+    with refused(r"gives buffer 'state' of Resized another shape: \[8, 8\] for \[4, 8\]"):
+        pair(mesh, Resized, rows())
 
 
 @case
@@ -268,3 +276,26 @@ def states_before_it_is_compiled(mesh: autoshard.Mesh) -> None:
     with torch.no_grad():
         close(sharded(rows(4).unsqueeze(1), 0), model(rows(4).unsqueeze(1), 0))
     assert sharded.full_state_dict().keys() == state.keys()
+
+
+@case
+def a_buffer_written_in_another_dtype(mesh: autoshard.Mesh) -> None:
+    """What is written is converted to the buffer's dtype, and read so."""
+
+    class Converts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+            self.register_buffer("count", torch.zeros(8, dtype=torch.int32))
+            self.register_buffer("seen", torch.zeros(8, dtype=torch.int32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.copy_(3 * x.detach().sum(0))  # type: ignore[operator]
+            self.seen[:] = 2.7 * x.detach().sum(0)  # type: ignore[operator]
+            return (self.lin(x) * (self.count + self.seen)).square().mean()  # type: ignore[operator]
+
+    model, sharded = pair(mesh, Converts, rows())
+    for seed in range(2):
+        once(model, sharded, rows(seed=seed))
+        for name in ("count", "seen"):
+            close(getattr(sharded, name), getattr(model, name))

@@ -34,6 +34,7 @@ from autoshard.passes.capture.exported.attributes import (
     check_shapes,
     check_unwritten,
     held,
+    shapes_of,
     untouched,
     write_back,
 )
@@ -284,7 +285,7 @@ class _Trace:
         def traced(*args: Any, **kwargs: Any) -> Any:
             try:
                 attributes, before = held(model), as_found(model)
-                assigned = [(module, dict(module._buffers)) for module in model.modules()]
+                assigned = [(module, dict(module._buffers), shapes_of(module)) for module in model.modules()]
                 with none_drawn(model), watch:
                     state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
                     given = pytree.tree_leaves((args, kwargs))
@@ -294,8 +295,8 @@ class _Trace:
                     watch.end(output)
                 self.returned = handed.returned(output)
                 check_made(before)
-                for module, own in assigned:
-                    check_shapes(module, own)
+                for module, own, shapes in assigned:
+                    check_shapes(module, shapes)
                     if module is not model:
                         write_back(module, own)
                 check_unwritten(model, attributes)

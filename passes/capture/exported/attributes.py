@@ -96,15 +96,19 @@ def untouched(model: nn.Module) -> Iterator[None]:
         put(contents)
 
 
-def check_shapes(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
-    """Refuse a forward that set a buffer anew in another shape."""
-    for name, old in before.items():
-        new = module._buffers.get(name)
-        if old is not None and new is not None and old.shape != new.shape:
+def shapes_of(module: nn.Module) -> dict[str, torch.Size]:
+    """The shapes of its own buffers."""
+    return {name: x.shape for name, x in module._buffers.items() if x is not None}
+
+
+def check_shapes(module: nn.Module, before: Mapping[str, torch.Size]) -> None:
+    """Refuse a forward that gave a buffer another shape, set anew or by ``resize_``."""
+    for name, now in shapes_of(module).items():
+        if now != before.get(name, now):
             raise CaptureError(
-                f"the forward sets buffer {name!r} of {type(module).__name__} anew in another shape: {list(new.shape)} for "
-                f"{list(old.shape)}. A program keeps a state in one size: allocate the largest and write into a part of it, "
-                "or pass it as an argument. Where the first call alone fills it, call the model once before."
+                f"the forward gives buffer {name!r} of {type(module).__name__} another shape: {list(now)} for "
+                f"{list(before[name])}. A program keeps a state in one size: allocate the largest and write into a part of "
+                "it, or pass it as an argument. Where the first call alone fills it, call the model once before."
             )
 
 

@@ -51,6 +51,9 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     where nothing would change.
     """
     nodes = [n for m in program.graph_module.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
+    for node in nodes:
+        if node.target is torch.ops.aten.copy_.default:
+            _convert(node)
     kept = _islands(program, nodes) | _WHOLE
     tail = {op: how for op, how in _functional().items() if rule_for(op) is None and op not in kept}
     for node in nodes:
@@ -71,6 +74,17 @@ def _stays(node: fx.Node, tail: Collection[OpOverload]) -> bool:
     if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or has_effect(node):
         return False
     return op not in tail and op not in _LIFTED and (op in _composite() or not _is_composite(op))
+
+
+def _convert(copy: fx.Node) -> None:
+    """Write out that a copy converts: the functional form of one over all of an input or buffer loses it (torch 2.13)."""
+    target, source = (x.meta["val"] for x in copy.args[:2] if isinstance(x, fx.Node))
+    if source.dtype == target.dtype:
+        return
+    with copy.graph.inserting_before(copy):
+        converted = copy.graph.call_function(torch.ops.aten._to_copy.default, (copy.args[1],), {"dtype": target.dtype})
+    converted.meta = {**copy.meta, "val": source.to(target.dtype)}
+    copy.update_arg(1, converted)
 
 
 def _written(
