@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +140,30 @@ def test_a_pipeline_of_transformers() -> None:
         made.append(write(["w5 w6 w7", "w9 w10"], batch_size=2, max_new_tokens=6, do_sample=False))
     assert made[0] == made[1]
     assert len(made[0][0][0]["generated_text"].split("w")) > 6
+
+
+def test_requests_that_come_and_are_taken_away_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of docs/examples/serving.py makes the tokens of one device, by two programs."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "docs" / "examples")
+    example = importlib.import_module("serving")
+    torch.manual_seed(0)
+    model = example.Decoder().eval()
+    sharded = autoshard.compile(copy.deepcopy(model), {"tp": 2}, like="megatron", training=False)
+
+    def served(module: Any) -> dict[str, list[int]]:
+        draw, batcher, done = random.Random(0), example.Batcher(module), []
+        for number in range(40):
+            if draw.random() < 0.5:
+                prompt = [draw.randrange(example.VOCABULARY) for _ in range(draw.randrange(1, 24))]
+                batcher.add(example.Request(str(number), prompt, new=draw.randrange(1, 12)))
+            if draw.random() < 0.15:
+                batcher.slots[draw.randrange(example.SLOTS)] = None
+            done += batcher.step()
+        return {request.name: request.made for request in done}
+
+    assert len(found := served(sharded)) > 8
+    assert found == served(model)
+    assert len(sharded.programs) == 2
 
 
 def test_a_plan_as_transformers_says_it() -> None:
