@@ -149,7 +149,6 @@ def test_random_cases(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: sinks that take no weight."""
-    monkeypatch.setattr(journey, "_sink", lambda *_: None)
-    seed = next(s for s in range(100) if drawn(s)["sinks"])
-    with pytest.raises((AssertionError, TypeError, RuntimeError)):
-        assert error(seed) < 1e-9
+    right = journey._sink
+    monkeypatch.setattr(journey, "_sink", lambda job, sinks, *rest: right(job, sinks - 50.0, *rest))
+    assert error(next(s for s in range(100) if drawn(s)["sinks"])) > 1e-3
