@@ -79,7 +79,9 @@ def _stays(node: fx.Node, tail: Collection[OpOverload]) -> bool:
 def _convert(copy: fx.Node) -> None:
     """Write out that a copy converts: the functional form of one over all of an input or buffer loses it (torch 2.13)."""
     target, source = (x.meta["val"] for x in copy.args[:2] if isinstance(x, fx.Node))
-    if source.dtype == target.dtype:
+    if (
+        source.dtype == target.dtype or copy.meta["val"].dtype != target.dtype
+    ):  # export's own, of a buffer that is set anew
         return
     with copy.graph.inserting_before(copy):
         converted = copy.graph.call_function(torch.ops.aten._to_copy.default, (copy.args[1],), {"dtype": target.dtype})

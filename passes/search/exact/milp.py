@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.passes.search.exact.eliminate import Scope
+from autoshard.passes.search.highs import run, solver
 from autoshard.passes.search.network import Array
 
 # HiGHS works with absolute tolerances of about 1e-7; costs are scaled to make this part of the gap irrelevant.
@@ -106,19 +107,16 @@ def solve_core(
     largest = max((float(array[np.isfinite(array)].max()) for _, array in reduced), default=0.0)
     scale = SCALE / min(ceiling, largest) if min(ceiling, largest) > 0 else 1.0
     lp, start = _programme(reduced, sizes, scale, limits)
-    highs = highspy.Highs()
-    options: dict[str, bool | int | float] = {"output_flag": False, "random_seed": 0, "threads": 1}
-    options |= {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0}
+    options: dict[str, int | float] = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0}
     if limits:
         options |= {"mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9}
     if most_nodes is not None:
         options["mip_max_nodes"] = most_nodes
-    for name, value in options.items():
-        highs.setOptionValue(name, value)
     if math.isfinite(time_limit):
-        highs.setOptionValue("time_limit", time_limit)
+        options["time_limit"] = time_limit
+    highs = solver(**options)
     highs.passModel(lp)
-    highs.run()
+    run(highs)
     status, info = highs.getModelStatus(), highs.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
         return CoreSolution(None, math.inf, True)

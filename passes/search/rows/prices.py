@@ -17,6 +17,7 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.folded import Classes
+from autoshard.passes.search.highs import run, solver
 from autoshard.passes.search.network import GAP, Array, Choice, CostNetwork, Solution
 from autoshard.passes.search.rows.dominance import Dominance
 from autoshard.passes.search.rows.relaxation import Elimination, easy
@@ -241,8 +242,7 @@ def _master(part: Part, radius: Array) -> tuple[Array, float, bool]:
     low, high = np.maximum(0.0, centre - radius), np.minimum(most, centre + radius)
     unit = np.where(radius > 0, radius, 1.0)  # of the prices
     cost = max(abs(cut.cost) for cut in part.cuts) or 1.0
-    highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
+    highs = solver()
     for a, b in zip(low / unit, high / unit, strict=True):
         highs.addVar(float(a), float(b))
     highs.addVar(-highspy.kHighsInf, highspy.kHighsInf)
@@ -251,7 +251,7 @@ def _master(part: Part, radius: Array) -> tuple[Array, float, bool]:
     for cut in part.cuts:
         row = np.append(-cut.slope * unit / cost, 1.0)
         highs.addRow(-highspy.kHighsInf, cut.cost / cost, count + 1, index, row)
-    highs.run()
+    run(highs)
     solution = highs.getSolution()
     found = np.asarray(solution.col_value)
     parts = np.abs(np.asarray(solution.row_dual)).tolist()
