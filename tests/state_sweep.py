@@ -130,6 +130,9 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "a_cache_handed_in_and_out": fails("assert type(cache[0][0]) is not torch.Tensor"),
         "a_buffer_that_is_returned": says("the model has 1 operations to cut between"),
         "another_default_dtype_inside": says("stage 0 would have no operation of its own"),
+        "a_buffer_written_in_another_dtype": says("stage 0 would have no operation of its own"),
+        # The whole is compiled first there: only it knows where the stages are cut.
+        "an_encoder_called_before_the_whole": fails("assert (len(sharded.programs), len(encoder.programs)) == "),
         # There is no axis that inputs are cut by.
         "local_inputs_that_do_not_fit": says("DID NOT RAISE HintError", "Failed"),
         "experts_in_modules_lie_whole_on_one_rank": fails("assert owners"),
