@@ -70,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--inference", action="store_true", help="no gradients")
         command.add_argument("--micro-batches", type=_count, default=1, metavar="N", help="a number, or auto")
+        ways = ("auto", "none", "blocks", "selective")
+        command.add_argument("--recompute", default="auto", choices=ways, help="default: as memory needs")
         command.add_argument("--stages", metavar="AXIS", help="the mesh axis along which the graph is cut into stages")
         command.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b (default), interleaved or zero_bubble")
         if name != "verify":
@@ -98,9 +100,6 @@ def _add_planning(command: argparse.ArgumentParser) -> None:
     """What :func:`autoshard.plan` is asked, beside what all commands are."""
     command.add_argument("--memory-budget", type=float, metavar="BYTES", help="per rank, at the peak, such as 40e9")
     command.add_argument("--optimizer", default="adamw", help="whose state is counted (default adamw)")
-    command.add_argument(
-        "--recompute", default="auto", choices=("auto", "none", "blocks", "selective"), help="default: as memory needs"
-    )
     command.add_argument(
         "--mixed-precision", metavar="DTYPE", help="of gathers and compute, such as bfloat16; sums are in float32"
     )
@@ -344,7 +343,7 @@ def _verify(options: argparse.Namespace) -> int:
     args, kwargs = torch.utils._pytree.tree_map(
         lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
     )
-    asked = {name: getattr(options, name) for name in ("steps", "micro_batches", "stages", "schedule")}
+    asked = {name: getattr(options, name) for name in ("steps", "micro_batches", "recompute", "stages", "schedule")}
     report = autoshard.verify(model, _mesh(options), args, kwargs, hints=_hints(options), like=_like(options), **asked)
     print(report)
     return 0 if report.ok else 1

@@ -74,7 +74,11 @@ def test_compile_writes_a_directory_that_runs(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(
     ("model", "mesh", "asked"),
-    [("mlp", "tp=2", []), ("hf:llama", "tp=2", []), ("gpt", "pp=2", ["--stages", "pp", "--micro-batches", "2"])],
+    [
+        ("mlp", "tp=2", []),
+        ("hf:llama", "tp=2", []),
+        ("gpt", "pp=2", ["--stages", "pp", "--micro-batches", "2", "--recompute", "blocks"]),
+    ],
     ids=["mlp", "hf:llama", "stages"],
 )
 def test_verify(model: str, mesh: str, asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:

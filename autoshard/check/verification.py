@@ -20,6 +20,7 @@ from autoshard.mesh import MeshLike
 from autoshard.module.arguments import check_arguments
 from autoshard.module.base import ShardedModule
 from autoshard.module.model.original import computed
+from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 
 SPARSE = " (sparse)"
@@ -105,6 +106,7 @@ def verify(
     stages: str | None = None,
     micro_batches: int | Literal["auto"] = 1,
     schedule: str = "1f1b",
+    recompute: Recompute = "auto",
 ) -> VerifyReport:
     """Train copies of ``model`` sharded and unsharded for ``steps`` AdamW steps and compare everything.
 
@@ -114,7 +116,7 @@ def verify(
     (default: ``rtol`` of the largest value of that kind) in absolute terms, so that gradients that are zero but for
     rounding do not count. Weights are allowed 100 times that, since Adam divides by the root of squared gradients. Runs
     on the in-process mesh, and under torch.distributed on every rank (a collective call).
-    ``stages``, ``micro_batches``, ``schedule``: as of :func:`autoshard.compile`.
+    ``stages``, ``micro_batches``, ``schedule``, ``recompute``: as of :func:`autoshard.compile`.
     The loss is the model's first scalar output, or the mean square of its outputs. Raises as :func:`autoshard.compile`
     does, and :class:`AutoshardError` for ``steps`` below 1.
     """
@@ -126,7 +128,9 @@ def verify(
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
     asked, rtol = rtol, default_rtol(dtype) if rtol is None else rtol
     parts: dict[str, Any] = {"stages": stages, "micro_batches": micro_batches, "schedule": schedule}
-    sharded = api.compile(model, mesh, example_args, kwargs, plan=plan, hints=hints, like=like, **parts)
+    sharded = api.compile(
+        model, mesh, example_args, kwargs, plan=plan, hints=hints, like=like, recompute=recompute, **parts
+    )
     runner = _Runner(
         reference, sharded, tuple(example_args), kwargs, rtol, rtol if atol is None else atol, asked is not None
     )
