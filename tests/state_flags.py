@@ -342,6 +342,10 @@ def checkpointed(mesh: autoshard.Mesh) -> None:
         torch.manual_seed(3)
         full(checkpoint(module, ids(), use_reentrant=False)[0]).backward()
     same_gradients(sharded, model)
+    model, sharded = pair(mesh, lambda: Of(lambda lin, x: lin(x).tanh()), rows())
+    for module in (model, sharded):  # the output stays in parts
+        checkpoint(module, rows().requires_grad_(), use_reentrant=True).square().mean().backward()
+    same_gradients(sharded, model)
 
 
 @case

@@ -206,6 +206,14 @@ class Keeping(nn.Module):
         return {"y": y, "cache": cache} if self.back else y
 
 
+class KeepingTwice(Keeping):
+    """Gives the cache back in two places."""
+
+    def forward(self, x: torch.Tensor, cache: Any) -> Any:
+        made = super().forward(x, cache)
+        return {**made, "again": [cache]}
+
+
 @case
 def a_cache_that_the_caller_keeps(mesh: autoshard.Mesh) -> None:
     """What a forward fills and gives back is the caller's own object, which has what it was given, as in eager."""
@@ -221,6 +229,9 @@ def a_cache_that_the_caller_keeps(mesh: autoshard.Mesh) -> None:
                 close(found["y"], wanted["y"])
                 own, other = (c[0] if isinstance(c, list) else c.whole for c in caches)
                 close(own, other)
+        twice = autoshard.compile(KeepingTwice().double().eval(), mesh, training=False)
+        made = twice(x, cache := make())
+        assert made["cache"] is made["again"][0] is cache
         lost = autoshard.compile(Keeping(back=False).double().eval(), mesh, training=False)
         with refused("the forward puts a new tensor into .* which it does not return"):
             lost(x, make())

@@ -131,7 +131,47 @@ def set_one(y: torch.Tensor) -> None:
     y[0] = 1.0
 
 
-@pytest.mark.parametrize("write", [lambda y: y[2].fill_(1.0), set_one, lambda y: y[:1].add_(1)])
+CHANGED: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "popped": (lambda given: given.pop(), [X.clone(), X.clone()]),
+    "turned round": (lambda given: given.reverse(), [X.clone(), X.exp()]),
+    "counted": (lambda given: given.update(n=given["n"] + 1), {"n": 1, "x": X.clone()}),
+    "taken out": (lambda given: given.pop("n"), {"n": 1, "x": X.clone()}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_changes_of_an_argument_that_is_not_returned_are_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    change, given = CHANGED[name]
+
+    class Changes(nn.Module):
+        def __init__(self, change: Callable[[Any], Any]) -> None:
+            super().__init__()
+            self.lin, self.change = nn.Linear(4, 4), change
+
+        def forward(self, x: torch.Tensor, given: Any) -> Any:
+            self.change(given)
+            return self.lin(x)
+
+    with caplog.at_level("WARNING", "autoshard"):
+        capture(Changes(lambda given: None), (X, given))
+        assert not caplog.text
+        capture(Changes(change), (X, given))
+    assert "which it does not return: the caller's stays as it was" in caplog.text
+
+
+def test_new_tensors_in_a_new_list_of_an_argument_are_refused() -> None:
+    class Nested(nn.Module):
+        def forward(self, x: torch.Tensor, given: list[Any]) -> torch.Tensor:
+            given[0] = [x.exp()]
+            return x * 2
+
+    with pytest.raises(CaptureError, match="puts a new tensor into 0 of its argument 'given'"):
+        capture(Nested(), (X,), {"given": [[X.clone()]]})
+
+
+@pytest.mark.parametrize(
+    "write", [lambda y: y[2].fill_(1.0), set_one, lambda y: y[:1].add_(1), lambda y: y[:, :0].add_(1)]
+)
 def test_writes_into_one_of_an_expanded_tensor_are_followed(write: Callable[[torch.Tensor], Any]) -> None:
     model = Model(expanded(write))
     assert "mul" in str(capture(model, (X.clone(),)))

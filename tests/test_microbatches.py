@@ -207,6 +207,7 @@ def test_hints_name_the_batch() -> None:
     for hint, error, text in (
         ({"x": Shard(2)}, PlanError, r"micro_batches=2: .* what hints ask for \('x': S\(2\)\)"),
         ({"x": Replicate(), "target": Shard(0)}, PlanError, r"'x': R, 'target': S\(0\)"),
+        ({"x": Shard(-2)}, HintError, r"S\(-2\) counts from the end; give the dim as 0 or more"),
         ({"x": Shard(3)}, HintError, r"input 'x' has 3 dims"),
         ({"up": Shard(1)}, HintError, r"'up' is no input. Inputs: x, target"),
     ):

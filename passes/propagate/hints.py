@@ -150,7 +150,7 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known:
 def in_time(hints: Mapping[str, Any] | None, graph: Graph) -> dict[str, Placement]:
     """Name of an input → what a micro-batch takes of it, where hints say so for the axis ``"micro_batch"``.
 
-    Raises :class:`HintError`: as :func:`resolve`, and for a pattern that names no input.
+    Raises :class:`HintError`: as :func:`resolve`, for a pattern that names no input, and for a dim that counts from the end.
     """
     given = {pattern: hint for pattern, hint in (hints or {}).items() if isinstance(hint, Mapping)}
     given = {pattern: {MICRO_BATCH: hint[MICRO_BATCH]} for pattern, hint in given.items() if MICRO_BATCH in hint}
@@ -162,7 +162,11 @@ def in_time(hints: Mapping[str, Any] | None, graph: Graph) -> dict[str, Placemen
                 f"hint {constraint.pattern!r} names axis {MICRO_BATCH!r}, along which micro-batches take parts of inputs, "
                 f"but {constraint.name!r} is no input. Inputs: {', '.join(i.fqn for i in graph.inputs if i.kind == 'input')}"
             )
-    return {name: dict(constraint.axes)[MICRO_BATCH] for name, constraint in found.items()}
+    asked = {name: dict(constraint.axes)[MICRO_BATCH] for name, constraint in found.items()}
+    for name, placement in asked.items():
+        if isinstance(placement, Shard) and placement.dim < 0:
+            raise HintError(f"hint {found[name].pattern!r}: {placement} counts from the end; give the dim as 0 or more")
+    return asked
 
 
 def in_space(hints: Mapping[str, Any] | None, mesh: Mesh) -> dict[str, Any]:

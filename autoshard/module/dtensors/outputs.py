@@ -48,6 +48,8 @@ _ON_WHOLE = (
     *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__iter__),  # what leaves torch
     torch.Tensor.__setitem__,  # DTensor's own writes into a copy where the dim is cut
 )
+_BACKWARD = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad))
+"""they go through what is gathered also where gradients are off, as in the backward of a checkpoint that is reentrant"""
 
 
 class Output(DTensor):
@@ -107,7 +109,8 @@ class Output(DTensor):
                     raise
                 except (RuntimeError, NotImplementedError) as error:
                     log.info("%s of an output in its layout: %s. It is gathered", func, error)
-            own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
+            with torch.set_grad_enabled(torch.is_grad_enabled() or func in _BACKWARD):
+                own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
             result = func(*own, **named)
             if writes(func) and isinstance(x := given[0][0], DTensor):
                 _take(x, own[0])

@@ -17,11 +17,12 @@ from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.trees import attributes_of
 
 log = logging.getLogger("autoshard")
+_NOTHING = object()
 
 Path = tuple[Any, ...]
 """keys of dicts, numbers of items and names of attributes, from the outside in"""
 Returned = tuple[tuple[Path, Path], ...]
-"""where an object is in ``(args, kwargs)``, and where in the output"""
+"""where an object is in ``(args, kwargs)``, and where in the output: every place"""
 RETURNED = "autoshard_returned"
 """under which name an exported program knows them"""
 
@@ -37,18 +38,23 @@ class Handed:
         self.tensors = {id(t): t for _, inside in self.before.values() for x in inside.values() for t in _tensors(x)}
 
     def returned(self, output: Any) -> Returned:
-        """The outermost objects that come out again; raises :class:`CaptureError` for others that got new tensors."""
+        """The outermost objects that come out again; raises :class:`CaptureError` for others that got new tensors.
+
+        Warns where others are changed without new ones, as by ``pop()``.
+        """
         places: dict[int, Path] = {}
         for path, (value, _) in self.before.items():
             places.setdefault(id(value), path)
-        found = {places[id(x)]: path for path, x in _containers(output, (), places) if id(x) in places}
+        found = [(places[id(x)], path) for path, x in _containers(output, (), places) if id(x) in places]
         for path, (value, had) in self.before.items():
-            if any(path[: len(outer)] == outer for outer in found):
+            if any(path[: len(outer)] == outer for outer, _ in found):
                 continue
-            for key, now in _inside(value):
-                if now is not had.get(key) and any(id(t) not in self.tensors for t in _tensors(now)):
-                    _lost(value, key, path)
-        return tuple(found.items())
+            now = dict(_inside(value))
+            changed = [key for key in {**had, **now} if now.get(key, _NOTHING) is not had.get(key, _NOTHING)]
+            made = [key for key in changed if any(id(t) not in self.tensors for t in _tensors(now.get(key)))]
+            if changed:
+                _lost(value, (made or changed)[0], path, bool(made))
+        return tuple(found)
 
 
 def give_back(returned: Returned, arguments: Any, output: Any) -> Any:
@@ -56,7 +62,10 @@ def give_back(returned: Returned, arguments: Any, output: Any) -> Any:
     own: dict[int, Any] = {}
     for given, made in returned:
         into, new = _at(arguments, given), _at(output, made)
+        filled = any(x is into for x in own.values())  # it comes out in several places
         own[id(new)] = into
+        if filled:
+            continue
         if isinstance(into, dict):
             into.clear()
             into.update(new)
@@ -93,12 +102,11 @@ def _containers(value: Any, path: Path, known: Collection[int] = ()) -> Iterator
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """A tensor, or those in a tuple."""
+    """A tensor, or those in a container."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _tensors(item)
+    for _, item in _inside(value):
+        yield from _tensors(item)
 
 
 def _at(value: Any, path: Path) -> Any:
@@ -107,11 +115,13 @@ def _at(value: Any, path: Path) -> Any:
     return value
 
 
-def _lost(value: Any, key: Any, path: Path) -> None:
+def _lost(value: Any, key: Any, path: Path, made: bool) -> None:
+    """``made``: new tensors are lost, not only what became of the caller's own."""
     kind, name = type(value).__name__, ".".join(map(str, path[1:]))
     name = repr(name) if path[0] else f"number {name}"
-    said = f"the forward puts a new tensor into {key!r} of its argument {name} (a {kind}), which it does not return"
-    if isinstance(value, dict):  # often a batch that is prepared in place, and read no more
+    does = "puts a new tensor into" if made else "changes"
+    said = f"the forward {does} {key!r} of its argument {name} (a {kind}), which it does not return"
+    if isinstance(value, dict) or not made:  # often a batch that is prepared in place, and read no more
         log.warning("%s: the caller's stays as it was. Return it where it is read after the call.", said)
     else:
         raise CaptureError(f"{said}: the caller would not see it. Return the {kind}.")

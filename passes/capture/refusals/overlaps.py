@@ -24,6 +24,8 @@ class Overlaps(Observer):
 
 def _overlaps(x: torch.Tensor) -> bool:
     strided = x.layout == torch.strided and not x.is_nested
+    if any(type(n) is int and n == 0 for n in x.shape):
+        return False
     return strided and any(
         type(s) is int and s == 0 and not (type(n) is int and n <= 1) for n, s in zip(x.shape, x.stride(), strict=True)
     )
