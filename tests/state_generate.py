@@ -182,6 +182,13 @@ def an_encoder_called_before_the_whole(mesh: autoshard.Mesh) -> None:
         assert sharded.encoder.table.weight is sharded.table.weight
         if "training" not in options:
             steps(model, sharded, tokens)
+    own = copy.deepcopy(model)
+    sharded = autoshard.compile(own, mesh, like={"tp": "megatron"})
+    with torch.no_grad():
+        sharded.get_encoder()(tokens)
+        own.encoder.up.weight.mul_(2.0)  # which the encoder's program would not see, but the whole's
+        with refused("'encoder.up.weight' was changed after a module with it was called and before the whole was"):
+            sharded.generate(tokens)
 
 
 class Keys:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CaptureError
 from autoshard.initialise.deferred import recording_of
@@ -38,6 +39,8 @@ class Original:
         self.parameters: list[str] = []
         self.absent: dict[str, tuple[torch.Tensor, int]] = {}
         """buffers without values, that no checkpoint will bring: name → what is held for it, and its version"""
+        self.origins: dict[str, tuple[int, int]] = {}
+        """which of the user's tensors were taken over, by id, and their versions then"""
         self.elsewhere: dict[str, torch.Tensor] = {}
         """what other processes hold, without data: original name → shape, dtype and requires_grad"""
         self.ties: dict[str, str] = {}
@@ -186,6 +189,21 @@ class Original:
     def _without_values(self, absent: Iterable[str]) -> None:
         self.absent = {name: (tensor := self.tensor(name), tensor._version) for name in absent}
 
+    def note_origins(self) -> None:
+        """Remember the user's tensors as they are taken over."""
+        model = self.model
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.origins = {name: _look(t) for name, t in tensors}
+
+    def check_unchanged(self, name: str, now: torch.Tensor, shown: str) -> None:
+        """Raise :class:`CaptureError` where the user has written to a tensor of his, ``now``, since it was taken over: then
+        one part of his model would compute with the old values and another one with the new."""
+        if self.origins.get(name) != _look(now) and _memory(self.tensor(name)) != _memory(now):
+            raise CaptureError(
+                f"{shown!r} was changed after a module with it was called and before the whole was: compile the model again, "
+                "or change it after the first call of the whole, in the sharded module."
+            )
+
     def check_present(self, names: Iterable[str]) -> None:
         """Raise :class:`CaptureError` for buffers among ``names`` that came without values and were given none since."""
         for name, (empty, version) in list(self.absent.items()):
@@ -286,3 +304,12 @@ def computed(model: nn.Module) -> list[torch.Tensor]:
     """Attributes computed from parameters, such as the weights of old weight norms: ``copy.deepcopy`` refuses them."""
     attributes = [x for module in model.modules() for x in vars(module).values()]
     return [x for x in attributes if isinstance(x, torch.Tensor) and not x.is_leaf]
+
+
+def _look(tensor: torch.Tensor) -> tuple[int, int]:
+    return id(tensor), 0 if tensor.is_inference() else tensor._version
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()

@@ -298,6 +298,7 @@ class Compiling(Fixed):
         layouts |= {alias: layouts[name] for alias, name in names.items() if name in layouts}
         object.__setattr__(self, "_layout_of", layouts)
         initial = self._initial(model, layouts)
+        self._of.note_origins()
         for name, p in model.named_parameters(remove_duplicate=False):
             if not self._holds(names.get(name, name)):
                 if id(p) not in taken:
@@ -328,12 +329,12 @@ class Compiling(Fixed):
         """What modules inside hold that were compiled before the whole: by every name of it here, with its layout."""
         model = self._of.model
         named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
-        held = {
-            id(named[name]): (part._of.tensor(own), part._parameter_layouts[own])
-            for path, part in self._inner.items()
-            for own in part._of.slots
-            if (name := f"{path}.{own}") in named
-        }
+        held = {}
+        for path, part in self._inner.items():
+            for own in part._of.slots:
+                if (name := f"{path}.{own}") in named:
+                    part._of.check_unchanged(own, named[name], name)
+                    held[id(named[name])] = part._of.tensor(own), part._parameter_layouts[own]
         return {name: held[id(t)] for name, t in named.items() if id(t) in held}
 
     def _adopt_attributes(self, graph: Graph, layouts: Mapping[str, Layout]) -> None:
