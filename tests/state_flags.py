@@ -342,8 +342,13 @@ def checkpointed(mesh: autoshard.Mesh) -> None:
         torch.manual_seed(3)
         full(checkpoint(module, ids(), use_reentrant=False)[0]).backward()
     same_gradients(sharded, model)
+
+
+@case
+def a_checkpointed_output_in_parts(mesh: autoshard.Mesh) -> None:
+    """Reentrant: the gradient that comes back is a plain tensor, and meets parts under no_grad."""
     model, sharded = pair(mesh, lambda: Of(lambda lin, x: lin(x).tanh()), rows())
-    for module in (model, sharded):  # the output stays in parts
+    for module in (model, sharded):
         checkpoint(module, rows().requires_grad_(), use_reentrant=True).square().mean().backward()
     same_gradients(sharded, model)
 

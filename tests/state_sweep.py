@@ -83,7 +83,7 @@ _WITHOUT_LOSS = (
     *("integers_of_every_width", "inputs_that_are_not_dense", "inputs_of_another_dtype_or_device", "the_default_dtype"),
     *("a_state_set_anew_in_the_forward", "a_sparse_buffer", "a_meta_model_with_computed_buffers", "functional_calls"),
     *("questions_about_torch_and_tensors", "gradients_turned_on_in_an_inference_mode_of_its_own"),
-    *("what_a_call_leaves_for_the_next", "what_the_first_call_made"),
+    *("what_a_call_leaves_for_the_next", "what_the_first_call_made", "a_checkpointed_output_in_parts"),
 )
 _ANYWAY = {
     **dict.fromkeys(_WITHOUT_LOSS, NO_LOSS),
