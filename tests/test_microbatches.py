@@ -203,11 +203,15 @@ def test_hints_name_the_batch() -> None:
         _, micro = micro_batched(graph, 2, in_time(hints, graph))
         assert micro.inputs == {"x": ("x", dim), "target": ("target", dim)}
         assert autoshard.verify(model, mesh, args, hints=hints, micro_batches=2).ok
+    gone = {"gone": {"micro_batch": Shard(0)}}
+    assert in_time(gone, graph, known=True) == {}  # a later program need not have the input
+    with pytest.raises(HintError, match="'gone' matches no"):
+        in_time(gone, graph)
     assert autoshard.plan(model, mesh, args, hints=hints, micro_batches="auto").micro_batches == 1
     for hint, error, text in (
         ({"x": Shard(2)}, PlanError, r"micro_batches=2: .* what hints ask for \('x': S\(2\)\)"),
         ({"x": Replicate(), "target": Shard(0)}, PlanError, r"'x': R, 'target': S\(0\)"),
-        ({"x": Shard(-2)}, HintError, r"S\(-2\) counts from the end; give the dim as 0 or more"),
+        ({"x": Shard(-2)}, HintError, r"S\(-2\) on axis 'micro_batch' counts from the end; give the dim as 0"),
         ({"x": Shard(3)}, HintError, r"input 'x' has 3 dims"),
         ({"up": Shard(1)}, HintError, r"'up' is no input. Inputs: x, target"),
     ):

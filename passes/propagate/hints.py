@@ -59,6 +59,8 @@ class Constraint:
         """Raise :class:`HintError` if the hint cannot be met by a tensor of this type. ``anew``: whether every call sets it."""
         for axis, p in self.axes or ((None, self.anywhere),):
             where = f" on axis {axis!r}" if axis else ""
+            if isinstance(p, Shard) and p.dim < 0:
+                raise HintError(f"hint {self.pattern!r}: {p}{where} counts from the end; give the dim as 0 or more")
             if isinstance(p, Shard) and p.dim >= len(type_.shape):
                 raise HintError(
                     f"hint {self.pattern!r} asks for Shard({p.dim}){where}, but {kind} {self.name!r} has "
@@ -147,14 +149,14 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known:
     return constraints
 
 
-def in_time(hints: Mapping[str, Any] | None, graph: Graph) -> dict[str, Placement]:
+def in_time(hints: Mapping[str, Any] | None, graph: Graph, *, known: bool = False) -> dict[str, Placement]:
     """Name of an input → what a micro-batch takes of it, where hints say so for the axis ``"micro_batch"``.
 
-    Raises :class:`HintError`: as :func:`resolve`, for a pattern that names no input, and for a dim that counts from the end.
+    ``known``: as of :func:`resolve`. Raises :class:`HintError`: as that does, and for a pattern that names no input.
     """
     given = {pattern: hint for pattern, hint in (hints or {}).items() if isinstance(hint, Mapping)}
     given = {pattern: {MICRO_BATCH: hint[MICRO_BATCH]} for pattern, hint in given.items() if MICRO_BATCH in hint}
-    found = resolve(given, graph, Mesh({MICRO_BATCH: 1}))
+    found = resolve(given, graph, Mesh({MICRO_BATCH: 1}), known=known)
     kinds = {i.name: i.kind for i in graph.inputs}
     for name, constraint in found.items():
         if kinds.get(name) != "input":
@@ -162,11 +164,7 @@ def in_time(hints: Mapping[str, Any] | None, graph: Graph) -> dict[str, Placemen
                 f"hint {constraint.pattern!r} names axis {MICRO_BATCH!r}, along which micro-batches take parts of inputs, "
                 f"but {constraint.name!r} is no input. Inputs: {', '.join(i.fqn for i in graph.inputs if i.kind == 'input')}"
             )
-    asked = {name: dict(constraint.axes)[MICRO_BATCH] for name, constraint in found.items()}
-    for name, placement in asked.items():
-        if isinstance(placement, Shard) and placement.dim < 0:
-            raise HintError(f"hint {found[name].pattern!r}: {placement} counts from the end; give the dim as 0 or more")
-    return asked
+    return {name: dict(constraint.axes)[MICRO_BATCH] for name, constraint in found.items()}
 
 
 def in_space(hints: Mapping[str, Any] | None, mesh: Mesh) -> dict[str, Any]:
