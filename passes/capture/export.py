@@ -108,9 +108,8 @@ def _captured(
     with (
         untouched(model),
         _quiet(),
-        _use_lazy_graph_module(
-            True
-        ),  # most graph modules on the way are never called: their Python is written at a call
+        # Most graph modules on the way are never called: their Python is written at a call.
+        _use_lazy_graph_module(True),
         torch.set_grad_enabled(training or torch.is_grad_enabled()),
         reading_in(model, precision) as kept,
         reading_outside() as read,
