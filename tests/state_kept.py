@@ -288,14 +288,16 @@ def a_buffer_written_in_another_dtype(mesh: autoshard.Mesh) -> None:
             self.lin = nn.Linear(8, 8)
             self.register_buffer("count", torch.zeros(8, dtype=torch.int32))
             self.register_buffer("seen", torch.zeros(8, dtype=torch.int32))
+            self.register_buffer("sums", torch.zeros(8, 2, dtype=torch.int32))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.count.copy_(3 * x.detach().sum(0))  # type: ignore[operator]
             self.seen[:] = 2.7 * x.detach().sum(0)  # type: ignore[operator]
-            return (self.lin(x) * (self.count + self.seen)).square().mean()  # type: ignore[operator]
+            torch.sum(3 * x.detach(), 0, out=self.sums[:, 1])  # type: ignore[index]  of converted rows
+            return (self.lin(x) * (self.count + self.seen + self.sums[:, 1])).square().mean()  # type: ignore[operator, index]
 
     model, sharded = pair(mesh, Converts, rows())
     for seed in range(2):
         once(model, sharded, rows(seed=seed))
-        for name in ("count", "seen"):
+        for name in ("count", "seen", "sums"):
             close(getattr(sharded, name), getattr(model, name))

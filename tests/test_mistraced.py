@@ -160,3 +160,49 @@ def test_a_dropout_that_drops_nothing_gives_its_operand(kind: type[nn.Module], p
 def seeded(call: Callable[[], torch.Tensor]) -> torch.Tensor:
     torch.manual_seed(0)
     return call()
+
+
+class Into(nn.Module):
+    """A reduction into a tensor of another dtype: fresh, and a view of a buffer."""
+
+    def __init__(self, reduce: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.reduce, self.linear = reduce, nn.Linear(4, 4)
+        self.register_buffer("kept", torch.zeros(4, 3, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fresh = torch.empty(4, dtype=self.kept.dtype)  # type: ignore[arg-type]
+        self.reduce(x.detach(), 0, out=fresh)
+        self.reduce(x.detach(), 0, out=self.kept[:, 1])  # type: ignore[index]
+        return self.linear(x) * fresh + self.kept.sum(1)  # type: ignore[operator]
+
+
+INTO: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, torch.Tensor]] = {
+    "sum of fractions": (torch.sum, torch.int64, 3 * f(6, 4)),
+    "product of fractions": (torch.prod, torch.int64, 3 * f(6, 4)),
+    "sum of half": (torch.nansum, torch.float64, (9e3 * f(6, 4)).half()),
+    "mean of half": (torch.nanmean, torch.float64, (9e3 * f(6, 4)).half()),
+    "variance of half": (torch.var, torch.float64, (9e2 * f(6, 4)).half()),
+    "deviation of half": (torch.std, torch.float64, (9e2 * f(6, 4)).half()),
+}
+
+
+def into(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Given, expected."""
+    reduce, dtype, x = INTO[name]
+    model = Into(reduce, dtype).double()
+    model.kept = model.kept.to(dtype)  # type: ignore[operator]
+    model.linear = nn.Linear(4, 4).to(x.dtype)
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({"x": 2}), (x,))
+    return sharded(x), model(x)
+
+
+@pytest.mark.parametrize("name", INTO)
+def test_reductions_into_another_dtype(name: str) -> None:
+    torch.testing.assert_close(*into(name), rtol=1e-9, atol=0)
+
+
+def test_reductions_into_another_dtype_as_torch_traces_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(REWRITTEN, torch.sum)
+    given, expected = into("sum of fractions")
+    assert not torch.allclose(given, expected)

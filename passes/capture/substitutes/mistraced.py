@@ -1,7 +1,8 @@
 """Functions of torch of which a trace loses something (torch 2.13), written so that it does not.
 
 Of recurrent networks the dropout between layers, of an instance norm the new running statistics, of a batch norm a
-momentum that is computed, of a dropout in evaluation that it returns its operand.
+momentum that is computed, of a dropout in evaluation that it returns its operand, of a reduction that it computes in the
+dtype of ``out``.
 """
 
 from __future__ import annotations
@@ -91,12 +92,29 @@ def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     return self.zero_().add_(new)
 
 
+def _into(function: Callable[..., torch.Tensor], takes_dtype: bool) -> Callable[..., torch.Tensor]:
+    """A reduction with ``out=`` of another dtype: what is reduced is converted to that first, not the result."""
+
+    def reduced(input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:  # noqa: A002
+        out = options.get("out")
+        if out is None or out.dtype == input.dtype or options.get("dtype") is not None:
+            return function(input, *args, **options)
+        if takes_dtype:
+            return function(input, *args, **options | {"dtype": out.dtype})
+        complex_too = input.is_complex() and out.is_floating_point()
+        return function(input.to(out.dtype.to_complex() if complex_too else out.dtype), *args, **options)
+
+    return reduced
+
+
 _DROPOUTS = (torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout)
 
 MISTRACED: dict[Any, Callable[..., Any]] = {
     **{f: _recurrent(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     **{f: _dropout(f) for f in _DROPOUTS},
     torch.Tensor.copy_: _copy_,
+    **{f: _into(f, True) for f in (torch.sum, torch.prod, torch.nansum, torch.nanmean)},
+    **{f: _into(f, False) for f in (torch.var, torch.std)},
 }
 PATCHES = (
     (torch, "instance_norm", _instance_norm),
