@@ -183,3 +183,33 @@ def optimizers_of_torch(mesh: autoshard.Mesh) -> None:
             raise AssertionError(f"{name}: {error}") from error
         for p, q in zip(model.parameters(), sharded.parameters(), strict=True):
             assert abs(p.norm().item() - q.norm().item()) <= 1e-9 * p.norm().item()
+
+
+@case
+def hooks_on_outputs_that_others_are_computed_from(mesh: autoshard.Mesh) -> None:
+    """Refused where what would not reach them comes back; what is computed outside does."""
+    model, sharded = pair(mesh, Logits, torch.arange(4))
+
+    def outside(module: Any) -> None:
+        module.zero_grad()
+        hidden = module(torch.arange(4))[1]
+        hidden.register_hook(lambda g: 2 * g)
+        full(hidden.square().sum()).backward()
+
+    both(model, sharded, outside)
+    same_gradients(sharded, model)
+    hooks: list[Callable[[Any], Any]] = [lambda x: x.register_hook(lambda g: 2 * g), lambda x: x.retain_grad()]
+    for hook in hooks:
+        logits, hidden = sharded(torch.arange(4))
+        hook(hidden)
+        with refused("output 1 of the module has a hook or retain_grad", autoshard.RuntimeMismatchError):
+            full(logits.sum()).backward()
+
+    def taken_away(module: Any) -> None:
+        module.zero_grad()
+        logits, hidden = module(torch.arange(4))
+        hidden.register_hook(lambda g: 2 * g).remove()
+        full(logits.square().sum()).backward()
+
+    both(model, sharded, taken_away)
+    same_gradients(sharded, model)

@@ -16,6 +16,7 @@ from torch import nn
 
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
+from autoshard.module.hooked import refuse_hooks
 from autoshard.module.inner import compiled_for_generation, inner, may_come_first
 from autoshard.module.meetings import collective
 from autoshard.module.microbatches import MicroBatchRun
@@ -139,7 +140,10 @@ class ShardedModule(Compiling):
                 self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
             with executable.tried(), without_autocast(), torch.set_grad_enabled(recorded):
                 leaves, mutated = self._step(executable, executable.named(own))
-            return executable.as_typed(leaves), mutated, written, executable.graph
+            typed = executable.as_typed(leaves)
+            if recorded:
+                refuse_hooks(typed, executable.feeding)
+            return typed, mutated, written, executable.graph
 
         leaves, mutated, written, graph = first_that_serves(serve)
         with torch.no_grad():

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.module.dtensors.outputs import form_of
+from autoshard.module.hooked import Feeding, feeding
 from autoshard.module.model.state import State
 from autoshard.passes.codegen import root_class
 from autoshard.passes.ir.graph import Graph, Ref
@@ -97,6 +98,11 @@ class Executable:
     @property
     def graph(self) -> Graph:
         return self.compiled.graph
+
+    @cached_property
+    def feeding(self) -> Feeding:
+        """Which outputs are computed from which."""
+        return feeding(self.graph)
 
     @cached_property
     def _stops(self) -> bool:

@@ -1,0 +1,81 @@
+"""Hooks of users on outputs from which the forward computes other outputs, such as logits beside a loss.
+
+In eager such a hook sees, and may change, the gradient of both. An output here is the end of a program: it has the gradient
+of what is computed outside alone. So a backward in which it would be another's is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.errors import RuntimeMismatchError
+from autoshard.passes.ir.graph import Graph, Ref
+
+Feeding = Mapping[int, tuple[int, ...]]
+"""number of an output → those of the outputs from which it is computed"""
+
+
+def feeding(graph: Graph) -> Feeding:
+    """Which outputs are computed from which, through values with gradients; a value that is returned twice from itself."""
+    returned = [x.name if isinstance(x, Ref) and graph.types[x.name].grad else None for x in graph.outputs]
+    first = {name: returned.index(name) for name in returned if name is not None}
+    sources: dict[str, frozenset[int]] = {}
+
+    def of(name: str) -> frozenset[int]:
+        return sources.get(name, frozenset()) | ({first[name]} if name in first else frozenset())
+
+    for node in graph.nodes:
+        read = frozenset().union(*(of(name) for name in node.inputs if graph.types[name].grad))
+        sources.update((name, read) for name in node.outputs if read and graph.types[name].grad)
+    found: dict[int, tuple[int, ...]] = {}
+    for number, name in enumerate(returned):
+        if name is not None:
+            read = frozenset(i for i, other in enumerate(returned) if other is not None and first[other] in of(name))
+            if others := tuple(sorted(read - {number})):
+                found[number] = others
+    return found
+
+
+def refuse_hooks(leaves: Sequence[Any], of: Feeding) -> None:
+    """Have an output's backward raise :class:`RuntimeMismatchError` where one that it is computed from has a hook by then."""
+    with torch._C.DisableTorchFunctionSubclass():  # the way through that of outputs in parts is long
+        kept = {i: _Hooks(leaves[i]) for others in of.values() for i in others if leaves[i].requires_grad}
+        for number, others in of.items():
+            sources = {i: kept[i] for i in others if i in kept and leaves[i] is not leaves[number]}
+            if sources and leaves[number].requires_grad:
+                leaves[number].register_hook(_check(number, sources))
+
+
+class _Hooks:
+    """Those of a tensor, which does not live longer for it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.own = x.register_hook(_nothing)
+        self.all, self.tensor = x._backward_hooks, weakref.ref(x)
+
+    @property
+    def there(self) -> bool:
+        x = self.tensor()
+        return any(key != self.own.id for key in self.all or ()) or (x is not None and x.retains_grad)
+
+
+def _nothing(gradient: torch.Tensor) -> None:
+    """A tensor's hooks are known by a list that its first one makes."""
+
+
+def _check(number: int, sources: Mapping[int, _Hooks]) -> Any:
+    def check(gradient: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = next((i for i, hooks in sources.items() if hooks.there), None)
+        if found is not None:
+            raise RuntimeMismatchError(
+                f"output {found} of the module has a hook or retain_grad(), and output {number}, which the forward computes "
+                f"from it, has a gradient: what comes back through {number} would not reach the hook. Compute {number} from "
+                f"{found} outside of the module, or register no hook on {found}."
+            )
+
+    return check
