@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 import torch
-from state_harness import Of, both, case, close, full, once, pair, refused, rows
+from state_harness import Of, both, case, close, full, once, pair, refused, rows, same_gradients
 from torch import nn
 
 import autoshard
@@ -301,3 +301,37 @@ def a_buffer_written_in_another_dtype(mesh: autoshard.Mesh) -> None:
         once(model, sharded, rows(seed=seed))
         for name in ("count", "seen", "sums"):
             close(getattr(sharded, name), getattr(model, name))
+
+
+@case
+def a_dict_that_the_forward_changes(mesh: autoshard.Mesh) -> None:
+    """The caller's gains and loses what eager's does, from call to call; with a backward, and without."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+            old = state["h"] if "h" in state else torch.zeros_like(x)
+            state["h"] = torch.tanh(self.down(self.up(x).relu()) + old.detach())
+            state["inner"]["count"] += 1
+            state.pop("first", None)
+            return state["h"].square().mean()
+
+    def start() -> dict[str, Any]:
+        return {"first": torch.ones(2), "inner": {"count": 0}}
+
+    model, sharded = pair(mesh, Recurrent)
+    for recorded in (True, False):
+        states = start(), start()
+        for seed in range(3):
+            with torch.set_grad_enabled(recorded):
+                expected, given = (m(rows(seed=seed), s) for m, s in zip((model, sharded), states, strict=True))
+            close(given, expected)
+            wanted, found = states
+            assert list(found) == list(wanted) == ["inner", "h"]
+            assert found["inner"] == wanted["inner"]
+            close(found["h"], wanted["h"])
+    both(model, sharded, lambda m: full(m(rows(), start())).backward())
+    same_gradients(sharded, model)

@@ -153,7 +153,9 @@ class ShardedModule(Compiling):
                     self._load(old, new)
                 else:  # set anew in the forward
                     self._of.replace(fqn, new.clone())
-        return give_back(graph.handed, (args, kwargs), pytree.tree_unflatten(leaves, graph.out_spec))
+        own = graph.out_spec.num_leaves
+        output = pytree.tree_unflatten(leaves[:own], graph.out_spec)
+        return give_back(graph.handed, graph.changed, (args, kwargs), output, leaves[own:])
 
     def called_alone(self, part: nn.Module) -> Any:
         """A module inside this one to be called by itself, on the same tensors: see :func:`~autoshard.module.inner.inner`."""

@@ -209,7 +209,7 @@ def _given_back(skeleton: nn.Module, given: dict[str, Any], capture: Capture) ->
         else out
         for out in graph.outputs
     ]
-    return pytree.tree_unflatten(leaves, graph.out_spec)
+    return pytree.tree_unflatten(leaves[: graph.out_spec.num_leaves], graph.out_spec)
 
 
 def _fields(given: Any) -> Mapping[str, Any]:

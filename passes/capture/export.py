@@ -39,7 +39,7 @@ from autoshard.passes.capture.exported.attributes import (
     write_back,
 )
 from autoshard.passes.capture.exported.growing import from_one, longer
-from autoshard.passes.capture.exported.handed import RETURNED, Handed, Returned
+from autoshard.passes.capture.exported.handed import CHANGED, RETURNED, Handed, Returned, of_dicts
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
 from autoshard.passes.capture.exported.provenance import ENABLES
 from autoshard.passes.capture.exported.trees import register_types
@@ -135,7 +135,8 @@ def _graph(model: nn.Module, example: Example, training: bool, dynamic: Dynamic)
         program, eager_grads, inputs = _export(model, example, training, dynamic)
     graph = with_kept_casts(translate(program, model, example, training, inputs))
     meta = program.graph_module.meta
-    return replace(graph, enables=meta[ENABLES], handed=meta[RETURNED]), eager_grads
+    own, changed = of_dicts(graph.out_spec, meta[CHANGED])
+    return replace(graph, out_spec=own, changed=changed, enables=meta[ENABLES], handed=meta[RETURNED]), eager_grads
 
 
 def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
@@ -178,14 +179,14 @@ def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynam
         _Retry(lambda e: _asks(e) and not dynamic, lambda: trace(steered=True), "With the answers of the example"),
     )
     check_views(program.graph_module)
-    returned = program.graph_module.meta[RETURNED]
+    known = {key: program.graph_module.meta[key] for key in (RETURNED, CHANGED)}
     try:
         with effects_stay():
             if training:
                 detach_no_grad(program.graph_module, gradient_sources(program, model, example))
             enables = (not training or without_grad.get()) and record_nothing(program.graph_module)
             program = decompose(program)
-            program.graph_module.meta |= {ENABLES: enables, RETURNED: returned}
+            program.graph_module.meta |= {ENABLES: enables, **known}
         write_out(program)
         return program, output_grads, inputs
     except UnequalError:
@@ -251,7 +252,8 @@ def _traced(
                 with effects_stay(), watch.active(), torch.set_grad_enabled(grad):
                     program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
                 check_draws(program)
-                program.graph_module.meta[RETURNED] = trace.returned
+                changed = tuple((path, lost) for path, (lost, _) in trace.changed.items())
+                program.graph_module.meta |= {RETURNED: trace.returned, CHANGED: changed}
                 return program, trace.output_grads, inputs
             except Exception as error:
                 cause = trace.error or error
@@ -276,6 +278,7 @@ class _Trace:
     def __init__(self, model: nn.Module, watch: Watch, example: Example, keywords: Collection[str] = ()) -> None:
         self.error: Exception | None = None
         self.returned: Returned = ()
+        self.changed: dict[Any, tuple[tuple[Any, ...], dict[Any, Any]]] = {}
         self.output_grads: list[bool] | None = None  # stays so for an fx.GraphModule: export interprets its graph
         forward, buffers = model.forward, dict(model.named_buffers())
         trained = [isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(example)]
@@ -292,7 +295,7 @@ class _Trace:
                     watch.begin(Forward(given, list(model.parameters()), state, trained))
                     output = forward(*args, **kwargs)
                     watch.end(output)
-                self.returned = handed.returned(output)
+                self.returned, self.changed = handed.returned(output), handed.changed
                 check_made(before)
                 for module, own, shapes in assigned:
                     check_shapes(module, shapes)
@@ -310,9 +313,13 @@ class _Trace:
         model.__dict__["forward"] = traced  # taken away again by _untouched
         model.register_forward_hook(self._output)
 
-    def _output(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _output(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """Behind the hooks of users: notes which outputs have gradients, and adds what dicts among the arguments gain."""
+        if self.changed:
+            output = output, tuple(gained for _, gained in self.changed.values())
         register_types(output)
         self.output_grads = [x.requires_grad for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+        return output
 
 
 def _compare_gradients(graph: Graph, eager: list[bool]) -> None:

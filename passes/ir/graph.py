@@ -253,9 +253,9 @@ class Graph:
     nodes: tuple[Node, ...]
     types: Mapping[str, TensorType]
     outputs: tuple[Any, ...]
-    """flat outputs: :class:`Ref` for tensors, anything else is returned as it is"""
+    """flat outputs: :class:`Ref` for tensors, anything else is returned as it is; those of ``changed`` are last"""
     out_spec: Any
-    """pytree spec that rebuilds the model's own output type from ``outputs``"""
+    """pytree spec that rebuilds the model's own output type from the first of ``outputs``"""
     in_spec: Any
     """pytree spec of ``(args, kwargs)``"""
     mutations: Mapping[str, str] = field(default_factory=dict)
@@ -273,6 +273,9 @@ class Graph:
     """whether the forward turns gradients on where its call has them off, of which a graph without a backward has none"""
     handed: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = field(default=(), compare=False)
     """of objects that are handed in and come out as they are, such as caches: where in ``(args, kwargs)``, and in the output"""
+    changed: tuple[tuple[tuple[Any, ...], tuple[Any, ...], Any], ...] = ()
+    """of dicts that are handed in, changed, and do not come out: where in ``(args, kwargs)``, which keys they lose, and the
+    structure of a dict of what they gain"""
     passes: int = 1
     """how many of it, one after another, are a step: micro-batches"""
 

@@ -302,9 +302,11 @@ def comes_in(layouts: Sequence[Layout | None], graph: Graph) -> dict[str, Layout
 def goes_out(states: Mapping[str, Layout], graph: Graph) -> dict[str, Layout]:
     """The layouts that outputs shall have, by "out:i": those of ``states``, by the name of the argument that the next call
     takes them under; of a stage, whose outputs have no such names, by "out:i" too."""
-    if not states or graph.out_spec is None or graph.out_spec.num_leaves != len(graph.outputs):
+    if not states or graph.out_spec is None or graph.out_spec.num_leaves > len(graph.outputs):
         return {name: layout for name, layout in states.items() if name.startswith("out:")}
-    blank = pytree.tree_unflatten([torch.empty(0, device="meta") for _ in graph.outputs], graph.out_spec)
+    blank = pytree.tree_unflatten(
+        [torch.empty(0, device="meta") for _ in range(graph.out_spec.num_leaves)], graph.out_spec
+    )
     paths = (path for path, _ in pytree.tree_flatten_with_path(blank)[0])
     names = ("".join([str(getattr(key, "key", "")) for key in path[:1]] + [*map(str, path[1:])]) for path in paths)
     return {f"out:{i}": states[name] for i, name in enumerate(names) if name in states}

@@ -48,4 +48,4 @@ def outputs(graph: Graph, values: Mapping[str, Any]) -> Any:
     import torch.utils._pytree as pytree
 
     flat = [map_refs(out, lambda ref: values[ref.name]) for out in graph.outputs]
-    return pytree.tree_unflatten(flat, graph.out_spec)
+    return pytree.tree_unflatten(flat[: graph.out_spec.num_leaves], graph.out_spec)

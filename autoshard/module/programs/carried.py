@@ -13,14 +13,20 @@ from autoshard.mesh import Mesh
 from autoshard.module.dtensors.of_stage import OfStage
 from autoshard.module.dtensors.outputs import ABOUT, chosen_dim
 from autoshard.module.programs.simulate import cut, join, views
+from autoshard.passes.ir.graph import Graph
 
 
-def carried(spec: Any, parameters: Collection[str]) -> tuple[bool, ...]:
+def carried(graph: Graph, parameters: Collection[str]) -> tuple[bool, ...]:
     """Per output whether it is part of a state that the next call takes. ``parameters``: the forward's, by name.
 
-    Fields that are called as an argument, objects of the model's own classes (caches), and tuples inside a tuple are
-    states; other fields, such as logits and hidden states, are results.
+    Fields that are called as an argument, objects of the model's own classes (caches), tuples inside a tuple, and what is
+    put into a dict among the arguments are states; other fields, such as logits and hidden states, are results.
     """
+    own = _of_output(graph.out_spec, parameters)
+    return (*own, *[True] * (len(graph.outputs) - len(own)))
+
+
+def _of_output(spec: Any, parameters: Collection[str]) -> tuple[bool, ...]:
     if spec.is_leaf():
         return (False,)
     found: list[bool] = []

@@ -249,7 +249,7 @@ class Compiling(Fixed):
         self._adopt_attributes(found.graph, found.parameter_layouts)
         others = {name: self._layout_of.get(name, Layout(self._running)) for name in self._of.slots}
         object.__setattr__(self, "_parameter_layouts", {**others, **kept})
-        outputs = carried(found.graph.out_spec, inspect.signature(self._of.model.forward).parameters)
+        outputs = carried(found.graph, inspect.signature(self._of.model.forward).parameters)
         executable = Executable.of(found, described(found.graph, args, kwargs), outputs, structure)
         if structure is not None and (why := executable.refuses(structure, call.leaves)):
             raise PlanError(f"the program does not serve the call it was made for: {why}")

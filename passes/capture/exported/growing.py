@@ -72,7 +72,7 @@ def _is(one: Graph, more: Graph, values: Mapping[sympy.Symbol, sympy.Integer]) -
         and all(
             one.types[n] == replace(more.types[m], shape=map_tree(more.types[m].shape, at)) for m, n in names.items()
         )
-        and (one.outputs, one.out_spec) == (map_tree(more.outputs, at), more.out_spec)
+        and (one.outputs, one.out_spec, one.changed) == (map_tree(more.outputs, at), more.out_spec, more.changed)
         and one.mutations == {fqn: names[n] for fqn, n in more.mutations.items()}
         and all(torch.equal(x, more.constants[n]) for n, x in one.constants.items())
     )

@@ -1,13 +1,15 @@
 """Objects among the arguments that a forward changes, such as a cache of transformers that it fills and gives back.
 
 A call is made of tensors: the trace has objects of its own, and so has every result. What is handed in and comes out as one
-object in eager is one object to the caller of a program, too; what is changed and does not come out would be lost.
+object in eager is one object to the caller of a program, too. What a forward puts into a dict that does not come out are
+further outputs, which are put there; any other object that is changed and does not come out would be lost.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +27,12 @@ Returned = tuple[tuple[Path, Path], ...]
 """where an object is in ``(args, kwargs)``, and where in the output: every place"""
 RETURNED = "autoshard_returned"
 """under which name an exported program knows them"""
+Changed = tuple[tuple[Path, tuple[Any, ...], Any], ...]
+"""where a dict is in ``(args, kwargs)``, which keys it loses, and the structure of a dict of what it gains"""
+CHANGED = "autoshard_changed"
+"""under which name an exported program knows where such dicts are, and which keys they lose"""
+_RESULTS = (torch.Tensor, bool, int, float, str, type(None))
+"""what a program can give back"""
 
 
 class Handed:
@@ -36,11 +44,14 @@ class Handed:
             path: (x, dict(_inside(x))) for path, x in found if len(path) > 1
         }  # (1,): kwargs, made by Python
         self.tensors = {id(t): t for _, inside in self.before.values() for x in inside.values() for t in _tensors(x)}
+        self.changed: dict[Path, tuple[tuple[Any, ...], dict[Any, Any]]] = {}
+        """where a dict is that does not come out again: the keys that it loses, and what it gains"""
 
     def returned(self, output: Any) -> Returned:
-        """The outermost objects that come out again; raises :class:`CaptureError` for others that got new tensors.
+        """The outermost objects that come out again; of other dicts notes what has :attr:`changed`.
 
-        Warns where others are changed without new ones, as by ``pop()``.
+        Raises :class:`CaptureError` for other objects that got new tensors, and warns where they are changed without new
+        ones, as by ``pop()``.
         """
         places: dict[int, Path] = {}
         for path, (value, _) in self.before.items():
@@ -52,13 +63,30 @@ class Handed:
             now = dict(_inside(value))
             changed = [key for key in {**had, **now} if now.get(key, _NOTHING) is not had.get(key, _NOTHING)]
             made = [key for key in changed if any(id(t) not in self.tensors for t in _tensors(now.get(key)))]
-            if changed:
+            gained = {key: now[key] for key in changed if key in now}
+            if changed and isinstance(value, dict) and all(isinstance(x, _RESULTS) for x in pytree.tree_leaves(gained)):
+                self.changed[path] = tuple(key for key in changed if key not in now), gained
+            elif changed:
                 _lost(value, (made or changed)[0], path, bool(made))
         return tuple(found)
 
 
-def give_back(returned: Returned, arguments: Any, output: Any) -> Any:
-    """``output`` with the caller's own objects in it, which take what those of the program hold."""
+def of_dicts(spec: Any, where: Sequence[tuple[Path, tuple[Any, ...]]]) -> tuple[Any, Changed]:
+    """The structure of a model's own output, and of what dicts gain, in that of both, ``spec``."""
+    if not where:
+        return spec, ()
+    own, gained = spec.children()
+    return own, tuple((*place, of) for place, of in zip(where, gained.children(), strict=True))
+
+
+def give_back(returned: Returned, changed: Changed, arguments: Any, output: Any, gained: Iterable[Any]) -> Any:
+    """``output`` with the caller's own objects in it, which take what those of the program hold.
+
+    ``gained``: the leaves of what the caller's dicts gain.
+    """
+    rest = iter(gained)
+    taken = [pytree.tree_unflatten(list(itertools.islice(rest, spec.num_leaves)), spec) for _, _, spec in changed]
+    dicts = [_at(arguments, path) for path, _, _ in changed]  # before any of them is changed
     own: dict[int, Any] = {}
     for given, made in returned:
         into, new = _at(arguments, given), _at(output, made)
@@ -74,6 +102,10 @@ def give_back(returned: Returned, arguments: Any, output: Any) -> Any:
         else:
             for name, value in attributes_of(new).items():
                 object.__setattr__(into, name, value)
+    for mapping, (_, lost, _), new in zip(dicts, changed, taken, strict=True):
+        mapping.update(new)
+        for key in lost:
+            del mapping[key]
     return pytree.tree_map(lambda x: own.get(id(x), x), output, is_leaf=lambda x: id(x) in own) if own else output
 
 
@@ -121,7 +153,7 @@ def _lost(value: Any, key: Any, path: Path, made: bool) -> None:
     name = repr(name) if path[0] else f"number {name}"
     does = "puts a new tensor into" if made else "changes"
     said = f"the forward {does} {key!r} of its argument {name} (a {kind}), which it does not return"
-    if isinstance(value, dict) or not made:  # often a batch that is prepared in place, and read no more
+    if not made:
         log.warning("%s: the caller's stays as it was. Return it where it is read after the call.", said)
     else:
         raise CaptureError(f"{said}: the caller would not see it. Return the {kind}.")
