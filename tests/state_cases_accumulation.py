@@ -160,6 +160,9 @@ def a_step_after_no_sync(mesh: autoshard.Mesh) -> None:
         full(module(ids(seed=1))[0]).backward()
     same_gradients(sharded, model)
     optimizer.step()
+    sharded.load_full_state_dict(model.state_dict())
+    both(model, sharded, lambda m: m.float())  # a tensor that has a weak reference could not be
+    same_state(sharded, model)
 
 
 @case

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from state_experts import AsTuple
 from state_harness import Smooth, both, case, close, full, pair, rows, same_gradients, same_state
 from torch import nn
 
@@ -31,27 +32,36 @@ VIEWS: tuple[Callable[[Any], Any], ...] = (
     lambda x: x[:, 2:4].mul_(2),
     lambda x: x[1:3].t()[1:].add_(4),
     lambda x: x[4][1:3].zero_(),
+    lambda x: x.chunk(2)[1].mul_(3),
+    lambda x: x.split([1, 2, x.shape[0] - 3])[1][0].fill_(2),
+    lambda x: x.split(2, dim=1)[1].add_(1),
+    lambda x: x.diagonal().zero_(),
 )
 
 
 @case
 def weights_and_gradients_set_by_index(mesh: autoshard.Mesh) -> None:
-    for like in ("fsdp", None):
-        model, sharded = pair(mesh, Smooth, rows(4, 6), like=like)
+    fused = rows(20).unflatten(0, (4, 5))
+    for make, x, names, like in (
+        (Smooth, rows(4, 6), ("a.weight", "b.weight"), "fsdp"),
+        (Smooth, rows(4, 6), ("a.weight", "b.weight"), None),
+        (AsTuple, fused, ("qkv.weight", "gate_up.weight"), "megatron"),  # cut in every one of their parts
+    ):
+        model, sharded = pair(mesh, make, x, like=like)
         for m in (model, sharded):
-            full(m(rows(4, 6))[0]).backward()
-            for p in (m.a.weight, m.b.weight):
-                for x in (p.grad, p.data):
-                    _edited(x)
+            full(m(x)[0]).backward()
+            for p in map(m.get_parameter, names):
+                for t in (p.grad, p.data):
+                    _edited(t)
                 with torch.no_grad():
                     p[0, 1] = 7
                 for write in VIEWS:
                     write(p.grad)
                     write(p.data)
-            m.a.weight.grad = m.a.weight.grad.clamp(-3, 3)
+            p.grad = p.grad.clamp(-3, 3)
         same_gradients(sharded, model)
         same_state(sharded, model)
-        close(sharded(rows(4, 6))[0], model(rows(4, 6))[0])
+        close(sharded(x)[0], model(x)[0])
 
 
 @case

@@ -150,10 +150,12 @@ class InProcessModule(ShardedModule):
         return found
 
     def _seen(self, key: Any, full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
-        """Every rank's part of what is only read: views, made anew where the tensor is another."""
+        """Every rank's part of what is only read: views, made anew where the tensor is another; else copies, in every call."""
         known, lie = self._parts.get(key), (full.data_ptr(), full.stride())
         if known is None or known[0] is not full or known[1] != lie:
             parts = tuple(shard_of(full, layout, rank).detach() for rank in range(self._running.size))
+            if layout.grouped:  # fused parts, put together: what is written to the tensor later is not in these
+                return parts
             known = self._parts[key] = full, lie, parts
         return known[2]
 

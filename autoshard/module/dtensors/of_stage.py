@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
 from autoshard.module.dtensors.outputs import ABOUT, Output, chosen_dim
+from autoshard.module.dtensors.strided import cuts
 from autoshard.module.dtensors.views import in_order, is_view, writes
 from autoshard.runtime.programs.along import Along
 
@@ -111,9 +112,9 @@ def _stays(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor], first: OfStage
 ) -> bool:
     """Whether every rank can do it with its part: what is decided is the same on all ranks, with data or without."""
-    if chosen_dim(func, args, kwargs) is not None:
-        dim = chosen_dim(func, args, kwargs)
-        return not any(p.is_partial() or p.is_shard(dim) for p in first.placements)
+    dim = chosen_dim(func, args, kwargs)
+    if dim is not None:
+        return not any(p.is_partial() or cuts(p, dim) for p in first.placements)
     ours = all(isinstance(x, OfStage) and x.home == first.home for x in given)
     name, rest = getattr(func, "__name__", ""), (*args[1:], *kwargs.values())
     if name == "to" and not all(isinstance(x, torch.dtype | bool) for x in rest):  # elsewhere

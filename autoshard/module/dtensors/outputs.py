@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoshard.module.dtensors.strided import cuts
 from autoshard.module.dtensors.views import in_order, is_view, seen_from, set_through, writes
 
 log = logging.getLogger("autoshard")
@@ -93,7 +94,7 @@ class Output(DTensor):
             if writes(func) and set_through(func, *given):
                 return args[0]
             dim = chosen_dim(func, *given)
-            if dim is not None and not any(p.is_partial() or p.is_shard(dim) for p in args[0].placements):
+            if dim is not None and not any(p.is_partial() or cuts(p, dim) for p in args[0].placements):
                 return _of_part(func, dim, *given)
             if func not in _ON_WHOLE and not any(_is_plain(x) for x in pytree.tree_leaves(given)):
                 try:

@@ -51,6 +51,11 @@ def mend_strided() -> None:
     planner.generate_greedy_transform_infos = gathered_first
 
 
+def cuts(placement: Any, dim: int) -> bool:
+    """Whether tensor dim ``dim``, counted from the front, is cut: torch's strided shards say no to ``is_shard()``."""
+    return bool(placement.is_shard(dim)) or (isinstance(placement, _StridedShard) and placement.dim == dim)
+
+
 def says_ratio(placement: _StridedShard) -> bool:
     """Whether its split factor is no number of equal parts."""
     return int(placement.split_factor) < 0

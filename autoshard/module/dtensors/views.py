@@ -17,11 +17,18 @@ import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoshard.module.dtensors.draws import first_ranks_generator
+from autoshard.module.dtensors.strided import cuts
 
 aten = torch.ops.aten
 
-VIEWS = (aten.select.int, aten.slice.Tensor)
-"""what indexing takes, each with a dim"""
+VIEWS = {
+    aten.select.int: 1,
+    aten.slice.Tensor: 1,
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+    aten.diagonal.default: None,
+}
+"""what indexing, ``split``, ``chunk`` and ``diagonal`` take → where its dim stands, 0 if not given; None: it has several"""
 
 _WRITING = re.compile(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
 """names of functions that write into their first argument"""
@@ -87,8 +94,9 @@ def _is_writing(name: str) -> bool:
 
 def indexed(x: Any, made: Any, op: Any, rest: tuple[Any, ...]) -> Any:
     """``made``, by one of :data:`VIEWS`, of ``x``: noted where it is a copy of a parameter or gradient."""
-    dim = rest[0] if rest and (op is not aten.slice.Tensor or len(rest) > 1) else 0
-    cut = any(p.is_shard(dim % max(x.ndim, 1)) for p in x.placements)
+    at = VIEWS[op]
+    dims = range(x.ndim) if at is None else (rest[at - 1] % max(x.ndim, 1) if len(rest) >= at else 0,)
+    cut = any(cuts(p, dim) for p in x.placements for dim in dims)
     copied = type(x) is Copied or (type(x) is DTensor and cut and x.grad_fn is None)
     return seen_from(x, made, op, rest) if copied else made
 

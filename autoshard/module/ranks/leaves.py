@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from autoshard import runtime
 from autoshard.errors import RuntimeMismatchError
@@ -151,7 +150,7 @@ def _meet(comm: Communicator, p: Any, axes: Axes) -> Axes:
     if held is not None and held != axes and not _accumulates(p):
         held = None
     if axes:
-        _deferred[p] = None
+        _deferred.add(id(p))
     if held is None or held == axes:
         return axes
     local, spec = p.grad.to_local(), p.grad._spec
@@ -176,8 +175,8 @@ def _accumulates(p: torch.Tensor) -> bool:
         return False
 
 
-_deferred = WeakIdKeyDictionary()
-"""parameters that had gradients left as summands"""
+_deferred: set[int] = set()
+"""ids of parameters that had gradients left as summands: what has a weak reference cannot be converted (``.to(dtype)``)"""
 
 
 def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -186,7 +185,9 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     waiting = 0
     for group in optimizer.param_groups:
         for p in group["params"]:
-            waiting += p in _deferred and isinstance(p.grad, DTensor) and any(x.is_partial() for x in p.grad.placements)
+            waiting += (
+                id(p) in _deferred and isinstance(p.grad, DTensor) and any(x.is_partial() for x in p.grad.placements)
+            )
     if waiting:
         raise RuntimeMismatchError(
             f"{waiting} gradients are not summed over the ranks yet: the last backward pass was inside no_sync(). Run "
