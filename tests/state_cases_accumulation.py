@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from state_cases_inputs import BATCH, Tied, executed, is_distributed, real
 from state_harness import both, case, close, full, ids, pair, refused, same_gradients, same_state, steps
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.errors import RuntimeMismatchError
@@ -132,6 +134,40 @@ def no_sync_after_a_summed_gradient(mesh: autoshard.Mesh) -> None:
     same_gradients(sharded, model)
     if is_distributed(sharded):
         assert not any(x.is_partial() for p in sharded.parameters() for x in p.grad.placements)
+
+
+@case
+def gradients_from_several_sides(mesh: autoshard.Mesh) -> None:
+    """Two forwards and a penalty in one loss, hooks, a second backward: summed as autograd does, whichever sets ``.grad``."""
+    model, sharded = pair(real(mesh), Tied, ids(), hints=BATCH)
+    for module in (model, sharded):
+        with detached() as count:
+            full(module(ids())[0]).backward()
+        if is_distributed(module):
+            assert not count, "a gradient that is the only one is taken as it is"
+        module.zero_grad()
+        two = full(module(ids(seed=1))[0]) + full(module(ids(seed=2))[0])
+        (two + full(module.up.weight.square().sum())).backward()
+        module.down.weight.register_hook(lambda g: g * 2)
+        full(module(ids(seed=3))[0]).backward()
+        module.down.weight.grad = None
+        full(module(ids(seed=4))[0]).backward()
+    same_gradients(sharded, model)
+
+
+@contextlib.contextmanager
+def detached() -> Iterator[list[Any]]:
+    """What DTensors are detached inside."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    op, found = torch.ops.aten.detach.default, list[Any]()
+    before = handlers.get(op)
+    if before is not None:
+        handlers[op] = lambda *args: (found.append(op), before(*args))[1]
+    try:
+        yield found
+    finally:
+        if before is not None:
+            handlers[op] = before
 
 
 @case

@@ -12,10 +12,13 @@ import torch.distributed.checkpoint as checkpoint
 from table_models import DCN, fields, towers
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
 from autoshard.runtime.operations.stacked import are_neighbours
+from autoshard.runtime.transport.move import Move, Splits
+from autoshard.runtime.transport.process_group import TorchCommunicator
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # else the reference's Adagrad warns that nobody has said so
 
@@ -134,6 +137,35 @@ def tables_in_parts_and_lower_precision() -> None:
             torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=0.1, atol=0.02, msg=name)
 
 
+class Ops(TorchDispatchMode):
+    """The names of the operations inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def rows_are_sent_from_where_they_lie() -> None:
+    """To where they stay, without a copy, unless axes number the ranks in another order than the process group does."""
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    for axes, order in ((("a", "b"), range(ranks)), (("b", "a"), [0, 2, 1, 3][:ranks] if ranks == 4 else range(ranks))):
+        comm = TorchCommunicator({"a": 2, "b": ranks // 2})
+        number, names = list(order).index(me), comm.active(axes)
+        gives = [1 + (number + k) % 3 for k in range(ranks)]  # as many both ways
+        x = torch.cat([torch.full((n, 2), 10.0 * number + k) for k, n in enumerate(gives)])
+        with Ops() as ops:
+            out = comm.execute(
+                Move("S", "S", names, 0, splits=Splits(tuple(gives), tuple(gives), number)), x, "forward"
+            )
+        expected = torch.cat([torch.full((n, 2), 10.0 * k + number) for k, n in enumerate(gives)])
+        assert torch.equal(out, expected), (axes, out, expected)
+        assert any("cat" in name for name in ops.names) == (list(order) != list(range(ranks))), ops.names
+
+
 TABLES = {
     f.__name__: f
     for f in (
@@ -141,5 +173,6 @@ TABLES = {
         jagged_bags_of_one_owner,
         sparse_rows_and_replicas,
         tables_in_parts_and_lower_precision,
+        rows_are_sent_from_where_they_lie,
     )
 }

@@ -40,6 +40,7 @@ CONTRACT = (
     "jagged_bags_of_one_owner",
     "sparse_rows_and_replicas",
     "tables_in_parts_and_lower_precision",
+    "rows_are_sent_from_where_they_lie",
 )
 IN_BOTH = {
     "train_gpt",
@@ -50,6 +51,7 @@ IN_BOTH = {
     "clipping",
     "full_state_dict_round_trip",
     "different_inputs_are_refused",
+    "rows_are_sent_from_where_they_lie",
 }
 """what runs in the larger world, too, without --run-slow"""
 

@@ -63,7 +63,20 @@ class _Locals(torch.autograd.Function):
             there = [i for i, g in enumerate(found) if g is not None]
             made = iter(_Globals.apply([specs[i] for i in there], *(found[i] for i in there)))  # type: ignore[no-untyped-call]
             return None, *(None if g is None else next(made) for g in found)
-        return None, *(None if g is None else _global(g, spec) for g, spec in zip(found, specs, strict=True))
+        leaves = (node for node, _ in ctx.next_functions)
+        given = (None if g is None else _global(g, spec) for g, spec in zip(found, specs, strict=True))
+        return None, *(
+            None if g is None or _set(p, g, leaf) else g
+            for p, g, leaf in zip(ctx.parameters, given, leaves, strict=True)
+        )
+
+
+def _set(p: Any, gradient: DTensor, leaf: Any) -> bool:
+    """Have ``gradient`` be ``p.grad`` where the node ``leaf`` would do no more: it takes another DTensor of each gradient."""
+    if not p.is_leaf or p.grad is not None or p._backward_hooks or p._post_accumulate_grad_hooks or not _is_run(leaf):
+        return False
+    p.grad = gradient
+    return True
 
 
 def _in_rows(p: Any, gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
@@ -167,11 +180,14 @@ def _meet(comm: Communicator, p: Any, axes: Axes) -> Axes:
 
 def _accumulates(p: torch.Tensor) -> bool:
     """Whether the running backward adds to ``p.grad``: not where torch.autograd.grad asks for something."""
-    if not p.is_leaf:
-        return False
+    return p.is_leaf and _is_run(torch.autograd.graph.get_gradient_edge(p).node)
+
+
+def _is_run(node: Any) -> bool:
+    """Whether the running backward runs this node."""
     try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node))
-    except RuntimeError:  # autograd.grad, of this parameter
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad stops at it
         return False
 
 

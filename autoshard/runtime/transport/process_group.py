@@ -339,11 +339,15 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
 
 
 def _rows(comm: TorchCommunicator, splits: Splits, group: _Group, x: torch.Tensor) -> torch.Tensor:
-    members = range(group.size) if group.order is None else group.order
-    pieces = x.split(splits.sent)
-    shapes = [(splits.received[k], *x.shape[1:]) for k in members]
-    out = _exchanged(comm, [pieces[k].reshape(-1) for k in members], [numel(s) for s in shapes], group)
-    return torch.cat(_by_index([p.view(s) for p, s in zip(out, shapes, strict=True)], group))
+    """Rows go from where they lie to where they stay, unless the process group has an order of its own."""
+    order = range(group.size) if group.order is None else group.order
+    gives, gets = [splits.sent[k] for k in order], [splits.received[k] for k in order]
+    if group.order is not None:
+        pieces = x.split(splits.sent)
+        x = torch.cat([pieces[k] for k in order])
+    out = x.new_empty(sum(gets), *x.shape[1:])
+    comm.run(group, dist.all_to_all_single, raw(out), raw(x.contiguous()), gets, gives)
+    return out if group.order is None else torch.cat(_by_index(out.split(gets), group))
 
 
 def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
