@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,16 +26,16 @@ from autoshard.errors import MeshError
 from autoshard.hardware import AHEAD, Hardware, Link, free_memory
 from autoshard.mesh import Mesh, MeshLike
 
-NARROW = (4, 16, 64)
+NARROW = (4, 16, 64, 256)
 """lengths of the shortest dim of products"""
 KEYS = {"cpu": (32, 128, 512), "cuda": (512, 2048, 8192)}
 """lengths of attention"""
 CPU_TILE = 512
 """keys that PyTorch's attention on CPUs leaves out together (kvSplitSize in ATen's native/cpu/FlashAttentionKernel.cpp)"""
-CACHED = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21)
-"""elements of tensors that caches may hold"""
+CACHED = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 22)
+"""elements of tensors that caches may hold, or malloc has memory for; for larger ones (glibc: 32 MiB) the system maps it"""
 KEPT = 1 << 26
-"""bytes of results that a forward keeps before anything is given back"""
+"""bytes of results that are kept"""
 
 
 def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
@@ -93,7 +94,8 @@ def _measured(quick: bool) -> Hardware:
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     clock = Clock(device, 8 if quick else 16)
     dtypes = [torch.float32, torch.bfloat16] if quick else [torch.float32, torch.float64, torch.bfloat16]
-    speeds = [(dtype, agreed(_product_speed(clock, dtype, quick), min)) for dtype in dtypes]
+    large = 8192 if device.type == "cuda" else 512 if quick else 1024
+    speeds = [(dtype, agreed(_product_speed(clock, dtype, large), min)) for dtype in dtypes]
     bandwidth = agreed(_bandwidth(clock), min)
     latency = agreed(_launch(clock), max)
     caches = () if device.type == "cuda" else _caches(clock)
@@ -120,7 +122,7 @@ def _measured(quick: bool) -> Hardware:
         overlap=agreed(overlap(clock), min) if world > 1 else 0.0,
         memory_efficiency=1.0,
         dtypes=tuple((str(dtype).removeprefix("torch."), speed) for dtype, speed in speeds),
-        products=tuple((n, agreed(_narrow_speed(clock, n), min) / peak) for n in NARROW),
+        products=(*((n, agreed(_narrow_speed(clock, n), min) / peak) for n in NARROW), (large, 1.0)),
         convolutions=agreed(_convolution_speed(clock), min) / peak,
         attention=tuple(attention),
         attention_tile=0 if device.type == "cuda" else CPU_TILE,
@@ -132,22 +134,19 @@ def _measured(quick: bool) -> Hardware:
 
 
 def _kept_seconds(clock: Clock, call: Callable[[], torch.Tensor]) -> float:
-    """Of one call, whose result is kept beside those of others until all are given back: in a step results go to memory
-    that no cache holds, and that the system may have to map first."""
-    count = max(1, min(MOST, KEPT // call().nbytes))
-
-    def forward() -> None:
-        kept = [call() for _ in range(count)]
-        kept.clear()
-
-    return clock.seconds(forward, together=True) / count
+    """Of one call, whose result is kept beside those of others, and takes the place of the oldest: in a step results go to
+    memory that no cache holds, and that mostly was some other tensor's before."""
+    one = call().nbytes
+    kept = deque[torch.Tensor](maxlen=max(1, min(MOST, KEPT // one)))
+    while len(kept) < (kept.maxlen or 0):
+        kept.append(call())
+    return clock.seconds(lambda: kept.append(call()), together=True)
 
 
-def _product_speed(clock: Clock, dtype: torch.dtype, quick: bool) -> float:
-    """FLOP/s of a large product: smaller ones, whose operands lie in the innermost caches, are faster than those of steps."""
-    n = 8192 if clock.device.type == "cuda" else 512 if quick else 1024
+def _product_speed(clock: Clock, dtype: torch.dtype, n: int) -> float:
+    """FLOP/s of a large product, of square matrices with ``n`` rows."""
     a, b = (torch.randn(n, n, device=clock.device).to(dtype) for _ in range(2))
-    return 2.0 * n**3 / clock.seconds(partial(torch.matmul, a, b), together=True)
+    return 2.0 * n**3 / _kept_seconds(clock, partial(torch.matmul, a, b))
 
 
 def _narrow_speed(clock: Clock, n: int) -> float:
@@ -155,12 +154,12 @@ def _narrow_speed(clock: Clock, n: int) -> float:
     width = 4096 if clock.device.type == "cuda" else 512
     x, weight = (torch.randn(k, width, device=clock.device, dtype=USED[clock.device.type]) for k in (n, width))
 
-    def products() -> None:
+    def products() -> torch.Tensor:
         y = x @ weight.t()
         y @ weight
-        y.t() @ x
+        return y.t() @ x
 
-    return 3 * 2.0 * n * width**2 / clock.seconds(products, together=True)
+    return 3 * 2.0 * n * width**2 / _kept_seconds(clock, products)
 
 
 def _convolution_speed(clock: Clock) -> float:
@@ -177,7 +176,7 @@ def _convolution_speed(clock: Clock) -> float:
 
 
 def _bandwidth(clock: Clock) -> float:
-    """Bytes per second that an addition reads and writes, of tensors that fit in no cache."""
+    """Bytes per second that an addition reads and writes, of tensors for which no memory is kept."""
     n = 1 << (28 if clock.device.type == "cuda" else 23)
     a, b = (torch.ones(n, device=clock.device) for _ in range(2))
     return 3 * 4 * n / _kept_seconds(clock, partial(torch.add, a, b))
@@ -203,7 +202,7 @@ def _attention_speed(clock: Clock, keys: int, peak: float) -> tuple[float, float
     attend = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v)
     out = attend()
     back = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
-    forward, backward = clock.seconds(attend, together=True), clock.seconds(back, together=True)
+    forward, backward = _kept_seconds(clock, attend), _kept_seconds(clock, lambda: back()[0])
     return agreed(flops / forward, min) / peak, agreed(2.5 * flops / backward, min) / peak
 
 
