@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,38 @@ from autoshard.passes.rules.interpret import interpret, outputs
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Written(nn.Module):
+    """A buffer that counts calls, a write into a view, a value that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8, bias=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        h = self.up(x)
+        h[0].mul_(2)
+        h.exp()
+        return h.tanh()
+
+
+def test_a_graph_as_text() -> None:
+    """No operation writes: the last value of the buffer goes back after the forward."""
+    text = re.sub(r"\.py:\d+$", ".py", str(capture(Written(), (torch.zeros(2, 4),))), flags=re.MULTILINE)
+    assert text.splitlines() == [
+        "graph(p_up_weight: f64[8, 4], b_calls: f64[], x: f64[2, 4]):",
+        "    add = aten.add.Tensor(b_calls, 1)    # f64[]    test_capture.py",
+        "    linear = aten.linear.default(x, p_up_weight)    # f64[2, 8]  up  test_capture.py",
+        "    select = aten.select.int(linear, 0, 0)    # f64[8]    test_capture.py",
+        "    mul = aten.mul.Tensor(select, 2)    # f64[8]    test_capture.py",
+        "    select_scatter = aten.select_scatter.default(linear, mul, 0, 0)    # f64[2, 8]    test_capture.py",
+        "    tanh = aten.tanh.default(select_scatter)    # f64[2, 8]    test_capture.py",
+        "    return tanh",
+        "    calls ← add",
+    ]
 
 
 # --- values, gradients and buffers

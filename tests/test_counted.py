@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import ideal
+from lowering_steps import change
 from torch import Tensor, nn
 
 import autoshard
@@ -17,6 +18,7 @@ from autoshard.errors import PlanError
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Program
 from autoshard.passes.ir.verify import check_program
+from autoshard.passes.lower.counted import counted
 from autoshard.plans.wishes import Wishes
 
 LABELS = torch.tensor([1, -100, 2, 0, -100, -100, -100, -100, 3, 1, 0, 2])
@@ -43,6 +45,17 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 def counts(sharded: Any) -> list[str]:
     return [c.reason for c in sharded.plan.collectives if c.reason.endswith("count")]
+
+
+def test_a_loss_over_rows_reads_all_labels() -> None:
+    """Negative control: not where every rank has all rows."""
+    given = torch.zeros(12, 6), LABELS
+    call = "runtime.cross_entropy(linear, labels__1, weight=b_weight, label_smoothing=0.1, classes=4, batch_axes='tp'"
+    assert change(counted, Classifier(), *given, like="ddp") == [
+        f"- cross_entropy_loss: f32[] P@tp = {call})",
+        f"+ cross_entropy_loss: f32[] P@tp = {call}, counted=labels)",
+    ]
+    assert change(counted, Classifier(), *given, like="replicate") == []
 
 
 @pytest.mark.parametrize("log", [False, True], ids=["cross_entropy", "nll_loss"])

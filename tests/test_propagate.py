@@ -14,9 +14,12 @@ import autoshard
 from autoshard.layout import Layout
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.assignment import Assignment
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.sizes import noting
 from autoshard.passes.propagate import propagate
 from autoshard.passes.propagate.edges import EdgeTables
 from autoshard.passes.propagate.hints import resolve
+from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.redistribute import cost_matrix
 
@@ -200,3 +203,29 @@ def test_what_edges_cannot_tell_apart_is_stored_once() -> None:
         expected = cost_matrix(*sides, type_.shape, type_.dtype, type_.moves, type_.unknown)
         whole = sum(table.parts)[np.ix_(table.rows, table.columns)]
         np.testing.assert_allclose(whole, np.where(link.mask, expected, 0.0), rtol=1e-12)
+
+
+def spaces_of(dynamic: bool) -> tuple[OpSpaces, OpSpaces, Graph]:
+    """Of one graph on one mesh, twice."""
+    model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(16, 32))
+    graph = capture(model, (torch.zeros(4, 12, 16),), {}, training=True, dynamic=dynamic)
+    mesh = autoshard.Mesh({"tp": 2})
+    return OpSpaces(graph, mesh), OpSpaces(graph, mesh), graph
+
+
+def test_what_asks_after_the_search_asks_the_spaces_that_it_searched() -> None:
+    first, second, graph = spaces_of(dynamic=False)
+    assert all(first[node] is second[node] for node in graph.nodes)
+    other = OpSpaces(graph, autoshard.Mesh({"tp": 4}))
+    assert not any(first[node] is other[node] for node in graph.nodes)
+
+
+def test_every_search_notes_what_it_decides_about_open_lengths() -> None:
+    *twice, graph = spaces_of(dynamic=True)
+    conditions = []
+    for spaces in twice:
+        with noting() as decided:
+            assert all(spaces[node].choices for node in graph.nodes)
+        conditions.append([str(c) for c in decided])
+    (first,), (second,) = conditions
+    assert first == second

@@ -298,6 +298,11 @@ class Graph:
         return replace(self, types={n: t.example for n, t in self.types.items()}, symbols=STATIC)
 
     @cached_property
+    def known(self) -> dict[Any, Any]:
+        """What one pass found of this graph and another one asks for again."""
+        return {}
+
+    @cached_property
     def parameters(self) -> frozenset[str]:
         """Names of the inputs that are parameters."""
         return frozenset(i.name for i in self.inputs if i.kind == "parameter")

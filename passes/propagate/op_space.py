@@ -176,7 +176,7 @@ def _priced(
 
 
 class OpSpaces:
-    """The op space of every node of a graph; nodes with the same signature share one.
+    """The op space of every node of a graph; nodes with the same signature share one, here and in what asks after the search.
 
     ``asked``: node name → what an expert's plan restricts it to.
     """
@@ -185,7 +185,9 @@ class OpSpaces:
         self.graph, self.mesh, self.traffic = graph, mesh, traffic_on(graph, mesh)
         self.asked = asked or {}
         self._of: dict[str, OpSpace] = {}
-        self._known: dict[Any, OpSpace] = {}
+        found: dict[Any, OpSpace] = {}
+        # Where lengths are open, to make a space also notes what it decides about them: every search does.
+        self._known = found if graph.symbols.read else graph.known.setdefault(("op spaces", mesh), found)
 
     def __getitem__(self, node: Node) -> OpSpace:
         if node.name not in self._of:
