@@ -74,7 +74,8 @@ ANSWERED: dict[str, Question] = {
     "leaves": lambda m, x, h: (h.is_leaf, h.grad_fn is None, m.weight.is_leaf),
     "classes": lambda m, x, h: [type(t) for t in (x, h, m.weight, torch.ones(3), x.shape, m, type(m))],
     "classes compared": lambda m, x, h: (
-        type(h) is torch.Tensor, operator.eq(type(m.weight), nn.Parameter), type(x) in {torch.Tensor: 1}, type(type(h)) is type,
+        type(h) is torch.Tensor, operator.eq(type(m.weight), nn.Parameter), type(x) in {torch.Tensor: 1},
+        type(type(h)) is type is type(type),
         isinstance(type(h), type), issubclass(type(h), torch.Tensor), type("A", (), {}).__name__, isinstance(type, type),
         str(type[int]),
     ),

@@ -192,6 +192,15 @@ class Counts:
         return self.calls
 
 
+class Slots:
+    """An object without a ``__dict__``."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
 class Leaves(nn.Module):
     """Its first call leaves something for the next one, in an attribute, ``kind``."""
 
@@ -200,13 +209,14 @@ class Leaves(nn.Module):
         self.lin, self.kind = nn.Linear(8, 8), kind
         self.calls, self.seen, self.cache = 0, list[int](), dict[str, torch.Tensor]()
         self.nested, self.recent = {"of": ([0],)}, deque([0], maxlen=3)
-        self.counter, self.mean_of_all = Counts(), 0.0
+        self.counter, self.mean_of_all, self.slots = Counts(), 0.0, Slots()
+        self.steps: Any = (n for n in range(9)) if kind == "generator" else iter(range(9))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h: torch.Tensor = self.lin(x)
         self.calls += 1
         if self.kind == "unread":
-            self.last = h
+            self.last, self.slots.calls = h, next(self.steps)
             self.mean_of_all = 0.9 * self.mean_of_all + 0.1 * h.detach().mean()  # reads what it left, for itself alone
         if self.kind == "counter":
             h = h * self.calls
@@ -221,6 +231,11 @@ class Leaves(nn.Module):
             h = h * len(self.recent)
         if self.kind == "object":
             h = h * self.counter()
+        if self.kind == "slots":
+            self.slots.calls += 1
+            h = h * self.slots.calls
+        if self.kind in ("generator", "iterator"):
+            h = h * (1 + next(self.steps))
         if self.kind == "tensor":
             h = h * self.cache.setdefault("mean", h.detach().mean(0))
         if self.kind == "buffer" and not hasattr(self, "mean"):
@@ -232,12 +247,26 @@ class Leaves(nn.Module):
 
 @case
 def what_a_call_leaves_for_the_next(mesh: autoshard.Mesh) -> None:
-    for kind in ("counter", "list", "nested", "deque", "object", "tensor", "buffer", "parameter"):
+    kinds = (
+        "counter",
+        "list",
+        "nested",
+        "deque",
+        "object",
+        "slots",
+        "generator",
+        "iterator",
+        "tensor",
+        "buffer",
+        "parameter",
+    )
+    for kind in kinds:
         model = Leaves(kind).double()
         with refused("call the model once before"):
             autoshard.compile(model, mesh, (rows(),))
         assert (model.calls, model.seen, model.cache, hasattr(model, "mean")) == (0, [], {}, False)
         assert (model.nested, list(model.recent), model.counter.calls) == ({"of": ([0],)}, [0], 0)
+        assert model.slots.calls == 0
     model, sharded = pair(mesh, lambda: Leaves("unread"), rows())
     for seed in (1, 2):
         once(model, sharded, rows(seed=seed))

@@ -295,7 +295,12 @@ def skeleton(model: nn.Module) -> nn.Module:
     for t in computed(model):
         memo[id(t)] = t.detach().to("meta")
     with patched((kind, "__deepcopy__", lambda x, memo: x) for kind in (torch.Tensor, nn.Parameter)):
-        made = copy.deepcopy(model, memo)
+        try:
+            made = copy.deepcopy(model, memo)
+        except TypeError as error:  # Python's own, of generators, locks and open files
+            raise CaptureError(
+                f"the model cannot be copied: {error}. Keep what cannot out of it, or give its class a __deepcopy__."
+            ) from error
     rebind(made, memo)
     return made
 

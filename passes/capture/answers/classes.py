@@ -58,7 +58,7 @@ def _class(x: Any) -> type:
         return type(_STAND_FOR[kind])
     if kind is FakeTensor:
         return nn.Parameter if isinstance(x, nn.Parameter) else torch.Tensor
-    return _Type if kind is type else kind
+    return _Type if kind in (type, _AsType) else kind
 
 
 @contextlib.contextmanager

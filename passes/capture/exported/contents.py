@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from types import ModuleType
+from types import GeneratorType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ Contents = list[tuple[Any, Any]]
 
 _NO_STATE = ("builtins", "functools", "torch")
 """where what can be called is a function"""
+_ITERATORS = ("builtins", "itertools", "_collections")
+"""where the iterators of Python are"""
 
 
 def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
@@ -32,8 +36,32 @@ def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
         return set(x)
     if callable(x) and type(x).__module__.partition(".")[0] in _NO_STATE:
         return None
-    attributes = getattr(x, "__dict__", None)
-    return dict(attributes) if isinstance(attributes, dict) else None
+    attributes, slots = getattr(x, "__dict__", None), _slots(type(x))
+    if not isinstance(attributes, dict) and not slots:
+        return None
+    return {**{name: getattr(x, name) for name in slots if hasattr(x, name)}, **(attributes or {})}
+
+
+@functools.lru_cache(1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    """The attributes that classes written in Python keep in ``__slots__``."""
+    own = [c for c in kind.__mro__ if "__slots__" in vars(c)]
+    return tuple(name for c in own for name, x in vars(c).items() if isinstance(x, MemberDescriptorType))
+
+
+def advanced_to(x: Any) -> Any:
+    """Where an iterator or a generator is, as something that is looked into; None for anything else."""
+    if isinstance(x, GeneratorType):
+        frame = x.gi_frame
+        return [None] if frame is None else [frame.f_lasti, x.gi_yieldfrom, *frame.f_locals.values()]
+    if not isinstance(x, Iterator) or type(x).__module__ not in _ITERATORS:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # itertools' own, as of Python 3.12
+        try:
+            return [*x.__reduce__()[1:]]  # type: ignore[call-overload]
+        except TypeError:  # of what cannot be pickled, the next is not known without taking it
+            return None
 
 
 def taken(roots: Iterable[Any]) -> Contents:
@@ -64,10 +92,18 @@ def put(contents: Contents) -> None:
             set.clear(holder)
             set.update(holder, held)
         else:
+            slots = () if isinstance(holder, dict) else _slots(type(holder))
+            for name in slots:
+                if name in held:
+                    object.__setattr__(holder, name, held[name])
+                elif hasattr(holder, name):
+                    object.__delattr__(holder, name)
+            if slots and not hasattr(holder, "__dict__"):
+                continue
             own: Any = holder if isinstance(holder, dict) else vars(holder)
             kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
             kind.clear(own)
-            kind.update(own, held)
+            kind.update(own, {name: x for name, x in held.items() if name not in slots})
 
 
 def _flat(held: Any) -> Iterator[Any]:

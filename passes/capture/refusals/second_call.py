@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.attributes import LEFT, untouched
-from autoshard.passes.capture.exported.contents import DEPTH, Contents, held_in, put, taken
+from autoshard.passes.capture.exported.contents import DEPTH, Contents, advanced_to, held_in, put, taken
 from autoshard.passes.capture.refusals.outside import reading_outside
 from autoshard.passes.ir.graph import Graph
 
@@ -148,6 +148,8 @@ def _contents(x: Any, depth: int = DEPTH) -> Any:
     """What is in an attribute, to be compared: values of numbers and words, the identity of all else, and what these hold."""
     if isinstance(x, bool | int | float | complex | str | bytes | type(None)):
         return type(x), repr(x)
+    if depth and (place := advanced_to(x)) is not None:
+        return _Same(x), _contents(place, depth - 1)
     held = held_in(x) if depth else None
     if held is None:
         return _Same(x)
