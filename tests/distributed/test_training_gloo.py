@@ -40,6 +40,7 @@ CONTRACT = (
     "jagged_bags_of_one_owner",
     "sparse_rows_and_replicas",
     "tables_in_parts_and_lower_precision",
+    "random_walks",
 )
 IN_BOTH = {
     "train_gpt",
@@ -54,7 +55,7 @@ IN_BOTH = {
 """what runs in the larger world, too, without --run-slow"""
 
 
-SLOW = {"train_hf_llama"}
+SLOW = {"train_hf_llama", "random_walks"}
 """what only --run-slow runs: train_llama and train_hf_t5 cover the architecture and transformers' outputs"""
 
 
