@@ -41,6 +41,7 @@ CONTRACT = (
     "sparse_rows_and_replicas",
     "tables_in_parts_and_lower_precision",
     "rows_are_sent_from_where_they_lie",
+    "random_walks",
 )
 IN_BOTH = {
     "train_gpt",
@@ -56,7 +57,7 @@ IN_BOTH = {
 """what runs in the larger world, too, without --run-slow"""
 
 
-SLOW = {"train_hf_llama"}
+SLOW = {"train_hf_llama", "random_walks"}
 """what only --run-slow runs: train_llama and train_hf_t5 cover the architecture and transformers' outputs"""
 
 

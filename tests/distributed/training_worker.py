@@ -35,6 +35,7 @@ from state_cases import CASES
 from table_checks import TABLES
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
+from walk_steps import walk
 
 import autoshard
 from autoshard import compiler
@@ -69,6 +70,15 @@ def train_hf_llama() -> None:
 
 def train_hf_t5() -> None:
     assert_trains_alike("hf_t5")
+
+
+def random_walks() -> None:
+    for number in range(6):
+        told: list[str] = []
+        try:
+            walk(MESHES[dist.get_world_size()], number, told=told)
+        except Exception as error:
+            raise AssertionError(f"seed {number}: {told}") from error
 
 
 def wrong_reduction_is_seen() -> None:
