@@ -171,9 +171,11 @@ def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
     distance[ends], shares[:, ends[0], ends[1]] = prices.seconds[cheapest_last], prices.shares[:, cheapest_last]
     own = np.arange(len(distance))
     distance[own, own], shares[:, own, own] = 0.0, 0.0
+    through = np.empty_like(distance)
     for k in range(len(distance)):
-        through = distance[:, k, None] + distance[k]
-        closer = np.nonzero(through < distance)  # few: most pairs are as near as they get after some states
+        np.add(distance[:, k, None], distance[k], out=through)
+        # few: most pairs are as near as they get after some states
+        closer = np.divmod(np.flatnonzero(through < distance), len(distance))
         distance[closer] = through[closer]
         shares[:, closer[0], closer[1]] = shares[:, closer[0], k] + shares[:, k, closer[1]]
     return distance, shares
