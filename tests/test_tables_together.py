@@ -1,12 +1,18 @@
-"""Look-ups in tables of one owner each, as text: those that go together."""
+"""Look-ups in tables of one owner each: those that go together, and how what came lies."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import pytest
 import torch
 from lowering_steps import change
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.passes.lower.tables import tables_together
+from autoshard.runtime.operations.tables import Group, _Placed, _placed
 
 
 class Tables(nn.Module):
@@ -31,3 +37,36 @@ def test_look_ups_in_tables_of_one_owner_each_go_together() -> None:
         "runtime.table_wise([p_users_weight, p_items_weight], [user, item], [0, 1], 'tp', 'sum')",
     ]
     assert change(tables_together, Tables(nested=True), *given, **asked) == []
+
+
+class Written(TorchDispatchMode):
+    """Elements that are written to inside, by operations that make no view."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if str(func) in ("aten.copy_.default", "aten.zero_.default", "aten.cat.default", "aten.stack.default"):
+            self.elements += found.numel()
+        return found
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_gradients_of_what_came_are_copied_once(by_row: bool) -> None:
+    """To where they are sent from; and they have derivatives. One of the tables gets no gradient."""
+    owners, widths, rows = (0, 1, 0, 1), (3, 3, 3, 2), [2] * 4
+    order = [Group((0, 1, 2), 4, 3, by_row), Group((3,), 4, 2, by_row)]
+    place = functools.partial(_placed, order=order, owners=owners, rows=rows, ranks=2)
+    moved = torch.randn(22, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+    def results(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return _Placed.apply(x, place)[:3]  # type: ignore[no-untyped-call, no-any-return]
+
+    assert [tuple(x.shape) for x in place(moved)] == [(2, width) for width in widths]
+    assert sorted(i for x in place(torch.arange(22)) for i in x.flatten().tolist()) == list(range(22))
+    assert torch.autograd.gradcheck(results, moved)
+    assert torch.autograd.gradgradcheck(results, moved)
+    found = torch.cat(results(moved), 1).square().sum()
+    with Written() as written:
+        found.backward()
+    assert written.elements == len(moved)

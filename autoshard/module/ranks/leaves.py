@@ -73,7 +73,9 @@ class _Locals(torch.autograd.Function):
 
 def _set(p: Any, gradient: DTensor, leaf: Any) -> bool:
     """Have ``gradient`` be ``p.grad`` where the node ``leaf`` would do no more: it takes another DTensor of each gradient."""
-    if not p.is_leaf or p.grad is not None or p._backward_hooks or p._post_accumulate_grad_hooks or not _is_run(leaf):
+    if not p.is_leaf or p.grad is not None or p._backward_hooks or p._post_accumulate_grad_hooks:
+        return False
+    if gradient.dtype != getattr(p, "grad_dtype", p.dtype) or not _is_run(leaf):  # autograd converts to other dtypes
         return False
     p.grad = gradient
     return True

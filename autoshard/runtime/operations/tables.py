@@ -95,7 +95,10 @@ def table_wise(
     whole = len(order) == 1 and order[0].by_row and len(parts) == ranks  # it lies as it is sent
     goes = found[0].reshape(-1) if whole else torch.cat(parts)
     moved = comm.apply(Move("S", "S", names, 0, splits=Splits(sent, received, me)), goes) if names else goes
-    return _placed(moved, order, owners, [c[me][1] for c in chunks], ranks)
+    rows = [c[me][1] for c in chunks]
+    results: tuple[torch.Tensor, ...]
+    results = _Placed.apply(moved, lambda x: _placed(x, order, owners, rows, ranks))  # type: ignore[no-untyped-call]
+    return results
 
 
 class Group(NamedTuple):
@@ -208,18 +211,39 @@ def _splits(
     return sent, received
 
 
+class _Placed(torch.autograd.Function):
+    """What came as the result of every table, and the way back: each gradient goes where it is sent from, copied once."""
+
+    @staticmethod
+    def forward(ctx: Any, moved: torch.Tensor, place: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> Any:
+        ctx.place, ctx.size = place, moved.numel()
+        ctx.set_materialize_grads(False)
+        return place(moved)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        there = [(i, g) for i, g in enumerate(gradients) if g is not None]
+        if not there:
+            return None, None
+        out = there[0][1].new_empty(ctx.size)
+        if torch.is_grad_enabled():  # it is to be differentiated
+            parts = ctx.place(out.requires_grad_())
+            found, given = [parts[i] for i, _ in there], [g for _, g in there]
+            return *torch.autograd.grad(found, out, given, create_graph=True), None
+        for part, gradient in zip(ctx.place(out), gradients, strict=True):
+            part.zero_() if gradient is None else part.copy_(gradient)
+        return out, None
+
+
 def _placed(
-    moved: torch.Tensor,
-    order: Sequence[Group],
-    owners: Sequence[int],
-    rows: Sequence[int],
-    ranks: int,
+    moved: torch.Tensor, order: Sequence[Group], owners: Sequence[int], rows: Sequence[int], ranks: int
 ) -> tuple[torch.Tensor, ...]:
     """What came, owner after owner, as the result of every table."""
     arrived = [(group, group.owned_by(k, owners)) for k in range(ranks) for group in order]
-    parts = moved.split([sum(rows[i] * group.width for i in of) for group, of in arrived])
+    begin = itertools.accumulate((sum(rows[i] * group.width for i in of) for group, of in arrived), initial=0)
     found: dict[int, torch.Tensor] = {}
-    for (group, of), part in zip(arrived, parts, strict=True):
+    for (group, of), (first, last) in zip(arrived, itertools.pairwise(begin), strict=True):
         if of:
-            found.update(zip(of, group.in_order(part, rows[of[0]], len(of)).unbind(int(group.by_row)), strict=True))
+            part = group.in_order(moved[first:last], rows[of[0]], len(of))
+            found.update((i, part.select(int(group.by_row), n)) for n, i in enumerate(of))
     return tuple(found[i] for i in range(len(rows)))
