@@ -251,7 +251,7 @@ def accumulates(mesh: autoshard.Mesh) -> None:
     same_gradients(sharded, model)
 
 
-def checkpointed(mesh: autoshard.Mesh) -> None:
+def called_in_a_checkpoint(mesh: autoshard.Mesh) -> None:
     """``torch.utils.checkpoint`` around a call: what it makes again is the call, not what a micro-batch of it saves."""
     model, args = made("gpt")
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2)
@@ -392,7 +392,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "frozen": frozen,
     "frozen_and_unfrozen": frozen_and_unfrozen,
     "accumulates": accumulates,
-    "checkpointed": checkpointed,
+    "called_in_a_checkpoint": called_in_a_checkpoint,
     "like_an_expert": like_an_expert,
     "gradients_of_inputs": gradients_of_inputs,
     "refused": refused,

@@ -15,7 +15,7 @@ from state_sweep import IN_PROCESSES
 FAST = {
     "gpt_1f1b",
     "frozen_and_unfrozen",
-    "checkpointed",
+    "called_in_a_checkpoint",
     "other_outputs",
     "any_lengths",
     "interleaved_without_gradients",
