@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.check.clock import USED, Clock, agreed
+from autoshard.check.clock import SHORT, USED, Clock, agreed
 from autoshard.hardware import Rate
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.process_group import TorchCommunicator, all_gather_single
@@ -40,7 +40,7 @@ def rates(clock: Clock, ranks: int, quick: bool) -> Iterator[Rate]:
         for size in sizes:
             move, shape = move_of(kind, ranks, size)
             x = torch.ones(shape, device=clock.device)
-            taken = clock.seconds(partial(comm.execute, move, x, "forward"), together=True)
+            taken = _in_a_step(clock, partial(comm.execute, move, x, "forward"))
             found.append((move.ring_bytes(x, ranks), agreed(taken, max)))
         yield _line(kind, ranks, found)
     if ranks == world:
@@ -51,7 +51,7 @@ def _message(clock: Clock, size: int) -> float:
     """Seconds of a message of ``size`` elements to the neighbour, while as much comes from it."""
     neighbour = dist.get_rank() ^ 1
     if neighbour >= dist.get_world_size():  # an odd one: the others measure
-        return clock.seconds(lambda: None, together=True)
+        return _in_a_step(clock, lambda: None)
     sent, received = (torch.ones(size, device=clock.device) for _ in range(2))
     both = [dist.P2POp(dist.isend, sent, neighbour), dist.P2POp(dist.irecv, received, neighbour)]
 
@@ -59,7 +59,32 @@ def _message(clock: Clock, size: int) -> float:
         for work in dist.batch_isend_irecv(both):
             work.wait()
 
-    return clock.seconds(exchange, together=True)
+    return _in_a_step(clock, exchange)
+
+
+def _in_a_step(clock: Clock, call: Callable[[], object]) -> float:
+    """Seconds of ``call`` after some compute, not one call after another: ranks then do not arrive together, and the threads
+    that carry messages have to wake up."""
+    operation = _product(clock)
+    count = max(1, round(SHORT / clock.seconds(operation)))
+
+    def compute() -> None:
+        for _ in range(count):
+            operation()
+
+    def both() -> None:
+        compute()
+        call()
+
+    alone = clock.seconds(call, together=True)
+    return max(alone, clock.seconds(both, together=True) - clock.seconds(compute, together=True))
+
+
+def _product(clock: Clock) -> Callable[[], torch.Tensor]:
+    """Some compute, of which there may be more."""
+    n = 4096 if clock.device.type == "cuda" else 256
+    a = torch.randn(n, n, device=clock.device, dtype=USED[clock.device.type])
+    return lambda: torch.relu(a @ a)
 
 
 def _line(kind: str, ranks: int, found: Sequence[tuple[float, float]]) -> Rate:
@@ -80,10 +105,9 @@ def overlap(clock: Clock) -> float:
     A bucket is copied together before it travels, and what is gathered is taken apart after it. Nothing hides that, so it
     counts here: of reductions and of gathers, those that hide less.
     """
-    n = 4096 if clock.device.type == "cuda" else 256
-    a = torch.randn(n, n, device=clock.device, dtype=USED[clock.device.type])
-    one = clock.seconds(lambda: torch.relu(a @ a))
-    return min(_hidden(clock, lambda: torch.relu(a @ a), one, gathers) for gathers in (False, True))
+    operation = _product(clock)
+    one = clock.seconds(operation)
+    return min(_hidden(clock, operation, one, gathers) for gathers in (False, True))
 
 
 def _hidden(clock: Clock, operation: Callable[[], torch.Tensor], one: float, gathers: bool) -> float:

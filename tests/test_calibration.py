@@ -1,0 +1,65 @@
+"""What calibration counts: on clocks that are told what a call takes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from autoshard.check import calibration, travel
+from autoshard.check.clock import Clock
+
+
+class Told:
+    """A clock of calls that say what they take; every one is made twice, and the second counts."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def seconds(self, call: Callable[[], object], together: bool = False) -> float:
+        call()
+        begin = self.now
+        call()
+        return self.now - begin
+
+
+def test_a_collective_is_timed_after_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Any = Told()
+    slept = True
+
+    def operation() -> None:
+        nonlocal slept
+        clock.now, slept = clock.now + 1e-3, True
+
+    def send() -> None:
+        nonlocal slept
+        clock.now, slept = clock.now + (0.5 if slept else 0.2), False
+
+    monkeypatch.setattr(travel, "_product", lambda clock: operation)
+    assert travel._in_a_step(clock, send) == pytest.approx(0.5)
+
+
+def test_results_are_kept_while_one_is_timed() -> None:
+    results, alive = list[Any](), list[int]()
+
+    def call() -> torch.Tensor:
+        alive.append(sum(ref() is not None for ref in results))
+        made = torch.empty(1 << 20)
+        results.append(weakref.ref(made))
+        return made
+
+    clock: Any = Told()
+    calibration._kept_seconds(clock, call)
+    assert max(alive) == alive[-1] == calibration.KEPT // (4 << 20)
+
+
+def test_a_clock_says_the_lower_quartile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoshard.check.clock.on_this_machine", lambda: 1)
+    clock, took = Clock(torch.device("cpu"), 8), iter([9.0, 9.0, 8.0, 1.0, 7.0, 2.0, 6.0, 3.0, 5.0, 4.0])
+    monkeypatch.setattr(clock, "_took", lambda call, often: next(took))
+    assert clock.seconds(lambda: None) == 3.0
