@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from state_cases_inputs import executed
 from state_harness import case, close, refused, steps
 from torch import nn
@@ -242,3 +244,46 @@ def a_cache_that_the_caller_keeps(mesh: autoshard.Mesh) -> None:
         lost = autoshard.compile(Keeping(back=False).double().eval(), mesh, training=False)
         with refused("the forward puts a new tensor into .* which it does not return"):
             lost(x, make())
+
+
+class Heads(nn.Module):
+    """Attention to what a layer of a transformers cache holds; the cache comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        q, k, v = (m(x).unflatten(-1, (4, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        length, start = cache.get_mask_sizes(x.shape[1])
+        at = (torch.arange(x.shape[1]) + cache.get_seq_length())[:, None]
+        seen = torch.arange(length) + start
+        mask = (seen <= at) & (seen > at - cache.max_cache_len)
+        y = F.scaled_dot_product_attention(q, *cache.update(k, v), attn_mask=mask)
+        return self.o(y.transpose(1, 2).flatten(2)), cache
+
+
+def static_cache(mesh: autoshard.Mesh, make: Callable[[], Any], programs: int) -> None:
+    """Prompts of several lengths and batches, each into a new layer of a cache, and tokens after them."""
+    torch.manual_seed(0)
+    model, x = Heads().double().eval(), torch.randn(3, 12, 16, dtype=torch.float64)
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, like="megatron", training=False, dynamic=True)
+    for batch, prompt in ((2, 3), (2, 5), (3, 4)):
+        made = [make(), make()]
+        for start, end in ((0, prompt), *((n, n + 1) for n in range(prompt, 9))):
+            with torch.no_grad():
+                (found, made[0]), (wanted, made[1]) = (
+                    m(x[:batch, start:end], c) for m, c in zip((sharded, model), made, strict=True)
+                )
+            close(found, wanted, f"{start}")
+            assert int(made[0].get_seq_length()) == int(made[1].get_seq_length()) == end
+        assert (made[0].batch_size, made[0].num_heads) == (batch, 4)
+        close(made[0].keys + 0, made[1].keys)
+    assert len(sharded.programs) == programs
+
+
+@case
+def a_static_cache_that_has_no_tensors_yet(mesh: autoshard.Mesh) -> None:
+    """transformers makes them in the first call: one program for prompts of all lengths and batches, one for tokens."""
+    caches = pytest.importorskip("transformers.cache_utils")
+    static_cache(mesh, lambda: caches.StaticLayer(12), 2)

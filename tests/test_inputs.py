@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -52,6 +53,26 @@ def test_programs_with_open_lengths_take_whole_inputs() -> None:
         close(sharded(ids(rows=rows))[0], model(ids(rows=rows))[0])
     assert len(sharded.programs) == 1
     assert str(sharded.plan.layouts["ids"]) == "R@dp R@tp"
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    x_scale: torch.Tensor
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        y = super().forward(batch.x)
+        y.mul_(batch.x_scale)
+        return y
+
+
+def test_fields_whose_names_begin_alike() -> None:
+    """torch writes guards of such arguments that are no Python."""
+    batch = Batch(torch.randn(4, 8).double(), torch.rand(4, 1).double())
+    model, sharded = pair(ideal({"tp": 2}), lambda: Scaled(8, 8), batch)
+    close(sharded(batch), model(batch))
 
 
 def test_where_an_input_starts_is_priced() -> None:

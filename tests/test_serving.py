@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from generating_models import MESHES, MODELS, TOKENS, as_one_device, every_way, made
 from stage_caches import caches_stay
-from state_generate import WAYS, llama, same_tokens
+from state_generate import WAYS, llama, same_tokens, static_cache
 from torch import nn
 
 import autoshard
@@ -233,6 +233,13 @@ def test_a_sliding_window_compiles_no_program_for_each_length() -> None:
         assert made[0].cumulative_length == made[1].cumulative_length == end
         assert made[0].keys.shape == made[1].keys.shape
     assert len(sharded.programs) == 3
+
+
+@pytest.mark.slow
+def test_a_static_window_that_has_no_tensors_yet() -> None:
+    """It counts its tokens in a Python number: one program more, where it is full."""
+    caches = pytest.importorskip("transformers.cache_utils")
+    static_cache(autoshard.Mesh({"tp": 2}), lambda: caches.StaticSlidingWindowLayer(12, 6), 3)
 
 
 class Counting(nn.Module):

@@ -108,8 +108,8 @@ class _Context:
     others: dict[str, Any] = dataclasses.field(hash=False)
 
 
-_COUNTS = frozenset({"cumulative_length"})
-"""attributes of caches that count tokens in Python: where they grow, a constant would make every step another call"""
+_COUNTS = frozenset({"cumulative_length", "cumulative_length_int", "batch_size"})
+"""attributes of caches that count tokens or requests in Python: as constants they would make every length another call"""
 _AT = 4
 """the dim that is as long as a count: one that no other tensor of a cache has, so that it equals no other length"""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any
 
 import torch
@@ -96,11 +96,12 @@ def _written(
 
     That prepares each of PyTorch's 500 composite ops for 12 kinds of devices, a quarter of a small model's compile; here
     it is those that are there, and those that stay whole as parts of others, for the devices that are there. PyTorch
-    writes out the rest by itself where it meets them.
+    writes out the rest by itself where it meets them. Nor are its guards of the arguments written: nobody runs them, and
+    they are no Python where one attribute's name begins with another's.
     """
     composite = {op for op in _composite() if rule_for(op) is not None or op in decomposition_table or op in there}
     composite |= {op for op in there if op.namespace != "aten" and _is_preservable_cia_op(op)}
-    with unset_fake_temporarily(), patched(_keys_of(program)):
+    with unset_fake_temporarily(), patched([*_keys_of(program), _UNGUARDED]):
         written: torch.export.ExportedProgram = _decompose_exported_program(
             program,
             cia_to_decomp={op: tail.get(op, _special_op_to_preserve_cia) for op in composite},
@@ -109,6 +110,13 @@ def _written(
             decompose_custom_triton_ops=False,
         )
     return written
+
+
+_UNGUARDED: Patch = (
+    torch.export.ExportedProgram,
+    "module",
+    partialmethod(torch.export.ExportedProgram.module, check_guards=False),
+)
 
 
 def _keys_of(program: torch.export.ExportedProgram) -> list[Patch]:
