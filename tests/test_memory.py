@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from memory_truth import kept_bytes, peak_bytes
 from test_real_models import CASES
 from test_real_models import build as build_real
@@ -11,6 +14,9 @@ import autoshard
 from autoshard import models
 from autoshard.compiler import build, captured
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.propagate.keep import KeepTables
+from autoshard.passes.propagate.op_space import OpSpaces
+from autoshard.passes.rules.rehearsal import Outcome, Rehearsal
 from autoshard.plans.wishes import Wishes
 
 FAMILIES = ("mlp", "gpt", "llama", "moe", "dlrm", "vit")
@@ -78,3 +84,29 @@ def test_the_optimizers_state_is_counted(optimizer: str, numbers: int) -> None:
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(autoshard.PlanError, match=r"optimizer='adamax2' is not known\. Known: adamw"):
         build(graph_of("mlp"), autoshard.Mesh({"tp": 1}), Wishes(optimizer="adamax2"))
+
+
+def rehearsed(results: dict[Any, Any]) -> dict[Any, Outcome | None]:
+    """What all choices of all operations keep and need, where ``results`` of single operations are known."""
+    graph, mesh = graph_of("llama"), autoshard.Mesh({"cp": 2})
+    tables = KeepTables(graph, mesh)
+    tables.rehearsal = Rehearsal(dict(zip(mesh.axes, mesh.shape, strict=True)))
+    tables.rehearsal.results = results
+    spaces = OpSpaces(graph, mesh)
+    for node in graph.nodes:
+        tables.of(node, spaces[node])
+    return {key: outcome for key, (_, outcome) in tables.rehearsal.known.items()}
+
+
+class Forgetful(dict[Any, Any]):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Everything runs."""
+
+
+def test_what_ran_before_gives_what_it_gave() -> None:
+    results: dict[Any, Any] = {}
+    first, again, plain = rehearsed(results), rehearsed(results), rehearsed(Forgetful())
+    assert first == again == plain
+    assert len(first) >= 10
+    wider = {key: known and (known[0]._replace(dtype=torch.float64),) for key, known in results.items()}
+    assert rehearsed(wider) != plain  # what is known is used

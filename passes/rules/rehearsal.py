@@ -45,6 +45,10 @@ class Form(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta").requires_grad_(self.grad)
 
 
+Results = dict[Any, tuple[Form] | None]
+"""by operation, and how its operands look, the form of its result; None where it is more than one new tensor"""
+
+
 class Made(NamedTuple):
     """One result. ``storage``: the number of the operand whose memory it shares, or ~n: the n-th new storage."""
 
@@ -87,6 +91,7 @@ class Rehearsal:
         self.comm = _Absent(dict(axes), 0)
         self.known: dict[Any, tuple[Call, Outcome | None]] = {}
         """with the call, whose functions keep their addresses, by which keys may tell them apart, while they are here"""
+        self.results: Results = {}
 
     def run(self, call: Call, operands: Mapping[str, Form], training: bool) -> Outcome | None:
         """The outcome of ``call``, whose :class:`Ref` name ``operands``; None where it needs data."""
@@ -107,7 +112,7 @@ class Rehearsal:
 
     def _run(self, call: Call, operands: Mapping[str, Form]) -> Outcome:
         given = {name: form.empty() for name, form in operands.items()}
-        seen = _Storages(given.values())
+        seen = _Storages(self.results, given.values())
         kept: list[torch.Tensor] = []
 
         def pack(x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +133,7 @@ class Rehearsal:
 
         results = tuple(None if x is None else Made(Form.of(x), number(x)) for x in made)
         keeps = tuple(dict.fromkeys(number(x) for x in kept))
-        old = _Storages([*given.values(), *(x for x in made if x is not None)], kept)
+        old = _Storages(self.results, [*given.values(), *(x for x in made if x is not None)], kept)
         del kept[:]
         gradients, backward_peak = _backward(made, list(given.values()), old)
         return Outcome(results, tuple(new), keeps, forward_peak, gradients, backward_peak)
@@ -214,8 +219,10 @@ class _Storages(TorchDispatchMode):
     ``kept``: those of them that are there at first, and not among ``known``, count as less when they go.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, results: Results, known: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
+        """``results``: of operations that ran before; others are added."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.results = results
         self.ignored: dict[int, StorageWeakRef] = {}
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
@@ -229,7 +236,7 @@ class _Storages(TorchDispatchMode):
         self.ignored.update({_storage(x): StorageWeakRef(x.untyped_storage()) for x in known})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = self._result(func, args, kwargs or {})
         for key in [k for k, (ref, _) in self.alive.items() if ref.expired()]:
             del self.alive[key]
         for x in pytree.tree_leaves(out):
@@ -239,6 +246,48 @@ class _Storages(TorchDispatchMode):
         gone = sum(n for ref, n in self.kept if ref.expired())
         self.peak = max(self.peak, sum(n for _, n in self.alive.values()) - gone)
         return out
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``func`` gives: many operations without data run in Python, so those that ran before are not run again."""
+        schema = func._schema
+        if schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
+            return func(*args, **kwargs)
+        try:
+            key = func, torch.get_default_dtype(), _looks(args), _looks(kwargs)
+            known = self.results.get(key, ())
+        except TypeError:  # no key
+            return func(*args, **kwargs)
+        if known:
+            return known[0].empty()
+        out = func(*args, **kwargs)
+        if known == ():
+            self.results[key] = (Form.of(out),) if _is_alone(out, (args, kwargs)) else None
+        return out
+
+
+def _looks(x: Any) -> Any:
+    """Equal where operations without data give results of equal form. TypeError: there is no telling."""
+    match x:
+        case torch.Tensor():
+            if (
+                not x.dim() or x.dtype.is_complex or x.device.type != "meta"
+            ):  # numbers, and numbers yet to be conjugated
+                raise TypeError
+            return tuple(x.shape), x.stride(), x.dtype
+        case tuple() | list():
+            return type(x), *map(_looks, x)
+        case dict():
+            return tuple((name, _looks(value)) for name, value in x.items())
+    hash(x)
+    return type(x), x  # 1 is not True
+
+
+def _is_alone(out: Any, operands: Any) -> bool:
+    """Whether ``out`` is one tensor that fills a storage of its own."""
+    if not isinstance(out, torch.Tensor) or out.device.type != "meta" or out.dtype.is_complex:
+        return False
+    shared = any(isinstance(x, torch.Tensor) and _storage(x) == _storage(out) for x in pytree.tree_leaves(operands))
+    return not shared and out.untyped_storage().nbytes() == Form.of(out).empty().untyped_storage().nbytes()
 
 
 def _storage(x: torch.Tensor) -> int:

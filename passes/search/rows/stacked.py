@@ -157,7 +157,9 @@ class Stacks:
     def _numbered(self, stack: Array, maps: tuple[Classes, ...], stored_as: int | None = None) -> int:
         """The number of a stack without repetitions. ``stored_as``: a stack of which this is the array."""
         stack = np.ascontiguousarray(stack)
-        digest = hashlib.blake2b(stack.data, digest_size=16).digest() if stored_as is None else self._digests[stored_as]
+        digest = (
+            hashlib.sha1(stack.data, usedforsecurity=False).digest() if stored_as is None else self._digests[stored_as]
+        )
         content = stack.shape, digest, *(where.tobytes() for where in maps)
         number = self._by_content.setdefault(content, len(self.arrays))
         if number == len(self.arrays):
