@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from types import GeneratorType, MemberDescriptorType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -42,11 +42,18 @@ def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
     return {**{name: getattr(x, name) for name in slots if hasattr(x, name)}, **(attributes or {})}
 
 
-@functools.lru_cache(1024)
 def _slots(kind: type) -> tuple[str, ...]:
     """The attributes that classes written in Python keep in ``__slots__``."""
-    own = [c for c in kind.__mro__ if "__slots__" in vars(c)]
-    return tuple(name for c in own for name, x in vars(c).items() if isinstance(x, MemberDescriptorType))
+    found = _SLOTS.get(kind)
+    if found is None:
+        own = [c for c in kind.__mro__ if "__slots__" in vars(c)]
+        names = (name for c in own for name, x in vars(c).items() if isinstance(x, MemberDescriptorType))
+        found = _SLOTS[kind] = tuple(names)
+    return found
+
+
+_SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+"""what is known of classes"""
 
 
 def advanced_to(x: Any) -> Any:
@@ -59,7 +66,7 @@ def advanced_to(x: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # itertools' own, as of Python 3.12
         try:
-            return [*x.__reduce__()[1:]]  # type: ignore[call-overload]
+            return list(x.__reduce__())[1:]
         except TypeError:  # of what cannot be pickled, the next is not known without taking it
             return None
 
