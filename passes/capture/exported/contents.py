@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from types import GeneratorType, MemberDescriptorType, ModuleType
+from types import CellType, FunctionType, GeneratorType, MemberDescriptorType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+
+from autoshard.frames import is_ours
 
 DEPTH = 4
 """containers and objects within each other that are looked into"""
@@ -57,7 +59,9 @@ _SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 
 
 def advanced_to(x: Any) -> Any:
-    """Where an iterator or a generator is, as something that is looked into; None for anything else."""
+    """Where an iterator or generator is, or what a function keeps, as something that is looked into; None for anything else."""
+    if isinstance(x, FunctionType) and not is_ours(x.__code__.co_filename):
+        return [*map(_in_cell, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
     if isinstance(x, GeneratorType):
         frame = x.gi_frame
         return [None] if frame is None else [frame.f_lasti, x.gi_yieldfrom, *frame.f_locals.values()]
@@ -69,6 +73,13 @@ def advanced_to(x: Any) -> Any:
             return list(x.__reduce__())[1:]
         except TypeError:  # of what cannot be pickled, the next is not known without taking it
             return None
+
+
+def _in_cell(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def taken(roots: Iterable[Any]) -> Contents:
