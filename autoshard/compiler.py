@@ -70,7 +70,7 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes = wishes or Wishes()
     dump = stages.captured(graph)
-    always, cuts = wishes.stages is not None, in_time(wishes.hints, graph, known=wishes.known)
+    always, cuts = wishes.stages is not None, in_time(wishes.hints, graph, mesh, known=wishes.known)
     found = in_parts(graph, wishes.parts, partial(_built, mesh, wishes, title), _seconds, always, cuts)
     stages.compiled(found.plan, found.program, found.source.text, dump)
     return found

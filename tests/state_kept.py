@@ -201,8 +201,13 @@ class Slots:
         self.calls = 0
 
 
+CALLS = {"all": 0}
+
+
 class Leaves(nn.Module):
-    """Its first call leaves something for the next one, in an attribute, ``kind``."""
+    """Its first call leaves something for the next one, in an attribute, ``kind``, or beside the model."""
+
+    of_class = 0
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -231,6 +236,12 @@ class Leaves(nn.Module):
             h = h * len(self.recent)
         if self.kind == "object":
             h = h * self.counter()
+        if self.kind == "class":
+            type(self).of_class += 1
+            h = h * type(self).of_class
+        if self.kind == "global":
+            CALLS["all"] += 1
+            h = h * CALLS["all"]
         if self.kind == "slots":
             self.slots.calls += 1
             h = h * self.slots.calls
@@ -254,6 +265,8 @@ def what_a_call_leaves_for_the_next(mesh: autoshard.Mesh) -> None:
         "deque",
         "object",
         "slots",
+        "class",
+        "global",
         "generator",
         "iterator",
         "tensor",

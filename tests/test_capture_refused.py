@@ -92,6 +92,12 @@ def expanded(write: Callable[[torch.Tensor], Any]) -> Callable[..., torch.Tensor
     return forward
 
 
+def overlapping(self: Model, x: torch.Tensor) -> torch.Tensor:
+    y = self.lin(x).detach().clone()
+    y.unfold(1, 3, 1).add_(1)
+    return x * self.w + y
+
+
 def set_by_mask(y: torch.Tensor) -> None:
     y[torch.eye(3, 4, dtype=torch.bool)] = 1.0
 
@@ -122,6 +128,16 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "cond": (lambda s, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x * s.w,)), "higher.order op"),
     "filled": (expanded(lambda y: y.fill_(1.0)), r"writes by fill_\(\) into an expanded tensor"),
     "set by a mask": (expanded(set_by_mask), r"writes by __setitem__\(\) into an expanded tensor"),
+    "windows": (lambda s, x: overlapping(s, x), r"writes by add_\(\) into an expanded tensor, or one of windows"),
+    "set to None": (lambda s, x: (s.lin(x), setattr(s, "buf", None))[0], "takes a buffer of the model away"),
+    "set_ of a buffer": (
+        lambda s, x: x * s.buf.set_(s.lin(x).detach()),
+        r"calls set_\(\) .* of an input or a tensor of the",
+    ),
+    "set_ of a storage": (
+        lambda s, x: s.lin(x) + torch.empty(4).set_(x.untyped_storage()),
+        r"calls set_\(\) with a storage",
+    ),
     "initialised": (expanded(lambda y: nn.init.constant_(y[1:], 1.0)), r"writes by constant_\(\) into an expanded"),
     "shape": (lambda s, x: s.lin(x[:, :3]), r"lin \(test_capture_refused.py:\d+\).*RuntimeError"),
 }
@@ -175,6 +191,37 @@ def test_writes_into_one_of_an_expanded_tensor_are_followed(write: Callable[[tor
     model = Model(expanded(write))
     assert "mul" in str(capture(model, (X.clone(),)))
     torch.testing.assert_close(autoshard.compile(model, {"tp": 2}, (X,))(X), model(X))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda w: w[None].expand(2, 4).detach().to(torch.float32),
+        lambda w: w.detach().to(w.dtype, copy=True),
+        lambda w: w[None].expand(2, 4).detach().contiguous(),
+        lambda w: w.detach()[None].expand(2, 4).reshape(8),
+        lambda w: torch.zeros(4, dtype=w.dtype).set_(w.detach().clone()),
+    ],
+)
+def test_writes_into_a_copy_of_a_parameter_are_followed(copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def written(self: Model, x: torch.Tensor) -> torch.Tensor:
+        mask = copied(self.w)
+        mask[0] = 3.0
+        return self.lin(x) * mask.sum()
+
+    model = Model(written).double()
+    x = X.double()
+    torch.testing.assert_close(autoshard.compile(copy.deepcopy(model), {"tp": 2}, (x,))(x), model(x), rtol=1e-9, atol=0)
+
+
+def test_writes_into_what_may_be_a_parameter_are_refused() -> None:
+    def written(self: Model, x: torch.Tensor) -> torch.Tensor:
+        mask = self.w.detach().to(self.w.dtype)
+        mask[0] = 3.0
+        return self.lin(x) * self.w
+
+    with pytest.raises(CaptureError, match="behind autograd's back"):
+        capture(Model(written), (X,))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,13 +1,15 @@
-"""``autoshard.clip_grad_norm_`` on ranks inside one process; tests/distributed has it between processes."""
+"""``autoshard.clip_grad_norm_`` on ranks inside one process; tests/distributed has it between processes; second derivatives."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from harness import ideal
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoshard
 
@@ -26,3 +28,32 @@ def test_norm_and_clipped_gradients_are_those_of_the_model(order: float) -> None
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     gradients = {n: p.grad for n, p in model.named_parameters()}
     torch.testing.assert_close(sharded.full_gradients(), gradients, rtol=1e-9, atol=1e-12)
+
+
+class SpelledOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).view(2, 4, 2, 4).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return ((q @ k.mT / 2).softmax(-1) @ v).square().sum()
+
+
+def test_second_derivatives_of_attention_in_the_plain_kernel() -> None:
+    """A spelled-out attention is one operation here, whose fused kernels have none: see docs/what_happens_if.md."""
+    torch.manual_seed(0)
+    model, x = SpelledOut().double(), torch.randn(2, 4, 8).double()
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({"tp": 2}), (x,))
+
+    def second(module: Any) -> list[torch.Tensor]:
+        parameters = list(module.parameters())
+        first = torch.autograd.grad(module(x), parameters, create_graph=True)
+        found = torch.autograd.grad(sum(g.square().sum() for g in first), parameters)
+        return list(found)
+
+    expected = second(model)
+    largest = max(float(g.abs().max()) for g in expected)
+    with sdpa_kernel(SDPBackend.MATH):
+        for given, wanted in zip(second(sharded), expected, strict=True):
+            torch.testing.assert_close(given, wanted, rtol=1e-9, atol=1e-9 * largest)

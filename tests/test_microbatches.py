@@ -218,3 +218,6 @@ def test_hints_name_the_batch() -> None:
         hints = {name: {"micro_batch": p} for name, p in hint.items()}
         with pytest.raises(error, match=text):
             autoshard.compile(model, mesh, args, hints=hints, micro_batches=2)
+    hints = {"x": {"micro_batch": Shard(1)}}
+    with pytest.raises(HintError, match="names axis 'micro_batch', which is time and an axis of the mesh: rename that"):
+        autoshard.compile(model, ideal({"micro_batch": 2}), args, hints=hints)

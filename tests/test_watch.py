@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,8 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_models import text
+from harness import ideal
 from torch import Tensor, nn
 
+import autoshard
 from autoshard.errors import CaptureError
 from autoshard.passes.capture import watch as watching
 from autoshard.passes.capture.answers.loops import Learnt
@@ -244,3 +248,30 @@ mul_3 = aten.mul.Tensor(mul_1, sigmoid)
 add = aten.add.Tensor(_to_copy, mul_3)
 return add"""
     )
+
+
+def test_threads_compile_and_run_modules_of_their_own() -> None:
+    """What a trace patches is the process's: while one thread traces, others neither trace nor run."""
+    interval, errors = sys.getswitchinterval(), list[Exception]()
+
+    def run(width: int) -> None:
+        try:
+            model, x = (
+                nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4)).double(),
+                torch.ones(2, 4).double(),
+            )
+            sharded = autoshard.compile(model, ideal({"tp": 2}), (x,))
+            torch.testing.assert_close(sharded(x), model(x), rtol=1e-9, atol=0)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(width,)) for width in (4, 6, 8)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -65,6 +66,8 @@ from autoshard.passes.rules.facts import has_effect
 from autoshard.precision import Precision
 
 log = logging.getLogger("autoshard")
+ALONE = threading.RLock()
+"""held by the thread that traces: tracers, and what is patched for them, are the process's"""
 _NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
 
 
@@ -106,6 +109,7 @@ def _captured(
 ) -> Graph:
     """See :func:`capture`."""
     with (
+        ALONE,
         untouched(model),
         _quiet(),
         # Most graph modules on the way are never called: their Python is written at a call.

@@ -149,13 +149,20 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known:
     return constraints
 
 
-def in_time(hints: Mapping[str, Any] | None, graph: Graph, *, known: bool = False) -> dict[str, Placement]:
+def in_time(
+    hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh | None = None, *, known: bool = False
+) -> dict[str, Placement]:
     """Name of an input → what a micro-batch takes of it, where hints say so for the axis ``"micro_batch"``.
 
-    ``known``: as of :func:`resolve`. Raises :class:`HintError`: as that does, and for a pattern that names no input.
+    ``known``: as of :func:`resolve`. Raises :class:`HintError`: as that does, for a pattern that names no input, and where
+    ``mesh`` has an axis of that name, too.
     """
     given = {pattern: hint for pattern, hint in (hints or {}).items() if isinstance(hint, Mapping)}
     given = {pattern: {MICRO_BATCH: hint[MICRO_BATCH]} for pattern, hint in given.items() if MICRO_BATCH in hint}
+    if given and mesh is not None and MICRO_BATCH in mesh.axes:
+        raise HintError(
+            f"hint {next(iter(given))!r} names axis {MICRO_BATCH!r}, which is time and an axis of the mesh: rename that"
+        )
     found = resolve(given, graph, Mesh({MICRO_BATCH: 1}), known=known)
     kinds = {i.name: i.kind for i in graph.inputs}
     for name, constraint in found.items():

@@ -1,4 +1,4 @@
-"""One call of a module at a time, whatever threads call it."""
+"""One call of a module at a time, whatever threads call it; and of all modules of one process, none while one is traced."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from types import TracebackType
 from typing import Any
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.passes.capture.export import ALONE
 
 
 class Turns:
     """A context in which one thread is at a time; it may enter again. ``waits``: others wait, else they are refused.
 
+    Those that wait do so for calls of other modules, too: a trace sees what other threads run.
+
     Ranks that are processes would see the calls of two threads in different orders, so there they are refused.
     """
 
     def __init__(self, waits: bool = True) -> None:
-        self.waits, self._lock = waits, threading.RLock()
+        self.waits, self._lock = waits, ALONE if waits else threading.RLock()
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=self.waits):

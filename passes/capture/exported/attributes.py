@@ -18,6 +18,11 @@ from autoshard.passes.capture.exported.contents import put, taken
 Held = dict[str, tuple[torch.Tensor, int]]
 """name → a tensor in a plain attribute, and its version"""
 
+TAKEN_AWAY = (
+    "the forward takes {name} away (None, or del), which its next call would miss. Keep a flag beside it, or write into "
+    "it in place."
+)
+
 LEFT = "left_behind_by_a_trace"
 """attribute of a tensor that stands for one that an earlier trace left"""
 
@@ -102,7 +107,9 @@ def shapes_of(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def check_shapes(module: nn.Module, before: Mapping[str, torch.Size]) -> None:
-    """Refuse a forward that gave a buffer another shape, set anew or by ``resize_``."""
+    """Refuse a forward that gave a buffer another shape, set anew or by ``resize_``, or took it away."""
+    if gone := [name for name in before if module._buffers.get(name) is None]:
+        raise CaptureError(TAKEN_AWAY.format(name=f"buffer {gone[0]!r} of {type(module).__name__}"))
     for name, now in shapes_of(module).items():
         if now != before.get(name, now):
             raise CaptureError(
@@ -121,7 +128,7 @@ def write_back(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> 
             continue
         if old is None or new is None or old.dtype != new.dtype:
             raise CaptureError(
-                f"buffer {name!r} of {type(module).__name__} is set to another dtype, or to None, in the forward. "
+                f"buffer {name!r} of {type(module).__name__} is set to another dtype, or from None, in the forward. "
                 "Write to it in place, with copy_(), or, where the first call alone fills it, call the model once before."
             )
         module._buffers[name] = old

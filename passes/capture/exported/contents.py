@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from types import GeneratorType, MemberDescriptorType, ModuleType
+from types import CellType, FunctionType, GeneratorType, MemberDescriptorType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+
+from autoshard.frames import is_ours
 
 DEPTH = 4
 """containers and objects within each other that are looked into"""
@@ -42,15 +44,24 @@ def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
     return {**{name: getattr(x, name) for name in slots if hasattr(x, name)}, **(attributes or {})}
 
 
-@functools.lru_cache(1024)
 def _slots(kind: type) -> tuple[str, ...]:
     """The attributes that classes written in Python keep in ``__slots__``."""
-    own = [c for c in kind.__mro__ if "__slots__" in vars(c)]
-    return tuple(name for c in own for name, x in vars(c).items() if isinstance(x, MemberDescriptorType))
+    found = _SLOTS.get(kind)
+    if found is None:
+        own = [c for c in kind.__mro__ if "__slots__" in vars(c)]
+        names = (name for c in own for name, x in vars(c).items() if isinstance(x, MemberDescriptorType))
+        found = _SLOTS[kind] = tuple(names)
+    return found
+
+
+_SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+"""what is known of classes"""
 
 
 def advanced_to(x: Any) -> Any:
-    """Where an iterator or a generator is, as something that is looked into; None for anything else."""
+    """Where an iterator or generator is, or what a function keeps, as something that is looked into; None for anything else."""
+    if isinstance(x, FunctionType) and not is_ours(x.__code__.co_filename):
+        return [*map(_in_cell, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
     if isinstance(x, GeneratorType):
         frame = x.gi_frame
         return [None] if frame is None else [frame.f_lasti, x.gi_yieldfrom, *frame.f_locals.values()]
@@ -59,9 +70,16 @@ def advanced_to(x: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # itertools' own, as of Python 3.12
         try:
-            return [*x.__reduce__()[1:]]  # type: ignore[call-overload]
+            return list(x.__reduce__())[1:]
         except TypeError:  # of what cannot be pickled, the next is not known without taking it
             return None
+
+
+def _in_cell(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def taken(roots: Iterable[Any]) -> Contents:

@@ -9,6 +9,7 @@ from torch import nn
 
 from autoshard import frames
 from autoshard.errors import CaptureError
+from autoshard.passes.capture.exported.attributes import TAKEN_AWAY
 
 _DATA_DEPENDENT = (
     "GuardOnDataDependentSymNode",
@@ -39,6 +40,8 @@ def explain(model: nn.Module, error: BaseException) -> CaptureError:
             f"{type(error).__name__}). Use torch.where for a choice by values, and Python's own `if` and loops for what "
             "shapes say and over what is of known length."
         )
+    elif isinstance(error, AssertionError) and str(error).startswith("expected FakeTensor, got <class 'NoneType'>"):
+        text = TAKEN_AWAY.format(name="a buffer of the model")  # export's own check where it is set
     else:
         first = str(error).strip().split("\n\n")[0]
         text = f"the model could not be traced. {type(error).__name__}: {first}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from autoshard.frames import is_users
 from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, Patch, Refusals
 
 _DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET = torch.Tensor.set_
 _REQUIRES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _ADVICE = "Do it on the compiled module's outputs or gradients, or remove it."
 _LOST: dict[Any, str] = {
@@ -23,18 +27,21 @@ _LOST: dict[Any, str] = {
 
 
 class Gradients(Observer):
-    """Refuses them where gradients are wanted (``training``); an assignment to ``.data`` always."""
+    """Refuses them where gradients are wanted (``training``); an assignment to ``.data`` and ``set_()`` always."""
 
     def __init__(self, training: bool, refuse: Refusals) -> None:
         self.training, self.refuse = training, refuse
         self.inputs: list[Any] = []
+        self.held: list[torch.Tensor] = []
 
     def patches(self) -> Iterable[Patch]:
+        yield torch.Tensor, "set_", lambda x, *sources, **named: self._set(x, *sources, **named)
         if self.training:
             yield torch.autograd.graph.saved_tensors_hooks, "__enter__", lambda hooks: self._saved_tensors(hooks)
 
     def begin(self, forward: Forward) -> None:
         self.inputs = forward.inputs
+        self.held = [*forward.parameters, *(buffer for buffer, _ in forward.buffers)]
 
     def before(self, call: Call) -> Answer | None:
         func, args = call.func, call.args
@@ -52,6 +59,18 @@ class Gradients(Observer):
                 "Pass it with requires_grad=True."
             )
         return None
+
+    def _set(self, x: torch.Tensor, *sources: Any, **named: Any) -> torch.Tensor:
+        """``set_()``, of which modes for torch functions do not hear: of what was made in the trace, from one tensor."""
+        users = is_users(sys._getframe(2).f_code.co_filename)  # export calls it, too
+        known = any(x is other for other in (*self.inputs, *self.held)) or not isinstance(x, FakeTensor)
+        given = (*sources, *named.values())
+        if users and (known or len(given) != 1 or not isinstance(given[0], torch.Tensor)):
+            raise self.refuse(
+                "the forward calls set_() with a storage, or of an input or a tensor of the model, whose memory a program does "
+                "not replace. Assign the new tensor (self.x = new), or write by copy_()."
+            )
+        return _SET(x, *sources, **named)
 
     def _saved_tensors(self, hooks: Any) -> None:
         raise self.refuse(

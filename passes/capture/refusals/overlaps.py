@@ -1,4 +1,4 @@
-"""Writes into tensors of which several elements lie in one place of memory, as ``expand`` makes them: a trace loses them."""
+"""Writes into tensors of which several elements lie in one place of memory, of ``expand`` or ``unfold``: a trace loses them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,25 @@ class Overlaps(Observer):
         if any(_overlaps(x) and _overlaps(_part(call, x)) for x in call.written):
             name = getattr(call.func, "__name__", call.func)
             raise self.refuse(
-                f"the forward writes by {name}() into an expanded tensor, of which several elements lie in one place of "
-                "memory. Write before it is expanded, or into a clone()."
+                f"the forward writes by {name}() into an expanded tensor, or one of windows (unfold), of which several "
+                "elements lie in one place of memory. Write before it is expanded, or into a clone()."
             )
 
 
 def _overlaps(x: torch.Tensor) -> bool:
-    strided = x.layout == torch.strided and not x.is_nested
+    """Whether steps along one dim come to where steps along others have been; False where lengths are open."""
+    if x.layout != torch.strided or x.is_nested:
+        return False
+    steps = [(s, n) for s, n in zip(x.stride(), x.shape, strict=True) if not (type(n) is int and n == 1)]
     if any(type(n) is int and n == 0 for n in x.shape):
         return False
-    return strided and any(
-        type(s) is int and s == 0 and not (type(n) is int and n <= 1) for n, s in zip(x.shape, x.stride(), strict=True)
-    )
+    known = sorted((s, n) for s, n in steps if type(s) is int and type(n) is int)
+    reached = 0
+    for stride, length in known:
+        if stride <= reached:
+            return True
+        reached += stride * (length - 1)
+    return any(type(s) is int and s == 0 for s, _ in steps)
 
 
 def _part(call: Call, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,16 +20,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoshard.errors import CaptureError
+from autoshard.frames import is_users
 from autoshard.passes.capture.exported.attributes import LEFT, untouched
 from autoshard.passes.capture.exported.contents import DEPTH, Contents, advanced_to, held_in, put, taken
 from autoshard.passes.capture.refusals.outside import reading_outside
 from autoshard.passes.ir.graph import Graph
 
-Found = list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]
-"""path, module, its attributes, and what is in them: see :func:`_contents`"""
+Found = list[tuple[str, Any, dict[str, Any], dict[str, Any]]]
+"""path, module (or class, or module of Python), its attributes, and what is in them: see :func:`_contents`"""
 
 _left: ContextVar[dict[str, tuple[dict[str, Any], str, Any, Contents]]] = ContextVar("left")
 """of the last trace: dotted name → the module's attributes, the name of one, and what it is now and holds"""
+
+_LARGE = 256
+"""items of a global container that is not looked into"""
+_LOOKED_INTO = ("builtins", "itertools", "_collections")
 
 _HOLDERS = {"parameter": "_parameters", "buffer": "_buffers", "module": "_modules"}
 
@@ -44,12 +51,39 @@ def leaving() -> Iterator[None]:
 
 def as_found(model: nn.Module) -> Found:
     """The attributes of ``model`` before a call."""
-    return [(p, m, dict(vars(m)), {k: _contents(v) for k, v in vars(m).items()}) for p, m in model.named_modules()]
+    modules = [(p, m, dict(vars(m)), {k: _contents(v) for k, v in vars(m).items()}) for p, m in model.named_modules()]
+    return modules + [(place.__name__, place, dict(vars(place)), _small(vars(place))) for place in _around(model)]
+
+
+def _around(model: nn.Module) -> Iterator[Any]:
+    """The classes of users that the model's modules are of, and the modules of Python that have these."""
+    own = dict.fromkeys(type(module) for module in model.modules())
+    kinds = dict.fromkeys(kind for each in own for kind in each.__mro__)
+    yield from (kind for kind in kinds if _is_of_user(kind))
+    yield from dict.fromkeys(sys.modules[kind.__module__] for kind in own if _is_of_user(kind))
+
+
+def _is_of_user(kind: type) -> bool:
+    return is_users(str(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"))
+
+
+def _small(names: Mapping[str, Any]) -> dict[str, Any]:
+    """What is in global names and attributes of classes: in small containers, functions, iterators and objects of users."""
+    found = {}
+    for name, x in names.items():
+        is_container = isinstance(x, list | dict | set | deque)
+        if (name.startswith("__") and name.endswith("__")) or (is_container and len(x) > _LARGE):
+            continue
+        known = is_container or type(x).__module__ in _LOOKED_INTO or _is_of_user(type(x))
+        found[name] = _contents(x, DEPTH - 1 if known else 0)
+    return found
 
 
 def check_made(before: Found) -> None:
     """Refuse a forward that makes parameters, buffers or modules: its program would make them in every call."""
     for path, module, _, contents in before:
+        if not isinstance(module, nn.Module):
+            continue
         for kind, holder in _HOLDERS.items():
             had = {name for name, x in contents[holder] if x != _contents(None)}
             if made := [n for n, x in vars(module)[holder].items() if x is not None and n not in had]:
@@ -65,11 +99,16 @@ def leave(model: nn.Module, before: Found) -> None:
     found = _left.get()
     found.clear()
     for path, module, old, contents in before:
-        now = vars(module)
+        own = isinstance(module, nn.Module)
+        now: Any = vars(module)
+        inside = {} if own else _small(now)
         for name, value in now.items():
-            if name in _HOLDERS.values() or (name in old and _contents(value) == contents[name]):
+            if name in _HOLDERS.values() if own else name not in inside:
                 continue
-            found[f"{path}.{name}" if path else name] = (now, name, value, taken([value]))
+            if name in old and (_contents(value) if own else inside[name]) == contents.get(name):
+                continue
+            # What is not the model's stays as the call left it.
+            found[f"{path}.{name}" if path else name] = (now if own else {}, name, value, taken([value]) if own else [])
 
 
 def check_second_call(model: nn.Module, graph: Graph, again: Callable[[], Graph]) -> None:
@@ -148,8 +187,8 @@ def _contents(x: Any, depth: int = DEPTH) -> Any:
     """What is in an attribute, to be compared: values of numbers and words, the identity of all else, and what these hold."""
     if isinstance(x, bool | int | float | complex | str | bytes | type(None)):
         return type(x), repr(x)
-    if depth and (place := advanced_to(x)) is not None:
-        return _Same(x), _contents(place, depth - 1)
+    if depth > 1 and (place := advanced_to(x)) is not None:
+        return _Same(x), tuple(_contents(y, depth - 1) for y in place)
     held = held_in(x) if depth else None
     if held is None:
         return _Same(x)

@@ -15,6 +15,8 @@ from autoshard.passes.capture.exported.provenance import NO_GRAD, where
 
 aten = torch.ops.aten
 
+_MAY_COPY = frozenset("to contiguous reshape flatten type_as float double half bfloat16".split())
+"""ops that give their operand, a view of it, or where it lies or is otherwise a copy, under one schema"""
 _REGIONS = (torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast)
 
 
@@ -101,7 +103,7 @@ class _Gradients:
         """Take in the next op. Raises for a write that autograd does not see."""
         enabled = not node.meta.get(NO_GRAD)
         for operand, argument in _operands(node):
-            if argument is None or argument.alias_info is not None:
+            if (argument is None or argument.alias_info is not None) and not _is_copy(node, operand):
                 self._alias(node, operand)
         written = _written(node)
         for operand in written:
@@ -122,6 +124,15 @@ class _Gradients:
     def _same_storage(self, node: fx.Node) -> set[fx.Node]:
         root = self.root.get(node, node)
         return self.aliases.get(root, set()) | {root}
+
+
+def _is_copy(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether what may be a copy of ``operand`` was one in the trace."""
+    if getattr(node.target, "_opname", "") not in _MAY_COPY:
+        return False
+    results = node.meta.get("val"), operand.meta.get("val")
+    storages = [x.untyped_storage()._cdata for x in results if isinstance(x, torch.Tensor)]
+    return len(set(storages)) == 2
 
 
 def _written(node: fx.Node) -> set[fx.Node]:
