@@ -39,7 +39,8 @@ def spliced(
     """Whether every node of ``program`` that does not stay is written there as the operations that PyTorch makes of it.
 
     ``plain``: which operations these may be. Nothing has changed where one of them is another, a length is open, or what
-    the program calls has a graph of its own. Names are those that another trace would give.
+    the program calls has a graph of its own. Names are those that another trace would give, but for
+    their numbers in some programs with values that nobody reads.
     """
     module, old = program.graph_module, program.graph_module.graph
     values = [leaf for node in old.nodes for leaf in pytree.tree_leaves(node.meta.get("val"))]
