@@ -110,3 +110,38 @@ def test_what_is_written_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> Non
     graph = capture(Calling(lambda x: x.exp().add_(1)), (torch.randn(6, 8, dtype=torch.float64),))
     assert runs.call_count == 1
     assert not any(node.op._schema.is_mutable for node in graph.nodes)
+
+
+VIEWS: dict[str, Callable[..., object]] = {
+    "as views": lambda m, y, x, n: y.flatten().unflatten(0, (4, 3)) + x.reshape(4, 3).flatten(1),
+    "as copies": lambda m, y, x, n: y.t().reshape(-1) + x.t().flatten(),
+    "in parts": lambda m, y, x, n: y.chunk(2, -1)[1] + x.chunk(2, 1)[0],
+    "in slices": lambda m, y, x, n: y.tensor_split(2, 1),
+    "as nothing": lambda m, y, x, n: y.flatten(1).contiguous().reshape_as(x) * x.view_as(y),
+    "as results": lambda m, y, x, n: (y.flatten(), y.chunk(2), x.reshape(-1)),
+    "numbered": lambda m, y, x, n: (y.view(12), y.flatten().view(2, 6), x.view(6, 2).reshape(12).view(3, 4)),
+    "of buffers": lambda m, y, x, n: y + m.table.reshape(1, 4).expand_as(y) + m.constant.flatten(),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", VIEWS)
+def test_composite_operations_are_written_where_they_stand(
+    name: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph is that of another trace, to its names; and there is none, but where one becomes several with results."""
+    runs = Mock(wraps=decompose._decompose_exported_program)
+    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+
+    def captured() -> tuple[object, ...]:
+        model = Odd(VIEWS[name]).double()
+        inputs = torch.randn(3, 4, dtype=torch.float64, requires_grad=training), torch.tensor([0, 2])
+        graph = capture(model, inputs, training=training)
+        return str(graph), repr(graph.nodes), repr(graph.types), repr(graph.inputs), graph.outputs, graph.mutations
+
+    graph = captured()
+    assert runs.call_count == (name == "in slices")
+    runs.reset_mock()
+    monkeypatch.setattr(decompose, "spliced", lambda *a: False)
+    assert graph == captured()
+    assert runs.call_count == 1

@@ -22,6 +22,7 @@ from torch.export.exported_program import _decompose_exported_program
 from torch.export.graph_signature import InputKind
 
 from autoshard.passes.capture.observer import Patch, patched
+from autoshard.passes.capture.translate.spliced import spliced
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.exact import SINGLE
 from autoshard.passes.rules.facts import has_effect
@@ -61,6 +62,10 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
             node.meta["custom"] = {ORIGIN: str(node.target), **(node.meta.get("custom") or {})}
     if all(_stays(node, tail) for node in nodes):
         return program
+    if all(_stays(node, tail) or _is_written_alone(node, tail) for node in nodes) and spliced(
+        program, lambda node: _stays(node, tail), lambda op: _op_stays(op, tail)
+    ):
+        return program
     there = {n.target for n in nodes if isinstance(n.target, OpOverload)}
     written = _written(program, there, tail)
     return written if _is_plain(written) else _written(program, there, {})
@@ -68,12 +73,23 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
 
 def _stays(node: fx.Node, tail: Collection[OpOverload]) -> bool:
     """Whether the functional form of its program has ``node`` as it is."""
-    op = node.target
-    if node.op in ("placeholder", "output") or op is operator.getitem:
+    if node.op in ("placeholder", "output") or node.target is operator.getitem:
         return True
-    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or has_effect(node):
+    return _op_stays(node.target, tail) and not has_effect(node)
+
+
+def _op_stays(op: Any, tail: Collection[OpOverload]) -> bool:
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable:
         return False
     return op not in tail and op not in _LIFTED and (op in _composite() or not _is_composite(op))
+
+
+def _is_written_alone(node: fx.Node, tail: Collection[OpOverload]) -> bool:
+    """Whether the functional form of its program has ``node`` as others, whatever stands around it: a view, for one."""
+    op = node.target
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or has_effect(node):
+        return False
+    return op not in tail and _is_composite(op)
 
 
 def _convert(copy: fx.Node) -> None:
