@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,14 @@ def test_hardware_of_a_mesh_that_says_none() -> None:
     assert autoshard.plan(Net(), {"tp": 2}, (X,)).mesh.hardware.name == "h100"
     with pytest.raises(autoshard.MeshError, match="is one of h100, and hardware='a100' is asked for"):
         autoshard.plan(Net(), Mesh({"tp": 2}), (X,), hardware="a100")
+
+
+@pytest.mark.parametrize("broken", [None, [], "x", 3], ids=str)
+def test_text_that_is_no_plan_is_refused(broken: object) -> None:
+    known = json.loads(autoshard.plan(Net(), {"tp": 2}, (X,)).to_json())
+    for text in (json.dumps({**known, "choices": broken}), json.dumps(broken), "", "{"):
+        with pytest.raises(autoshard.PlanError, match="not a plan that autoshard wrote"):
+            Plan.from_json(text)
 
 
 def test_a_plan_knows_tied_tensors_by_each_name() -> None:

@@ -240,7 +240,7 @@ class Record:
         """The plan that :meth:`to_json` wrote. Raises :class:`PlanError` for anything else."""
         try:
             return _decoded(cls, json.loads(text))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error
 
 

@@ -50,6 +50,10 @@ FIRST_CALLS = 8
 """how many calls are compared with their inputs, even if they repeat the one before; AUTOSHARD_CHECK=inputs: all"""
 
 
+_way = torch.compiler.disable(redistribution)
+"""as it is to compiled code: a search that torch.compile would trace, with warnings"""
+
+
 class DistributedModule(OnRank):
     """A sharded module of one process; every rank of the mesh has one."""
 
@@ -310,7 +314,7 @@ class DistributedModule(OnRank):
             return local
         mesh = self._running
         whole = Layout(mesh, [I if local.requires_grad else R] * mesh.ndim)
-        return execute(redistribution(layout, whole, tuple(shape), mesh, local.dtype, local.requires_grad), local)
+        return execute(_way(layout, whole, tuple(shape), mesh, local.dtype, local.requires_grad), local)
 
 
 def _is_plain(leaf: Any) -> bool:
